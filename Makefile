@@ -1,0 +1,77 @@
+# Every target does all of its own set-up, from a fresh clone on.
+#
+#   make demo     train a small model with the library, on real text, and show what it costs
+#   make test     the tests
+#   make check    formatting, lint, types, documentation
+#   make wheel    dist/tightrope-*.whl
+#   make clean    remove all that the others made
+#
+#   PYTHON=python3.12   the interpreter that .venv is made with (3.10 or later)
+#   WORKERS=4           how many processes the tests run in
+#   ARGS='-k half'      more arguments for pytest (make test) or for the demo (make demo)
+
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TOOLS := $(VENV)/tools.stamp
+READY := $(VENV)/ready.stamp
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check wheel clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: $(READY)
+	$(BIN)/tightrope demo $(ARGS)
+
+# Each process computes on one core: two that share two cores with two threads each only wait for
+# one another. A test that is about threads sets their number itself. The blocks of the documents
+# run under `make check`.
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+		--ignore=tests/test_docs.py $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+wheel: $(READY)
+	rm -rf dist
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist
+
+clean:
+	rm -rf $(VENV) build dist site src/*.egg-info src/tightrope/_native.*
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment: torch first, then what builds the package, so that the package itself can be
+# built without isolation, against this torch.
+$(TOOLS): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "tightrope needs Python 3.10 or later; '$(PYTHON)' is none. Name one: make PYTHON=python3.12" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { \
+		echo "'$(PYTHON)' cannot make environments: it lacks venv or ensurepip. On Debian and Ubuntu" >&2; \
+		echo "they are in the package python3-venv. Or name another Python: make PYTHON=python3.12" >&2; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt setuptools wheel
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[cli,dev]'
+	@touch $@
+
+# pip keeps to itself what a build says, so the library is built once more in the open: nothing is
+# compiled twice, and where it cannot be built this is where one reads why.
+$(READY): $(TOOLS) $(wildcard csrc/*)
+	$(BIN)/python setup.py --quiet build_native --inplace
+	@touch $@

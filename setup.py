@@ -1,0 +1,266 @@
+"""Builds the fused CPU kernel; everything else about the package is in pyproject.toml.
+
+The kernel is a plain shared library, `tightrope/_native.so`, that Python loads with
+`torch.ops.load_library`. It uses no symbol of Python and only torch's stable ABI, so one binary
+serves every Python and every torch >= 2.10, and its wheel is tagged py3-none-<platform>.
+
+It needs torch and a C++17 compiler at build time. Where one is missing or fails, the package is
+built without the library and runs on the plain torch definition; the build says so and goes on.
+
+Environment:
+    TIGHTROPE_NATIVE   0: do not build the library.  1: fail if it cannot be built.
+    CXX                the compiler, in place of the first of c++, g++, clang++.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+from setuptools import Command, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+# Objects are named by a hash of all that they are made from, so this folder may outlive any build.
+OBJECTS = ROOT / "build" / "native"
+LIBRARY = "_native.dylib" if sys.platform == "darwin" else "_native.so"
+JOBS = 2
+
+COMMON_FLAGS = [
+    "-std=c++17",
+    "-ffp-contract=off",  # a product and a sum are fused where the source says so, nowhere else
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+]
+
+# One translation unit per instruction set, with the flags that only it may have.
+ISA_FLAGS = {
+    "x86_64": {
+        "rotate_baseline.cpp": [],
+        "rotate_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+        "rotate_avx512.cpp": [
+            *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+            *("-mavx2", "-mfma", "-mf16c"),
+            "-mprefer-vector-width=512",
+        ],
+    },
+}
+# NEON and FMA belong to every aarch64, so its baseline is enough; so it is for what we do not know.
+ISA_FLAGS_ELSEWHERE: dict[str, list[str]] = {"rotate_baseline.cpp": []}
+
+
+class NotBuilt(Exception):
+    """Why there is no native library, in words for the person who installs."""
+
+
+def find_compiler() -> tuple[list[str], str]:
+    """The command of a C++ compiler, and what it says of itself."""
+    named = os.environ.get("CXX")
+    candidates = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    for command in candidates:
+        if shutil.which(command[0]):
+            return command, run_compiler([*command, "--version"])
+    names = ", ".join(command[0] for command in candidates)
+    raise NotBuilt(f"no C++ compiler was found (looked for: {names})")
+
+
+def find_torch() -> tuple[list[str], list[str], str]:
+    """The folders of torch's headers and libraries, and its version."""
+    try:
+        import torch
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except (ImportError, OSError) as error:
+        raise NotBuilt(f"torch cannot be imported by this build ({error})") from error
+    return include_paths(), library_paths(), str(torch.__version__)
+
+
+def run_compiler(command: list[str]) -> str:
+    """Runs the compiler and returns what it printed to stdout; its warnings are shown."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NotBuilt(f"the C++ compiler cannot be run ({error})") from error
+    if done.stderr:
+        print(done.stderr, file=sys.stderr, end="")
+    if done.returncode != 0:
+        what = next((Path(part).name for part in command if part.endswith(".cpp")), "")
+        of = f" on {what}" if what else ""
+        raise NotBuilt(f"{command[0]} failed{of} (exit status {done.returncode})")
+    return done.stdout
+
+
+def digest(*parts: str | bytes) -> str:
+    """A short name for everything that a built file depends on."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little") + data)
+    return total.hexdigest()[:16]
+
+
+def produce(stem: str, key: str, suffix: str, command: list[str]) -> Path:
+    """Runs `command -o <stem>-<key><suffix>` unless that file is there; drops its older versions."""
+    target = OBJECTS / f"{stem}-{key}{suffix}"
+    if not target.exists():
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        for old in OBJECTS.glob(f"{stem}-*{suffix}"):
+            old.unlink(missing_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}.tmp")
+        run_compiler([*command, "-o", str(partial)])
+        partial.replace(target)
+    return target
+
+
+def build_library() -> Path:
+    """Compiles csrc/ into one shared library and returns where it is, or raises NotBuilt."""
+    if sys.platform == "win32":
+        raise NotBuilt("there is no native build for Windows yet")
+    compiler, version = find_compiler()
+    includes, libraries, torch_version = find_torch()
+
+    # The machine that this Python was built for: a 32-bit Python can run on a 64-bit kernel.
+    name = sysconfig.get_platform()
+    machine = platform.machine() if name.endswith("universal2") else name.split("-")[-1]
+    torch_flags = ["-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    # -isystem: torch's headers do not pass our warnings.
+    torch_flags += [part for folder in includes for part in ("-isystem", folder)]
+    units = {"bind_torch.cpp": torch_flags, "dispatch.cpp": ["-O3"]}
+    for source, flags in ISA_FLAGS.get(machine, ISA_FLAGS_ELSEWHERE).items():
+        units[source] = ["-O3", *flags]
+    missing = [source for source in units if not (CSRC / source).is_file()]
+    if missing:
+        raise NotBuilt(f"csrc/ lacks {', '.join(missing)}")
+
+    # Whatever is no unit of its own may be included by one.
+    headers = [p.read_bytes() for p in sorted(CSRC.glob("*")) if p.suffix != ".cpp"]
+
+    def compile_unit(source: str) -> Path:
+        command = [*compiler, *COMMON_FLAGS, *units[source], "-c", str(CSRC / source)]
+        text = (CSRC / source).read_bytes()
+        key = digest(version, torch_version, shlex.join(command), text, *headers)
+        return produce(Path(source).stem, key, ".o", command)
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        objects = list(pool.map(compile_unit, units))
+
+    # No rpath: `import torch` has loaded libtorch_cpu before tightrope loads this.
+    link = [*compiler, "-shared", *map(str, objects)]
+    link += [f"-L{folder}" for folder in libraries] + ["-ltorch_cpu"]
+    if sys.platform == "linux":
+        link += ["-Wl,--no-undefined"]
+    return produce("_native", digest(version, shlex.join(link)), Path(LIBRARY).suffix, link)
+
+
+def say(text: str) -> None:
+    """One paragraph to the person who installs."""
+    print("\n" + textwrap.fill(text, 96, break_on_hyphens=False) + "\n", file=sys.stderr)
+
+
+class build_native(Command):
+    """The step of `build` that makes the library and puts it beside the Python files."""
+
+    description = "build the fused CPU kernel (compile and link csrc/)"
+    user_options: ClassVar = [("inplace", "i", "put the library into src/tightrope")]
+    boolean_options: ClassVar = ["inplace"]
+
+    def initialize_options(self) -> None:
+        self.build_lib = ""
+        self.inplace = False
+        self.editable_mode = False  # set by setuptools for `pip install -e`
+        self.built = False
+
+    def finalize_options(self) -> None:
+        self.build_lib = self.get_finalized_command("build").build_lib
+
+    def library(self) -> Path:
+        in_source = self.inplace or self.editable_mode
+        return (ROOT / "src" if in_source else Path(self.build_lib)) / "tightrope" / LIBRARY
+
+    def run(self) -> None:
+        wish = os.environ.get("TIGHTROPE_NATIVE", "")
+        if wish not in ("", "0", "1"):
+            raise SystemExit(f"TIGHTROPE_NATIVE must be 0, 1 or unset but got {wish!r}.")
+        target = self.library()
+        try:
+            if wish == "0":
+                raise NotBuilt("TIGHTROPE_NATIVE=0 asks for that")
+            source = build_library()
+        except NotBuilt as reason:
+            if wish == "1":
+                raise SystemExit(f"TIGHTROPE_NATIVE=1, but {reason}.") from reason
+            # What an earlier build left must not pass for this one's.
+            target.unlink(missing_ok=True)
+            say(
+                f"tightrope is built without its fused CPU kernel: {reason}. Everything works, on "
+                "the plain torch definition, only slower. For the fast path, have torch, setuptools "
+                "and a C++17 compiler (g++ or clang++) installed, then install again without build "
+                "isolation: pip install --no-build-isolation --no-cache-dir --force-reinstall "
+                "--no-deps followed by what you installed (tightrope, or this folder)."
+            )
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A new file under the same name: a process that has the old one loaded keeps it.
+        partial = target.with_suffix(f".{os.getpid()}.tmp")
+        shutil.copy2(source, partial)
+        partial.replace(target)
+        self.built = True
+
+    # What setuptools asks of a step of `build`.
+    def get_source_files(self) -> list[str]:
+        return [path.relative_to(ROOT).as_posix() for path in sorted(CSRC.glob("*.*"))]
+
+    def get_outputs(self) -> list[str]:
+        return [str(self.library())] if self.built else []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class wheel_of_any_python(bdist_wheel):
+    """A wheel tagged py3-none-<platform> with the library in it, py3-none-any without."""
+
+    def run(self) -> None:
+        # setuptools never empties this folder: files that were renamed or dropped since the last
+        # build would go into the wheel.
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        # First the library, then the name of the wheel: whether it builds decides the tag.
+        self.run_command("build_native")
+        native = self.get_finalized_command("build_native").built
+        self.root_is_pure = not native
+        self.distribution.has_ext_modules = lambda: native
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        tag = super().get_tag()
+        return tag if self.root_is_pure else ("py3", "none", tag[2])
+
+
+class build_with_native(build):
+    """`build`, with the native library as its last step."""
+
+    sub_commands: ClassVar = [*build.sub_commands, ("build_native", None)]
+
+
+setup(
+    cmdclass={
+        "build": build_with_native,
+        "build_native": build_native,
+        "bdist_wheel": wheel_of_any_python,
+    }
+)

@@ -1,0 +1,352 @@
+"""Imports go strictly down the ranks of DESIGN section 8, and `import tightrope` stays light.
+
+The ranks are read from the source with `ast`, so an import inside a function or under
+TYPE_CHECKING counts as much as one at the top of a file. Both checks are also run on things that
+they must reject.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "tightrope"
+
+# The longest matching prefix says which group a module is in. A group may import from groups of a
+# lower rank, and within itself; two groups of one rank never import each other. "*" stands for one
+# name, and makes a group of each.
+RANKS: dict[str, tuple[int, int]] = {
+    "_errors": (0, 0),
+    "ops.schema": (0, 0),
+    "frequencies": (1, 0),
+    "positions": (1, 0),
+    "gates": (1, 0),
+    "activations": (1, 0),
+    "angles": (2, 0),
+    "spec": (2, 1),
+    "ops": (2, 2),
+    "backends.reference": (3, 0),
+    "backends.*": (3, 1),
+    "backends": (3, 2),
+    "config": (4, 0),
+    "functional": (4, 0),
+    "nn": (5, 0),
+    "": (5, 1),  # tightrope/__init__.py: the public names
+    "integrations": (6, 0),
+    "cli": (6, 0),
+}
+
+# Imports that go up, from inside a function only: (from, to) -> why there is no other way.
+LAZY: dict[tuple[str, str], str] = {}
+
+# Modules that import by a name which they compute -> why, and what keeps it within the ranks.
+DYNAMIC: dict[str, str] = {}
+
+
+# --- reading the source ---------------------------------------------------------------------------
+
+
+def read_files(folder: Path) -> dict[str, str]:
+    """The Python files under a folder: path -> text."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def module_of(path: str) -> str:
+    """ops/autograd.py -> ops.autograd; ops/__init__.py -> ops; __init__.py -> the empty name."""
+    parts = path.removesuffix(".py").split("/")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def ancestors(module: str) -> list[str]:
+    """The packages that Python imports before a module, innermost first, without tightrope."""
+    parts = module.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
+
+
+def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[str, str | None, bool]]:
+    """(module, name or None, lazy) of each import of tightrope; the module as in `module_of`."""
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, str | None, bool]]:
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside)
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root, _, rest = alias.name.partition(".")
+                if root == "tightrope":
+                    yield rest, None, lazy
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                parts = package.split(".") if package else []
+                keep = parts[: len(parts) - (node.level - 1)]
+                base = ".".join([*keep, *([node.module] if node.module else [])])
+            else:
+                root, _, base = (node.module or "").partition(".")
+                if root != "tightrope":
+                    return
+            for alias in node.names:
+                yield base, alias.name, lazy
+        elif isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__"):
+            name = node.args[0] if node.args else None
+            if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
+                yield "?", None, lazy
+            elif name.value.split(".")[0] in ("tightrope", ""):
+                # A relative name depends on a second argument: as good as computed.
+                yield ("?" if name.value[0] == "." else name.value[10:]), None, lazy
+
+    yield from walk(tree, False)
+
+
+def called_name(call: ast.Call) -> str:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def group_of(module: str, ranks: Mapping[str, tuple[int, int]]) -> str | None:
+    """The group of a module: its longest prefix in the table, `*` filled in; None without one."""
+    if module == "":
+        return "" if "" in ranks else None
+    for prefix in [module, *ancestors(module)]:
+        if prefix in ranks:
+            return prefix
+        parent, _, _ = prefix.rpartition(".")
+        if parent and f"{parent}.*" in ranks:
+            return prefix
+    return None
+
+
+def rank_of(group: str, ranks: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    return ranks[group] if group in ranks else ranks[group.rpartition(".")[0] + ".*"]
+
+
+def find_problems(
+    files: Mapping[str, str],
+    ranks: Mapping[str, tuple[int, int]] = RANKS,
+    lazy_allowed: Mapping[tuple[str, str], str] | None = None,
+    dynamic_allowed: Mapping[str, str] | None = None,
+) -> list[str]:
+    """One sentence for each import that goes up or sideways, each cycle, each module unplaced."""
+    unused_lazy = dict(lazy_allowed or {})
+    unused_dynamic = dict(dynamic_allowed or {})
+    modules = {module_of(path): path for path in files}
+    edges: dict[str, set[str]] = {module: set() for module in modules}
+    problems = []
+
+    for module, path in modules.items():
+        group = group_of(module, ranks)
+        if group is None:
+            problems.append(f"{path}: has no rank")
+        package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
+        for base, name, lazy in imported_names(ast.parse(files[path], path), package):
+            if base == "?":
+                if unused_dynamic.pop(module, None) is None and module not in (
+                    dynamic_allowed or {}
+                ):
+                    problems.append(f"{path}: imports by a computed name")
+                continue
+            inner = f"{base}.{name}".lstrip(".")
+            target = inner if name is not None and inner in modules else base
+            if target not in modules:
+                problems.append(f"{path}: imports {target}, which is not there")
+                continue
+            if (module, target) in (lazy_allowed or {}) and lazy:
+                unused_lazy.pop((module, target), None)
+                continue
+            # Python runs the packages around the target first, so they are imported too.
+            around = [
+                a
+                for a in ancestors(target)
+                if a in modules and a not in (module, *ancestors(module))
+            ]
+            for reached in [target, *around]:
+                edges[module].add(reached)
+                other = group_of(reached, ranks)
+                if group is None or other is None or group == other:
+                    continue
+                here, there = rank_of(group, ranks), rank_of(other, ranks)
+                if there >= here:
+                    way = "up" if there > here else "sideways"
+                    problems.append(f"{path}: imports {way} to {reached or 'tightrope'}")
+
+    problems += [f"LAZY: {source} no longer imports {to}" for source, to in unused_lazy]
+    problems += [f"DYNAMIC: {module} no longer imports by name" for module in unused_dynamic]
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        problems.append("cycle: " + " <- ".join(name or "tightrope" for name in error.args[1]))
+    return problems
+
+
+# --- the ranks ------------------------------------------------------------------------------------
+
+
+def test_imports_go_down() -> None:
+    files = read_files(SOURCE)
+    assert files, f"no source in {SOURCE}"
+    assert find_problems(files, RANKS, LAZY, DYNAMIC) == []
+
+
+def test_every_exception_has_a_reason() -> None:
+    assert all(reason.strip() for reason in [*LAZY.values(), *DYNAMIC.values()])
+
+
+SOUND = {
+    "__init__.py": "from .functional import rotate as rotate",
+    "_errors.py": "",
+    "frequencies.py": "import torch\nfrom ._errors import sentence",
+    "angles.py": "from .frequencies import Frequencies",
+    "spec.py": "from . import angles",
+    "ops/__init__.py": "from . import autograd, schema",
+    "ops/schema.py": "",
+    "ops/autograd.py": "from ..spec import RopeSpec\nfrom .schema import library",
+    "backends/__init__.py": "from . import cpu, reference",
+    "backends/reference/__init__.py": "from ...ops.schema import library",
+    "backends/cpu/__init__.py": "from .. import reference\nfrom ... import angles",
+    "functional.py": "from .backends import register",
+    "cli/__init__.py": "import tightrope\nfrom tightrope.backends import cpu",
+}
+
+
+def test_a_sound_tree_passes() -> None:
+    assert find_problems(SOUND) == []
+
+
+REJECTED = {
+    "up": ("frequencies.py", "from .spec import RopeSpec", "frequencies.py: imports up to spec"),
+    "up, absolute": ("spec.py", "import tightrope.nn", "spec.py: imports up to nn"),
+    "up, by package": ("spec.py", "from . import ops", "spec.py: imports up to ops"),
+    "up, through a package": (
+        "angles.py",
+        "from .ops.schema import library",
+        "angles.py: imports up to ops",
+    ),
+    "up, in a function": (
+        "angles.py",
+        "def f():\n    from .functional import rotate",
+        "angles.py: imports up to functional",
+    ),
+    "up, for types": (
+        "angles.py",
+        "if TYPE_CHECKING:\n    from .spec import RopeSpec",
+        "angles.py: imports up to spec",
+    ),
+    "up, by a string": (
+        "angles.py",
+        "importlib.import_module('tightrope.spec')",
+        "angles.py: imports up to spec",
+    ),
+    "up, to the top": ("spec.py", "from . import rotate", "spec.py: imports up to tightrope"),
+    "up, inside a rank": ("angles.py", "from . import spec", "angles.py: imports up to spec"),
+    "sideways": ("positions.py", "from . import frequencies", "imports sideways to frequencies"),
+    "a backend from a backend": (
+        "backends/triton/__init__.py",
+        "from ..cpu import load",
+        "imports sideways to backends.cpu",
+    ),
+    "a backend from the registry": (
+        "backends/cpu/__init__.py",
+        "from .. import register",
+        "imports up to backends",
+    ),
+    "no rank": ("helpers.py", "", "helpers.py: has no rank"),
+    "not there": ("spec.py", "from .nowhere import x", "imports nowhere, which is not there"),
+    "by a computed name": ("spec.py", "import_module(f'{x}.y')", "imports by a computed name"),
+    "a cycle": ("ops/schema.py", "from .autograd import f", "cycle: "),
+    "a cycle in one group": ("ops/autograd.py", "from . import rotate", "cycle: "),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_a_wrong_tree_is_rejected(case: str) -> None:
+    path, text, wanted = REJECTED[case]
+    files = {**SOUND, "nn.py": "", path: text}
+    assert any(wanted in problem for problem in find_problems(files)), find_problems(files)
+
+
+def test_a_listed_lazy_import_passes_only_inside_a_function() -> None:
+    allowed = {("spec", "functional"): "a reason"}
+    inside = {**SOUND, "spec.py": "def f():\n    from .functional import rotate"}
+    outside = {**SOUND, "spec.py": "from .functional import rotate"}
+    assert find_problems(inside, RANKS, allowed) == []
+    assert "spec.py: imports up to functional" in find_problems(outside, RANKS, allowed)
+
+
+def test_a_stale_exception_is_rejected() -> None:
+    assert find_problems(SOUND, RANKS, {("spec", "nn"): "a reason"}, {"nn": "a reason"}) == [
+        "LAZY: spec no longer imports nn",
+        "DYNAMIC: nn no longer imports by name",
+    ]
+
+
+# --- what an import costs -------------------------------------------------------------------------
+
+HEAVY = ("triton", "typer", "rich", "matplotlib", "torch._dynamo", "torch._inductor")
+
+# Runs one statement after `import torch` and reports the modules that it added and the questions
+# that it asked of a device.
+PROBE = """
+import json, sys
+import torch, torch.cuda
+before = set(sys.modules)
+asked = []
+def watch(owner, name):
+    real = getattr(owner, name)
+    def watched(*args, **kwargs):
+        asked.append(name)
+        return real(*args, **kwargs)
+    setattr(owner, name, watched)
+for name in ("_lazy_init", "is_available", "device_count", "current_device"):
+    watch(torch.cuda, name)
+watch(torch.accelerator, "is_available")
+watch(torch.accelerator, "device_count")
+{statement}
+if torch.cuda.is_initialized():
+    asked.append("is_initialized")
+print(json.dumps([sorted(set(sys.modules) - before), asked]))
+"""
+
+
+def cost_of(statement: str) -> tuple[set[str], set[str]]:
+    """(the heavy packages that a statement imports, the device functions that it calls)."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.replace("{statement}", statement)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    added, asked = json.loads(done.stdout.splitlines()[-1])
+    heavy = {name for name in HEAVY if any(f"{m}.".startswith(f"{name}.") for m in added)}
+    return heavy, set(asked)
+
+
+def test_import_is_light() -> None:
+    assert cost_of("import tightrope") == (set(), set())
+
+
+def test_heavy_imports_are_seen() -> None:
+    # Two of them really, the others by what they would leave behind: they may not be installed.
+    statement = "import torch._dynamo, torch._inductor; "
+    statement += "sys.modules.update({name: sys for name in %r})"
+    heavy, _ = cost_of(statement % ["triton.language", "typer", "rich.console", "matplotlib"])
+    assert heavy == set(HEAVY)
+
+
+def test_a_lighter_namesake_is_not_heavy() -> None:
+    assert cost_of("sys.modules['rich_text'] = sys") == (set(), set())
+
+
+def test_a_touched_device_is_seen() -> None:
+    # The last stands for an initialised device, on a machine that has none.
+    statement = "torch.cuda.is_available(); torch.accelerator.device_count(); "
+    _, asked = cost_of(statement + "torch.cuda._initialized = True")
+    assert {"is_available", "device_count", "is_initialized"} <= asked

@@ -1,0 +1,58 @@
+"""Every Python block of README.md and docs/*.md runs.
+
+The ```python blocks of one page run in order and in one namespace, so that a later block may use
+what an earlier one made. What is not meant to run is fenced as ```text or ```console.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """The Python blocks of a page, each with the number of its first line."""
+    return [(text.count("\n", 0, hit.start(1)) + 1, hit.group(1)) for hit in FENCE.finditer(text)]
+
+
+def run(text: str, name: str) -> int:
+    """Runs a page and returns how many blocks it has; an error points at the page's own line."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    found = blocks(text)
+    for line, source in found:
+        code = compile("\n" * (line - 1) + source, name, "exec")
+        exec(code, namespace)
+    return len(found)
+
+
+PAGES = [
+    page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if page.is_file()
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a block may write files
+    run(page.read_text(encoding="utf-8"), str(page))
+
+
+def test_the_first_pages_show_code() -> None:
+    for name in ("README.md", "docs/index.md"):
+        assert blocks((ROOT / name).read_text(encoding="utf-8")), name
+
+
+def test_blocks_share_a_namespace() -> None:
+    assert run("```python\na = 1\n```\ntext\n```python\nassert a == 1\n```\n", "page") == 2
+
+
+def test_a_wrong_block_fails_at_its_line() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        run("one\n\n```python\na = 1\na / 0\n```\n", "page")
+    assert caught.traceback[-1].lineno + 1 == 5
+
+
+def test_other_fences_do_not_run() -> None:
+    assert blocks("```text\nnot python\n```\n```console\n$ make\n```\n") == []
