@@ -1,0 +1,30 @@
+"""The one place where error sentences get their form.
+
+Every error that a user of the library can cause reads
+``[operation] rule but got value (x: float32[2, 8, 64]).``: the operation in brackets, one sentence,
+and the tensors it is about.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def describe(value: object) -> str:
+    """``float32[2, 8, 64]`` for a tensor, ``repr`` for anything else."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
+    return repr(value)
+
+
+def sentence(operation: str, message: str, **about: object) -> str:
+    """Build the text of an error.
+
+    Args:
+        operation: what the user called, without its module.
+        message: the rule and what was found instead, without a full stop.
+        about: values to describe in parentheses, by the names the user knows them by.
+    """
+    facts = ", ".join(f"{name}: {describe(value)}" for name, value in about.items())
+    return f"[{operation}] {message} ({facts})." if facts else f"[{operation}] {message}."

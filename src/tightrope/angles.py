@@ -1,0 +1,161 @@
+"""Where frequencies meet positions: phase words, and cosine and sine from them.
+
+A phase word is ``round(ω / 2π · 2^64)`` modulo 2^64, held as int64. ``position · word`` in wrapping
+int64 arithmetic is the angle modulo one turn, off by at most ``|position| · 2^-65`` turn, so neither a
+range reduction nor a float64 is needed on the way. See docs/numerics.md for the error bounds.
+
+This module is the definition, in plain torch; every kernel computes the same thing.
+"""
+
+from __future__ import annotations
+
+import decimal
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from .frequencies import CONTEXT, Frequencies
+
+TWO_PI = decimal.Decimal(
+    "6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
+)
+_TURN = 2.0**-64  # one phase unit, in turns
+_RADIANS = float(TWO_PI) * _TURN
+
+
+@dataclass(frozen=True)
+class Words:
+    """Phase words of one set of pairs, as plain integers.
+
+    Attributes:
+        words: ``round(ω / 2π · 2^64)`` modulo 2^64, signed, one per pair.
+        turns: what the modulo took away, one per pair; all zero unless some ω >= π. Only a
+            fractional position needs them.
+    """
+
+    words: tuple[int, ...]
+    turns: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def words_of(frequencies: Frequencies) -> Words:
+    """Phase words of given frequencies, right to the last bit.
+
+    >>> words_of(Frequencies((TWO_PI / 4,))).words == (2**62,)
+    True
+    """
+    words, turns = [], []
+    for omega in frequencies.exact:
+        scaled = CONTEXT.multiply(CONTEXT.divide(omega, TWO_PI), decimal.Decimal(2**64))
+        whole = int(scaled.to_integral_value(decimal.ROUND_HALF_EVEN, CONTEXT))
+        word = (whole + 2**63) % 2**64 - 2**63
+        words.append(word)
+        turns.append((whole - word) >> 64)
+    return Words(tuple(words), tuple(turns))
+
+
+def phases(
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    ramp: bool,
+    tokens: int,
+) -> torch.Tensor:
+    """Angles as 64-bit fractions of a turn.
+
+    Args:
+        words: int64 ``[axes, rows|1, heads|1, pairs]``.
+        turns: None for zeros, or int64 shaped as ``words``.
+        positions: None for zeros, or int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``.
+        offset: added to every position.
+        ramp: whether the index of the token is added to its position.
+        tokens: how many tokens there are.
+
+    Returns:
+        int64 ``[rows|1, heads|1, tokens, pairs]``, in units of 2^-64 turn, wrapped.
+    """
+    whole, fraction = _split(positions, words.device)
+    whole = whole + offset
+    if ramp:
+        whole = whole + torch.arange(tokens, device=words.device)
+    word = words[:, :, :, None]
+    phase = whole[:, :, None, :, None] * word
+    if fraction is not None:
+        fine = fraction[:, :, None, :, None]
+        phase = phase + 2 * _high_product(fine, word)
+        if turns is not None:
+            phase = phase + 2 * (fine * turns[:, :, :, None])
+    return phase[0] if phase.shape[0] == 1 else phase.sum(0)
+
+
+def cos_sin(phase: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of phases, from a remainder of at most an eighth of a turn.
+
+    Args:
+        phase: int64, in units of 2^-64 turn.
+        dtype: float32 or float64 of the results.
+    """
+    quarter = (phase + 2**61) >> 62
+    remainder = phase - (quarter << 62)
+    angle = remainder.to(dtype) * _RADIANS
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    swap = (quarter & 1).bool()
+    negative_cos = ((quarter + 1) & 2).bool()
+    negative_sin = (quarter & 2).bool()
+    cos, sin = torch.where(swap, sin, cos), torch.where(swap, cos, sin)
+    return torch.where(negative_cos, -cos, cos), torch.where(negative_sin, -sin, sin)
+
+
+def position_angle(
+    words: torch.Tensor, turns: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Zeros of shape ``[rows|1, heads|1, tokens|1, pairs]`` whose derivative by ``positions`` is ω.
+
+    Phases are integers and carry no derivative; adding this to an angle gives it one, in every mode
+    of differentiation, without changing its value.
+    """
+    whole, fraction = _split(positions, words.device)
+    still = whole.to(positions.dtype)
+    if fraction is not None:
+        still = still + fraction.to(positions.dtype) * 2.0**-63
+    drift = (positions - still).nan_to_num(0.0, 0.0, 0.0).to(dtype)
+    return (drift[:, :, None, :, None] * inv_freq(words, turns, dtype)[:, :, :, None]).sum(0)
+
+
+def inv_freq(words: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Frequencies in radians per position, read back from phase words."""
+    omega = words.to(dtype) * _RADIANS
+    return omega if turns is None else omega + turns.to(dtype) * float(TWO_PI)
+
+
+def is_lost(positions: torch.Tensor | None) -> torch.Tensor | None:
+    """Where a position is no number that an integer can hold (NaN, infinite, 2^62 and beyond)."""
+    if positions is None or not positions.is_floating_point():
+        return None
+    return ~(positions.abs() < 2.0**62)
+
+
+def _split(
+    positions: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Positions as an integer part and a fraction in [-1/2, 1/2] in units of 2^-63."""
+    if positions is None:
+        return torch.zeros(1, 1, 1, dtype=torch.int64, device=device), None
+    if not positions.is_floating_point():
+        return positions.to(torch.int64), None
+    safe = torch.where(positions.abs() < 2.0**62, positions, 0.0)
+    whole = torch.round(safe)
+    return whole.to(torch.int64), ((safe - whole) * 2.0**63).to(torch.int64)
+
+
+def _high_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``floor(a · b / 2^64)`` of signed 64-bit integers, at most 2 too small, for ``|a| <= 2^62``.
+
+    There is no 128-bit product in torch, so 32-bit halves are multiplied; the lowest of the four
+    products cannot move the result by more than one and is left out.
+    """
+    a_high, a_low = a >> 32, a & 0xFFFFFFFF
+    b_high, b_low = b >> 32, b & 0xFFFFFFFF
+    return a_high * b_high + ((a_high * b_low) >> 32) + ((a_low * b_high) >> 32)

@@ -1,0 +1,273 @@
+"""Checks at the public edge: everything that a user can get wrong, worded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._errors import describe, sentence
+from ..positions import PositionsLike, canonical
+from ..spec import PreparedRotation, RopeSpec
+from .layouts import BY_NAME, Layout
+
+DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
+def layout_named(operation: str, name: str) -> Layout:
+    """The layout of that name, or a ValueError that lists all of them."""
+    layout = BY_NAME.get(name)
+    if layout is None:
+        raise ValueError(
+            sentence(operation, f"layout must be one of {', '.join(BY_NAME)} but got {name!r}")
+        )
+    return layout
+
+
+def prepare(
+    operation: str,
+    names: Sequence[str],
+    xs: Sequence[torch.Tensor],
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    layout: Layout,
+    wider: bool = False,
+) -> PreparedRotation:
+    """Check tensors, spec and positions against each other.
+
+    Args:
+        operation: what the user called.
+        names: what the user knows the tensors by.
+        xs: the tensors, which share their angles.
+        wider: whether they may have more channels than the spec.
+
+    Returns:
+        The rotation on the device of the tensors, fit for them.
+    """
+    first = xs[0]
+    for name, x in zip(names, xs, strict=True):
+        _check_tensor(operation, name, x, layout)
+    rotation = _rotation(operation, first, spec, positions)
+    for name, x in zip(names, xs, strict=True):
+        width = rotation.spec.head_dim
+        if x.shape[-1] != width and not (wider and x.shape[-1] > width):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{name} must have head_dim {width} in its last dimension but "
+                    f"got {x.shape[-1]}",
+                    **{name: x},
+                )
+            )
+        if x is not first:
+            _check_partner(operation, names, first, x, layout)
+    ids = rotation.ids
+    if ids is not None:
+        _check_fit(operation, names[0], first, ids, rotation.ramp, layout)
+    return rotation
+
+
+def _rotation(
+    operation: str, x: torch.Tensor, spec: RopeSpec | PreparedRotation, positions: PositionsLike
+) -> PreparedRotation:
+    if isinstance(spec, PreparedRotation):
+        if positions is not None:
+            raise ValueError(
+                sentence(
+                    operation,
+                    "positions must be None with a prepared rotation, which brings its own; "
+                    "call spec.at(positions)",
+                )
+            )
+        if spec.device != x.device:
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"the prepared rotation is on {spec.device} but x is on {x.device}; call "
+                    f"spec.at(positions, device={str(x.device)!r})",
+                )
+            )
+        return spec
+    if isinstance(spec, RopeSpec):
+        return spec.on(canonical(positions, operation), x.device, operation)
+    raise TypeError(
+        sentence(
+            operation,
+            f"spec must be a RopeSpec or what RopeSpec.at returns but got {type(spec).__name__}",
+        )
+    )
+
+
+def _check_tensor(operation: str, name: str, x: torch.Tensor, layout: Layout) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(sentence(operation, f"{name} must be a tensor but got {describe(x)}"))
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            sentence(
+                operation,
+                f"{name} must be float32, float64, bfloat16 or float16 but got "
+                f"{str(x.dtype).removeprefix('torch.')}",
+                **{name: x},
+            )
+        )
+    if x.dim() != layout.dims:
+        fits = ", ".join(repr(key) for key, other in BY_NAME.items() if other.dims == x.dim())
+        raise ValueError(
+            sentence(
+                operation,
+                f"{name} must have {layout.dims} dimensions for layout {layout.name!r} but got "
+                f"{x.dim()}" + (f"; layouts of that rank: {fits}" if fits else ""),
+                **{name: x},
+            )
+        )
+
+
+def _check_partner(
+    operation: str, names: Sequence[str], q: torch.Tensor, k: torch.Tensor, layout: Layout
+) -> None:
+    for axis, dim in (("rows", layout.row), ("tokens", layout.token)):
+        if dim is not None and q.shape[dim] != k.shape[dim]:
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{names[0]} and {names[1]} must have the same number of {axis} but got "
+                    f"{q.shape[dim]} and {k.shape[dim]}; rotate them one by one",
+                    **{names[0]: q, names[1]: k},
+                )
+            )
+    if q.dtype != k.dtype or q.device != k.device:
+        raise ValueError(
+            sentence(
+                operation,
+                f"{names[0]} and {names[1]} must share dtype and device but got {q.dtype} on "
+                f"{q.device} and {k.dtype} on {k.device}; rotate them one by one",
+                **{names[0]: q, names[1]: k},
+            )
+        )
+
+
+def _check_fit(
+    operation: str, name: str, x: torch.Tensor, ids: torch.Tensor, ramp: bool, layout: Layout
+) -> None:
+    tokens = x.shape[layout.token]
+    if not ramp and ids.shape[2] != tokens:
+        raise ValueError(
+            sentence(
+                operation,
+                f"positions must say one position for each of {tokens} tokens but got "
+                f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
+                f"{layout.token})",
+                **{name: x, "positions": ids},
+            )
+        )
+    rows = 1 if layout.row is None else x.shape[layout.row]
+    if ids.shape[1] not in (1, rows):
+        raise ValueError(
+            sentence(
+                operation,
+                f"positions must have 1 or {rows} rows but got {ids.shape[1]}"
+                + ("" if layout.row is not None else f" (layout {layout.name!r} has no rows)"),
+                **{name: x, "positions": ids},
+            )
+        )
+
+
+def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors in which two elements share memory: they would be rotated twice."""
+    for name, x in zip(names, xs, strict=True):
+        # 0 is certainly none, 1 certainly some, 2 too hard for torch.
+        overlap = torch._debug_has_internal_overlap(x)
+        if overlap == 1 or (overlap == 2 and _may_overlap_itself(x)):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{name} must not overlap itself in memory (an expanded tensor?); rotate a "
+                    f"clone of it",
+                    **{name: x},
+                )
+            )
+    if len(xs) == 2 and _may_overlap(xs[0], xs[1]):
+        raise ValueError(
+            sentence(
+                operation,
+                f"{names[0]} and {names[1]} must not share memory; rotate one of them out of place",
+                **dict(zip(names, xs, strict=True)),
+            )
+        )
+
+
+def check_in_place_grad(operation: str, name: str, x: torch.Tensor) -> None:
+    """Refuse what autograd cannot follow, before anything is changed."""
+    base = x._base
+    if x.requires_grad and (x.is_leaf or (base is not None and base.is_leaf)):
+        raise ValueError(
+            sentence(
+                operation,
+                f"{name} is a leaf that requires grad, or a view of one, and cannot change in "
+                f"place; call {operation.removesuffix('_')}",
+                **{name: x},
+            )
+        )
+    if (
+        base is not None
+        and x.grad_fn is not None
+        and torch._C._autograd._get_creation_meta(x)
+        == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
+    ):
+        raise ValueError(
+            sentence(
+                operation,
+                f"{name} comes from chunk, split or unbind, whose views autograd does not let "
+                f"change in place; slice instead (qkv[..., :n]), or call "
+                f"{operation.removesuffix('_')}",
+                **{name: x},
+            )
+        )
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Elements from the first to one past the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _may_overlap_itself(x: torch.Tensor) -> bool:
+    """True unless every dimension steps over all that the faster ones cover."""
+    covered = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size == 0:
+            return False
+        if size > 1:
+            if stride < covered:
+                return True
+            covered += (size - 1) * stride
+    return False
+
+
+def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """False where two tensors certainly share no element.
+
+    Slices of one fused projection interleave in memory. Modulo a stride that divides all slower
+    ones, each covers one run of elements, and the runs of disjoint slices do not touch.
+    """
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    size = a.element_size()
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    if a_start + _extent(a) * size <= b_start or b_start + _extent(b) * size <= a_start:
+        return False
+    gap = (b_start - a_start) // size
+    return not any(
+        _run(a, period) <= gap % period and gap % period + _run(b, period) <= period
+        for period in a.stride()
+        if period > 1
+    )
+
+
+def _run(x: torch.Tensor, period: int) -> int:
+    """Elements from the first to one past the last, of those dimensions that `period` does not
+    divide."""
+    return 1 + sum(
+        (size - 1) * stride
+        for size, stride in zip(x.shape, x.stride(), strict=True)
+        if stride % period
+    )

@@ -1,0 +1,21 @@
+"""The fake kernel: shapes, dtypes and strides of results, without data. Serves meta tensors too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def _rotate(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in xs]
+
+
+def _rotate_(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> None:
+    return None
+
+
+def register() -> None:
+    """Register the fake kernels; once, at import."""
+    torch.library.register_fake("tightrope::rotate", _rotate)
+    torch.library.register_fake("tightrope::rotate_", _rotate_)

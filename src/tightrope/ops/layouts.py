@@ -1,0 +1,58 @@
+"""Layouts: which dimension of a tensor is which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .schema import LAYOUTS
+
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Layout(NamedTuple):
+    """One layout.
+
+    Attributes:
+        name: what the user says.
+        code: what crosses the schema.
+        dims: rank of the tensor.
+        row, head, token: the dimension of each axis; None where the layout has none.
+        to_bhsd, from_bhsd: views to [..., rows, heads, tokens, channels] and back.
+    """
+
+    name: str
+    code: int
+    dims: int
+    row: int | None
+    head: int | None
+    token: int
+    to_bhsd: View
+    from_bhsd: View
+
+
+# Counted from the end, so that dimensions in front (vmap's) pass through.
+_VIEWS: dict[str, tuple[View, View]] = {
+    "bhsd": (lambda x: x, lambda x: x),
+    "bshd": (lambda x: x.transpose(-3, -2), lambda x: x.transpose(-3, -2)),
+    "sbhd": (lambda x: x.movedim(-4, -2), lambda x: x.movedim(-2, -4)),
+    "thd": (lambda x: x.transpose(-3, -2).unsqueeze(-4), lambda x: x.squeeze(-4).transpose(-3, -2)),
+    "bsd": (lambda x: x.unsqueeze(-3), lambda x: x.squeeze(-3)),
+    "sd": (lambda x: x.unsqueeze(-3).unsqueeze(-3), lambda x: x.squeeze(-3).squeeze(-3)),
+}
+
+BY_NAME = {
+    name: Layout(
+        name,
+        code,
+        len(name),
+        name.index("b") if "b" in name else None,
+        name.index("h") if "h" in name else None,
+        name.index("t" if name == "thd" else "s"),
+        *_VIEWS[name],
+    )
+    for code, name in enumerate(LAYOUTS)
+}
+BY_CODE = tuple(BY_NAME.values())

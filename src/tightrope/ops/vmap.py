@@ -1,0 +1,67 @@
+"""The vmap rule: a mapped dimension becomes rows, so a mapped call is one launch too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import schema
+from .layouts import BY_CODE, BY_NAME
+
+
+def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _rows_of_angles(x: torch.Tensor | None, dim: int | None, size: int, rows: int) -> Any:
+    """[axes, rows|1, ...] with or without a mapped dimension -> [axes, size * rows, ...] or as is."""
+    if x is None or (dim is None and x.shape[1] == 1):
+        return x
+    x = _to_front(x, dim, size).movedim(0, 1)  # [axes, size, rows|1, ...]
+    return x.expand(x.shape[0], size, rows, *x.shape[3:]).flatten(1, 2).contiguous()
+
+
+def _rotate(
+    info: Any, in_dims: tuple[Any, ...], xs: Sequence[torch.Tensor], *arguments: Any, **named: Any
+) -> tuple[list[torch.Tensor], list[int]]:
+    size = info.batch_size
+    words, turns, positions, offset, ramp, code, *rest = arguments
+    layout = BY_CODE[code]
+    views = [layout.to_bhsd(_to_front(x, dim, size)) for x, dim in zip(xs, in_dims[0], strict=True)]
+    rows = views[0].shape[1]
+    angles = [
+        _rows_of_angles(argument, dim, size, rows)
+        for argument, dim in zip((words, turns, positions), in_dims[1:4], strict=True)
+    ]
+    ys = schema.rotate(
+        [x.flatten(0, 1) for x in views],
+        *angles,
+        offset,
+        ramp,
+        BY_NAME["bhsd"].code,
+        *rest,
+        **named,
+    )
+    return [layout.from_bhsd(y.unflatten(0, (size, rows))) for y in ys], [0] * len(ys)
+
+
+def _rotate_(
+    info: Any, in_dims: tuple[Any, ...], xs: Sequence[torch.Tensor], *arguments: Any, **named: Any
+) -> tuple[None, None]:
+    if any(dim is None for dim in in_dims[0]):
+        raise RuntimeError(
+            "[rotate_] vmap: x is not mapped but its angles are, so one x cannot hold the results; "
+            "call rotate."
+        )
+    results, _ = _rotate(info, in_dims, xs, *arguments, **named)
+    for x, dim, y in zip(xs, in_dims[0], results, strict=True):
+        x.movedim(dim, 0).copy_(y)
+    return None, None
+
+
+def register() -> None:
+    """Register the vmap rules; once, at import."""
+    torch.library.register_vmap("tightrope::rotate", _rotate)
+    torch.library.register_vmap("tightrope::rotate_", _rotate_)
