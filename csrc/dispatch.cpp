@@ -1,0 +1,95 @@
+// Which instruction set runs: the best that the processor has, or the one that the environment
+// variable TIGHTROPE_CPU_ISA names.
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+
+#include "rotate.h"
+
+namespace tightrope {
+
+namespace baseline {
+void loop(const Problem&, int64_t, int64_t);
+}
+#if defined(__x86_64__)
+namespace avx2 {
+void loop(const Problem&, int64_t, int64_t);
+}
+namespace avx512 {
+void loop(const Problem&, int64_t, int64_t);
+}
+#endif
+
+namespace {
+
+struct InstructionSet {
+  const char* name;
+  Loop loop;
+  bool (*supported)();
+};
+
+// Best first.
+const InstructionSet kSets[] = {
+#if defined(__x86_64__)
+    {"avx512", avx512::loop,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+              __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+     }},
+    {"avx2", avx2::loop,
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") != 0; }},
+#endif
+    {"baseline", baseline::loop, [] { return true; }},
+};
+
+const InstructionSet* find(const char* name) {
+  for (const InstructionSet& set : kSets)
+    if ((name == nullptr || strcmp(name, set.name) == 0) && set.supported()) return &set;
+  return nullptr;
+}
+
+const InstructionSet* start() {
+  const char* wanted = getenv("TIGHTROPE_CPU_ISA");
+  return find(wanted != nullptr && *wanted != 0 ? wanted : nullptr);
+}
+
+// Null when the environment names a set that this processor or this build lacks; the Python side
+// refuses then, before anything is rotated.
+std::atomic<const InstructionSet*> current{start()};
+
+}  // namespace
+
+Loop loop() {
+  const InstructionSet* set = current.load(std::memory_order_relaxed);
+  return set == nullptr ? nullptr : set->loop;
+}
+
+}  // namespace tightrope
+
+#if defined(_WIN32)
+#define TIGHTROPE_EXPORT extern "C" __declspec(dllexport)
+#else
+#define TIGHTROPE_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+// The set in use, or null.
+TIGHTROPE_EXPORT const char* tightrope_instruction_set() {
+  const auto* set = tightrope::current.load();
+  return set == nullptr ? nullptr : set->name;
+}
+
+// The i-th set that this processor supports, best first; null past the last.
+TIGHTROPE_EXPORT const char* tightrope_supported_set(int i) {
+  for (const auto& set : tightrope::kSets)
+    if (set.supported() && i-- == 0) return set.name;
+  return nullptr;
+}
+
+// Switch to a set by name; false if it cannot run here.
+TIGHTROPE_EXPORT bool tightrope_use(const char* name) {
+  const auto* set = tightrope::find(name);
+  if (set != nullptr) tightrope::current.store(set);
+  return set != nullptr;
+}

@@ -1,0 +1,2 @@
+#define TIGHTROPE_ISA avx2
+#include "rotate_loops.h"

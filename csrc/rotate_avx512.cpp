@@ -1,0 +1,2 @@
+#define TIGHTROPE_ISA avx512
+#include "rotate_loops.h"

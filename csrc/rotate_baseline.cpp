@@ -1,0 +1,2 @@
+#define TIGHTROPE_ISA baseline
+#include "rotate_loops.h"

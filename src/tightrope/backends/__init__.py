@@ -1,0 +1,51 @@
+"""The backends, fastest first. The PyTorch dispatcher chooses among them; this names its choice."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from . import cpu, reference
+
+#: Every backend by name, fastest first. A backend module offers ``register()`` and
+#: ``why_not(x=None)``, and nothing else is looked at.
+BY_NAME: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
+
+
+def register() -> None:
+    """Register the kernels of every backend that is there; once, at import."""
+    for backend in reversed(BY_NAME.values()):
+        backend.register()
+
+
+def backends() -> dict[str, str | None]:
+    """Which backends are there.
+
+    Returns:
+        For each backend, fastest first, None if it is usable and else why it is not.
+
+    >>> backends()["reference"] is None
+    True
+    """
+    return {name: backend.why_not() for name, backend in BY_NAME.items()}
+
+
+def which(x: torch.Tensor) -> tuple[str, str | None]:
+    """Which backend would rotate a tensor, and why no faster one would.
+
+    Args:
+        x: the tensor; only its device matters.
+
+    Returns:
+        The name of the backend, and None or the reasons of every faster one.
+
+    >>> name, reason = which(torch.zeros(1, 1, 4, 8))
+    """
+    reasons: list[str] = []
+    for name, backend in BY_NAME.items():
+        reason = backend.why_not(x)
+        if reason is None:
+            return name, "; ".join(reasons) or None
+        reasons.append(f"{name}: {reason}")
+    raise AssertionError("the reference runs everything")

@@ -1,0 +1,11 @@
+"""The C++ backend: fused loops for every instruction set, over torch's own thread pool."""
+
+from __future__ import annotations
+
+from .native import (
+    instruction_set as instruction_set,
+    instruction_sets as instruction_sets,
+    register as register,
+    use_instruction_set as use_instruction_set,
+    why_not as why_not,
+)

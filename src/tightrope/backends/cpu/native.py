@@ -1,0 +1,103 @@
+"""Finding and loading the native library, whose kernels register themselves for CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+_SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+_PATH = Path(__file__).parents[2] / f"_native{_SUFFIX}"
+
+_HOW = (
+    "install a ready-made wheel, or build it where torch and a C++ compiler are: "
+    "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps tightrope"
+)
+
+_library: ctypes.CDLL | None = None
+_missing: str | None = "it was not loaded yet"
+
+
+def register() -> None:
+    """Load the library, if there is one; say once how to get it, if there is none."""
+    global _library, _missing
+    if os.environ.get("TIGHTROPE_NATIVE") == "0":
+        _missing = "the native library is switched off by TIGHTROPE_NATIVE=0"
+        return
+    if not _PATH.exists():
+        _missing = f"the native library is not built; {_HOW}"
+    else:
+        try:
+            torch.ops.load_library(str(_PATH))
+        except OSError as error:
+            _missing = f"the native library does not load ({error}); {_HOW}"
+        else:
+            _library, _missing = _open(), None
+            return
+    warnings.warn(f"tightrope runs on plain torch, which is slower: {_missing}", stacklevel=2)
+
+
+def why_not(x: torch.Tensor | None = None) -> str | None:
+    """Why this backend would not run, in a sentence; None if it would.
+
+    Args:
+        x: the tensor to rotate; without one, whether the backend is there at all.
+    """
+    if _missing is not None:
+        return _missing
+    if x is not None and x.device.type != "cpu":
+        return f"x is on {x.device}"
+    return None
+
+
+def instruction_set() -> str | None:
+    """The instruction set in use: "avx512", "avx2" or "baseline"; None without the library."""
+    if _library is None:
+        return None
+    name: bytes | None = _library.tightrope_instruction_set()
+    return None if name is None else name.decode()
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that this processor supports, best first."""
+    names: list[str] = []
+    while _library is not None and (name := _library.tightrope_supported_set(len(names))):
+        names.append(name.decode())
+    return names
+
+
+def use_instruction_set(name: str) -> None:
+    """Switch to an instruction set for the rest of the process, to compare or to debug.
+
+    The environment variable TIGHTROPE_CPU_ISA does the same from the start.
+
+    Raises:
+        ValueError: this processor does not support it.
+    """
+    if _library is None or not _library.tightrope_use(name.encode()):
+        raise ValueError(
+            f"[use_instruction_set] this processor has {', '.join(instruction_sets()) or 'none'} "
+            f"but got {name!r}."
+        )
+
+
+def _open() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(_PATH))
+    library.tightrope_instruction_set.restype = ctypes.c_char_p
+    library.tightrope_supported_set.restype = ctypes.c_char_p
+    library.tightrope_supported_set.argtypes = [ctypes.c_int]
+    library.tightrope_use.restype = ctypes.c_bool
+    library.tightrope_use.argtypes = [ctypes.c_char_p]
+    if library.tightrope_instruction_set() is None:
+        sets: list[str] = []
+        while name := library.tightrope_supported_set(len(sets)):
+            sets.append(name.decode())
+        raise ImportError(
+            f"[tightrope] TIGHTROPE_CPU_ISA must be one of {', '.join(sets)} on this processor but "
+            f"got {os.environ.get('TIGHTROPE_CPU_ISA')!r}."
+        )
+    return library
