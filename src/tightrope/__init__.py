@@ -1,0 +1,16 @@
+"""Rotary position embedding: complete, exact at any position, fused forward and backward."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as _version
+
+from . import backends as _backends, ops as _ops
+
+_ops.register()
+_backends.register()
+
+from . import functional as functional, nn as nn, positions as positions  # noqa: E402
+from .backends import backends as backends, which as which  # noqa: E402
+from .spec import RopeSpec as RopeSpec  # noqa: E402
+
+__version__ = _version("tightrope")

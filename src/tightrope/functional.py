@@ -1,0 +1,317 @@
+"""The public functions. Each is a value on the axes of one operator; none keeps state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ._errors import sentence
+from .backends import BY_NAME, reference
+from .ops import autograd, schema
+from .ops.checks import check_in_place, check_in_place_grad, layout_named, prepare
+from .ops.layouts import Layout
+from .positions import PositionsLike
+from .spec import PreparedRotation, RopeSpec
+
+
+def rotate(
+    x: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = None,
+    *,
+    layout: str = "bhsd",
+    inverse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Rotate the channel pairs of a tensor by the angles of its positions.
+
+    Args:
+        x: float32, float64, bfloat16 or float16, shaped as ``layout`` says, any strides.
+        spec: the rotation, or what :meth:`RopeSpec.at` prepared, which brings its positions.
+        positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows, tokens)`` of int32,
+            int64, float32 or float64; or a :class:`tightrope.positions.Positions`.
+        layout: "bhsd" (batch, heads, tokens, channels), "bshd", "sbhd", "thd" (packed tokens, heads,
+            channels), "bsd" or "sd".
+        inverse: undo the rotation instead.
+        backend: None for the fastest; "cpu" or "reference" to insist on one.
+
+    Returns:
+        A new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside
+        the rotated slice are copied. Differentiable by x and by floating positions.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, each with its sentence.
+        NotImplementedError: the backend that was insisted on cannot run, with the reason.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
+
+    >>> from tightrope import RopeSpec
+    >>> q = torch.randn(2, 8, 16, 64)
+    >>> rotate(q, RopeSpec(head_dim=64)).shape
+    torch.Size([2, 8, 16, 64])
+    """
+    (y,) = _out_of_place("rotate", ("x",), [x], spec, positions, layout, inverse, backend)
+    return y
+
+
+def rotate_(
+    x: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = None,
+    *,
+    layout: str = "bhsd",
+    inverse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Rotate a tensor in place: :func:`rotate` without the new tensor.
+
+    The path that an attention layer should take, on a slice or a transposed view of its fused
+    projection too. Autograd follows exactly, as the rotation needs nothing of its input.
+
+    Args: as of :func:`rotate`. No two elements of x may share memory, and under grad x must not come
+    from chunk, split or unbind: slice instead.
+
+    Returns:
+        x itself.
+
+    >>> from tightrope import RopeSpec
+    >>> k = torch.randn(2, 8, 16, 64)
+    >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
+    True
+    """
+    _in_place("rotate_", ("x",), [x], spec, positions, layout, inverse, backend)
+    return x
+
+
+def rotate_qk(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = None,
+    *,
+    layout: str = "bhsd",
+    inverse: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate queries and keys in one launch, with their angles computed once.
+
+    Args:
+        q, k: as x of :func:`rotate`; the same rows, tokens and dtype; any numbers of heads (GQA,
+            MQA). k may be None.
+        spec, positions, layout, inverse, backend: as of :func:`rotate`.
+
+    Returns:
+        Rotated q and k; None for a k that was None.
+
+    >>> from tightrope import RopeSpec
+    >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
+    >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
+    """
+    if k is None:
+        (y,) = _out_of_place("rotate_qk", ("q",), [q], spec, positions, layout, inverse, backend)
+        return y, None
+    y, z = _out_of_place("rotate_qk", ("q", "k"), [q, k], spec, positions, layout, inverse, backend)
+    return y, z
+
+
+def rotate_qk_(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = None,
+    *,
+    layout: str = "bhsd",
+    inverse: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate queries and keys in place: :func:`rotate_qk` without new tensors.
+
+    Args: as of :func:`rotate_qk`; q and k must not overlap in memory, but may be slices of one
+    projection. Without grad this is one launch; under grad it is one for each.
+
+    Returns:
+        q and k themselves.
+
+    >>> from tightrope import RopeSpec
+    >>> qkv = torch.randn(1, 16, 3 * 8 * 64).unflatten(-1, (24, 64))
+    >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
+    """
+    names, xs = (("q",), [q]) if k is None else (("q", "k"), [q, k])
+    _in_place("rotate_qk_", names, xs, spec, positions, layout, inverse, backend)
+    return q, k
+
+
+def rotary_pos_embedding(
+    input_: torch.Tensor, position_ids: torch.Tensor | None = None, interleaved: bool = True
+) -> torch.Tensor:
+    """Rotary position embedding of the whole last dimension, with base 10000.
+
+    Args:
+        input_: floating, shape ``(..., seq_len, embed_dim)`` with any leading dimensions and an even
+            ``embed_dim``.
+        position_ids: shape ``(seq_len,)``, int32, int64, float32 or float64; 0..seq_len-1 if None.
+        interleaved: pair channels (0, 1), (2, 3), … if true, and the first half with the second if
+            false.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: an odd ``embed_dim``, fewer than two dimensions, or ids that do not fit.
+        TypeError: an input or ids of a dtype that cannot rotate or count.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864), equations 15, 16 and 34.
+
+    >>> rotary_pos_embedding(torch.randn(2, 12, 8, 64)).shape
+    torch.Size([2, 12, 8, 64])
+    """
+    name = "rotary_pos_embedding"
+    if not isinstance(input_, torch.Tensor):
+        raise TypeError(sentence(name, f"input_ must be a tensor but got {input_!r}"))
+    if input_.dim() < 2:
+        raise ValueError(
+            sentence(name, "input_ must have shape (..., seq_len, embed_dim)", input_=input_)
+        )
+    *lead, tokens, width = input_.shape
+    if width % 2:
+        raise ValueError(sentence(name, f"embed_dim must be even but got {width}", input_=input_))
+    if position_ids is not None and (
+        not isinstance(position_ids, torch.Tensor) or position_ids.shape != (tokens,)
+    ):
+        raise ValueError(
+            sentence(
+                name,
+                f"position_ids must have shape ({tokens},)",
+                position_ids=position_ids,
+                input_=input_,
+            )
+        )
+    spec = RopeSpec(width, interleaved=interleaved)
+    # No position differs between leading dimensions, so any of them may serve as rows and heads.
+    layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
+    x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
+    (y,) = _out_of_place(name, ("input_",), [x], spec, position_ids, layout, False, None)
+    return y.reshape(input_.shape)
+
+
+def rotate_first(
+    operation: str,
+    x: torch.Tensor,
+    spec: RopeSpec,
+    positions: PositionsLike,
+    *,
+    layout: str,
+    inverse: bool,
+) -> torch.Tensor:
+    """:func:`rotate` of a tensor that may have more channels than its spec: the rest are copied.
+
+    For modules, which learn the width of their input when they see it.
+
+    Args:
+        operation: named in errors.
+        x, spec, positions, layout, inverse: as of :func:`rotate`.
+
+    >>> rotate_first("demo", torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
+    tensor([1., 1., 1., 1.])
+    """
+    (y,) = _out_of_place(operation, ("x",), [x], spec, positions, layout, inverse, None, wider=True)
+    return y
+
+
+def _out_of_place(
+    operation: str,
+    names: Sequence[str],
+    xs: list[torch.Tensor],
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    layout: str,
+    inverse: bool,
+    backend: str | None,
+    wider: bool = False,
+) -> Sequence[torch.Tensor]:
+    where = layout_named(operation, layout)
+    rotation = prepare(operation, names, xs, spec, positions, where, wider)
+    arguments = _arguments(rotation, where, inverse)
+    if backend is not None:
+        _insist(operation, backend, xs)
+    if backend == "reference" or _has_tangents():
+        return reference.compose(xs, *arguments)
+    return autograd.differentiable(xs, arguments)
+
+
+def _in_place(
+    operation: str,
+    names: Sequence[str],
+    xs: list[torch.Tensor],
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    layout: str,
+    inverse: bool,
+    backend: str | None,
+) -> None:
+    where = layout_named(operation, layout)
+    rotation = prepare(operation, names, xs, spec, positions, where)
+    arguments = _arguments(rotation, where, inverse)
+    # Inside a program that is traced or transformed, memory and autograd's views are not what they
+    # seem, and the tracer or the transform sees to both.
+    eager = not torch.compiler.is_compiling() and not autograd.in_functorch()
+    needs_grad = autograd.needs_grad(xs, rotation.ids)
+    if eager:
+        check_in_place(operation, names, xs)
+        if needs_grad:
+            for name, x in zip(names, xs, strict=True):
+                check_in_place_grad(operation, name, x)
+    if backend is not None:
+        _insist(operation, backend, xs)
+    if backend == "reference" or _has_tangents():
+        ys: Sequence[torch.Tensor] = reference.compose(xs, *arguments)
+    elif not eager and (needs_grad or autograd.in_functorch()):
+        ys = autograd.differentiable(xs, arguments)
+    elif needs_grad:
+        for x in xs:
+            autograd.InPlace.apply(x, *arguments)  # type: ignore[no-untyped-call]
+        return
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            schema.rotate_(xs, *arguments)
+        torch.autograd.graph.increment_version(xs)
+        return
+    for x, y in zip(xs, ys, strict=True):
+        x.copy_(y)
+
+
+def _arguments(rotation: PreparedRotation, layout: Layout, inverse: bool) -> tuple[Any, ...]:
+    """What follows xs in the schema."""
+    spec = rotation.spec
+    return (
+        rotation.words,
+        rotation.turns,
+        rotation.ids,
+        rotation.offset,
+        rotation.ramp,
+        layout.code,
+        spec.start,
+        spec.interleaved,
+        schema.INVERSE if inverse else schema.FORWARD,
+        1.0,
+    )
+
+
+def _has_tangents() -> bool:
+    """Whether forward-mode differentiation is active, which a registered operator would ignore."""
+    return forward_ad._current_level >= 0
+
+
+def _insist(operation: str, backend: str, xs: Sequence[torch.Tensor]) -> None:
+    if backend not in BY_NAME:
+        raise ValueError(
+            sentence(operation, f"backend must be one of {', '.join(BY_NAME)} but got {backend!r}")
+        )
+    reason = BY_NAME[backend].why_not(xs[0])
+    if reason is not None:
+        raise NotImplementedError(
+            sentence(operation, f"backend {backend!r} cannot run: {reason}", x=xs[0])
+        )

@@ -1,0 +1,208 @@
+"""Modules: they hold a spec, and call the functions."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from . import angles, functional
+from ._errors import sentence
+from .positions import PositionsLike
+from .spec import RopeSpec
+
+# Growing what `max_seq_len_cached` reports is a read and a write; one lock for all modules keeps
+# modules free of anything that cannot be copied or pickled.
+_GROWING = threading.Lock()
+
+# Names under which other implementations save what a spec already says.
+_LEGACY_FREQUENCIES = ("inv_freq", "freqs")
+_LEGACY_TABLES = ("cos_cached", "sin_cached")
+
+
+class RotaryPositionalEmbedding(torch.nn.Module):
+    """Rotary position embedding of the first ``dim`` channels; the rest pass unchanged.
+
+    There is no table to outgrow and no buffer to cast: ``.to(torch.bfloat16)``, meta-device
+    construction, copying and saving leave the rotation as it is, and it adds no key to a
+    ``state_dict``.
+
+    Args:
+        dim: how many channels rotate; even.
+        max_seq_len: kept for reference; longer sequences just work.
+        base: base of the frequencies.
+        interleaved: pair channels (0, 1), (2, 3), … instead of i with i + dim / 2.
+
+    Attributes:
+        dim, max_seq_len, base: as given.
+        spec: the :class:`tightrope.RopeSpec` of the ``dim`` rotated channels.
+
+    Raises:
+        ValueError, TypeError: values that describe no rotation.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864).
+
+    >>> rope = RotaryPositionalEmbedding(dim=64)
+    >>> x = torch.randn(2, 16, 8, 64)  # (batch, seq, heads, dim)
+    >>> rope(x, seq_dim=1).shape
+    torch.Size([2, 16, 8, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_seq_len: int = 8192,
+        base: float = 10000.0,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        self.spec = RopeSpec(dim, base, interleaved=interleaved)
+        self.dim = self.spec.head_dim
+        self.max_seq_len = max_seq_len
+        self.base = base
+        self._seen = 0
+        self._seen_on = torch.device("cpu")
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        seq_dim: int = -2,
+        *,
+        positions: PositionsLike = None,
+        inverse: bool = False,
+    ) -> torch.Tensor:
+        """Rotate a tensor.
+
+        Args:
+            x: floating, at least 2-D, channels last, at least ``dim`` of them.
+            seq_dim: which dimension is the sequence, for any rank of x: (batch, heads, seq, dim)
+                means -2 or 2, (batch, seq, heads, dim) means 1, (seq, batch, heads, dim) means 0.
+            positions: None for 0..n-1, an int offset, ids ``(seq,)``, or ids ``(rows, seq)`` with
+                one row for each index of the first other dimension.
+            inverse: undo the rotation instead.
+
+        Returns:
+            A new tensor of the same shape and dtype.
+
+        Raises:
+            ValueError: a ``seq_dim`` that x has not, too few channels, ids that do not fit.
+            TypeError: a tensor or ids of a dtype that cannot rotate or count.
+        """
+        name = type(self).__name__
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(sentence(name, f"x must be a tensor but got {x!r}"))
+        dims = x.dim()
+        if not -dims <= seq_dim < dims or seq_dim % dims == dims - 1:
+            raise ValueError(
+                sentence(
+                    name,
+                    f"seq_dim must name a dimension of x other than the last but got {seq_dim}",
+                    x=x,
+                )
+            )
+        if x.shape[-1] < self.dim:
+            raise ValueError(
+                sentence(
+                    name,
+                    f"x must have at least {self.dim} channels in its last dimension but got "
+                    f"{x.shape[-1]}",
+                    x=x,
+                )
+            )
+        seq = seq_dim % dims
+        if not torch.compiler.is_compiling():
+            self._note(x.shape[seq], x.device)
+        layout = {(2, 0): "sd", (3, 1): "bsd", (4, 0): "sbhd", (4, 1): "bshd", (4, 2): "bhsd"}
+        known = layout.get((dims, seq))
+        if known is not None:
+            return self._rotate(x, positions, known, inverse)
+        # Any other rank: the first other dimension is rows, what is left is heads.
+        view = x.movedim(seq, -2)
+        lead = view.shape[1:-2]
+        view = view.flatten(1, -3) if lead else view
+        y = self._rotate(view, positions, "bhsd" if lead else "bsd", inverse)
+        return (y.unflatten(1, lead) if lead else y).movedim(-2, seq)
+
+    def _rotate(
+        self, x: torch.Tensor, positions: PositionsLike, layout: str, inverse: bool
+    ) -> torch.Tensor:
+        return functional.rotate_first(
+            type(self).__name__, x, self.spec, positions, layout=layout, inverse=inverse
+        )
+
+    def _note(self, length: int, device: torch.device) -> None:
+        if length > self._seen:
+            with _GROWING:
+                if length > self._seen:
+                    self._seen, self._seen_on = length, device
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """Frequencies in radians per position, float32 ``(dim / 2,)``, made on each read.
+
+        What rotates is more exact: see :meth:`tightrope.RopeSpec.frequencies`.
+        """
+        return self.spec.frequencies().inv_freq.to(torch.float32)
+
+    @property
+    def max_seq_len_cached(self) -> int:
+        """The longest sequence seen so far, outside compiled code; 0 before the first."""
+        return self._seen
+
+    @property
+    def cos_cached(self) -> torch.Tensor | None:
+        """Cosines as float32 ``(1, 1, max_seq_len_cached, dim)``, made on each read; None before
+        first use. To look at: the rotation does not use it."""
+        return self._cached(0)
+
+    @property
+    def sin_cached(self) -> torch.Tensor | None:
+        """Sines, as :attr:`cos_cached`."""
+        return self._cached(1)
+
+    def _cached(self, which: int) -> torch.Tensor | None:
+        if self._seen == 0:
+            return None
+        rotation = self.spec.at(None, self._seen_on)
+        phase = angles.phases(rotation.words, rotation.turns, None, 0, True, self._seen)
+        table = angles.cos_sin(phase, torch.float32)[which]
+        if self.spec.interleaved:
+            return table.repeat_interleave(2, dim=-1)
+        return torch.cat((table, table), dim=-1)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        error_messages: list[str] = args[-1]
+        for key in _LEGACY_FREQUENCIES:
+            saved = state_dict.pop(prefix + key, None)
+            if saved is not None and not self._agrees(saved):
+                error_messages.append(
+                    sentence(
+                        type(self).__name__,
+                        f"{prefix}{key} in the state_dict must agree with base {self.base} but does "
+                        "not; build the module with the base of the checkpoint",
+                        **{key: saved},
+                    )
+                )
+        for key in _LEGACY_TABLES:
+            state_dict.pop(prefix + key, None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _agrees(self, saved: torch.Tensor) -> bool:
+        """Whether saved frequencies are the spec's, to the precision that they were saved in."""
+        exact = self.spec.frequencies().inv_freq
+        if not saved.is_floating_point() or saved.shape != exact.shape:
+            return False
+        # Two roundings of the storing type: one of the base's power, one of the cast.
+        tolerance = max(4 * torch.finfo(saved.dtype).eps, 1e-6)
+        return torch.allclose(saved.detach().to("cpu", torch.float64), exact, tolerance, 1e-7)
+
+    def extra_repr(self) -> str:
+        """What stands in the parentheses of the repr."""
+        return (
+            f"dim={self.dim}, max_seq_len={self.max_seq_len}, base={self.base}, "
+            f"interleaved={self.spec.interleaved}"
+        )
