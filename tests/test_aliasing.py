@@ -1,0 +1,190 @@
+"""What is changed in place, what is not, and what autograd is told about it."""
+
+import pytest
+import torch
+
+from tightrope import RopeSpec
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.ops import schema
+
+SPEC = RopeSpec(8)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def raw_arguments() -> tuple[object, ...]:
+    rotation = SPEC.at(3)
+    return (rotation.words, None, None, 3, True, 0, 0, False, schema.FORWARD, 1.0)
+
+
+VIEWS = {
+    "contiguous": lambda: noise(2, 3, 5, 8),
+    "transposed": lambda: noise(2, 5, 3, 8).transpose(1, 2),
+    "sliced": lambda: noise(2, 7, 9, 12)[:, 1:4, 2:7, 3:11],
+    "expanded": lambda: noise(1, 3, 1, 8).expand(2, 3, 5, 8),
+    "every second channel": lambda: noise(2, 3, 5, 16)[..., ::2],
+    "channels first": lambda: noise(2, 3, 8, 5).transpose(2, 3),
+    "empty": lambda: noise(2, 3, 0, 8),
+}
+
+
+@pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
+def test_out_of_place_changes_nothing(make) -> None:
+    x, k = make(), make()
+    before = x.clone()
+    y = rotate(x, SPEC, 3)
+    rotate_qk(x, k, SPEC, 3)
+    assert torch.equal(x, before)
+    assert y.data_ptr() != x.data_ptr() or x.numel() == 0
+    assert y.stride() == torch.empty_like(x).stride()
+    assert torch.equal(y, rotate(before, SPEC, 3))
+
+
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "expanded"])
+def test_in_place_changes_the_view_and_nothing_else(name: str) -> None:
+    x = VIEWS[name]()
+    base = x if x._base is None else x._base
+    expected = rotate(x, SPEC, 3)
+    mark = torch.zeros_like(base, dtype=torch.bool)
+    mark.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+    rest = base[~mark].clone()
+    assert rotate_(x, SPEC, 3) is x
+    assert torch.equal(x, expected)
+    assert torch.equal(base[~mark], rest)
+
+
+def test_in_place_leaves_channels_outside_the_slice() -> None:
+    x = noise(2, 3, 5, 8)
+    before = x.clone()
+    rotate_(x, RopeSpec(8, rotary_dim=4, start=2), 3)
+    assert torch.equal(x[..., :2], before[..., :2])
+    assert torch.equal(x[..., 6:], before[..., 6:])
+    assert not torch.equal(x[..., 2:6], before[..., 2:6])
+
+
+def test_the_version_counter_tells() -> None:
+    """So that autograd refuses a backward pass through a value that is gone."""
+    x = noise(2, 3, 5, 8)
+    version = x._version
+    rotate_(x, SPEC)
+    assert x._version > version
+    weight = torch.ones(8, requires_grad=True)
+    y = (x * weight).sum()
+    rotate_qk_(x, noise(2, 3, 5, 8), SPEC)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_the_raw_operator_refuses_a_tensor_that_requires_grad() -> None:
+    """Without a kernel for autograd its gradient would be that of the identity."""
+    x = noise(2, 3, 5, 8).requires_grad_() * 1
+    with pytest.raises(RuntimeError, match=r"the raw operator has no gradient"):
+        torch.ops.tightrope.rotate_([x], *raw_arguments())
+    plain = noise(2, 3, 5, 8)
+    expected, version = rotate(plain, SPEC, 3), plain._version
+    torch.ops.tightrope.rotate_([plain], *raw_arguments())
+    assert torch.equal(plain, expected)
+    assert plain._version > version
+    with torch.no_grad():
+        torch.ops.tightrope.rotate_([x], *raw_arguments())
+
+
+@pytest.mark.parametrize("split", ["chunk", "split", "unbind"])
+def test_views_that_autograd_cannot_follow_are_refused_unchanged(split: str) -> None:
+    qkv = (noise(2, 5, 3, 8).requires_grad_() * 1).unsqueeze(0)
+    q = {
+        "chunk": lambda: qkv.chunk(3, 3)[0],
+        "split": lambda: qkv.split(1, 3)[0],
+        "unbind": lambda: qkv.unbind(3)[0].unsqueeze(3),
+    }[split]()
+    q = q[0]
+    before = qkv.detach().clone()
+    with pytest.raises(ValueError, match=r"\[rotate_\] x comes from chunk, split or unbind.*slice"):
+        rotate_(q, SPEC, layout="bshd")
+    assert torch.equal(qkv.detach(), before)
+    with torch.no_grad():
+        rotate_(q, SPEC, layout="bshd")
+    assert not torch.equal(qkv.detach(), before)
+
+
+def test_leaves_that_require_grad_are_refused_unchanged() -> None:
+    leaf = noise(2, 3, 5, 8).requires_grad_()
+    before = leaf.detach().clone()
+    for x in (leaf, leaf[:1]):
+        with pytest.raises(ValueError, match=r"\[rotate_\] x is a leaf that requires grad"):
+            rotate_(x, SPEC)
+    with pytest.raises(ValueError, match=r"\[rotate_qk_\] k is a leaf .*call rotate_qk"):
+        rotate_qk_(leaf * 1, leaf, SPEC)
+    assert torch.equal(leaf.detach(), before)
+    with torch.no_grad():
+        rotate_(leaf, SPEC)
+    assert not torch.equal(leaf.detach(), before)
+
+
+def test_overlapping_memory_is_refused_unchanged() -> None:
+    wide = noise(1, 3, 1, 8).expand(2, 3, 5, 8)
+    rolling = noise(100).as_strided((1, 1, 5, 8), (100, 100, 4, 1))
+    for x in (wide, rolling):
+        before = x.clone()
+        with pytest.raises(ValueError, match=r"\[rotate_\] x must not overlap itself in memory"):
+            rotate_(x, SPEC)
+        assert torch.equal(x, before)
+    x = noise(2, 3, 5, 8)
+    before = x.clone()
+    for k in (x, x[:, 1:], x.transpose(0, 1).transpose(0, 1)):
+        with pytest.raises(ValueError, match=r"\[rotate_qk_\] q and k must not share memory"):
+            rotate_qk_(x, k, SPEC)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("arrangement", ["heads", "sbhd", "halves", "interleaved heads", "batch"])
+def test_disjoint_slices_of_one_tensor_are_not_refused(arrangement: str) -> None:
+    if arrangement == "heads":
+        qkv, layout = noise(2, 5, 6, 8), "bshd"
+        q, k = qkv[:, :, :3], qkv[:, :, 3:5]
+    elif arrangement == "sbhd":
+        qkv, layout = noise(5, 2, 6, 8), "sbhd"
+        q, k = qkv[:, :, 3:5], qkv[:, :, :3]
+    elif arrangement == "halves":
+        qkv, layout = noise(2, 3, 5, 16), "bhsd"
+        q, k = qkv[..., :8], qkv[..., 8:]
+    elif arrangement == "interleaved heads":
+        qkv, layout = noise(2, 5, 6, 8), "bshd"
+        q, k = qkv[:, :, ::2], qkv[:, :, 1::2]
+    else:
+        qkv, layout = noise(4, 3, 5, 8), "bhsd"
+        q, k = qkv[:2], qkv[2:]
+    expected = rotate_qk(q, k, SPEC, 3, layout=layout)
+    rotate_qk_(q, k, SPEC, 3, layout=layout)
+    assert torch.equal(q, expected[0])
+    assert torch.equal(k, expected[1])
+
+
+def test_inference_mode() -> None:
+    x = noise(2, 3, 5, 8)
+    expected = rotate(x, SPEC, 3)
+    with torch.inference_mode():
+        y = rotate(x, SPEC, 3)
+        inside = noise(2, 3, 5, 8)
+        rotate_(inside, SPEC, 3)
+        fresh = RopeSpec(8, base=77.0)
+        rotate(inside, fresh)
+    assert torch.equal(y, expected)
+    assert torch.equal(inside, expected)
+    # What inference mode left behind must not reach autograd.
+    z = rotate(x.requires_grad_(), fresh)
+    z.sum().backward()
+    assert x.grad is not None
+
+
+def test_autocast_changes_nothing() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = noise(2, 3, 5, 8).to(dtype)
+        expected = rotate(x, SPEC, 1_000_000)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(rotate(x, SPEC, 1_000_000), expected)
+            reference = rotate(x, SPEC, 1_000_000, backend="reference")
+        assert reference.dtype == dtype
+        assert torch.equal(reference, rotate(x, SPEC, 1_000_000, backend="reference"))

@@ -1,0 +1,134 @@
+"""The public functions against the oracle: that each means what it says."""
+
+import pytest
+import torch
+
+from tightrope import RopeSpec, functional, positions
+from tightrope.functional import rotary_pos_embedding, rotate, rotate_, rotate_qk, rotate_qk_
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def turned(x: torch.Tensor, ids: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The seed's formulas in float64: whole last dimension, base 10000, sequence at -2."""
+    width = x.shape[-1]
+    theta = 10000.0 ** (-2.0 * torch.arange(width // 2, dtype=torch.float64) / width)
+    angle = ids.double()[:, None] * theta
+    cos, sin = angle.cos(), angle.sin()
+    y = torch.empty_like(x)
+    first = slice(0, None, 2) if interleaved else slice(0, width // 2)
+    second = slice(1, None, 2) if interleaved else slice(width // 2, None)
+    u, v = x[..., first], x[..., second]
+    y[..., first], y[..., second] = u * cos - v * sin, u * sin + v * cos
+    return y
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 3, 2, 5, 6), (0, 5, 8),
+                                   (2, 0, 8), (2, 5, 0), (1, 2)])  # fmt: skip
+def test_rotary_pos_embedding(shape: tuple[int, ...], interleaved: bool) -> None:
+    x = noise(*shape)
+    tokens = shape[-2]
+    for ids in (None, torch.arange(tokens) * 7 - 9, torch.rand(tokens, dtype=torch.float64)):
+        where = torch.arange(tokens) if ids is None else ids
+        y = rotary_pos_embedding(x, ids, interleaved)
+        assert y.shape == x.shape
+        torch.testing.assert_close(y, turned(x, where, interleaved), rtol=0, atol=1e-13)
+    assert torch.equal(rotary_pos_embedding(x), rotary_pos_embedding(x, None, True))
+
+
+def test_rotary_pos_embedding_of_the_seed_s_example() -> None:
+    assert rotary_pos_embedding(torch.randn(2, 8, 64)).shape == (2, 8, 64)
+    assert rotary_pos_embedding(torch.randn(2, 12, 8, 64)).shape == (2, 12, 8, 64)
+
+
+def test_rotary_pos_embedding_of_views_that_do_not_flatten() -> None:
+    x = noise(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)  # (3, 2, 4, 5, 8)
+    before = x.clone()
+    y = rotary_pos_embedding(x)
+    torch.testing.assert_close(y, turned(x, torch.arange(5), True), rtol=0, atol=1e-13)
+    assert torch.equal(x, before)
+
+
+def test_rotate_qk_is_rotate_of_each() -> None:
+    spec = RopeSpec(8, rotary_dim=4, start=2, interleaved=True)
+    q, k = noise(2, 6, 5, 8), noise(2, 2, 5, 8, seed=1)
+    for at in (None, 7, torch.arange(10).reshape(2, 5), positions.per_row(torch.tensor([1, 2]))):
+        for inverse in (False, True):
+            y, z = rotate_qk(q, k, spec, at, inverse=inverse)
+            assert torch.equal(y, rotate(q, spec, at, inverse=inverse))
+            assert torch.equal(z, rotate(k, spec, at, inverse=inverse))
+            a, b = q.clone(), k.clone()
+            c, d = rotate_qk_(a, b, spec, at, inverse=inverse)
+            assert c is a
+            assert d is b
+            assert torch.equal(a, y)
+            assert torch.equal(b, z)
+
+
+def test_no_keys() -> None:
+    q = noise(2, 6, 5, 8)
+    y, none = rotate_qk(q, None, RopeSpec(8), 3)
+    assert none is None
+    assert torch.equal(y, rotate(q, RopeSpec(8), 3))
+    a, none = rotate_qk_(q, None, RopeSpec(8), 3)
+    assert none is None
+    assert a is q
+    assert torch.equal(q, y)
+
+
+def test_a_prepared_rotation_is_the_spec_at_its_positions() -> None:
+    spec = RopeSpec(8)
+    x = noise(2, 3, 5, 8)
+    for at in (None, 7, torch.arange(5) * 3, positions.per_row(torch.tensor([4, 9]))):
+        rotation = spec.at(at)
+        for _ in range(2):
+            assert torch.equal(rotate(x, rotation), rotate(x, spec, at))
+        assert torch.equal(rotate_(x.clone(), rotation), rotate(x, spec, at))
+
+
+def test_inverse_undoes() -> None:
+    spec, x = RopeSpec(8, interleaved=True), noise(2, 3, 5, 8)
+    for at in (None, 1_000_000, -7):
+        back = rotate(rotate(x, spec, at), spec, at, inverse=True)
+        torch.testing.assert_close(back, x, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_positions_say_what_they_say(backend: str | None) -> None:
+    spec, x = RopeSpec(8), noise(2, 3, 5, 8)
+    explicit = {
+        "none": (None, torch.arange(5)),
+        "offset": (41, torch.arange(5) + 41),
+        "negative offset": (-41, torch.arange(5) - 41),
+        "int32": (torch.arange(5, dtype=torch.int32) * 3, torch.arange(5) * 3),
+        "float": (torch.arange(5.0) * 3, torch.arange(5) * 3),
+        "per row": (
+            positions.per_row(torch.tensor([3, 70])),
+            torch.arange(5) + torch.tensor([[3], [70]]),
+        ),
+        "per row, float": (
+            positions.per_row(torch.tensor([3.0, 70.0])),
+            torch.arange(5) + torch.tensor([[3], [70]]),
+        ),
+        "one row for all": (torch.arange(5)[None], torch.arange(5)),
+        "numpy-like int": (torch.tensor([9])[0].numpy()[()], torch.arange(5) + 9),
+    }
+    for name, (said, ids) in explicit.items():
+        got = rotate(x, spec, said, backend=backend)
+        assert torch.equal(got, rotate(x, spec, ids, backend=backend)), name
+
+
+def test_every_public_function_is_documented() -> None:
+    public = [
+        value
+        for name, value in vars(functional).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == functional.__name__
+    ]
+    assert {"rotate", "rotate_", "rotate_qk", "rotate_qk_", "rotary_pos_embedding"} <= {
+        f.__name__ for f in public
+    }
+    for function in public:
+        assert ">>>" in function.__doc__, function

@@ -1,0 +1,243 @@
+"""Gradients: backward, double backward, forward mode, functorch, in place, by position."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from tightrope import RopeSpec, positions
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+
+LAYOUT_SHAPES = {
+    "bhsd": (2, 1, 3, 8),
+    "bshd": (2, 3, 1, 8),
+    "sbhd": (3, 2, 1, 8),
+    "thd": (3, 2, 8),
+    "bsd": (2, 3, 8),
+    "sd": (3, 8),
+}
+SPECS = {
+    "half": RopeSpec(8),
+    "interleaved": RopeSpec(8, interleaved=True),
+    "slice": RopeSpec(8, rotary_dim=4, start=2),
+    "interleaved slice": RopeSpec(8, rotary_dim=4, start=3, interleaved=True),
+    "fast": RopeSpec(8, base=1e-3),
+}
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("layout, shape", LAYOUT_SHAPES.items(), ids=LAYOUT_SHAPES)
+def test_by_x(layout: str, shape: tuple[int, ...], spec: RopeSpec, inverse: bool) -> None:
+    x = noise(*shape).requires_grad_()
+    assert gradcheck(lambda x: rotate(x, spec, 7, layout=layout, inverse=inverse), (x,))
+    assert gradgradcheck(lambda x: rotate(x, spec, 7, layout=layout, inverse=inverse), (x,))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("at", ["ids", "ids per row", "per row"])
+def test_by_position(spec: RopeSpec, at: str, inverse: bool) -> None:
+    x = noise(2, 2, 3, 8).requires_grad_()
+    shape = {"ids": (3,), "ids per row": (2, 3), "per row": (2,)}[at]
+    p = (100 * noise(*shape, seed=1)).requires_grad_()
+
+    def turned(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        where = positions.per_row(p) if at == "per row" else p
+        return rotate(x, spec, where, inverse=inverse)
+
+    assert gradcheck(turned, (x, p))
+    assert gradgradcheck(turned, (x, p), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_by_position_of_narrow_x(dtype: torch.dtype) -> None:
+    """The gradient has the dtype of the position, and the value of the wide one to x's precision."""
+    x = noise(2, 3, 5, 64).to(dtype)
+    weight = noise(2, 3, 5, 64, seed=1)
+    got, wide = (torch.arange(5, dtype=torch.float32).requires_grad_() for _ in range(2))
+    (rotate(x, RopeSpec(64), got) * weight.to(dtype)).sum().backward()
+    (rotate(x.double(), RopeSpec(64), wide) * weight).sum().backward()
+    assert got.grad is not None
+    assert got.grad.dtype == torch.float32
+    scale = wide.grad.abs().max().item()
+    torch.testing.assert_close(
+        got.grad, wide.grad, rtol=0, atol=32 * torch.finfo(dtype).eps * scale
+    )
+
+
+def test_the_gradient_of_positions_is_the_same_for_any_thread_count() -> None:
+    x = noise(2, 64, 300, 64, dtype=torch.float32)
+    for shape in ((2, 300), (300,), (2,)):
+        grads = []
+        for threads in (1, 2, 4):
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            p = noise(*shape, seed=1).requires_grad_()
+            where = positions.per_row(p) if shape == (2,) else p
+            rotate(x, RopeSpec(64), where).square().sin().sum().backward()
+            torch.set_num_threads(before)
+            grads.append(p.grad)
+        assert torch.equal(grads[0], grads[1])
+        assert torch.equal(grads[0], grads[2])
+
+
+def test_one_offset_of_one_row_sums_the_same_for_any_thread_count() -> None:
+    """The result is a single number, for which torch's own sum depends on the thread count."""
+    x = noise(1, 8, 5000, 64, dtype=torch.float32)
+    grads = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        p = torch.tensor([0.5], requires_grad=True)
+        rotate(x, RopeSpec(64), positions.per_row(p)).square().sin().sum().backward()
+        grads.append(p.grad)
+    torch.set_num_threads(before)
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_in_place(spec: RopeSpec) -> None:
+    x = noise(2, 2, 3, 8).requires_grad_()
+    p = (100 * noise(2, 3, seed=1)).requires_grad_()
+    assert gradcheck(lambda x, p: rotate_(x * 1, spec, p), (x, p))
+    assert gradgradcheck(lambda x, p: rotate_(x * 1, spec, p), (x, p), fast_mode=True)
+
+
+def test_in_place_on_views_of_a_projection() -> None:
+    """Slices and transposed views of one fused projection, rotated in place, as a model would."""
+    spec = RopeSpec(8)
+    weight = noise(16, 6 * 8).requires_grad_()
+    x = noise(2, 5, 16, seed=1)
+
+    def attend(weight: torch.Tensor, in_place: bool) -> torch.Tensor:
+        qkv = (x @ weight).unflatten(-1, (6, 8))
+        q, k = qkv[:, :, :3].transpose(1, 2), qkv[:, :, 3:5].transpose(1, 2)
+        q, k = (rotate_qk_ if in_place else rotate_qk)(q, k, spec, 3)
+        # qkv itself is used again, so that a gradient that autograd lost would show.
+        return torch.cat((q.flatten(), k.flatten(), qkv.flatten())) if in_place else torch.cat(
+            (q.flatten(), k.flatten(), torch.cat(
+                (q.transpose(1, 2), k.transpose(1, 2), qkv[:, :, 5:]), 2).flatten())
+        )  # fmt: skip
+
+    assert torch.equal(attend(weight, True), attend(weight, False))
+    probe = noise(attend(weight, True).numel(), seed=2)
+    (a,) = torch.autograd.grad(attend(weight, True) @ probe, weight)
+    (b,) = torch.autograd.grad(attend(weight, False) @ probe, weight)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert gradcheck(lambda w: attend(w, True), (weight,))
+
+
+def test_only_one_of_two_needs_grad() -> None:
+    q, k = noise(1, 2, 5, 8).requires_grad_(), noise(1, 1, 5, 8, seed=1)
+    y, _ = rotate_qk(q, k, RopeSpec(8))
+    assert y.requires_grad
+    y.sum().backward()
+    assert q.grad is not None
+    assert k.grad is None
+    q2 = q.detach().clone().requires_grad_()
+    rotate_qk_(q2 * 1, k, RopeSpec(8))[0].sum().backward()
+    assert torch.equal(q2.grad, q.grad)
+
+
+def test_a_key_that_has_no_part_in_the_loss() -> None:
+    q, k = noise(1, 2, 5, 8).requires_grad_(), noise(1, 1, 5, 8, seed=1).requires_grad_()
+    y, _ = rotate_qk(q, k, RopeSpec(8))
+    y.sum().backward()
+    assert q.grad is not None
+    assert k.grad is None
+
+
+def test_expanded_gradients() -> None:
+    """`sum` hands back a gradient whose strides are zero."""
+    x = noise(2, 3, 5, 8).requires_grad_()
+    rotate(x, RopeSpec(8), 2).sum().backward()
+    expected = rotate(torch.ones_like(x), RopeSpec(8), 2, inverse=True)
+    assert torch.equal(x.grad, expected)
+
+
+def test_backward_does_not_change_the_incoming_gradient() -> None:
+    x = noise(2, 3, 5, 8).requires_grad_()
+    grad = noise(2, 3, 5, 8, seed=1)
+    kept = grad.clone()
+    rotate(x, RopeSpec(8), 2).backward(grad)
+    rotate_(x * 1, RopeSpec(8), 2).backward(grad)
+    assert torch.equal(grad, kept)
+
+
+@pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x.clone(), *a)])
+def test_forward_mode(function: Callable[..., torch.Tensor]) -> None:
+    """A registered operator would give no tangent at all, silently."""
+    spec = RopeSpec(8, rotary_dim=6, start=1)
+    x, t = noise(2, 3, 5, 8), noise(2, 3, 5, 8, seed=1)
+    with forward_ad.dual_level():
+        y = function(forward_ad.make_dual(x, t), spec, 3)
+        tangent = forward_ad.unpack_dual(y).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent, rotate(t, spec, 3), rtol=1e-12, atol=1e-12)
+    p = (100 * noise(2, 5, seed=2)).requires_grad_()
+    check = {"check_forward_ad": True, "check_backward_ad": False}
+    assert gradcheck(lambda x, p: function(x, spec, p), (x.requires_grad_(), p), **check)
+
+
+@pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x.clone(), *a)])
+def test_functorch(function: Callable[..., torch.Tensor]) -> None:
+    spec = RopeSpec(8)
+    x = noise(2, 3, 5, 8)
+    probe = noise(2, 3, 5, 8, seed=1)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (function(x, spec, 3) * probe).sum()
+
+    expected = rotate(probe, spec, 3, inverse=True)
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected, **close)
+    torch.testing.assert_close(torch.func.jacrev(loss)(x), expected, **close)
+    torch.testing.assert_close(torch.func.jacfwd(loss)(x), expected, **close)
+    _, tangent = torch.func.jvp(lambda x: function(x, spec, 3), (x,), (probe,))
+    torch.testing.assert_close(tangent, rotate(probe, spec, 3), **close)
+    quartic = torch.func.hessian(lambda x: function(x, spec, 3)[0, 0, :2].pow(4).sum())(x)
+    eager = torch.autograd.functional.hessian(
+        lambda x: rotate(x, spec, 3)[0, 0, :2].pow(4).sum(), x
+    )
+    torch.testing.assert_close(quartic, eager, rtol=1e-10, atol=1e-10)
+
+
+def test_functorch_by_position() -> None:
+    x, p = noise(3, 5, 8), 10 * noise(5, seed=1)
+
+    def loss(p: torch.Tensor) -> torch.Tensor:
+        return rotate(x, RopeSpec(8), p, layout="bsd").pow(3).sum()
+
+    wanted = p.clone().requires_grad_()
+    loss(wanted).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(p), wanted.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_of_every_dtype_are_the_rotation_backwards() -> None:
+    """Backward is the transpose through the same kernel, to the same bits."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for spec in SPECS.values():
+            x = noise(2, 3, 5, 8, dtype=torch.float64).to(dtype).requires_grad_()
+            grad = noise(2, 3, 5, 8, seed=1).to(dtype)
+            rotate(x, spec, 1_000_000).backward(grad)
+            assert torch.equal(x.grad, rotate(grad, spec, 1_000_000, inverse=True))
+
+
+def test_checkpoint_and_accumulation() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    spec, x = RopeSpec(8), noise(2, 3, 5, 8).requires_grad_()
+    rotate(x, spec).pow(2).sum().backward()
+    once = x.grad.clone()
+    x.grad = None
+    checkpoint(lambda x: rotate_(x * 1, spec).pow(2), x, use_reentrant=False).sum().backward()
+    assert torch.equal(x.grad, once)
+    rotate(x, spec).pow(2).sum().backward()
+    assert torch.equal(x.grad, 2 * once)

@@ -1,0 +1,185 @@
+"""The module: which channels, which dimension, what it shows, and what must not change it."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+
+from tightrope import RopeSpec
+from tightrope.functional import rotate
+from tightrope.nn import RotaryPositionalEmbedding
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def seed_formula(x: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tensor:
+    """The seed's mathematics in float64 for x (..., seq, channels)."""
+    inv_freq = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * inv_freq
+    cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+    head = x[..., :dim].double()
+    half = torch.cat((-head[..., dim // 2 :], head[..., : dim // 2]), -1)
+    return torch.cat((head * cos + half * sin, x[..., dim:].double()), -1)
+
+
+def test_attributes_of_the_seed() -> None:
+    rope = RotaryPositionalEmbedding(64, 100, 5e5)
+    assert (rope.dim, rope.max_seq_len, rope.base) == (64, 100, 5e5)
+    expected = 1.0 / 5e5 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64)
+    torch.testing.assert_close(rope.inv_freq, expected)
+    default = RotaryPositionalEmbedding(dim=64)
+    assert (default.max_seq_len, default.base) == (8192, 10000.0)
+    assert repr(default) == (
+        "RotaryPositionalEmbedding(dim=64, max_seq_len=8192, base=10000.0, interleaved=False)"
+    )
+
+
+@pytest.mark.parametrize("width", [8, 12, 9])
+@pytest.mark.parametrize("rank", [2, 3, 4, 5, 6])
+def test_seq_dim_is_the_sequence_for_any_value(rank: int, width: int) -> None:
+    rope = RotaryPositionalEmbedding(8)
+    x = noise(*range(3, 3 + rank - 1), width)
+    for dim in range(rank - 1):
+        expected = seed_formula(x.movedim(dim, -2), 8).movedim(-2, dim)
+        for spelled in (dim, dim - rank):
+            y = rope(x, seq_dim=spelled)
+            assert y.shape == x.shape
+            torch.testing.assert_close(y, expected.float(), rtol=1e-5, atol=1e-6)
+            assert torch.equal(y[..., 8:], x[..., 8:])
+    assert torch.equal(rope(x), rope(x, -2))
+
+
+def test_positions_and_inverse() -> None:
+    rope = RotaryPositionalEmbedding(8)
+    x = noise(2, 5, 3, 8)
+    rows = torch.arange(10).reshape(2, 5)
+    y = rope(x, 1, positions=rows)
+    assert torch.equal(y, rotate(x, RopeSpec(8), rows, layout="bshd"))
+    assert torch.equal(rope(x.movedim(1, 0), 0, positions=rows), y.movedim(1, 0))
+    six = noise(2, 4, 3, 5, 2, 8)
+    got = rope(six, 3, positions=rows)
+    for row in range(2):
+        assert torch.equal(got[row], rope(six[row], 2, positions=rows[row]))
+    torch.testing.assert_close(rope(y, 1, positions=rows, inverse=True), x)
+    assert torch.equal(rope(x, 1, positions=7), rope(x, 1, positions=torch.arange(5) + 7))
+
+
+def test_longer_than_max_seq_len_just_works() -> None:
+    rope = RotaryPositionalEmbedding(8, max_seq_len=4)
+    x = noise(1, 50, 8)
+    torch.testing.assert_close(rope(x), seed_formula(x, 8).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_cache_of_the_seed_showed() -> None:
+    rope = RotaryPositionalEmbedding(8)
+    assert rope.cos_cached is None
+    assert rope.sin_cached is None
+    assert rope.max_seq_len_cached == 0
+    rope(noise(2, 5, 3, 8), seq_dim=1)
+    rope(noise(2, 3, 3, 8), seq_dim=1)
+    assert rope.max_seq_len_cached == 5
+    rope(noise(2, 1, 9, 8))
+    assert rope.max_seq_len_cached == 9
+    angle = torch.arange(9.0)[:, None] * rope.inv_freq
+    for table, expected in ((rope.cos_cached, angle.cos()), (rope.sin_cached, angle.sin())):
+        assert table.shape == (1, 1, 9, 8)
+        assert table.dtype == torch.float32
+        torch.testing.assert_close(table[0, 0], expected.repeat(1, 2))
+    interleaved = RotaryPositionalEmbedding(8, interleaved=True)
+    interleaved(noise(5, 8))
+    torch.testing.assert_close(
+        interleaved.sin_cached[0, 0], angle[:5].sin().repeat_interleave(2, -1)
+    )
+
+
+def test_nothing_to_cast_to_move_or_to_save() -> None:
+    rope = RotaryPositionalEmbedding(8, base=777.0, interleaved=True)
+    x = noise(2, 50, 3, 8)
+    expected = rope(x, 1)
+    assert not list(rope.buffers())
+    assert not list(rope.parameters())
+    assert not rope.state_dict()
+    with torch.device("meta"):
+        on_meta = RotaryPositionalEmbedding(8, base=777.0, interleaved=True)
+    variants = {
+        "bfloat16": copy.deepcopy(rope).to(torch.bfloat16),
+        "half": copy.deepcopy(rope).half(),
+        "double": copy.deepcopy(rope).double(),
+        "meta": on_meta.to_empty(device="cpu"),
+        "moved to meta and back": copy.deepcopy(rope).to("meta").to_empty(device="cpu"),
+        "deepcopy": copy.deepcopy(rope),
+        "pickle": pickle.loads(pickle.dumps(rope)),
+        "state_dict": RotaryPositionalEmbedding(8, base=777.0, interleaved=True),
+    }
+    variants["state_dict"].load_state_dict(rope.state_dict())
+    with torch.inference_mode():
+        variants["inference"] = RotaryPositionalEmbedding(8, base=777.0, interleaved=True)
+    for name, module in variants.items():
+        assert torch.equal(module(x, 1), expected), name
+        assert torch.equal(module(x.bfloat16(), 1), rope(x.bfloat16(), 1)), name
+
+
+class Model(torch.nn.Module):
+    def __init__(self, base: float = 10000.0) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Module()])
+        self.layers[0].rope = RotaryPositionalEmbedding(8, base=base)
+        self.linear = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key", ["inv_freq", "freqs"])
+def test_legacy_keys_are_checked(key: str, dtype: torch.dtype) -> None:
+    model = Model()
+    saved = dict(Model().state_dict())
+    saved[f"layers.0.rope.{key}"] = model.layers[0].rope.inv_freq.to(dtype)
+    saved["layers.0.rope.cos_cached"] = torch.zeros(1, 1, 5, 8)
+    kept = set(saved)
+    model.load_state_dict(saved)
+    assert set(saved) == kept
+    other = Model(base=9000.0)
+    message = rf"\[RotaryPositionalEmbedding\] layers.0.rope.{key} in the state_dict must agree"
+    with pytest.raises(RuntimeError, match=message):
+        other.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=message):
+        other.load_state_dict(saved, strict=False)
+    saved[f"layers.0.rope.{key}"] = torch.ones(3, dtype=dtype)
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(saved)
+
+
+def test_unknown_keys_are_still_refused() -> None:
+    saved = dict(Model().state_dict())
+    saved["layers.0.rope.weight"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        Model().load_state_dict(saved)
+
+
+def test_one_module_two_threads() -> None:
+    rope = RotaryPositionalEmbedding(64)
+    inputs = [noise(1, length, 2, 64) for length in (5, 300, 17, 211)]
+    expected = [RotaryPositionalEmbedding(64)(x, 1) for x in inputs]
+    wrong: list[int] = []
+
+    def work(which: int) -> None:
+        for _ in range(100):
+            if not torch.equal(rope(inputs[which], 1), expected[which]):
+                wrong.append(which)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert rope.max_seq_len_cached == 300
+
+
+def test_gradients_flow() -> None:
+    rope = RotaryPositionalEmbedding(6)
+    x = noise(2, 5, 3, 8, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: rope(x, 1), (x,))

@@ -1,0 +1,345 @@
+"""How the operator sits in PyTorch: opcheck, compile, export, vmap, fake and meta tensors."""
+
+import copy
+import os
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tightrope import RopeSpec, nn, positions
+from tightrope.functional import (
+    rotary_pos_embedding,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
+from tightrope.ops import schema
+
+SPEC = RopeSpec(8, rotary_dim=6, start=1)
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def arguments(
+    ids: torch.Tensor | None = None, layout: int = 0, interleaved: bool = False, direction: int = 0
+) -> tuple[object, ...]:
+    words = SPEC.at().words
+    turns = torch.ones_like(words)
+    ramp = ids is None
+    return (words, turns, ids, 3, ramp, layout, 1, interleaved, direction, 1.25)
+
+
+# ---- opcheck --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", [schema.FORWARD, schema.TRANSPOSE, schema.INVERSE])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["ramp", "ids", "fractional"])
+def test_opcheck(kind: str, interleaved: bool, direction: int) -> None:
+    ids = {
+        "ramp": None,
+        "ids": torch.arange(10).reshape(1, 2, 5),
+        "fractional": torch.rand(1, 1, 5, dtype=torch.float64, requires_grad=True),
+    }[kind]
+    xs = [noise(2, 3, 5, 8).requires_grad_(), noise(2, 5, 1, 8).transpose(1, 2)]
+    call = arguments(ids, interleaved=interleaved, direction=direction)
+    torch.library.opcheck(schema.rotate, (xs, *call))
+    fixed = arguments(
+        None if ids is None else ids.detach(), interleaved=interleaved, direction=direction
+    )
+    torch.library.opcheck(schema.rotate_, ([x.detach() for x in xs], *fixed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout, shape", list(enumerate(
+    [(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)]
+)))  # fmt: skip
+def test_opcheck_of_every_layout(layout: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = noise(*shape).to(dtype)
+    torch.library.opcheck(schema.rotate, ([x.requires_grad_()], *arguments(layout=layout)))
+    torch.library.opcheck(schema.rotate_, ([x.detach()], *arguments(layout=layout)))
+
+
+def test_reserved_arguments_are_refused_and_not_ignored() -> None:
+    x = noise(2, 3, 5, 8)
+    for name, value in {
+        "act": 1, "gate": 1, "numerics": 1, "weights": [x], "gates": [x],
+    }.items():  # fmt: skip
+        with pytest.raises((NotImplementedError, RuntimeError), match="reserved"):
+            schema.rotate([x], *arguments(), **{name: value})
+
+
+def test_several_axes_and_angles_per_row_and_head() -> None:
+    """The general form: words [axes, rows, heads, pairs], against one call for each row and head."""
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(-(2**63), 2**63 - 1, (3, 2, 4, 3), generator=generator)
+    turns = torch.randint(-3, 3, words.shape, generator=generator)
+    ids = torch.rand(3, 2, 5, generator=generator, dtype=torch.float64) * 1000
+    x = noise(2, 4, 5, 8, dtype=torch.float64)
+    (whole,) = schema.rotate([x], words, turns, ids, 0, False, 0, 1, False, 0, 1.0)
+    for row in range(2):
+        for head in range(4):
+            (part,) = schema.rotate(
+                [x[row : row + 1, head : head + 1]],
+                words[:, row : row + 1, head : head + 1].contiguous(),
+                turns[:, row : row + 1, head : head + 1].contiguous(),
+                ids[:, row : row + 1], 0, False, 0, 1, False, 0, 1.0,
+            )  # fmt: skip
+            assert torch.equal(part[0, 0], whole[row, head])
+    y = x
+    for axis in range(3):
+        one = slice(axis, axis + 1)
+        (y,) = schema.rotate([y], words[one], turns[one], ids[one], 0, False, 0, 1, False, 0, 1.0)
+    torch.testing.assert_close(whole, y, rtol=1e-9, atol=1e-9)
+
+
+def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
+    x = noise(2, 3, 5, 8)
+    words = SPEC.at().words
+    bad = {
+        "pairs": (words.expand(1, 1, 1, 3).repeat(1, 1, 1, 2), None, None, 0, True, 0, 1),
+        "start": (words, None, None, 0, True, 0, 3),
+        "rows of words": (words.repeat(1, 3, 1, 1), None, None, 0, True, 0, 1),
+        "heads of words": (words.repeat(1, 1, 2, 1), None, None, 0, True, 0, 1),
+        "tokens of ids": (words, None, torch.zeros(1, 1, 4), 0, False, 0, 1),
+        "rows of ids": (words, None, torch.zeros(1, 3, 5), 0, False, 0, 1),
+        "axes of ids": (words, None, torch.zeros(2, 1, 5), 0, False, 0, 1),
+        "dtype of ids": (words, None, torch.zeros(1, 1, 5).half(), 0, False, 0, 1),
+        "dtype of words": (words.int(), None, None, 0, True, 0, 1),
+        "turns": (words, words[..., :1], None, 0, True, 0, 1),
+        "layout": (words, None, None, 0, True, 6, 1),
+    }
+    from tightrope import backends
+
+    if backends()["cpu"] is not None:
+        pytest.skip("plain torch checks its own bounds")
+    for name, call in bad.items():
+        before = x.clone()
+        with pytest.raises(RuntimeError, match="tightrope"):
+            schema.rotate([x], *call, False, 0, 1.0)
+        with pytest.raises(RuntimeError, match="tightrope"):
+            schema.rotate_([x], *call, False, 0, 1.0)
+        assert torch.equal(x, before), name
+
+
+# Inductor's CPU code needs a C++ compiler; without one the graphs are captured and run as they are.
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+BACKEND = "inductor" if COMPILER else "aot_eager"
+
+# ---- torch.compile ---------------------------------------------------------------------------------
+
+
+def graphs_for(function, calls, *, dynamic: bool | None = None) -> int:
+    counter = CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
+    for call in calls:
+        fresh = [a.clone() if isinstance(a, torch.Tensor) else a for a in call]
+        expected, got = function(*call), compiled(*fresh)
+        for a, b in zip(expected, got, strict=True):
+            assert torch.equal(a, b)
+    return counter.frame_count
+
+
+LENGTHS = ((5, 2), (6, 3), (7, 4), (9, 100), (13, 100_000), (4, 5))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("where", ["offset", "ids", "per row", "prepared"])
+def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> None:
+    call = rotate_qk_ if in_place else rotate_qk
+
+    def function(q, k, at):
+        if where == "per row":
+            at = positions.per_row(at)
+        if where == "prepared":
+            return call(q, k, SPEC.at(at))
+        return call(q, k, SPEC, at)
+
+    calls = []
+    for tokens, offset in LENGTHS:
+        at = {
+            "ids": torch.arange(tokens) + offset,
+            "per row": torch.tensor([offset, 7]),
+        }.get(where, offset)
+        calls.append((noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), at))
+    # The first graph is for the first length alone, as torch.compile does it; the second for all.
+    assert graphs_for(function, calls) <= 2
+    torch._dynamo.reset()
+    assert graphs_for(function, calls, dynamic=True) == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_gradients(in_place: bool) -> None:
+    def function(x, p):
+        return (rotate_(x * 1, SPEC, p) if in_place else rotate(x, SPEC, p)).sin()
+
+    x, p = noise(2, 3, 5, 8).requires_grad_(), (100 * noise(2, 5)).requires_grad_()
+    expected = torch.autograd.grad(function(x, p).sum(), (x, p))
+    got = torch.autograd.grad(
+        torch.compile(function, fullgraph=True, backend=BACKEND)(x, p).sum(), (x, p)
+    )
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_between_a_projection_and_attention() -> None:
+    weight = noise(16, 6 * 8).requires_grad_()
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        qkv = (x @ weight).unflatten(-1, (6, 8))
+        q, k = qkv[:, :, :2].transpose(1, 2), qkv[:, :, 2:4].transpose(1, 2)
+        q, k = rotate_qk_(q, k, SPEC)
+        v = qkv[:, :, 4:].transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    x = noise(2, 5, 16)
+    compiled = torch.compile(function, fullgraph=True, backend=BACKEND)
+    torch.testing.assert_close(compiled(x, weight), function(x, weight))
+    (expected,) = torch.autograd.grad(function(x, weight).square().sum(), weight)
+    (got,) = torch.autograd.grad(compiled(x, weight).square().sum(), weight)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, weight), function(x, weight))
+
+
+def test_compiled_in_place_reaches_the_input() -> None:
+    x = noise(2, 3, 5, 8)
+    expected = rotate(x, SPEC, 3)
+    torch.compile(lambda x: rotate_(x, SPEC, 3), fullgraph=True, backend=BACKEND)(x)
+    assert torch.equal(x, expected)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope = nn.RotaryPositionalEmbedding(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rope(x, seq_dim=1)
+
+
+def test_compiled_module_has_one_graph_and_leaves_the_module_alone() -> None:
+    model = Attention()
+    calls = [noise(2, tokens, 3, 8) for tokens, _ in LENGTHS]
+    counter = CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    got = [compiled(x) for x in calls]
+    assert counter.frame_count == 1
+    assert model.rope.max_seq_len_cached == 0
+    for x, y in zip(calls, got, strict=True):
+        assert torch.equal(y, model(x))
+
+
+def test_a_spec_may_be_made_while_compiling() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, RopeSpec(8, base=33.0), 9) + rotary_pos_embedding(x)
+
+    x = noise(2, 3, 5, 8)
+    assert torch.equal(torch.compile(function, fullgraph=True, backend=BACKEND)(x), function(x))
+
+
+def test_one_compiled_function_takes_any_spec() -> None:
+    specs = [RopeSpec(8, base=base) for base in (10.0, 1e4, 5e5)]
+    compiled = torch.compile(lambda x, spec: rotate(x, spec, 9), fullgraph=True, backend=BACKEND)
+    for spec in (*specs, *specs):
+        x = noise(1, 2, 5, 8)
+        assert torch.equal(compiled(x, spec), rotate(x, spec, 9))
+
+
+# ---- torch.export, fake and meta tensors -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    model = Attention()
+    tokens = torch.export.Dim("tokens", min=2)
+    program = torch.export.export(
+        model, (noise(2, 5, 3, 8),), dynamic_shapes={"x": {1: tokens}}, strict=strict
+    )
+    for length in (5, 9, 31):
+        x = noise(2, length, 3, 8)
+        assert torch.equal(program.module()(x), model(x))
+    assert not program.state_dict
+
+
+def test_meta_tensors() -> None:
+    x = torch.empty(2, 5, 3, 8, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    y = rotate(x, SPEC, 3)
+    assert y.device.type == "meta"
+    assert (y.shape, y.dtype, y.stride()) == (x.shape, x.dtype, x.stride())
+    assert rotate_(x, SPEC) is x
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    spec = RopeSpec(8, base=1234.5)
+    with FakeTensorMode():
+        y = rotate(torch.empty(2, 3, 5, 8), spec, 3)
+        assert isinstance(y, FakeTensor)
+        made_inside = RopeSpec(8, base=4321.5)
+        rotate(torch.empty(2, 3, 5, 8), made_inside)
+    x = noise(2, 3, 5, 8)
+    for one in (spec, made_inside):
+        assert type(one.at().words) is torch.Tensor
+        assert torch.equal(rotate(x, one, 3), rotate(x, copy.deepcopy(one), 3))
+
+
+# ---- vmap ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout, shape", {
+    "bhsd": (2, 3, 5, 8), "bshd": (2, 5, 3, 8), "sbhd": (5, 2, 3, 8), "thd": (5, 3, 8),
+    "bsd": (2, 5, 8), "sd": (5, 8),
+}.items())  # fmt: skip
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_vmap_over_x(layout: str, shape: tuple[int, ...], dim: int) -> None:
+    stack = noise(4, *shape).movedim(0, dim)
+    got = torch.vmap(lambda x: rotate(x, SPEC, 3, layout=layout), in_dims=dim)(stack)
+    parts = [rotate(x, SPEC, 3, layout=layout) for x in stack.unbind(dim)]
+    assert torch.equal(got, torch.stack(parts))
+
+
+def test_vmap_over_positions_and_both() -> None:
+    x, p = noise(4, 2, 3, 5, 8), torch.arange(20).reshape(4, 5)
+    rows = torch.arange(40).reshape(4, 2, 5)
+    for ids in (p, rows, rows.double() / 3):
+        both = torch.vmap(lambda x, p: rotate(x, SPEC, p))(x, ids)
+        assert torch.equal(both, torch.stack([rotate(a, SPEC, b) for a, b in zip(x, ids)]))
+        only = torch.vmap(lambda p: rotate(x[0], SPEC, p))(ids)
+        assert torch.equal(only, torch.stack([rotate(x[0], SPEC, b) for b in ids]))
+
+
+def test_vmap_of_two_levels_and_of_gradients() -> None:
+    x = noise(2, 3, 2, 5, 8)
+    got = torch.vmap(torch.vmap(lambda x: rotate(x, SPEC, 3, layout="bsd")))(x)
+    assert torch.equal(got, rotate(x.flatten(0, 1), SPEC, 3).reshape(x.shape))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, SPEC, 3, layout="bsd").pow(3).sum()
+
+    each = torch.vmap(torch.func.grad(loss))(x[0])
+    whole = torch.func.grad(lambda x: rotate(x, SPEC, 3).pow(3).sum())(x[0])
+    torch.testing.assert_close(each, whole)
+
+
+def test_vmap_in_place() -> None:
+    x = noise(4, 2, 5, 8)
+    expected = rotate(x, SPEC, 3)
+    torch.vmap(lambda x: rotate_(x, SPEC, 3, layout="bsd"))(x)
+    assert torch.equal(x, expected)
+    raw = noise(4, 2, 3, 5, 8)
+    torch.vmap(lambda x: schema.rotate_([x], *arguments()) or x)(raw)
+    (whole,) = schema.rotate([noise(4, 2, 3, 5, 8).flatten(0, 1)], *arguments())
+    assert torch.equal(raw.flatten(0, 1), whole)
+    with pytest.raises(RuntimeError, match=r"\[rotate_\] vmap: x is not mapped"):
+        torch.vmap(lambda p: schema.rotate_([raw[0]], *arguments(p)) or p)(torch.rand(4, 1, 1, 5))
