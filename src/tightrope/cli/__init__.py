@@ -1,0 +1,24 @@
+"""The command line: `tightrope demo`, `tightrope info`, `tightrope --help`."""
+
+import sys
+from importlib.util import find_spec
+
+_NEEDS = ("typer", "rich", "matplotlib")
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    if missing:
+        sys.stderr.write(
+            f"The tightrope command needs {', '.join(missing)}: "
+            'get it with `python -m pip install "tightrope[cli]"`.\n'
+        )
+        return 2
+    try:
+        from .app import run
+
+        return run()
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
+        return 130

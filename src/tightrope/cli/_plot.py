@@ -1,0 +1,152 @@
+"""One picture of a demo: loss curves, wavelengths of the pairs, timing bars."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import PercentFormatter
+
+from .. import RopeSpec
+from ._timings import Timing
+from ._train import Race
+from ._words import duration
+
+_INK = "#1d2733"
+_MUTED = "#7b8794"
+_GRID = "#e3e7ec"
+_EAGER = "#f2b37a"
+_OURS = "#0b5fa5"
+_SLOW = "#9cc3e4"
+_STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+}
+
+
+def draw(
+    path: Path,
+    *,
+    race: Race,
+    entropy: float,
+    spec: RopeSpec,
+    context: int,
+    timings: list[Timing],
+    title: str,
+    caption: str,
+) -> None:
+    """Write the picture to `path`; a part that was not reached says so in its panel."""
+    with mpl.rc_context(_STYLE):
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
+        figure = Figure(figsize=(16.5, 6.2), dpi=140, layout=layout)
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
+        figure.supxlabel(caption, x=0.008, ha="left", fontsize=8.5, color=_MUTED)
+        left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 0.85, 1.2))
+        _losses(left, race, entropy)
+        _wavelengths(middle, spec, context)
+        _bars(right, timings)
+        figure.savefig(path)
+
+
+def _losses(axes: Axes, race: Race, entropy: float) -> None:
+    axes.set_title("Training loss, the same model twice")
+    if race.steps == 0:
+        _not_reached(axes)
+        return
+    steps = range(1, race.steps + 1)
+    ours, eager = race.runs
+    marker = "o" if race.steps == 1 else None
+    axes.plot(steps, eager.losses, color=_EAGER, lw=5, marker=marker, label="eager rotation")
+    axes.plot(steps, ours.losses, color=_OURS, lw=1.3, marker=marker, label="tightrope")
+    axes.axhline(entropy, color=_MUTED, lw=1, ls=(0, (4, 3)), label="byte frequencies alone")
+    axes.set(xlabel="step", ylabel="nats per byte", ylim=(0, None))
+    axes.legend(loc="lower left")
+
+    inset = axes.inset_axes((0.45, 0.66, 0.54, 0.3))
+    # A difference of exactly zero has no place on a log axis: it is drawn at the floor.
+    floor = 1e-8
+    inset.semilogy(
+        steps, [max(value, floor) for value in race.differences], color=_INK, lw=0.9, marker=marker
+    )
+    inset.set_title("|difference| of the two curves", fontsize=8.5, fontweight="normal")
+    inset.set_ylim(floor, 1.0)
+    inset.tick_params(labelsize=7.5)
+
+
+def _wavelengths(axes: Axes, spec: RopeSpec, context: int) -> None:
+    axes.set_title("Wavelength of each channel pair")
+    lengths: list[float] = (2 * math.pi / spec.frequencies().inv_freq).tolist()
+    groups = (
+        (_OURS, "turns within the context", [n for n in lengths if n <= context]),
+        (_SLOW, "turns less than once", [n for n in lengths if n > context]),
+    )
+    start = 0
+    for color, label, group in groups:
+        pairs = range(start, start + len(group))
+        axes.scatter(pairs, group, s=130 / math.sqrt(len(lengths)), color=color, label=label)
+        start += len(group)
+    axes.axhline(context, color=_INK, lw=1, ls=(0, (4, 3)))
+    axes.annotate(
+        f"context: {context} tokens",
+        (0, context),
+        xytext=(0, 4),
+        textcoords="offset points",
+        fontsize=8.5,
+    )
+    axes.set_yscale("log")
+    axes.set_xlabel(f"pair (head dim {spec.head_dim}, base {spec.base:g})")
+    axes.set_ylabel("tokens per turn")
+    axes.legend(loc="lower right")
+
+
+def _bars(axes: Axes, timings: list[Timing]) -> None:
+    axes.set_title("Time of one rotation of q and k, eager = 100 %")
+    if not timings:
+        _not_reached(axes)
+        return
+    rows = range(len(timings))
+    ours = [timing.tightrope / timing.eager for timing in timings]
+    floor = [timing.neg / timing.eager for timing in timings]
+    axes.barh(rows, 1.0, height=0.62, color=_EAGER, label="eager")
+    axes.barh(rows, ours, height=0.62, color=_OURS, label="tightrope")
+    axes.scatter(floor, rows, marker="|", s=170, lw=2, color=_INK, label="neg_, in place", zorder=3)
+    end = max(1.0, *ours)
+    for row, timing in zip(rows, timings, strict=True):
+        text = f"{duration(timing.eager)} → {duration(timing.tightrope)}"
+        axes.text(end * 1.03, row, text, va="center", fontsize=8.5)
+        ratio = f"{timing.eager / timing.tightrope:.1f}x"
+        axes.text(end * 1.62, row, ratio, va="center", ha="right", fontweight="bold", fontsize=9.5)
+    cases = [timing.case for timing in timings]
+    labels = [f"{case.label}, {case.dtype_name}\n{case.what}" for case in cases]
+    axes.set_yticks(rows, labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, end * 1.65)
+    axes.set_xticks((0, 0.25, 0.5, 0.75, 1))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.35, -0.07), ncols=3, columnspacing=1.2)
+
+
+def _not_reached(axes: Axes) -> None:
+    axes.text(0.5, 0.5, "stopped before this part", ha="center", color=_MUTED, fontsize=11)
+    axes.set_axis_off()

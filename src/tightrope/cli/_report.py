@@ -1,0 +1,175 @@
+"""The words and tables that a demo prints."""
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ._results import Results
+from ._timings import BOTH_WAYS, METHOD, Timing
+from ._words import duration
+
+
+def print_setting(console: Console, results: Results) -> None:
+    """Say what is compared, on what, before anything runs."""
+    here, size, corpus = results.environment, results.size, results.corpus
+    threads = f"{here.threads} thread" + ("s" if here.threads != 1 else "")
+    backend = f"backend {here.runs}"
+    if here.instruction_set is not None:
+        backend += f" ({here.instruction_set})"
+    lines = {
+        "compared": "one transformer trained twice, step by step side by side: q and k rotated by "
+        "tightrope, and by the usual eager expression (rotate_half, float32 tables)",
+        "same": f"weights (seed {results.seed}), batches and rates; only the rotation differs",
+        "model": f"{results.parameters / 1e6:.2f} M parameters, {size.layers} layers, width "
+        f"{size.width}, {size.heads} heads x {size.head_dim}, causal, bytes in and out",
+        "rotation": f"all {size.head_dim} channels, base {results.spec.base:g}, float32",
+        "batch": f"{size.batch} x {size.context} bytes",
+        "text": f"the standard library of Python {here.python}: {corpus.files} files, "
+        f"{corpus.train.numel() / 1e6:.2f} MB to train, "
+        f"{corpus.validation.numel() / 1e6:.2f} MB from other files to validate",
+        "here": f"tightrope {here.tightrope}, torch {here.torch}, {here.system}, {threads}, "
+        f"{backend}",
+    }
+    if here.why_not_faster is not None:
+        lines["not faster"] = here.why_not_faster
+    console.print(_pairs(lines))
+    console.print()
+
+
+def print_training(console: Console, results: Results) -> None:
+    """Compare the two runs."""
+    race = results.race
+    if race.steps == 0:
+        return
+    table = _table(f"After {race.steps} steps")
+    table.add_column("rotation", no_wrap=True)
+    for column in ("first loss", "last loss", "validation", "bits per byte", "median step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in race.runs:
+        table.add_row(
+            run.name,
+            f"{run.losses[0]:.5f}",
+            f"{run.losses[-1]:.5f}",
+            _or_dash(run.validation, ".5f"),
+            _or_dash(run.bits_per_byte, ".3f"),
+            "-" if run.median_step is None else duration(run.median_step),
+        )
+    console.print(table)
+    ours, eager = race.runs
+    lines = {
+        "curves": f"differ by at most {max(race.differences):.1e} nats per byte over all steps, "
+        f"{race.differences[0]:.1e} at step 1",
+        "gradients": f"of all parameters at step 1 differ by {race.first_gradient_difference:.1e} "
+        f"of their norm; a base 1 % too low would make it {results.wrong_gradient_difference:.1e}",
+        "for scale": f"knowing only how frequent each byte is gives {results.entropy:.3f} nats",
+    }
+    if ours.median_step is not None and eager.median_step is not None:
+        lines["step time"] = f"eager / tightrope = {eager.median_step / ours.median_step:.3f}"
+    shares = results.rotation_shares
+    if shares is not None and results.in_model is not None:
+        timing = results.in_model
+        lines["rotation"] = (
+            f"takes about {shares[0]:.1%} of a tightrope step and {shares[1]:.1%} of an eager one "
+            f"(forward and backward alone on a layer's q and k, {duration(timing.tightrope)} and "
+            f"{duration(timing.eager)}, times {results.size.layers} layers)"
+        )
+    elif results.in_model is not None:
+        lines["rotation"] = "its share of a step was not measurable: other processes had the cores"
+    console.print(_pairs(lines))
+    console.print()
+
+
+def print_sample(console: Console, results: Results) -> None:
+    """Show what the trained model writes."""
+    sample = results.sample
+    if sample is None:
+        return
+    text = "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in sample.text)
+    title = f"The tightrope model continues {sample.prompt!r}, temperature {sample.temperature:g}"
+    console.print(Panel(Text(text), title=Text(title), title_align="left"))
+    console.print(
+        "Decoded token by token at integer offsets with cached keys; its logits and those of one "
+        f"pass over the whole text differ by at most {sample.logit_difference:.1e}.\n"
+    )
+
+
+def print_timings(console: Console, timings: list[Timing]) -> None:
+    """Compare rotations alone."""
+    if not timings:
+        return
+    case = timings[0].case
+    table = _table(
+        f"Rotating q ({case.q_heads} heads) and k ({case.k_heads} heads) x {case.head_dim}"
+    )
+    for column in ("tokens", "what", "type"):
+        table.add_column(column, no_wrap=True)
+    for column in ("eager", "tightrope", "neg_", "faster", "/ neg_"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for timing in timings:
+        table.add_row(
+            str(timing.case.length),
+            timing.case.what.replace(BOTH_WAYS, "fwd + bwd"),
+            timing.case.dtype_name.replace("bfloat", "bf").replace("float", "fp"),
+            duration(timing.eager),
+            duration(timing.tightrope),
+            duration(timing.neg),
+            Text(f"{timing.eager / timing.tightrope:.1f}x", style="bold"),
+            f"{timing.tightrope / timing.neg:.2f}x",
+        )
+    console.print(table)
+    console.print(METHOD)
+    unsteady = sum(not timing.steady for timing in timings)
+    if unsteady:
+        console.print(
+            f"Other processes were using the cores: in {unsteady} of {len(timings)} rows a median is "
+            "far above the fastest call. Do not quote these times; run again on a quiet machine.",
+            style="bold yellow",
+        )
+    console.print()
+
+
+def caption(results: Results) -> str:
+    """The line below the picture: what was measured where."""
+    here, size, race = results.environment, results.size, results.race
+    parts = [
+        f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, "
+        f"context {size.context}, batch {size.batch}, {race.steps} steps, seed {results.seed}"
+    ]
+    if race.steps:
+        parts.append(f"curves differ by at most {max(race.differences):.1e}")
+    parts.append(
+        f"tightrope {here.tightrope} (backend {here.runs}), torch {here.torch}, "
+        f"Python {here.python}, {here.threads} threads"
+    )
+    if not all(timing.steady for timing in results.timings):
+        parts.append("times unreliable: the machine was busy")
+    if results.interrupted:
+        parts.append("stopped early")
+    return "   |   ".join(parts)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+
+
+def _pairs(lines: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in lines.items():
+        table.add_row(name, Text(text))
+    return table
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

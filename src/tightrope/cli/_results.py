@@ -1,0 +1,123 @@
+"""What one demo found, and how it is written as JSON."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import RopeSpec
+from ._environment import Environment
+from ._model import ModelSize
+from ._sample import Sample
+from ._text import Corpus, byte_entropy
+from ._timings import METHOD, Timing
+from ._train import PEAK_RATE, Race, Run
+
+
+@dataclasses.dataclass
+class Results:
+    """Everything that a demo compares and finds; parts that were not reached stay empty."""
+
+    seed: int
+    environment: Environment
+    spec: RopeSpec
+    size: ModelSize
+    corpus: Corpus
+    race: Race
+    wrong_gradient_difference: float
+    """As `race.first_gradient_difference`, of a rotation whose base is 1 % too low."""
+    sample: Sample | None = None
+    in_model: Timing | None = None
+    """Forward and backward rotation of one layer of the trained model."""
+    timings: list[Timing] = dataclasses.field(default_factory=list)
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self.entropy = byte_entropy(self.corpus.train)
+
+    @property
+    def parameters(self) -> int:
+        return sum(weight.numel() for weight in self.race.runs[0].model.parameters())
+
+    @property
+    def rotation_shares(self) -> tuple[float, float] | None:
+        """Share of a step that rotation takes, with tightrope and eager; None if unsteady."""
+        ours, eager = (run.median_step for run in self.race.runs)
+        if self.in_model is None or not self.in_model.steady or ours is None or eager is None:
+            return None
+        layers = self.size.layers
+        return layers * self.in_model.tightrope / ours, layers * self.in_model.eager / eager
+
+    def write_json(self, path: Path) -> None:
+        """Write all numbers to `path`."""
+        shares = self.rotation_shares
+        document = {
+            "interrupted": self.interrupted,
+            "seed": self.seed,
+            "environment": dataclasses.asdict(self.environment),
+            "spec": {
+                "head_dim": self.spec.head_dim,
+                "base": self.spec.base,
+                "wavelengths": _wavelengths(self.spec),
+            },
+            "text": {
+                "source": "the standard library of this Python",
+                "files": self.corpus.files,
+                "train_bytes": self.corpus.train.numel(),
+                "validation_bytes": self.corpus.validation.numel(),
+                "sha256": self.corpus.sha256,
+                "byte_entropy_nats": self.entropy,
+            },
+            "model": dataclasses.asdict(self.size) | {"parameters": self.parameters},
+            "training": {
+                "steps": self.race.steps,
+                "peak_learning_rate": PEAK_RATE,
+                "learning_rates": self.race.rates,
+                "first_gradient_relative_difference": self.race.first_gradient_difference,
+                "wrong_base_gradient_relative_difference": self.wrong_gradient_difference,
+                "max_loss_difference": max(self.race.differences, default=None),
+                "rotation_shares": shares and {"tightrope": shares[0], "eager": shares[1]},
+                "runs": {run.name: _run(run) for run in self.race.runs},
+            },
+            "sample": self.sample and dataclasses.asdict(self.sample),
+            "timings": {
+                "method": METHOD,
+                "in_model": self.in_model and _timing(self.in_model),
+                "cases": [_timing(timing) for timing in self.timings],
+            },
+        }
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _wavelengths(spec: RopeSpec) -> list[float]:
+    inv_freq = spec.frequencies().inv_freq
+    wavelengths: list[float] = (2 * torch.pi / inv_freq).tolist()
+    return wavelengths
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {
+        "losses": run.losses,
+        "step_seconds": run.seconds,
+        "median_step_seconds": run.median_step,
+        "validation_nats_per_byte": run.validation,
+        "validation_bits_per_byte": run.bits_per_byte,
+    }
+
+
+def _timing(timing: Timing) -> dict[str, Any]:
+    case = dataclasses.asdict(timing.case)
+    return case | {
+        "dtype": timing.case.dtype_name,
+        "caches_flushed": timing.case.cold,
+        "rounds": timing.rounds,
+        "tightrope_seconds": timing.tightrope,
+        "eager_seconds": timing.eager,
+        "neg_seconds": timing.neg,
+        "unsteadiness": timing.unsteadiness,
+        "steady": timing.steady,
+        "eager_over_tightrope": timing.eager / timing.tightrope,
+        "tightrope_over_neg": timing.tightrope / timing.neg,
+    }

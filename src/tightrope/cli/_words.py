@@ -1,0 +1,13 @@
+"""Numbers as a person reads them."""
+
+
+def duration(seconds: float) -> str:
+    """`1.20 s`, `12.3 ms`, `4.56 us`: three digits in the unit that fits."""
+    if seconds >= 1.0:
+        unit, value = "s", seconds
+    elif seconds >= 1e-3:
+        unit, value = "ms", seconds * 1e3
+    else:
+        unit, value = "us", seconds * 1e6
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit}"

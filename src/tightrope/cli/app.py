@@ -1,0 +1,69 @@
+"""The typer application: options shared by all commands, and how errors are worded."""
+
+import io
+import sys
+from typing import Annotated, cast
+
+import typer
+
+from .. import __version__
+from ._console import make_console
+from .demo import demo
+from .info import info
+
+app = typer.Typer(
+    name="tightrope",
+    no_args_is_help=False,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(info)
+
+# UsageError, whichever way this version of typer spells its module (click, or its own copy).
+_UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        make_console().print(f"tightrope {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Rotary position embedding for PyTorch: exact angles, fused forward and backward.
+
+    Examples:
+
+    `tightrope demo`   train a small transformer beside eager rotation, in two minutes
+
+    `tightrope info`   what is installed here, and which backend would run
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def run() -> int:
+    """Run the command line on `sys.argv`; a wrong option is one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character must not end a two-minute run.
+            stream.reconfigure(errors="replace")
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        text = str(getattr(error, "format_message", error.__str__)())
+        make_console(stderr=True).print(f"Error: {text}", markup=False, soft_wrap=True)
+        return 2
+    return code if isinstance(code, int) else 0

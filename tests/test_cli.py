@@ -1,0 +1,273 @@
+"""The command line: every command end to end, Ctrl-C, wrong options, and the extra missing."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import tightrope
+from tightrope import RopeSpec
+from tightrope.cli import _text, _timings, app
+from tightrope.cli._console import Ticker
+from tightrope.cli._interrupt import Interrupt
+from tightrope.cli._rotations import EagerRotation, TightropeRotation
+from tightrope.cli._words import duration
+
+PNG = b"\x89PNG\r\n\x1a\n"
+COMMAND = [sys.executable, "-m", "tightrope.cli"]
+# `--size tiny` is hidden: a toy model and short timings, so that every part of the demo runs.
+TINY = ["demo", "--size", "tiny"]
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of the command line, run in this process as the entry point runs it."""
+    monkeypatch.setattr(sys, "argv", ["tightrope", *arguments])
+    return app.run()
+
+
+def numbers_in(folder: Path) -> dict[str, Any]:
+    assert (folder / "demo.png").read_bytes().startswith(PNG)
+    numbers: dict[str, Any] = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
+    return numbers
+
+
+# --- demo -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The numbers and the words of one small demo."""
+    out = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    result = CliRunner().invoke(app.app, [*TINY, "--steps", "12", "--seed", "3", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    return numbers_in(out), result.output
+
+
+def test_demo_trains_both_models(demo: tuple[dict[str, Any], str]) -> None:
+    training = demo[0]["training"]
+    assert training["steps"] == 12
+    assert set(training["runs"]) == {"tightrope", "eager"}
+    for run in training["runs"].values():
+        assert len(run["losses"]) == len(run["step_seconds"]) == 12
+        assert run["losses"][-1] < run["losses"][0]
+        assert 0 < run["validation_nats_per_byte"] < run["losses"][0]
+        assert run["median_step_seconds"] > 0
+
+
+def test_demo_curves_coincide(demo: tuple[dict[str, Any], str]) -> None:
+    # Twelve steps of a toy model hardly depend on positions: its losses, seen to differ by 5e-7,
+    # do so by as little with a base that is 1 % too low. The gradients tell them apart: 1e-7 against
+    # 2e-6, and 1e-3 with the other pairing.
+    training = demo[0]["training"]
+    assert training["max_loss_difference"] < 1e-5
+    difference = training["first_gradient_relative_difference"]
+    assert difference < 5e-7
+    assert training["wrong_base_gradient_relative_difference"] > 5 * difference
+
+
+def test_demo_decodes_as_it_reads(demo: tuple[dict[str, Any], str]) -> None:
+    sample = demo[0]["sample"]
+    assert sample["text"].startswith(sample["prompt"])
+    assert sample["logit_difference"] < 1e-4
+
+
+def test_demo_times_every_case(demo: tuple[dict[str, Any], str]) -> None:
+    timings = demo[0]["timings"]
+    assert len(timings["cases"]) == 10
+    for case in [*timings["cases"], timings["in_model"]]:
+        assert case["rounds"] >= 3
+        assert min(case[f"{name}_seconds"] for name in ("tightrope", "eager", "neg")) > 0
+
+
+def test_demo_says_what_it_compares(demo: tuple[dict[str, Any], str]) -> None:
+    numbers, words = demo
+    assert numbers["seed"] == 3
+    assert not numbers["interrupted"]
+    for text in (tightrope.__version__, torch.__version__, "seed 3", "curves", "bits per byte"):
+        assert text in words
+    assert words.count("training 100%") == 1
+    assert "\x1b" not in words
+
+
+@pytest.mark.parametrize("samples, steady", [((1.0, 1.1, 1.2), True), ((1.0, 4.0, 4.1), False)])
+def test_a_busy_machine_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, samples: tuple[float, ...], steady: bool
+) -> None:
+    # One call to find out how often to repeat, then three rounds.
+    taken = {name: iter((1.0, *samples)) for name in ("neg", "eager", "tightrope")}
+    contestants = {name: lambda name=name: name for name in taken}
+    monkeypatch.setattr(_timings, "_contestants", lambda *_: contestants)
+    monkeypatch.setattr(_timings, "_measure", lambda call, _: next(taken[call()]))
+    case = _timings.Case("", _timings.IN_PLACE, torch.float32, 1, 1, 1, 1, 2)
+    timing = _timings.time_case(case, seconds=0.0, seed=0, interrupt=Interrupt())
+    assert timing is not None
+    assert timing.steady is steady
+    assert timing.tightrope == samples[1]
+
+
+def test_demo_ends_when_its_seconds_are_over(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app.app, [*TINY, "--seconds", "0.2", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert numbers_in(tmp_path)["training"]["steps"] > 0
+
+
+def test_demo_ends_cleanly_on_ctrl_c(tmp_path: Path) -> None:
+    command = [*COMMAND, *TINY, "--seconds", "100", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("training"):
+                break
+        process.send_signal(signal.SIGINT)
+        words = process.stdout.read()
+    assert process.returncode == 130
+    assert "Stopped by Ctrl-C" in words
+    assert str(tmp_path / "demo.png") in words
+    numbers = numbers_in(tmp_path)
+    assert numbers["interrupted"]
+    assert numbers["timings"]["cases"] == []
+
+
+def test_demo_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    result = CliRunner().invoke(app.app, [*TINY, "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "holds too few .py files" in result.stderr
+
+
+def test_text_is_split_by_file(tmp_path: Path) -> None:
+    for index in range(40):
+        (tmp_path / f"file_{index}.py").write_bytes(bytes([index]) * 6000)
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "skipped.py").write_bytes(b"\xff" * 6000)
+    corpus = _text.load_corpus(tmp_path)
+    train, validation = set(corpus.train.tolist()), set(corpus.validation.tolist())
+    assert corpus.files == 40
+    assert (len(train), len(validation)) == (36, 4)
+    assert train.isdisjoint(validation)
+    assert corpus.sha256 == _text.load_corpus(tmp_path).sha256
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+def test_rotations_agree(offset: int) -> None:
+    q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16)
+    ours = TightropeRotation(RopeSpec(16))(q, k, offset)
+    eager = EagerRotation(16, 10000.0, 12)(q, k, offset)
+    torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (2.5, "2.50 s"),
+        (0.1234, "123 ms"),
+        (0.0123, "12.3 ms"),
+        (4.567e-6, "4.57 us"),
+        (1e-8, "0.01 us"),
+    ],
+)
+def test_duration(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_progress_off_a_terminal_is_a_few_plain_lines() -> None:
+    console = Console(file=io.StringIO())
+    with Ticker(console, "work") as ticker:
+        for index in range(101):
+            ticker.update(index / 100, f"[{index}]")
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 11
+    assert lines[0] == "work   0%  [0]"
+    assert lines[-1] == "work 100%  [100]"
+
+
+# --- info -----------------------------------------------------------------------------------------
+
+
+def test_info_as_json() -> None:
+    result = CliRunner().invoke(app.app, ["info", "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.output)
+    assert found["tightrope"] == tightrope.__version__
+    assert found["torch"] == torch.__version__
+    assert found["backends"] == tightrope.backends()
+    assert found["runs"] == tightrope.which(torch.zeros(2))[0]
+    assert found["threads"] == torch.get_num_threads()
+
+
+def test_info_names_every_backend() -> None:
+    words = CliRunner().invoke(app.app, ["info"]).output
+    for name in tightrope.backends():
+        assert f"backend {name}" in words
+
+
+# --- the command line itself ----------------------------------------------------------------------
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"tightrope {tightrope.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["demo", "--help"], ["info", "--help"]])
+def test_help_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert run_here(monkeypatch, *arguments) == 0
+    words = capsys.readouterr().out
+    assert "Example" in words
+    assert f"tightrope {arguments[0] if arguments[1:] else 'demo'}" in words
+    assert "--size" not in words
+
+
+@pytest.mark.parametrize(
+    "arguments, about",
+    [
+        (["demo", "--steps", "0"], "--steps"),
+        (["demo", "--seconds", "inf"], "inf is not a finite number"),
+        (["demo", "--seconds", "soon"], "--seconds"),
+        (["demo", "--out", __file__], "test_cli.py"),
+        (["demo", "--out", f"{__file__}/below"], "cannot be made"),
+        (["demo", "--sped"], "--sped"),
+        (["sing"], "sing"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    about: str,
+) -> None:
+    assert run_here(monkeypatch, *arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("Error: ")
+    assert about in error
+    assert error.count("\n") == 1
+
+
+def test_without_the_extra() -> None:
+    script = (
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None;"
+        "from tightrope.cli import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "demo"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        "The tightrope command needs typer, rich: get it with "
+        '`python -m pip install "tightrope[cli]"`.'
+    )
