@@ -79,9 +79,7 @@ def measure(case: Case, runs: int, rounds: int, wanted: re.Pattern[str]) -> dict
         else:
             absent[contender.name] = reason
     rng = random.Random(0)
-    results = [
-        method.medians(calls, cold=case.cold, rounds=rounds, rng=rng) for _ in range(runs)
-    ]
+    results = [method.medians(calls, cold=case.cold, rounds=rounds, rng=rng) for _ in range(runs)]
     return {
         "case": asdict(case),
         "seconds": {name: [run[name] for run in results] for name in calls},

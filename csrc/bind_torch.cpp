@@ -3,8 +3,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -17,7 +18,6 @@ using tightrope::Operand;
 using tightrope::PositionDtype;
 using tightrope::Problem;
 using tightrope::Strides;
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // In the order of LAYOUTS in ops/schema.py: which dimension is which, -1 where there is none.
@@ -32,41 +32,103 @@ constexpr int64_t kForward = 0, kInverse = 2;
 // Fewer elements than this are rotated sooner than a second thread wakes.
 constexpr int64_t kElementsPerThread = 1 << 16;
 
-Strides strides_of(const Tensor& x, const Layout& layout) {
-  auto at = [&](int d) { return d < 0 ? int64_t(0) : x.stride(d); };
-  return {at(layout.row), at(layout.head), at(layout.token), x.stride(layout.dims - 1)};
+// Sizes and strides of one tensor, fetched once: every question through the stable ABI is a call.
+struct View {
+  explicit View(const Tensor& x) : dims(x.dim()), size(x.sizes().data()), stride(x.strides().data()) {}
+
+  int64_t size_at(int d) const { return d < 0 ? 1 : size[d]; }
+  int64_t stride_at(int d) const { return d < 0 ? 0 : stride[d]; }
+  Strides strides(const Layout& layout) const {
+    return {stride_at(layout.row), stride_at(layout.head), stride_at(layout.token),
+            stride[dims - 1]};
+  }
+
+  int64_t dims;
+  const int64_t* size;
+  const int64_t* stride;
+};
+
+int32_t code_of(const Tensor& x) {
+  int32_t code = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &code));
+  return code;
 }
 
-int64_t size_of(const Tensor& x, int d) { return d < 0 ? 1 : x.size(d); }
-
-Dtype dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      return Dtype::kFloat;
-    case ScalarType::Double:
-      return Dtype::kDouble;
-    case ScalarType::BFloat16:
-      return Dtype::kBFloat16;
-    case ScalarType::Half:
-      return Dtype::kHalf;
-    default:
-      STD_TORCH_CHECK(false, "tightrope: dtype of x");
-  }
+Dtype dtype_of(int32_t code) {
+  if (code == aoti_torch_dtype_float32()) return Dtype::kFloat;
+  if (code == aoti_torch_dtype_bfloat16()) return Dtype::kBFloat16;
+  if (code == aoti_torch_dtype_float16()) return Dtype::kHalf;
+  STD_TORCH_CHECK(code == aoti_torch_dtype_float64(), "tightrope: dtype of x");
+  return Dtype::kDouble;
 }
 
-PositionDtype position_dtype_of(const Tensor& positions) {
-  switch (positions.scalar_type()) {
-    case ScalarType::Int:
-      return PositionDtype::kInt32;
-    case ScalarType::Long:
-      return PositionDtype::kInt64;
-    case ScalarType::Float:
-      return PositionDtype::kFloat;
-    case ScalarType::Double:
-      return PositionDtype::kDouble;
-    default:
-      STD_TORCH_CHECK(false, "tightrope: dtype of positions");
+PositionDtype position_dtype_of(int32_t code) {
+  if (code == aoti_torch_dtype_int64()) return PositionDtype::kInt64;
+  if (code == aoti_torch_dtype_int32()) return PositionDtype::kInt32;
+  if (code == aoti_torch_dtype_float32()) return PositionDtype::kFloat;
+  STD_TORCH_CHECK(code == aoti_torch_dtype_float64(), "tightrope: dtype of positions");
+  return PositionDtype::kDouble;
+}
+
+bool is_words(const Tensor& x) {
+  return x.is_cpu() && code_of(x) == aoti_torch_dtype_int64() && x.is_contiguous();
+}
+
+// The same two questions as in ops/checks.py, where they are worded for users.
+struct Extent {
+  int64_t size, stride;
+};
+using Extents = std::array<Extent, 4>;
+
+Extents extents_of(const Problem& p, const Operand& o) {
+  const Strides& s = o.out_stride;
+  return {{{p.rows, s.row}, {o.heads, s.head}, {p.tokens, s.token}, {p.head_dim, s.channel}}};
+}
+
+// True unless every dimension steps over all that the faster ones cover.
+bool may_overlap_itself(Extents extents) {
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.stride < b.stride; });
+  int64_t covered = 1;
+  for (const Extent& e : extents) {
+    if (e.size <= 1) continue;
+    if (e.stride < covered) return true;
+    covered += (e.size - 1) * e.stride;
   }
+  return false;
+}
+
+// Elements from the first to one past the last, of those dimensions that `period` does not divide.
+int64_t run_of(const Extents& extents, int64_t period) {
+  int64_t run = 1;
+  for (const Extent& e : extents)
+    if (period == 0 || e.stride % period != 0) run += (e.size - 1) * e.stride;
+  return run;
+}
+
+// False where two tensors certainly share no element.
+bool may_overlap(const Operand& a, const Extents& ae, const Operand& b, const Extents& be,
+                 int64_t element) {
+  const int64_t gap = (static_cast<char*>(b.out) - static_cast<char*>(a.out)) / element;
+  if (gap >= run_of(ae, 0) || -gap >= run_of(be, 0)) return false;
+  for (const Extent& e : ae) {
+    if (e.stride <= 1) continue;
+    const int64_t at = (gap % e.stride + e.stride) % e.stride;
+    if (run_of(ae, e.stride) <= at && at + run_of(be, e.stride) <= e.stride) return false;
+  }
+  return true;
+}
+
+bool memory_overlaps(const Problem& p) {
+  const int64_t element = p.dtype == Dtype::kDouble ? 8 : p.dtype == Dtype::kFloat ? 4 : 2;
+  for (int32_t i = 0; i < p.operands; ++i) {
+    const Extents extents = extents_of(p, p.operand[i]);
+    if (may_overlap_itself(extents)) return true;
+    for (int32_t j = 0; j < i; ++j)
+      if (may_overlap(p.operand[j], extents_of(p, p.operand[j]), p.operand[i], extents, element))
+        return true;
+  }
+  return false;
 }
 
 // Sentences for users are worded in Python, before a call comes here. What is checked below keeps a
@@ -82,28 +144,28 @@ void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
 
   Problem p{};
   p.operands = int32_t(xs.size());
-  p.dtype = dtype_of(xs[0]);
+  const int32_t code = code_of(xs[0]);
+  p.dtype = dtype_of(code);
   for (size_t i = 0; i < xs.size(); ++i) {
-    const Tensor& x = xs[i];
-    STD_TORCH_CHECK(x.dim() == layout.dims && x.is_cpu() && dtype_of(x) == p.dtype,
+    const View x(xs[i]), out(outs[i]);
+    STD_TORCH_CHECK(x.dims == layout.dims && (i == 0 || (code_of(xs[i]) == code && xs[i].is_cpu())),
                     "tightrope: xs must share a dtype and fit the layout");
-    const int64_t rows = size_of(x, layout.row), tokens = x.size(layout.token);
-    const int64_t head_dim = x.size(layout.dims - 1);
+    const int64_t rows = x.size_at(layout.row), tokens = x.size[layout.token];
+    const int64_t head_dim = x.size[layout.dims - 1];
     if (i == 0) {
       p.rows = rows, p.tokens = tokens, p.head_dim = head_dim;
     }
     STD_TORCH_CHECK(rows == p.rows && tokens == p.tokens && head_dim == p.head_dim,
                     "tightrope: xs must share rows, tokens and channels");
-    p.operand[i] = Operand{x.const_data_ptr(), outs[i].mutable_data_ptr(), size_of(x, layout.head),
-                           strides_of(x, layout), strides_of(outs[i], layout)};
+    p.operand[i] = Operand{xs[i].const_data_ptr(), outs[i].mutable_data_ptr(),
+                           x.size_at(layout.head), x.strides(layout), out.strides(layout)};
   }
 
-  STD_TORCH_CHECK(words.dim() == 4 && words.is_contiguous() && words.is_cpu() &&
-                      words.scalar_type() == ScalarType::Long,
+  const View w(words);
+  STD_TORCH_CHECK(w.dims == 4 && is_words(words),
                   "tightrope: words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
   p.words = static_cast<const int64_t*>(words.const_data_ptr());
-  p.axes = words.size(0), p.word_rows = words.size(1), p.word_heads = words.size(2);
-  p.pairs = words.size(3);
+  p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
   p.start = start;
   STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows, "tightrope: rows of words");
   for (int32_t i = 0; i < p.operands; ++i)
@@ -112,8 +174,7 @@ void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
   STD_TORCH_CHECK(start >= 0 && p.pairs >= 0 && start + 2 * p.pairs <= p.head_dim,
                   "tightrope: rotated channels lie outside the head");
   if (turns.has_value()) {
-    STD_TORCH_CHECK(turns->is_contiguous() && turns->is_cpu() && turns->numel() == words.numel() &&
-                        turns->scalar_type() == ScalarType::Long,
+    STD_TORCH_CHECK(is_words(*turns) && turns->numel() == words.numel(),
                     "tightrope: turns must be shaped as words");
     p.turns = static_cast<const int64_t*>(turns->const_data_ptr());
   }
@@ -122,16 +183,16 @@ void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
   p.ramp = ramp;
   p.position_dtype = PositionDtype::kNone;
   if (positions.has_value()) {
-    STD_TORCH_CHECK(positions->dim() == 3 && positions->is_cpu() && positions->size(0) == p.axes,
+    const View at(*positions);
+    STD_TORCH_CHECK(at.dims == 3 && positions->is_cpu() && at.size[0] == p.axes,
                     "tightrope: positions must be [axes, rows|1, tokens|1]");
-    const int64_t rows = positions->size(1), tokens = positions->size(2);
-    STD_TORCH_CHECK(rows == 1 || rows == p.rows, "tightrope: rows of positions");
-    STD_TORCH_CHECK(tokens == (ramp ? 1 : p.tokens), "tightrope: tokens of positions");
+    STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: rows of positions");
+    STD_TORCH_CHECK(at.size[2] == (ramp ? 1 : p.tokens), "tightrope: tokens of positions");
     p.positions = positions->const_data_ptr();
-    p.position_dtype = position_dtype_of(*positions);
-    p.position_axis = positions->stride(0);
-    p.position_row = rows == 1 ? 0 : positions->stride(1);
-    p.position_token = ramp ? 0 : positions->stride(2);
+    p.position_dtype = position_dtype_of(code_of(*positions));
+    p.position_axis = at.stride[0];
+    p.position_row = at.size[1] == 1 ? 0 : at.stride[1];
+    p.position_token = ramp ? 0 : at.stride[2];
   }
 
   p.interleaved = interleaved;
@@ -141,6 +202,8 @@ void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
   int64_t heads = 0;
   for (int32_t i = 0; i < p.operands; ++i) heads += p.operand[i].heads;
   if (p.rows == 0 || p.tokens == 0 || heads == 0 || p.head_dim == 0) return;
+  STD_TORCH_CHECK(p.operand[0].in != p.operand[0].out || !memory_overlaps(p),
+                  "tightrope: memory overlaps");
   const int64_t fits = p.pairs == 0 ? 16 : tightrope::kAngles / p.pairs;
   p.tile = fits < 1 ? 1 : fits > 16 ? 16 : fits;
   if (p.tile > p.tokens) p.tile = p.tokens;

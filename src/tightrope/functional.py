@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.autograd import forward_ad
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ._errors import sentence
 from .backends import BY_NAME, reference
 from .ops import autograd, schema
-from .ops.checks import check_in_place, check_in_place_grad, layout_named, prepare
+from .ops.checks import check_in_place, layout_named, prepare
 from .ops.layouts import Layout
 from .positions import PositionsLike
 from .spec import PreparedRotation, RopeSpec
@@ -86,6 +86,28 @@ def rotate_(
     return x
 
 
+@overload
+def rotate_qk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = ...,
+    *,
+    layout: str = ...,
+    inverse: bool = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def rotate_qk(
+    q: torch.Tensor,
+    k: None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = ...,
+    *,
+    layout: str = ...,
+    inverse: bool = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, None]: ...
 def rotate_qk(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -117,6 +139,28 @@ def rotate_qk(
     return y, z
 
 
+@overload
+def rotate_qk_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = ...,
+    *,
+    layout: str = ...,
+    inverse: bool = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def rotate_qk_(
+    q: torch.Tensor,
+    k: None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = ...,
+    *,
+    layout: str = ...,
+    inverse: bool = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, None]: ...
 def rotate_qk_(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -255,30 +299,31 @@ def _in_place(
     where = layout_named(operation, layout)
     rotation = prepare(operation, names, xs, spec, positions, where)
     arguments = _arguments(rotation, where, inverse)
-    # Inside a program that is traced or transformed, memory and autograd's views are not what they
-    # seem, and the tracer or the transform sees to both.
-    eager = not torch.compiler.is_compiling() and not autograd.in_functorch()
-    needs_grad = autograd.needs_grad(xs, rotation.ids)
-    if eager:
-        check_in_place(operation, names, xs)
-        if needs_grad:
-            for name, x in zip(names, xs, strict=True):
-                check_in_place_grad(operation, name, x)
     if backend is not None:
         _insist(operation, backend, xs)
-    if backend == "reference" or _has_tangents():
-        ys: Sequence[torch.Tensor] = reference.compose(xs, *arguments)
-    elif not eager and (needs_grad or autograd.in_functorch()):
-        ys = autograd.differentiable(xs, arguments)
-    elif needs_grad:
-        for x in xs:
-            autograd.InPlace.apply(x, *arguments)  # type: ignore[no-untyped-call]
-        return
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
+    if torch.compiler.is_compiling():
+        # Whoever traces sees to memory. Without gradients the raw operator stays in place.
+        if autograd.needs_grad(xs, rotation.ids):
+            _copy(xs, schema.rotate(xs, *arguments))
+        else:
             schema.rotate_(xs, *arguments)
-        torch.autograd.graph.increment_version(xs)
-        return
+    elif backend == "reference" or _has_tangents():
+        # Behind a transform memory is not what it seems; the transform sees to it.
+        if not autograd.in_functorch():
+            check_in_place(operation, names, xs)
+        _copy(xs, reference.compose(xs, *arguments))
+    elif autograd.in_functorch():
+        _copy(xs, autograd.differentiable(xs, arguments))
+    else:
+        try:
+            autograd.in_place(operation, names, xs, arguments)
+        except RuntimeError:
+            # Kernels refuse overlapping memory before they change anything.
+            check_in_place(operation, names, xs)
+            raise
+
+
+def _copy(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
     for x, y in zip(xs, ys, strict=True):
         x.copy_(y)
 

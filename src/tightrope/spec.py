@@ -151,7 +151,7 @@ class RopeSpec:
             if ids.device != device:
                 ids = ids.to(device)
         words, turns = self._table(device)
-        return PreparedRotation(self, words, turns, ids, where.offset, where.ramp)
+        return PreparedRotation(self, words, turns, ids, where.offset, where.ramp, device)
 
     def _table(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Words and turns on a device, ``[1, 1, 1, pairs]``.
@@ -190,6 +190,7 @@ class PreparedRotation:
         words: phase words, int64 ``[1, 1, 1, pairs]``.
         turns: None, or int64 ``[1, 1, 1, pairs]``: whole turns per position, where some ω >= π.
         ids, offset, ramp: as in :class:`tightrope.positions.Positions`.
+        device: where the rotated tensors must live.
     """
 
     spec: RopeSpec
@@ -198,11 +199,7 @@ class PreparedRotation:
     ids: torch.Tensor | None
     offset: int
     ramp: bool
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rotated tensors must live."""
-        return self.words.device
+    device: torch.device
 
 
 def _words(rotary_dim: int, base: float) -> Words:

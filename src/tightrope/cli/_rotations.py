@@ -1,6 +1,6 @@
 """The two rotations that the demo compares: this library, and the usual eager expression."""
 
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class EagerRotation:
 
 def tightrope_rotate_qk(q: Tensor, k: Tensor, rope: PreparedRotation) -> tuple[Tensor, Tensor]:
     """`rotate_qk`, where k is known to be there."""
-    return cast(tuple[Tensor, Tensor], rotate_qk(q, k, rope, layout="bhsd"))
+    return rotate_qk(q, k, rope, layout="bhsd")
 
 
 def eager_tables(head_dim: int, base: float, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 
 from .. import angles
 from . import schema
+from .checks import check_in_place_grad
 from .layouts import BY_CODE
 from .schema import FORWARD, INVERSE, TRANSPOSE, library
 
@@ -143,6 +144,27 @@ def differentiable(
     # Nothing wants a gradient, so the autograd formula, which is Python, need not be asked.
     with torch._C._AutoDispatchBelowAutograd():
         return schema.rotate(xs, *arguments)  # type: ignore[no-any-return]
+
+
+def in_place(
+    operation: str, names: Sequence[str], xs: Sequence[torch.Tensor], arguments: tuple[Any, ...]
+) -> None:
+    """The operator in place, in an ordinary eager call.
+
+    Args:
+        operation, names: what the user called, and knows the tensors by.
+        arguments: what follows xs in the schema, up to ``amplitude``.
+    """
+    if needs_grad(xs, arguments[2]):
+        for name, x in zip(names, xs, strict=True):
+            check_in_place_grad(operation, name, x)
+        # Autograd refuses one function that returns two views, so each is a call of its own.
+        for x in xs:
+            InPlace.apply(x, *arguments)  # type: ignore[no-untyped-call]
+        return
+    with torch._C._AutoDispatchBelowAutograd():
+        schema.rotate_(xs, *arguments)
+    torch.autograd.graph.increment_version(xs)
 
 
 def needs_grad(xs: Sequence[torch.Tensor], positions: torch.Tensor | None) -> bool:

@@ -44,26 +44,25 @@ def prepare(
     Returns:
         The rotation on the device of the tensors, fit for them.
     """
-    first = xs[0]
-    for name, x in zip(names, xs, strict=True):
-        _check_tensor(operation, name, x, layout)
-    rotation = _rotation(operation, first, spec, positions)
-    for name, x in zip(names, xs, strict=True):
-        width = rotation.spec.head_dim
-        if x.shape[-1] != width and not (wider and x.shape[-1] > width):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{name} must have head_dim {width} in its last dimension but "
-                    f"got {x.shape[-1]}",
-                    **{name: x},
-                )
-            )
-        if x is not first:
-            _check_partner(operation, names, first, x, layout)
-    ids = rotation.ids
-    if ids is not None:
-        _check_fit(operation, names[0], first, ids, rotation.ramp, layout)
+    x = xs[0]
+    shape = _shape(operation, names[0], x, layout)
+    rotation = _rotation(operation, x, spec, positions)
+    width = rotation.spec.head_dim
+    if shape[-1] != width and not (wider and shape[-1] > width):
+        raise _wrong_width(operation, names[0], x, width)
+    for name, other in zip(names[1:], xs[1:]):
+        other_shape = _shape(operation, name, other, layout)
+        if other_shape[-1] != shape[-1]:
+            raise _wrong_width(operation, name, other, width)
+        if (
+            other_shape[layout.token] != shape[layout.token]
+            or (layout.row is not None and other_shape[layout.row] != shape[layout.row])
+            or other.dtype != x.dtype
+            or other.device != x.device
+        ):
+            raise _no_partner(operation, names[0], name, x, other, layout)
+    if rotation.ids is not None:
+        _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout)
     return rotation
 
 
@@ -98,7 +97,8 @@ def _rotation(
     )
 
 
-def _check_tensor(operation: str, name: str, x: torch.Tensor, layout: Layout) -> None:
+def _shape(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
+    """The shape of a tensor that can rotate in that layout."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(sentence(operation, f"{name} must be a tensor but got {describe(x)}"))
     if x.dtype not in DTYPES:
@@ -110,40 +110,44 @@ def _check_tensor(operation: str, name: str, x: torch.Tensor, layout: Layout) ->
                 **{name: x},
             )
         )
-    if x.dim() != layout.dims:
-        fits = ", ".join(repr(key) for key, other in BY_NAME.items() if other.dims == x.dim())
+    shape = x.shape
+    if len(shape) != layout.dims:
+        fits = ", ".join(repr(key) for key, other in BY_NAME.items() if other.dims == len(shape))
         raise ValueError(
             sentence(
                 operation,
                 f"{name} must have {layout.dims} dimensions for layout {layout.name!r} but got "
-                f"{x.dim()}" + (f"; layouts of that rank: {fits}" if fits else ""),
+                f"{len(shape)}" + (f"; layouts of that rank: {fits}" if fits else ""),
                 **{name: x},
             )
         )
+    return shape
 
 
-def _check_partner(
-    operation: str, names: Sequence[str], q: torch.Tensor, k: torch.Tensor, layout: Layout
-) -> None:
+def _wrong_width(operation: str, name: str, x: torch.Tensor, width: int) -> ValueError:
+    return ValueError(
+        sentence(
+            operation,
+            f"{name} must have head_dim {width} in its last dimension but got {x.shape[-1]}",
+            **{name: x},
+        )
+    )
+
+
+def _no_partner(
+    operation: str, q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor, layout: Layout
+) -> ValueError:
+    """Two tensors cannot share their angles: the first reason why."""
+    alone = "; rotate them one by one"
+    about = {q_name: q, k_name: k}
     for axis, dim in (("rows", layout.row), ("tokens", layout.token)):
         if dim is not None and q.shape[dim] != k.shape[dim]:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{names[0]} and {names[1]} must have the same number of {axis} but got "
-                    f"{q.shape[dim]} and {k.shape[dim]}; rotate them one by one",
-                    **{names[0]: q, names[1]: k},
-                )
-            )
-    if q.dtype != k.dtype or q.device != k.device:
-        raise ValueError(
-            sentence(
-                operation,
-                f"{names[0]} and {names[1]} must share dtype and device but got {q.dtype} on "
-                f"{q.device} and {k.dtype} on {k.device}; rotate them one by one",
-                **{names[0]: q, names[1]: k},
-            )
-        )
+            rule = f"{q_name} and {k_name} must have the same number of {axis}"
+            found = f" but got {q.shape[dim]} and {k.shape[dim]}"
+            return ValueError(sentence(operation, rule + found + alone, **about))
+    rule = f"{q_name} and {k_name} must share dtype and device"
+    found = f" but got {q.dtype} on {q.device} and {k.dtype} on {k.device}"
+    return ValueError(sentence(operation, rule + found + alone, **about))
 
 
 def _check_fit(
@@ -173,11 +177,12 @@ def _check_fit(
 
 
 def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors in which two elements share memory: they would be rotated twice."""
+    """Refuse tensors in which two elements share memory: they would be rotated twice.
+
+    Kernels refuse them too, before they change anything; this says so to the user.
+    """
     for name, x in zip(names, xs, strict=True):
-        # 0 is certainly none, 1 certainly some, 2 too hard for torch.
-        overlap = torch._debug_has_internal_overlap(x)
-        if overlap == 1 or (overlap == 2 and _may_overlap_itself(x)):
+        if may_overlap_itself(x):
             raise ValueError(
                 sentence(
                     operation,
@@ -186,7 +191,7 @@ def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tens
                     **{name: x},
                 )
             )
-    if len(xs) == 2 and _may_overlap(xs[0], xs[1]):
+    if len(xs) == 2 and may_overlap(xs[0], xs[1]):
         raise ValueError(
             sentence(
                 operation,
@@ -230,12 +235,12 @@ def _extent(x: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _may_overlap_itself(x: torch.Tensor) -> bool:
+def may_overlap_itself(x: torch.Tensor) -> bool:
     """True unless every dimension steps over all that the faster ones cover."""
+    if x.numel() == 0:
+        return False
     covered = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size == 0:
-            return False
         if size > 1:
             if stride < covered:
                 return True
@@ -243,7 +248,7 @@ def _may_overlap_itself(x: torch.Tensor) -> bool:
     return False
 
 
-def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """False where two tensors certainly share no element.
 
     Slices of one fused projection interleave in memory. Modulo a stride that divides all slower

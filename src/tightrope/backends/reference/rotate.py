@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ... import angles
+from ...ops.checks import may_overlap, may_overlap_itself
 from ...ops.layouts import BY_CODE, Layout
 from ...ops.schema import FORWARD, INVERSE, library
 
@@ -115,6 +116,8 @@ def _rotate(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> 
 
 
 def _rotate_(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> None:
+    if any(map(may_overlap_itself, xs)) or (len(xs) == 2 and may_overlap(xs[0], xs[1])):
+        raise RuntimeError("tightrope::rotate_: memory overlaps")
     for x, y in zip(xs, compose(xs, *arguments, **named), strict=True):  # type: ignore[arg-type]
         x.copy_(y)
 
