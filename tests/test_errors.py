@@ -232,6 +232,16 @@ CASES = {
         ValueError,
         "[multi_axis] ids must have shape (axes, tokens) or (axes, rows, tokens) (ids: int64[5]).",
     ),
+    "Positions of rank 2": (
+        lambda: positions.Positions(ids(2, 5), ramp=False),
+        ValueError,
+        "[Positions] ids must have shape (axes, rows, tokens) (ids: int64[2, 5]).",
+    ),
+    "Positions with ids and a ramp": (
+        lambda: positions.Positions(ids(1, 2, 5)),
+        ValueError,
+        "[Positions] ids must have shape (axes, rows, 1) with a ramp (ids: int64[1, 2, 5]).",
+    ),
     "positions twice": (
         lambda: rotate(X, SPEC.at(3), 4),
         ValueError,

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ._errors import sentence
 from .backends import BY_NAME, reference
 from .ops import autograd, schema
-from .ops.checks import check_in_place, layout_named, prepare
+from .ops.checks import check_in_place, check_in_place_grad, layout_named, prepare
 from .ops.layouts import Layout
 from .positions import PositionsLike
 from .spec import PreparedRotation, RopeSpec
@@ -29,7 +29,8 @@ def rotate(
     """Rotate the channel pairs of a tensor by the angles of its positions.
 
     Args:
-        x: float32, float64, bfloat16 or float16, shaped as ``layout`` says, any strides.
+        x: float32, float64, bfloat16 or float16, shaped as ``layout`` says. Any strides are read as
+            they are, without a copy; fast where the channels of a head lie side by side.
         spec: the rotation, or what :meth:`RopeSpec.at` prepared, which brings its positions.
         positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows, tokens)`` of int32,
             int64, float32 or float64; or a :class:`tightrope.positions.Positions`.
@@ -311,6 +312,8 @@ def _in_place(
         # Behind a transform memory is not what it seems; the transform sees to it.
         if not autograd.in_functorch():
             check_in_place(operation, names, xs)
+            if autograd.needs_grad(xs, rotation.ids):
+                check_in_place_grad(operation, names, xs)
         _copy(xs, reference.compose(xs, *arguments))
     elif autograd.in_functorch():
         _copy(xs, autograd.differentiable(xs, arguments))

@@ -37,6 +37,14 @@ class Positions:
     offset: int = 0
     ramp: bool = True
 
+    def __post_init__(self) -> None:
+        if self.ids is None:
+            return
+        _check_dtype("Positions", self.ids)
+        if self.ids.dim() != 3 or (self.ramp and self.ids.shape[2] != 1):
+            shape = "(axes, rows, 1) with a ramp" if self.ramp else "(axes, rows, tokens)"
+            raise ValueError(sentence("Positions", f"ids must have shape {shape}", ids=self.ids))
+
 
 PositionsLike: TypeAlias = "Positions | torch.Tensor | int | None"
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from . import frequencies, positions as positions_
 from ._errors import sentence
@@ -166,7 +165,7 @@ class RopeSpec:
         if table is None:
             if tracing:
                 return self._make_table(device)
-            with _disable_current_modes(), torch.inference_mode(False):
+            with torch.inference_mode(False):
                 table = self._make_table(device)
             self._tables[device] = table  # type: ignore[attr-defined]
         return table  # type: ignore[no-any-return]

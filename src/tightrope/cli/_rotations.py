@@ -40,7 +40,7 @@ class EagerRotation:
 
 
 def tightrope_rotate_qk(q: Tensor, k: Tensor, rope: PreparedRotation) -> tuple[Tensor, Tensor]:
-    """`rotate_qk`, where k is known to be there."""
+    """`rotate_qk` in the layout of the demo's model."""
     return rotate_qk(q, k, rope, layout="bhsd")
 
 

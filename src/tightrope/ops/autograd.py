@@ -156,8 +156,7 @@ def in_place(
         arguments: what follows xs in the schema, up to ``amplitude``.
     """
     if needs_grad(xs, arguments[2]):
-        for name, x in zip(names, xs, strict=True):
-            check_in_place_grad(operation, name, x)
+        check_in_place_grad(operation, names, xs)
         # Autograd refuses one function that returns two views, so each is a call of its own.
         for x in xs:
             InPlace.apply(x, *arguments)  # type: ignore[no-untyped-call]

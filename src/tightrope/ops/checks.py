@@ -201,33 +201,34 @@ def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tens
         )
 
 
-def check_in_place_grad(operation: str, name: str, x: torch.Tensor) -> None:
+def check_in_place_grad(operation: str, names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
     """Refuse what autograd cannot follow, before anything is changed."""
-    base = x._base
-    if x.requires_grad and (x.is_leaf or (base is not None and base.is_leaf)):
-        raise ValueError(
-            sentence(
-                operation,
-                f"{name} is a leaf that requires grad, or a view of one, and cannot change in "
-                f"place; call {operation.removesuffix('_')}",
-                **{name: x},
+    instead = operation.removesuffix("_")
+    for name, x in zip(names, xs, strict=True):
+        base = x._base
+        if x.requires_grad and (x.is_leaf or (base is not None and base.is_leaf)):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{name} is a leaf that requires grad, or a view of one, and cannot change in "
+                    f"place; call {instead}",
+                    **{name: x},
+                )
             )
-        )
-    if (
-        base is not None
-        and x.grad_fn is not None
-        and torch._C._autograd._get_creation_meta(x)
-        == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
-    ):
-        raise ValueError(
-            sentence(
-                operation,
-                f"{name} comes from chunk, split or unbind, whose views autograd does not let "
-                f"change in place; slice instead (qkv[..., :n]), or call "
-                f"{operation.removesuffix('_')}",
-                **{name: x},
+        if (
+            base is not None
+            and x.grad_fn is not None
+            and torch._C._autograd._get_creation_meta(x)
+            == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
+        ):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{name} comes from chunk, split or unbind, whose views autograd does not let "
+                    f"change in place; slice instead (qkv[..., :n]), or call {instead}",
+                    **{name: x},
+                )
             )
-        )
 
 
 def _extent(x: torch.Tensor) -> int:

@@ -1,0 +1,220 @@
+"""Truth: what a rotation should give, from many-digit arithmetic.
+
+Nothing here comes from the library under test, and no formula of it is used: angles are products of
+exact positions and many-digit frequencies, cosines and sines come from mpmath, and the rotation is
+written down channel by channel in float64.
+
+Positions are Python numbers or tensors whose elements are taken as the exact numbers that they are.
+Frequencies are many-digit numbers in radians per position. A `float64` below is within one rounding
+of the exact value, which is 2^29 times finer than what float32 can show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import mpmath
+import torch
+
+# A position below 2^63 costs 19 of these digits, so that at least 60 are right in every angle.
+MP = mpmath.mp.clone()
+MP.dps = 80
+
+Number = int | float
+Real = Any  # a number of MP; mpmath has no types
+
+# --- frequencies ----------------------------------------------------------------------------------
+
+
+@cache
+def frequencies(base: float, rotary_dim: int) -> tuple[Real, ...]:
+    """ω of each pair, base^(-2k/rotary_dim), for the exact value of the float `base`."""
+    return tuple(
+        MP.power(MP.mpf(base), -MP.mpf(2 * k) / rotary_dim) for k in range(rotary_dim // 2)
+    )
+
+
+class Phase(NamedTuple):
+    """ω as a count of 2^-64 turns, to the nearest, without (word) and with (turns) whole turns."""
+
+    word: int
+    turns: int
+
+
+def phase(omega: Real) -> Phase:
+    """The signed 64-bit word nearest to ω / 2π · 2^64, and the turns that it leaves out."""
+    scaled = omega / (2 * MP.pi) * MP.mpf(2) ** 64
+    count = int(MP.floor(scaled + MP.mpf(1) / 2))
+    word = count % 2**64
+    if word >= 2**63:
+        word -= 2**64
+    return Phase(word, (count - word) // 2**64)
+
+
+# --- angles ---------------------------------------------------------------------------------------
+
+
+@cache
+def cos_sin_at(positions: tuple[Number, ...], omegas: tuple[Real, ...]) -> tuple[float, float]:
+    """Cosine and sine of Σ position · ω over the axes, each correctly rounded to float64."""
+    if not all(math.isfinite(position) for position in positions):
+        return math.nan, math.nan
+    angle = MP.fsum(MP.mpf(p) * omega for p, omega in zip(positions, omegas, strict=True))
+    cos, sin = MP.cos_sin(angle)
+    return float(cos), float(sin)
+
+
+def cos_sin(
+    positions: Sequence[Number] | torch.Tensor, omegas: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine as float64 ``[rows, tokens, pairs]``.
+
+    Args:
+        positions: ``[tokens]``, ``[rows, tokens]`` or ``[axes, rows, tokens]``.
+        omegas: one per pair; or, with several axes, one such sequence per axis.
+    """
+    if isinstance(positions, torch.Tensor):
+        ids: Any = positions.tolist()
+        dims = positions.dim()
+        shape = tuple(positions.shape)
+    else:
+        ids, dims, shape = list(positions), 1, (len(positions),)
+    axes = ids if dims == 3 else [ids] if dims == 2 else [[ids]]
+    rows, tokens = (1, *shape)[-2:]
+    per_axis = list(omegas) if dims == 3 else [omegas]
+    by_pair = [tuple(pair) for pair in zip(*per_axis, strict=True)]
+    values = [
+        cos_sin_at(tuple(axis[r][t] for axis in axes), pair)
+        for r in range(rows)
+        for t in range(tokens)
+        for pair in by_pair
+    ]
+    both = torch.tensor(values, dtype=torch.float64).reshape(rows, tokens, len(by_pair), 2)
+    return both[..., 0], both[..., 1]
+
+
+# --- rotation -------------------------------------------------------------------------------------
+
+
+def channels(
+    rotary_dim: int, start: int = 0, interleaved: bool = False
+) -> tuple[list[int], list[int]]:
+    """The channels of the first and of the second member of every pair."""
+    if interleaved:
+        first = [start + 2 * k for k in range(rotary_dim // 2)]
+        return first, [channel + 1 for channel in first]
+    first = [start + k for k in range(rotary_dim // 2)]
+    return first, [channel + rotary_dim // 2 for channel in first]
+
+
+def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """A view of x as [rows, heads, tokens, channels], with ones for what the layout lacks."""
+    letters = layout.replace("t", "s")
+    view = x.permute([letters.index(letter) for letter in "bhsd" if letter in letters])
+    for dim, letter in enumerate("bhsd"):
+        if letter not in letters:
+            view = view.unsqueeze(dim)
+    return view
+
+
+def rotate(
+    x: torch.Tensor,
+    positions: Sequence[Number] | torch.Tensor,
+    omegas: Sequence[Any],
+    *,
+    layout: str = "bhsd",
+    start: int = 0,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> torch.Tensor:
+    """x turned by its exact angles, in float64, in the shape of x.
+
+    Args:
+        positions: ``[tokens]``, ``[rows, tokens]`` or ``[axes, rows, tokens]``.
+        omegas: as of :func:`cos_sin`; their number says how many channels rotate.
+    """
+    cos, sin = cos_sin(positions, omegas)
+    cos, sin = cos[:, None], sin[:, None]  # one for all heads
+    if inverse:
+        sin = -sin
+    first, second = channels(2 * cos.shape[-1], start, interleaved)
+    result = x.detach().to(torch.float64, copy=True)
+    view = as_bhsd(result, layout)
+    u, v = view[..., first], view[..., second]  # copies
+    view[..., first] = u * cos - v * sin
+    view[..., second] = u * sin + v * cos
+    return result
+
+
+def pair_lengths(
+    x: torch.Tensor, rotary_dim: int, *, start: int = 0, interleaved: bool = False
+) -> torch.Tensor:
+    """For every element the length of the pair that it is in, as float64; 0 outside of pairs."""
+    first, second = channels(rotary_dim, start, interleaved)
+    exact = x.detach().double()
+    result = torch.zeros_like(exact)
+    length = torch.hypot(exact[..., first], exact[..., second])
+    result[..., first] = length
+    result[..., second] = length
+    return result
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+
+class Format(NamedTuple):
+    """A binary floating-point format: digits of the significand and range of the exponent."""
+
+    digits: int
+    lowest: int  # the smallest normal number is 2^lowest
+    highest: int  # no finite number reaches 2^(highest + 1)
+
+
+FORMATS = {
+    torch.bfloat16: Format(8, -126, 127),
+    torch.float16: Format(11, -14, 15),
+    torch.float32: Format(24, -126, 127),
+}
+
+
+def step_sizes(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The distance of neighbouring numbers of a type around float64 values, as float64."""
+    digits, lowest, _ = FORMATS[dtype]
+    _, exponent = torch.frexp(exact)  # |exact| in [2^(exponent-1), 2^exponent)
+    exponent = (exponent - 1).clamp(min=lowest) - (digits - 1)
+    return torch.ldexp(torch.ones_like(exact), exponent)
+
+
+def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float64 values rounded once to a narrower type, to nearest even, overflow to infinity.
+
+    A plain ``.to(dtype)`` may round twice, by way of float32.
+    """
+    # The step is a power of two, so only `round` rounds.
+    step = step_sizes(exact, dtype)
+    value = torch.round(exact / step) * step
+    over = value.abs() >= 2.0 ** (FORMATS[dtype].highest + 1)
+    value = torch.where(over, torch.copysign(torch.full_like(exact, math.inf), exact), value)
+    return torch.where(exact.isfinite(), value, exact).to(dtype)
+
+
+def steps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How many representable numbers lie from a to b, for two tensors of one type.
+
+    The two zeros are the same number; an infinity is the neighbour of the largest finite number;
+    NaN is apart from nothing but numbers.
+    """
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+
+    def ordinal(x: torch.Tensor) -> torch.Tensor:
+        bits = x.contiguous().view(integers).to(torch.int64)
+        magnitude = bits & torch.iinfo(integers).max
+        return torch.where(bits < 0, -magnitude, magnitude)
+
+    apart = (ordinal(a) - ordinal(b)).abs()
+    either, both = a.isnan() | b.isnan(), a.isnan() & b.isnan()
+    apart = torch.where(either, torch.iinfo(torch.int64).max, apart)
+    return torch.where(both, 0, apart)

@@ -1,0 +1,347 @@
+"""Exact angles (DESIGN 4): of the definition, and of the kernel that rotates (1, 0) pairs by them."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import oracle
+import tightrope
+import tolerances
+from tightrope import RopeSpec, angles, frequencies, positions
+from tightrope.backends import reference
+from tightrope.functional import rotate
+
+BASES = [1e2, 1e4, 5e5, 1e7, 1e9]
+DIMS = [8, 16, 64, 96, 128, 250, 512]
+TOP = 2**31 - 1
+
+# Both signs of everything, odd and even, and what a 32-bit or float32 position would round.
+POSITIONS = [
+    *(0, 1, -1, 2, -3, 8191, 8192, -8193, 131071, 131072, -131073),
+    *(2**20 - 1, 2**20, 2**20 + 1, -(2**20) - 1, 16777217, -715827883),
+    *(2**30 + 1, TOP - 1, TOP, -TOP, -TOP - 1),
+    *random.Random(2).sample(range(-TOP, TOP), 30),
+]
+
+BACKENDS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
+    )
+    for name, reason in tightrope.backends().items()
+]
+DTYPES = [torch.float32, torch.float64]
+
+
+def from_definition(
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+    offset: int = 0,
+    ramp: bool = False,
+    tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine [rows, tokens, pairs] of ids [axes, rows, tokens] by tightrope.angles."""
+    tokens = ids.shape[2] if tokens is None else tokens
+    phase = angles.phases(words, turns, ids, offset, ramp, tokens)
+    cos, sin = angles.cos_sin(phase, dtype)
+    return cos[:, 0], sin[:, 0]
+
+
+def from_rotation(
+    spec: RopeSpec,
+    where: positions.PositionsLike,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine [rows, tokens, pairs] by which a backend turns pairs of (1, 0)."""
+    first, second = oracle.channels(spec.rotary_dim, spec.start, spec.interleaved)
+    x = torch.zeros(*shape, spec.head_dim, dtype=dtype)
+    x[..., first] = 1
+    y = rotate(x, spec, where, layout="bsd", backend=backend)
+    return y[..., first], y[..., second]
+
+
+def raw_rotate(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    backend: str,
+    offset: int = 0,
+    ramp: bool = False,
+) -> torch.Tensor:
+    """The operator itself on x [rows, heads, tokens, 2 · pairs], with halves as pairs."""
+    plain = (offset, ramp, 0, 0, False, 0, 1.0)
+    if backend == "reference":
+        return reference.compose([x], words, turns, ids, *plain)[0]
+    return torch.ops.tightrope.rotate([x], words, turns, ids, *plain)[0]
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [1e-9, 1e-3, 0.5, 1.0, *BASES, 1e30, math.pi])
+def test_words_are_right_to_the_last_bit(base: float) -> None:
+    for dim in [2, 6, *DIMS, 1024]:
+        made = angles.words_of(frequencies.default(dim, base))
+        wanted = [oracle.phase(omega) for omega in oracle.frequencies(base, dim)]
+        assert list(made.words) == [phase.word for phase in wanted]
+        assert list(made.turns) == [phase.turns for phase in wanted]
+
+
+def test_words_of_whole_and_half_turns() -> None:
+    turn = angles.TWO_PI
+    made = angles.words_of(frequencies.Frequencies((turn / 4, turn / 2, turn, -turn / 2, 3 * turn)))
+    assert made.words == (2**62, -(2**63), 0, -(2**63), 0)
+    assert made.turns == (0, 1, 1, 0, 3)
+
+
+def test_two_pi_has_the_digits_that_a_word_needs() -> None:
+    assert abs(oracle.MP.mpf(str(angles.TWO_PI)) - 2 * oracle.MP.pi) < oracle.MP.mpf(10) ** -75
+
+
+def test_inv_freq_is_read_back_from_words() -> None:
+    for base in (1e-3, 1e4):
+        rotation = RopeSpec(16, base=base).at()
+        read = angles.inv_freq(rotation.words, rotation.turns, torch.float64).flatten()
+        wanted = [float(omega) for omega in oracle.frequencies(base, 16)]
+        for got, omega in zip(read.tolist(), wanted, strict=True):
+            # Words have an absolute resolution.
+            assert abs(got - omega) <= tolerances.value("word") + 4e-16 * omega
+
+
+# --- integer positions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("base", BASES)
+def test_integer_positions(base: float, dim: int) -> None:
+    ids = torch.tensor(POSITIONS)
+    cos, sin = oracle.cos_sin(ids, oracle.frequencies(base, dim))
+    spec = RopeSpec(dim, base=base)
+    rotation = spec.at(ids)
+    assert rotation.ids is not None
+    near = ids.abs() <= 2**20
+    for dtype in DTYPES:
+        results = [from_definition(rotation.words, rotation.turns, rotation.ids, dtype)]
+        for backend, missing in tightrope.backends().items():
+            if missing is None:
+                results.append(from_rotation(spec, ids, (1, len(ids)), dtype, backend))
+        for got in results:
+            for mine, exact in zip(got, (cos, sin), strict=True):
+                tolerances.assert_angles(mine, exact, 2.0**31)
+                tolerances.assert_angles(mine[:, near], exact[:, near], 2.0**20 + 1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
+    """Every residue of the loops' tiles, around each magnitude of the issue, by offset."""
+    spec = RopeSpec(20, interleaved=interleaved)
+    for start in (0, -20, 8192 - 20, 131072 - 20, 2**20 - 20, TOP - 39, -TOP - 1):
+        run = range(start, start + 40)
+        exact = oracle.cos_sin(run, oracle.frequencies(10000.0, 20))
+        got = from_rotation(spec, start, (1, 40), dtype, backend)
+        for mine, true in zip(got, exact, strict=True):
+            tolerances.assert_angles(mine, true, max(abs(run[0]), abs(run[-1])))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_positions_beyond_32_bits_do_not_wrap_early(backend: str) -> None:
+    """Nothing is promised there in float32, but float64 follows the words' own bound."""
+    ids = [2**31, -(2**31) - 1, 2**32 + 1, 2**40 + 3, -(2**44) - 1]
+    exact = oracle.cos_sin(ids, oracle.frequencies(10000.0, 16))
+    got = from_rotation(RopeSpec(16), torch.tensor(ids), (1, len(ids)), torch.float64, backend)
+    for mine, true in zip(got, exact, strict=True):
+        for token, position in enumerate(ids):
+            tolerances.assert_angles(mine[:, token], true[:, token], abs(position))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quarter_turns_are_exact(backend: str) -> None:
+    """At whole quarter turns cosine and sine are 0 and ±1, and no remainder may tell them apart."""
+    words = torch.tensor([[[[2**62]]]])
+    cos, sin = from_definition(words, None, torch.arange(-4, 5)[None, None], torch.float64)
+    assert cos.flatten().tolist() == [1, 0, -1, 0, 1, 0, -1, 0, 1]
+    assert sin.flatten().tolist() == [0, 1, 0, -1, 0, 1, 0, -1, 0]
+    x = torch.tensor([[1.0, 0.0]]).expand(1, 1, 9, 2)
+    y = raw_rotate(x, words, None, torch.arange(-4, 5)[None, None], backend)[0, 0]
+    assert y[:, 0].tolist() == cos.flatten().tolist()
+    assert y[:, 1].tolist() == sin.flatten().tolist()
+
+
+# --- fractional positions -------------------------------------------------------------------------
+
+FRACTIONS = [0.0, 0.5, -0.5, 1.5, 2.5, 0.25, -0.75, 1 / 3, -math.pi, 1e-3, 1e-9, 2.0**-40]
+LARGE = [8191.3, -131071.7, 1048575.9, 16383.499999, 2.0**22 + 0.25]
+
+
+@pytest.mark.parametrize("position_dtype", DTYPES)
+@pytest.mark.parametrize("base", [1e-9, 1e-3, 0.03, 1.0, 1e4])
+def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
+    """base < 1 gives ω > π for all pairs but the first few, so whole turns per position count."""
+    dim = 16
+    omegas = oracle.frequencies(base, dim)
+    turns = float(max(omegas)) / (2 * math.pi)
+    ids = torch.tensor([*FRACTIONS, *LARGE], dtype=position_dtype)
+    exact = oracle.cos_sin(ids, omegas)
+    spec = RopeSpec(dim, base=base)
+    rotation = spec.at(ids)
+    assert rotation.ids is not None
+    assert (rotation.turns is not None) == any(omega > oracle.MP.pi for omega in omegas)
+    for dtype in DTYPES:
+        results = [from_definition(rotation.words, rotation.turns, rotation.ids, dtype)]
+        for backend, missing in tightrope.backends().items():
+            if missing is None:
+                results.append(from_rotation(spec, ids, (1, len(ids)), dtype, backend))
+        for got in results:
+            for mine, true in zip(got, exact, strict=True):
+                for token, position in enumerate(ids.tolist()):
+                    tolerances.assert_angles(
+                        mine[:, token], true[:, token], abs(position), 1, turns
+                    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("whole", [1, 2, -1, 5])
+def test_whole_turns_per_position_are_not_lost(whole: int, backend: str) -> None:
+    """ω = 2π · whole: a word of zero, so that a fraction turns by the turns alone (DINOv3)."""
+    words = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    turns = torch.full_like(words, whole)
+    ids = torch.tensor([0.25, 0.5, 1.0, -3.125, 7.0625], dtype=torch.float64)
+    exact = oracle.cos_sin(ids, [2 * oracle.MP.pi * whole])
+    for dtype in DTYPES:
+        x = torch.tensor([[1.0, 0.0]], dtype=dtype).expand(1, 1, 5, 2)
+        y = raw_rotate(x, words, turns, ids[None, None], backend)[:, 0]
+        tolerances.assert_angles(y[..., :1], exact[0], 8, 1, abs(whole))
+        tolerances.assert_angles(y[..., 1:], exact[1], 8, 1, abs(whole))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_far_finer_than_float32_is_felt(backend: str) -> None:
+    """DESIGN 4: a resolution of 2^-24 position fails gradcheck; 2^-32 or finer is asked for."""
+    for step in (2.0**-24, 2.0**-32):
+        ids = torch.tensor([1000.3, 1000.3 + step], dtype=torch.float64)
+        _, sin = from_rotation(RopeSpec(2), ids, (1, 2), torch.float64, backend)
+        _, exact = oracle.cos_sin(ids, oracle.frequencies(10000.0, 2))
+        moved, wanted = (s[0, 1, 0] - s[0, 0, 0] for s in (sin, exact))
+        assert abs(moved - wanted) <= 2 * tolerances.angle_bound(torch.float64, 0, 1)
+        assert abs(moved) > step / 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("position_dtype", DTYPES)
+def test_positions_that_are_no_number_give_nan(position_dtype: torch.dtype, backend: str) -> None:
+    lost = [math.nan, math.inf, -math.inf, 2.0**62, -(2.0**80)]
+    ids = torch.tensor([1.5, *lost, 2.5], dtype=position_dtype)
+    for dtype in (*DTYPES, torch.bfloat16, torch.float16):
+        for interleaved in (False, True):
+            spec = RopeSpec(14, rotary_dim=10, start=2, interleaved=interleaved)
+            y = rotate(torch.ones(7, 14, dtype=dtype), spec, ids, layout="sd", backend=backend)
+            assert bool(y[1:6, 2:12].isnan().all())
+            assert bool((y[:, :2] == 1).all())
+            assert bool((y[:, 12:] == 1).all())
+            assert bool(y[[0, 6]].isfinite().all())
+
+
+def test_the_definition_says_which_positions_are_lost() -> None:
+    below = math.nextafter(2.0**62, 0)
+    ids = torch.tensor([0.0, below, -below, 2.0**62, math.nan, -math.inf], dtype=torch.float64)
+    lost = angles.is_lost(ids)
+    assert lost is not None
+    assert lost.tolist() == [False, False, False, True, True, True]
+    assert angles.is_lost(torch.tensor([2**62])) is None
+    assert angles.is_lost(None) is None
+
+
+# --- several axes, offsets, rows ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fractional", [False, True])
+def test_axes_add_their_angles(fractional: bool, backend: str) -> None:
+    """Two axes, one of them without a turn on half of the pairs, two rows."""
+    pairs = 6
+    omegas = [oracle.frequencies(100.0, 2 * pairs), oracle.frequencies(1e6, 2 * pairs)]
+    zero = oracle.MP.mpf(0)
+    omegas[1] = (zero,) * 3 + omegas[1][3:]
+    words = torch.tensor([[oracle.phase(omega).word for omega in axis] for axis in omegas])
+    words = words[:, None, None]
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(-(2**30), 2**30, (2, 2, 5), generator=generator)
+    if fractional:
+        ids = torch.rand(2, 2, 5, generator=generator, dtype=torch.float64) * 4000 - 2000
+    exact = oracle.cos_sin(ids, omegas)
+    reach = ids.abs().sum(0).max().item()
+    for dtype in DTYPES:
+        x = torch.zeros(2, 1, 5, 2 * pairs, dtype=dtype)
+        x[..., :pairs] = 1
+        y = raw_rotate(x, words, None, ids, backend)[:, 0]
+        axes = 2 if fractional else 0
+        for got in ((y[..., :pairs], y[..., pairs:]), from_definition(words, None, ids, dtype)):
+            for mine, true in zip(got, exact, strict=True):
+                tolerances.assert_angles(mine, true, reach, axes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_words_per_row_and_per_head(backend: str) -> None:
+    """The general form of DESIGN 4: words [axes, rows, heads, pairs]."""
+    rows, heads, tokens, pairs = 2, 3, 4, 5
+    generator = torch.Generator().manual_seed(6)
+    words = torch.randint(-(2**63), 2**63 - 1, (1, rows, heads, pairs), generator=generator)
+    x = torch.zeros(rows, heads, tokens, 2 * pairs, dtype=torch.float64)
+    x[..., :pairs] = 1
+    for some in (words, words[:, :1].contiguous(), words[:, :, :1].contiguous()):
+        y = raw_rotate(x, some, None, None, backend, offset=100, ramp=True)
+        for row in range(rows):
+            for head in range(heads):
+                own = some[0, row % some.shape[1], head % some.shape[2]].tolist()
+                omegas = [2 * oracle.MP.pi * oracle.MP.mpf(word) / 2**64 for word in own]
+                cos, sin = oracle.cos_sin(range(100, 100 + tokens), omegas)
+                # These words are ω themselves, so positions add no error.
+                tolerances.assert_angles(y[row, head, :, :pairs], cos[0], 0)
+                tolerances.assert_angles(y[row, head, :, pairs:], sin[0], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_offset_per_row(backend: str, dtype: torch.dtype) -> None:
+    offsets = torch.tensor([0, 8190, -131073, 2**20 + 1]).to(dtype)
+    if dtype.is_floating_point:
+        offsets = offsets + 0.25
+    ids = offsets.double()[:, None] + torch.arange(6)
+    exact = oracle.cos_sin(ids, oracle.frequencies(10000.0, 18))
+    got = from_rotation(RopeSpec(18), positions.per_row(offsets), (4, 6), torch.float64, backend)
+    for mine, true in zip(got, exact, strict=True):
+        tolerances.assert_angles(mine, true, 2.0**21, 1 if dtype.is_floating_point else 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_offset_with_ids_and_int32_sums_do_not_overflow(backend: str) -> None:
+    """2^31 - 1 in int32, and the index of the token comes on top."""
+    offsets = torch.tensor([TOP], dtype=torch.int32)
+    exact = oracle.cos_sin(range(TOP, TOP + 4), oracle.frequencies(10000.0, 8))
+    got = from_rotation(RopeSpec(8), positions.per_row(offsets), (1, 4), torch.float64, backend)
+    for mine, true in zip(got, exact, strict=True):
+        tolerances.assert_angles(mine, true, 2.0**31 + 4)
+
+
+# --- derivative -----------------------------------------------------------------------------------
+
+
+def test_position_angle_is_zero_with_the_derivative_of_the_angle() -> None:
+    ids = torch.tensor([[[0.0, 0.3, -7.75, 12345.678]]], dtype=torch.float64, requires_grad=True)
+    for base in (1e-3, 1e4):
+        rotation = RopeSpec(8, base=base).at()
+        step = angles.position_angle(rotation.words, rotation.turns, ids, torch.float64)
+        assert step.shape == (1, 1, 4, 4)
+        assert float(step.detach().abs().max()) <= 2.0**-62 * 1e3
+        (slope,) = torch.autograd.grad(step.sum(), ids)
+        wanted = sum(float(omega) for omega in oracle.frequencies(base, 8))
+        assert slope.flatten().tolist() == pytest.approx([wanted] * 4, rel=1e-14)

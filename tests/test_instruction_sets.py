@@ -1,0 +1,155 @@
+"""Each instruction set that this machine has passes the numerics and the invariance tests."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tightrope
+from oracle import pair_lengths
+from tightrope import RopeSpec
+from tightrope.backends import cpu
+from tightrope.functional import rotate
+from tolerances import assert_rotations
+
+TESTS = Path(__file__).resolve().parent
+MISSING = tightrope.backends()["cpu"]
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library: {MISSING}")
+
+SETS = cpu.instruction_sets()
+# The set in use is what the ordinary run of those files tests.
+OTHERS = [name for name in SETS if name != cpu.instruction_set()]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _restore_the_set() -> Iterator[None]:
+    before = cpu.instruction_set()
+    yield
+    if before is not None:
+        cpu.use_instruction_set(before)
+
+
+def python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python with an instruction set forced by the environment."""
+    paths = [str(Path(tightrope.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "TIGHTROPE_CPU_ISA": isa,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    # This run may itself be one worker of a parallel one, which the new one shall not join.
+    for name in [name for name in environment if name.startswith("PYTEST_")]:
+        del environment[name]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_baseline_is_always_there() -> None:
+    assert SETS[-1] == "baseline"
+    assert len(set(SETS)) == len(SETS)
+    assert cpu.instruction_set() in SETS
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_environment_forces_a_set(name: str) -> None:
+    program = "from tightrope.backends import cpu; print(cpu.instruction_set())"
+    done = python("-c", program, isa=name)
+    assert (done.returncode, done.stdout.strip()) == (0, name), done.stderr
+
+
+def test_an_empty_variable_forces_nothing() -> None:
+    program = "from tightrope.backends import cpu; print(cpu.instruction_set())"
+    done = python("-c", program, isa="")
+    assert (done.returncode, done.stdout.strip()) == (0, SETS[0]), done.stderr
+
+
+@pytest.mark.parametrize("name", ["avx1024", "AVX2", "avx2 ", "best"])
+def test_an_unknown_set_is_an_import_error(name: str) -> None:
+    done = python("-c", "import tightrope", isa=name)
+    assert done.returncode == 1
+    sentence = (
+        f"ImportError: [tightrope] TIGHTROPE_CPU_ISA must be one of {', '.join(SETS)} on this "
+        f"processor but got {name!r}."
+    )
+    assert done.stderr.strip().splitlines()[-1] == sentence
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("file", ["test_numerics.py", "test_invariance.py"])
+def test_numerics_and_invariance(file: str, name: str) -> None:
+    done = python(
+        *(
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "not reference",
+            str(TESTS / file),
+        ),
+        isa=name,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counted = re.search(r"(\d+) passed", done.stdout)
+    assert counted is not None
+    assert int(counted[1]) > 30
+    assert "no such backend" not in done.stdout
+
+
+def test_switching_within_a_process() -> None:
+    for name in SETS:
+        cpu.use_instruction_set(name)
+        assert cpu.instruction_set() == name
+    before = cpu.instruction_set()
+    rule = rf"^\[use_instruction_set\] this processor has {', '.join(SETS)} but got 'avx1024'\.$"
+    with pytest.raises(ValueError, match=rule):
+        cpu.use_instruction_set("avx1024")
+    assert cpu.instruction_set() == before
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
+    """Each is within the bound of the truth, so two are within twice that of each other."""
+    spec = RopeSpec(90, interleaved=interleaved)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 50, 90, generator=generator, dtype=torch.float64).to(dtype)
+    ids = torch.randint(-(2**31), 2**31, (2, 50), generator=generator)
+    results = []
+    for name in SETS:
+        cpu.use_instruction_set(name)
+        results.append(rotate(x, spec, ids, backend="cpu"))
+    lengths = pair_lengths(x, 90, interleaved=interleaved)
+    for result in results[1:]:
+        assert_rotations(result, results[0], lengths, 2, 2.0**31)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_sets_with_fused_arithmetic_give_the_same_bits(dtype: torch.dtype) -> None:
+    """AVX2 and AVX-512 do the same operations in the same order; the baseline has no FMA."""
+    fused = [name for name in SETS if name != "baseline"]
+    if len(fused) < 2:
+        pytest.skip(f"this processor has only {', '.join(SETS)}")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 50, 90, generator=generator, dtype=torch.float64).to(dtype)
+    for interleaved in (False, True):
+        results = []
+        for name in fused:
+            cpu.use_instruction_set(name)
+            results.append(rotate(x, RopeSpec(90, interleaved=interleaved), 8191, backend="cpu"))
+        for result in results[1:]:
+            assert torch.equal(result, results[0])

@@ -1,0 +1,365 @@
+"""The same row gives the same bits, whatever is around it and however it is computed (DESIGN 6).
+
+tests/test_instruction_sets.py runs this file once more for each instruction set.
+"""
+
+import itertools
+import multiprocessing
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import oracle
+import tightrope
+from tightrope import RopeSpec, positions
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tolerances import assert_same_bits
+
+BACKENDS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
+    )
+    for name, reason in tightrope.backends().items()
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+
+# Every remainder of a vector of 4, 8 or 16 pairs, with a body and without one.
+PAIRS = [*range(1, 36), 48, 50, 63, 64, 125]
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
+    """x [.., tokens, channels] with every pair nearly orthogonal to one axis once it is rotated.
+
+    What is left after the cancellation shows every rounding on the way, in 16-bit types too, where
+    the last rounding would hide nearly all of them.
+    """
+    first, second = oracle.channels(spec.rotary_dim, spec.start, spec.interleaved)
+    ids = range(offset, offset + x.shape[-2])
+    cos, sin = oracle.cos_sin(ids, oracle.frequencies(spec.base, spec.rotary_dim))
+    ratio = (cos / sin)[0]
+    ratio[1::2] = (-sin / cos)[0, 1::2]
+    calm = ratio.abs() < 8
+    u, v = x[..., first].double(), x[..., second].double()
+    result = x.clone()
+    result[..., second] = torch.where(calm, u * torch.where(calm, ratio, 0.0), v).to(x.dtype)
+    return result
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+@every_dtype
+@every_backend
+@both_pairings
+def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+    """Large enough that two threads and four get work, with a last tile that is not full."""
+    spec = RopeSpec(98, rotary_dim=90, start=2, interleaved=interleaved)
+    x = noise(2, 6, 667, 98, dtype=dtype)
+    ids = torch.randint(-(2**31), 2**31, (2, 667), generator=torch.Generator().manual_seed(1))
+    torch.set_num_threads(1)
+    wanted, wanted_by_ids = (rotate(x, spec, where, backend=backend) for where in (131072, ids))
+    for threads in (2, 4, 3):
+        torch.set_num_threads(threads)
+        assert_same_bits(rotate(x, spec, 131072, backend=backend), wanted)
+        assert_same_bits(rotate(x, spec, ids, backend=backend), wanted_by_ids)
+        assert_same_bits(rotate_(x.clone(), spec, 131072, backend=backend), wanted)
+
+
+@every_dtype
+@every_backend
+def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) -> None:
+    """By x and by fractional positions, whose reduction must not depend on threads either."""
+    spec = RopeSpec(64)
+    x = noise(1, 6, 667, 64, dtype=dtype).requires_grad_()
+    cotangent = noise(1, 6, 667, 64, dtype=dtype, seed=1)
+    for shape in ((667,), (1,)):
+        ids = noise(*shape, dtype=torch.float64, seed=2).requires_grad_()
+        where = ids * 1000 if shape == (667,) else positions.per_row(ids * 1000)
+        results = []
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            y = rotate(x, spec, where, backend=backend)
+            results.append(torch.autograd.grad(y, (x, ids), cotangent, retain_graph=True))
+        for by_x, by_ids in results[1:]:
+            assert_same_bits(by_x, results[0][0])
+            assert_same_bits(by_ids, results[0][1])
+
+
+@every_backend
+@both_pairings
+def test_concurrent_callers(interleaved: bool, backend: str) -> None:
+    """Several Python threads at once, each with its own tensors, one spec among them."""
+    spec = RopeSpec(66, interleaved=interleaved)
+    rotation = spec.at(4000)
+    xs = [noise(1, 4, 300, 66, dtype=dtype, seed=n) for n, dtype in enumerate(DTYPES)]
+    wanted = [rotate(x, spec, 4000, backend=backend) for x in xs]
+    start = threading.Barrier(len(xs))
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        start.wait()
+        for _ in range(12):
+            for y in (
+                rotate(xs[n], rotation, backend=backend),
+                rotate_(xs[n].clone(), spec, 4000, backend=backend),
+            ):
+                if not torch.equal(y, wanted[n]):
+                    wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(xs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- neighbours -----------------------------------------------------------------------------------
+
+
+@every_dtype
+@every_backend
+@both_pairings
+def test_a_row_alone_or_in_a_batch(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+    spec = RopeSpec(74, interleaved=interleaved)
+    x = noise(5, 3, 21, 74, dtype=dtype)
+    offsets = torch.tensor([0, 8191, -7, 2**31 - 30, 131072])
+    wanted = rotate(x, spec, positions.per_row(offsets), backend=backend)
+    ids = offsets[:, None] + torch.arange(21)
+    assert_same_bits(rotate(x, spec, ids, backend=backend), wanted)
+    for row in range(5):
+        alone = rotate(x[row : row + 1], spec, int(offsets[row]), backend=backend)
+        assert_same_bits(alone[0], wanted[row])
+        by_ids = rotate(x[row : row + 1], spec, ids[row], backend=backend)
+        assert_same_bits(by_ids[0], wanted[row])
+    order = torch.tensor([3, 0, 4])
+    some = rotate(x[order], spec, ids[order], backend=backend)
+    assert_same_bits(some, wanted[order])
+    # A neighbour that is not a number, at a position that is none, changes nothing here.
+    sick = x.clone()
+    sick[1] = torch.nan
+    where = ids.double()
+    where[1] = torch.inf
+    assert_same_bits(rotate(sick, spec, where, backend=backend)[[0, 2, 3, 4]], wanted[[0, 2, 3, 4]])
+
+
+@every_dtype
+@every_backend
+@both_pairings
+@pytest.mark.parametrize("offset", [0, 8180, 2**20 - 9])
+def test_token_by_token_or_all_at_once(
+    offset: int, interleaved: bool, backend: str, dtype: torch.dtype
+) -> None:
+    """Decode and prefill, and everything between."""
+    spec = RopeSpec(42, interleaved=interleaved)
+    x = noise(2, 3, 45, 42, dtype=dtype)
+    prefill = rotate(x, spec, offset, backend=backend)
+    for size in (1, 2, 7, 16, 17, 44):
+        chunks = [
+            rotate(x[:, :, t : t + size], spec, offset + t, backend=backend)
+            for t in range(0, 45, size)
+        ]
+        assert_same_bits(torch.cat(chunks, 2), prefill)
+    decoded = x.clone()
+    for t in range(45):
+        where = positions.per_row(torch.full((2,), offset + t))
+        rotate_(decoded[:, :, t : t + 1], spec, where, backend=backend)
+    assert_same_bits(decoded, prefill)
+
+
+@every_dtype
+@every_backend
+@both_pairings
+def test_heads_alone_or_together(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+    spec = RopeSpec(26, interleaved=interleaved)
+    x = noise(2, 5, 19, 26, dtype=dtype)
+    wanted = rotate(x, spec, 99, backend=backend)
+    for head in range(5):
+        one = rotate(x[:, head : head + 1], spec, 99, backend=backend)
+        assert_same_bits(one, wanted[:, head : head + 1])
+
+
+@every_dtype
+@every_backend
+@both_pairings
+def test_q_alone_or_with_k(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+    spec = RopeSpec(58, interleaved=interleaved)
+    fused = noise(2, 37, 4 + 2 + 2, 58, dtype=dtype)
+    q, k = fused[:, :, :4], fused[:, :, 4:6]
+    wanted = [rotate(x, spec, 5, layout="bshd", backend=backend) for x in (q, k)]
+    alone = rotate_qk(q, None, spec, 5, layout="bshd", backend=backend)
+    assert alone[1] is None
+    assert_same_bits(alone[0], wanted[0])
+    for pair in (
+        rotate_qk(q, k, spec, 5, layout="bshd", backend=backend),
+        rotate_qk(k, q, spec, 5, layout="bshd", backend=backend)[::-1],
+        rotate_qk_(q.clone(), k.clone(), spec, 5, layout="bshd", backend=backend),
+        rotate_qk_(q, k, spec, 5, layout="bshd", backend=backend),
+    ):
+        for got, one in zip(pair, wanted, strict=True):
+            assert got is not None
+            assert_same_bits(got, one)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@every_dtype
+@every_backend
+@both_pairings
+def test_in_place_or_not(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+    for head_dim, rotary_dim, start in ((128, 128, 0), (50, 34, 7), (6, 2, 4), (33, 32, 1)):
+        spec = RopeSpec(head_dim, rotary_dim=rotary_dim, start=start, interleaved=interleaved)
+        x = cancelling(noise(2, 3, 35, head_dim, dtype=dtype), spec, 17)
+        before = x.clone()
+        for inverse in (False, True):
+            y = rotate(x, spec, 17, inverse=inverse, backend=backend)
+            assert_same_bits(x, before)
+            z = rotate_(x.clone(), spec, 17, inverse=inverse, backend=backend)
+            assert_same_bits(z, y)
+
+
+@every_dtype
+@every_backend
+@both_pairings
+def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+    """Every order of dimensions in memory, unit and other steps between channels."""
+    rows, heads, tokens, width = 2, 3, 18, 36
+    spec = RopeSpec(width, rotary_dim=34, start=1, interleaved=interleaved)
+    x = cancelling(noise(rows, heads, tokens, width, dtype=dtype), spec, 131072)
+    wanted = rotate(x, spec, 131072, backend=backend)
+    for order in itertools.permutations(range(4)):
+        back = [order.index(dim) for dim in range(4)]
+        for step in (1, 2):
+            memory = torch.zeros(*(x.shape[dim] for dim in order[:3]), x.shape[order[3]] * step)
+            view = memory.to(dtype)[..., ::step].permute(back)
+            view.copy_(x)
+            assert_same_bits(rotate(view, spec, 131072, backend=backend), wanted)
+            assert_same_bits(rotate_(view, spec, 131072, backend=backend), wanted)
+    wide = noise(rows, heads, tokens, 3 * width, dtype=dtype)
+    for shift in (0, 1, 3):  # rows that start at any address of their type
+        view = wide[..., shift : shift + width]
+        view.copy_(x)
+        assert_same_bits(rotate(view, spec, 131072, backend=backend), wanted)
+        assert_same_bits(rotate_(view, spec, 131072, backend=backend), wanted)
+    same = x[:1, :1].expand(rows, heads, tokens, width)  # read only, so it may overlap itself
+    repeated = rotate(same, spec, 131072, backend=backend)
+    assert_same_bits(repeated, wanted[:1, :1].expand(rows, heads, tokens, width))
+
+
+@every_dtype
+@every_backend
+@both_pairings
+def test_any_layout(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+    spec = RopeSpec(36, interleaved=interleaved)
+    x = noise(2, 3, 35, 36, dtype=dtype)
+    wanted = rotate(x, spec, 8191, backend=backend)
+    for layout, order in (("bshd", (0, 2, 1, 3)), ("sbhd", (2, 0, 1, 3))):
+        for there in (x.permute(order), x.permute(order).contiguous()):
+            y = rotate(there, spec, 8191, layout=layout, backend=backend)
+            assert_same_bits(y, wanted.permute(order))
+    thd = rotate(x[1].transpose(0, 1), spec, 8191, layout="thd", backend=backend)
+    assert_same_bits(thd, wanted[1].transpose(0, 1))
+    bsd = rotate(x[:, 2], spec, 8191, layout="bsd", backend=backend)
+    assert_same_bits(bsd, wanted[:, 2])
+    sd = rotate(x[1, 2], spec, 8191, layout="sd", backend=backend)
+    assert_same_bits(sd, wanted[1, 2])
+
+
+# --- vector body and tail -------------------------------------------------------------------------
+
+
+def alone(
+    x: torch.Tensor, words: torch.Tensor, pair: int, pairs: int, interleaved: bool, offset: int
+) -> torch.Tensor:
+    """One pair [.., 2] of x [rows, tokens, 2 · pairs], rotated with nothing beside it."""
+    at = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + pairs]
+    word = words[..., pair : pair + 1].contiguous()
+    plain = (offset, True, 4, 0, interleaved, 0, 1.0)
+    return torch.ops.tightrope.rotate([x[..., at].contiguous()], word, None, None, *plain)[0]
+
+
+@every_dtype
+@both_pairings
+def test_a_pair_alone_or_in_a_vector(interleaved: bool, dtype: torch.dtype) -> None:
+    """Pair k of a head of any width equals the same pair computed alone, on the backend that runs
+    by default, out of place and in place."""
+    for pairs in PAIRS:
+        spec = RopeSpec(2 * pairs, interleaved=interleaved)
+        words = spec.at().words
+        x = cancelling(noise(1, 18, 2 * pairs, dtype=dtype, seed=pairs), spec, 8185)
+        y = rotate(x, spec, 8185, layout="bsd")
+        z = rotate_(x.clone(), spec, 8185, layout="bsd")
+        assert_same_bits(z, y)
+        for pair in range(pairs):
+            at = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + pairs]
+            single = alone(x, words, pair, pairs, interleaved, 8185)
+            assert_same_bits(y[..., at], single)
+
+
+@every_dtype
+@both_pairings
+def test_any_start_of_the_slice(interleaved: bool, dtype: torch.dtype) -> None:
+    """Where the slice starts moves what is aligned, and nothing else."""
+    for rotary_dim in (2, 16, 34, 62):
+        plain = RopeSpec(rotary_dim, interleaved=interleaved)
+        inner = cancelling(noise(2, 19, rotary_dim, dtype=dtype), plain, 5)
+        wanted = rotate(inner, plain, 5, layout="bsd")
+        for start in range(9):
+            spec = RopeSpec(80, rotary_dim=rotary_dim, start=start, interleaved=interleaved)
+            x = noise(2, 19, 80, dtype=dtype)
+            x[..., start : start + rotary_dim] = inner
+            y = rotate(x, spec, 5, layout="bsd")
+            assert_same_bits(y[..., start : start + rotary_dim], wanted)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+class Rotated(Dataset[torch.Tensor]):
+    """Rotates in whatever process asks for an item."""
+
+    def __init__(self, spec: RopeSpec) -> None:
+        self.spec = spec
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        x = noise(2, 3, 129, 64, dtype=torch.bfloat16, seed=index)
+        return rotate(x, self.spec, 1000 * index)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_data_loader_workers(method: str) -> None:
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"this platform cannot {method} processes")
+    spec = RopeSpec(64)
+    data = Rotated(spec)
+    wanted = [data[index] for index in range(len(data))]  # threads run before the fork
+    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=method)
+    got = list(loader)
+    assert len(got) == len(wanted)
+    for mine, other in zip(got, wanted, strict=True):
+        assert_same_bits(mine, other)

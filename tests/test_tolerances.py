@@ -1,0 +1,314 @@
+"""The helpers of the tests reject what they must: the oracle's and the tolerance table's."""
+
+import math
+import struct
+from fractions import Fraction
+
+import pytest
+import torch
+
+import oracle
+import tolerances
+from tolerances import Case
+
+SIXTEEN = [torch.bfloat16, torch.float16]
+PLAIN = [torch.float32, torch.float64]
+
+
+# --- the oracle -----------------------------------------------------------------------------------
+
+
+def test_oracle_imports_nothing_from_the_library() -> None:
+    with open(oracle.__file__, encoding="utf-8") as file:
+        lines = [line.split("#")[0] for line in file]
+    imports = [line for line in lines if line.lstrip().startswith(("import ", "from "))]
+    assert imports
+    assert not any("tightrope" in line for line in imports)
+
+
+@pytest.mark.parametrize("position", [0, 1, -7, 8191, 2**31 - 1, -(2**31), 2**53 - 1, 0.375, -2.5])
+def test_oracle_angles_agree_with_exact_integer_arithmetic(position: float) -> None:
+    # ω is one 97th of a turn, so position · ω is a known fraction of a turn.
+    omega = 2 * oracle.MP.pi / 97
+    part = Fraction(position) / 97 % 1
+    cos, sin = oracle.cos_sin_at((position,), (omega,))
+    angle = 2 * math.pi * float(part)
+    assert cos == pytest.approx(math.cos(angle), abs=1e-15)
+    assert sin == pytest.approx(math.sin(angle), abs=1e-15)
+
+
+def test_oracle_sums_axes() -> None:
+    omegas = oracle.frequencies(10000.0, 4)
+    once = oracle.cos_sin_at((12,), omegas[1:])
+    assert oracle.cos_sin_at((5, 7), (omegas[1], omegas[1])) == once
+    assert oracle.cos_sin_at((5, 8), (omegas[1], omegas[1])) != once
+
+
+def test_oracle_frequencies_of_known_bases() -> None:
+    assert [float(omega) for omega in oracle.frequencies(10000.0, 8)] == [1.0, 0.1, 0.01, 0.001]
+    assert [float(omega) for omega in oracle.frequencies(2.0**-8, 4)] == [1.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    "turns, word, whole",
+    [
+        ("0.25", 2**62, 0),
+        ("0.5", -(2**63), 1),
+        ("-0.5", -(2**63), 0),
+        ("1", 0, 1),
+        ("2.75", -(2**62), 3),
+    ],
+)
+def test_oracle_phase_of_known_turns(turns: str, word: int, whole: int) -> None:
+    omega = 2 * oracle.MP.pi * oracle.MP.mpf(turns)
+    assert oracle.phase(omega) == (word, whole)
+
+
+def test_oracle_turns_a_known_pair() -> None:
+    quarter = (oracle.MP.pi / 2,)
+    x = torch.tensor([[9.0, 2.0, 3.0, 9.0]])
+    turned = oracle.rotate(x, [1], quarter, layout="sd", start=1)
+    assert turned[0].tolist() == pytest.approx([9.0, -3.0, 2.0, 9.0], abs=1e-15)
+    back = oracle.rotate(turned, [1], quarter, layout="sd", start=1, inverse=True)
+    assert back[0].tolist() == pytest.approx([9.0, 2.0, 3.0, 9.0], abs=1e-15)
+
+
+def test_oracle_pairings() -> None:
+    assert oracle.channels(6, 1) == ([1, 2, 3], [4, 5, 6])
+    assert oracle.channels(6, 1, interleaved=True) == ([1, 3, 5], [2, 4, 6])
+
+
+@pytest.mark.parametrize(
+    "layout, shape",
+    [
+        ("bhsd", (2, 3, 5, 7)),
+        ("bshd", (2, 5, 3, 7)),
+        ("sbhd", (5, 2, 3, 7)),
+        ("thd", (5, 3, 7)),
+        ("bsd", (2, 5, 7)),
+        ("sd", (5, 7)),
+    ],
+)
+def test_oracle_layouts(layout: str, shape: tuple[int, ...]) -> None:
+    x = torch.arange(math.prod(shape)).reshape(shape)
+    rows, heads = 2 if "b" in layout else 1, 3 if "h" in layout else 1
+    view = oracle.as_bhsd(x, layout)
+    assert view.shape == (rows, heads, 5, 7)
+    # One step along an axis of the view is one step along the dimension of that letter.
+    for dim, letter in enumerate("bhsd"):
+        named = layout.replace("t", "s").find(letter)
+        if named >= 0:
+            assert view.stride(dim) == x.stride(named)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_rounded_takes_the_nearest_of_all_numbers(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).double()
+    finite = torch.unique(every[every.isfinite()])  # sorted, one zero
+    below, above = finite[:-1], finite[1:]
+    tie = (below + above) / 2
+    assert torch.equal(oracle.rounded(finite, dtype).double(), finite)
+    assert torch.equal(oracle.rounded(torch.nextafter(tie, below), dtype).double(), below)
+    assert torch.equal(oracle.rounded(torch.nextafter(tie, above), dtype).double(), above)
+    even = oracle.rounded(tie, dtype)
+    assert bool((even.view(torch.int16) & 1 == 0).all())
+    assert bool(((even.double() == below) | (even.double() == above)).all())
+
+
+def test_rounded_to_float32_is_what_ieee_conversion_gives() -> None:
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.randint(-155, 128, (4000,), generator=generator)
+    exact = torch.ldexp(torch.rand(4000, generator=generator, dtype=torch.float64), scale)
+    rounded = oracle.rounded(exact, torch.float32)
+    # C converts a double to a float with one rounding.
+    wanted = [struct.unpack("f", struct.pack("f", number))[0] for number in exact.tolist()]
+    assert rounded.tolist() == wanted
+
+
+def test_rounded_rounds_once() -> None:
+    # Above the tie of 1 and 1 + 2^-7 by less than float32 shows: by way of float32 it is a tie.
+    exact = torch.tensor([1 + 2.0**-8 + 2.0**-40], dtype=torch.float64)
+    assert oracle.rounded(exact, torch.bfloat16).item() == 1 + 2.0**-7
+
+
+def test_rounded_at_the_edges() -> None:
+    exact = torch.tensor([65519.9, 65520.0, -1e9, math.inf, math.nan, 2.0**-25, -0.0])
+    got = oracle.rounded(exact.double(), torch.float16).tolist()
+    assert got[:4] == [65504.0, math.inf, -math.inf, math.inf]
+    assert math.isnan(got[4])
+    assert got[5] == 0.0
+    assert math.copysign(1, got[6]) == -1
+
+
+@pytest.mark.parametrize("dtype", [*SIXTEEN, *PLAIN])
+def test_steps_apart_counts_numbers(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    a = torch.tensor([1.0, -1.0, 0.0, 0.0, info.max, math.nan, math.nan, 1.0], dtype=dtype)
+    b = torch.tensor([1 + info.eps, -1 - info.eps, -0.0, 0.0, math.inf, math.nan, 1.0, 1.0]).to(
+        dtype
+    )
+    b[0], b[1] = 1 + info.eps, -1 - info.eps
+    apart = oracle.steps_apart(a, b).tolist()
+    assert apart[:6] == [1, 1, 0, 0, 1, 0]
+    assert apart[6] > 2**60
+    assert apart[7] == 0
+    small = torch.tensor([info.smallest_normal * info.eps], dtype=dtype)  # the smallest number
+    assert oracle.steps_apart(small, -small).tolist() == [2]
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_every_tolerance_has_a_unit_and_a_reason() -> None:
+    for name, entry in tolerances.TABLE.items():
+        assert entry.value > 0, name
+        assert entry.unit, name
+        assert len(entry.reason) > 20, name
+
+
+def test_the_table_says_what_the_design_promises() -> None:
+    promised = {
+        "float32 angle": 1.2e-7,
+        "float64 angle": 1e-12,
+        "float32 rotation": 4e-7,
+        "16-bit share": 0.999,
+        "16-bit ulp": 1,
+    }
+    assert {name: tolerances.value(name) for name in promised} == promised
+    # What is asserted in float64 is tighter than the promise, up to position 2^20.
+    assert tolerances.angle_bound(torch.float64, 2.0**20, 2) < tolerances.value("float64 angle")
+
+
+# --- asserts that must fail -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, off", [(torch.float32, 1.4e-7), (torch.float64, 1e-15)])
+def test_assert_angles_rejects(dtype: torch.dtype, off: float) -> None:
+    exact = torch.linspace(-1, 1, 9, dtype=torch.float64).float().double()
+    tolerances.assert_angles(exact.to(dtype), exact, 0)
+    wrong = exact.clone()
+    wrong[4] += off  # at 0, where nothing is lost by the cast
+    with pytest.raises(AssertionError, match="off by"):
+        tolerances.assert_angles(wrong.to(dtype), exact, 0)
+    wrong[4] = math.nan
+    with pytest.raises(AssertionError, match="off by"):
+        tolerances.assert_angles(wrong.to(dtype), exact, 0)
+    with pytest.raises(AssertionError):
+        tolerances.assert_angles(exact.to(dtype)[:8], exact, 0)
+    with pytest.raises(AssertionError):
+        tolerances.assert_angles(exact.to(torch.bfloat16), exact, 0)
+
+
+def test_the_reach_of_positions_widens_only_float64() -> None:
+    exact = torch.zeros(3, dtype=torch.float64)
+    wrong = torch.full((3,), 3e-10, dtype=torch.float64)
+    tolerances.assert_angles(wrong, exact, 2.0**31)
+    with pytest.raises(AssertionError):
+        tolerances.assert_angles(wrong, exact, 2.0**30)
+    assert tolerances.rotation_bound(torch.float32, 2.0**31) == 4e-7
+
+
+def a_case(dtype: torch.dtype, count: int = tolerances.ENOUGH) -> Case:
+    generator = torch.Generator().manual_seed(count)
+    exact = torch.randn(count, generator=generator, dtype=torch.float64)
+    got = exact.clone() if dtype == torch.float64 else oracle.rounded(exact, dtype)
+    return Case(got, exact, exact.abs() * 2)
+
+
+def step_up(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """The representable number that lies so many steps further from zero."""
+    integers = torch.int16 if x.element_size() == 2 else torch.int32
+    return (x.view(integers) + steps).to(integers).view(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_assert_rotated_counts_misses(dtype: torch.dtype) -> None:
+    case = a_case(dtype)
+    tolerances.assert_rotated([case])
+    allowed = tolerances.ENOUGH // 1000
+    some = case.got.clone()
+    some[:allowed] = step_up(some[:allowed], 1)
+    tolerances.assert_rotated([case._replace(got=some)])
+    more = case.got.clone()
+    more[: allowed + 1] = step_up(more[: allowed + 1], 1)
+    with pytest.raises(AssertionError, match="11 of 10000 elements are not correctly rounded"):
+        tolerances.assert_rotated([case._replace(got=more)])
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_assert_rotated_rejects_one_element_off_by_two(dtype: torch.dtype) -> None:
+    case = a_case(dtype)
+    wrong = case.got.clone()
+    wrong[7] = step_up(wrong[7:8], 2)[0]
+    with pytest.raises(AssertionError, match="off by"):
+        tolerances.assert_rotated([case._replace(got=wrong)])
+    # In a pair that cancels it is what float32 arithmetic gives.
+    lengths = case.lengths.clone()
+    lengths[7] = 2.0**17
+    tolerances.assert_rotated([case._replace(got=wrong, lengths=lengths)])
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_assert_rotated_rejects_too_few_elements(dtype: torch.dtype) -> None:
+    with pytest.raises(AssertionError, match="too few"):
+        tolerances.assert_rotated([a_case(dtype, 100)])
+    tolerances.assert_rotated([a_case(dtype, 100), a_case(dtype, tolerances.ENOUGH - 100)])
+
+
+@pytest.mark.parametrize("dtype", [*SIXTEEN, *PLAIN])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_assert_rotated_rejects_what_is_not_finite(dtype: torch.dtype, bad: float) -> None:
+    case = a_case(dtype)
+    wrong = case.got.clone()
+    wrong[3] = bad
+    with pytest.raises(AssertionError, match="off by"):
+        tolerances.assert_rotated([case._replace(got=wrong)])
+
+
+@pytest.mark.parametrize("dtype, relative", [(torch.float32, 5e-7), (torch.float64, 2e-15)])
+def test_assert_rotated_rejects_errors(dtype: torch.dtype, relative: float) -> None:
+    case = a_case(dtype)
+    tolerances.assert_rotated([case])
+    wrong = case.got.clone()
+    wrong[5] += relative * case.lengths[5]
+    with pytest.raises(AssertionError, match="off by"):
+        tolerances.assert_rotated([case._replace(got=wrong)])
+    # Outside of pairs nothing may change at all, or at most where float32 ends.
+    with pytest.raises(AssertionError, match="off by"):
+        tolerances.assert_rotated([case._replace(got=wrong, lengths=torch.zeros_like(case.exact))])
+    with pytest.raises(AssertionError):
+        tolerances.assert_rotated([case._replace(got=case.got[:5])])
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_assert_rotations_allows_for_their_number(dtype: torch.dtype) -> None:
+    case = a_case(dtype)
+    once = tolerances.rotation_bound(dtype, 0)
+    wrong = case.got.clone()
+    wrong[5] += 2.5 * once * case.lengths[5]
+    tolerances.assert_rotations(wrong, case.exact, case.lengths, 2, 0)
+    with pytest.raises(AssertionError, match="off by"):
+        tolerances.assert_rotations(wrong, case.exact, case.lengths, 1, 0)
+
+
+def test_assert_same_bits_rejects() -> None:
+    x = torch.tensor([0.0, 1.0, math.nan])
+    tolerances.assert_same_bits(x, x.clone())
+    for other in (
+        torch.tensor([-0.0, 1.0, math.nan]),
+        torch.tensor([0.0, 1.0 + 2.0**-23, math.nan]),
+        torch.tensor([0.0, 1.0, -math.nan]),
+        torch.tensor([0.0, 1.0]),
+        x.double(),
+    ):
+        with pytest.raises(AssertionError):
+            tolerances.assert_same_bits(x, other)
+
+
+def test_assert_position_gradient_rejects() -> None:
+    exact = torch.ones(4, dtype=torch.float64)
+    scale = torch.full((4,), 2.0, dtype=torch.float64)
+    tolerances.assert_position_gradient(exact.float(), exact, scale)
+    for wrong in (exact + 5e-6, torch.full_like(exact, math.nan), exact[:3], exact[:, None]):
+        with pytest.raises(AssertionError):
+            tolerances.assert_position_gradient(wrong, exact, scale)

@@ -1,0 +1,237 @@
+"""Every tolerance that the tests use, with its unit and its reason, and the asserts that apply them.
+
+A test names an entry; it holds no number of its own. Nothing here depends on the machine, the
+backend, the instruction set or the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+import oracle
+
+
+class Tolerance(NamedTuple):
+    value: float
+    unit: str
+    reason: str
+
+
+TABLE = {
+    # --- angles (DESIGN 4) ---
+    "float32 angle": Tolerance(
+        1.2e-7,
+        "absolute, of a cosine or sine",
+        "DESIGN 4: half an ulp of float32 at 1 is 6.0e-8; rounding the remainder adds at most as much",
+    ),
+    "float64 angle": Tolerance(
+        1e-12,
+        "absolute, of a cosine or sine, for |position| <= 2^20",
+        "issue 2: the word is off by 2^-65 turn, so 2^20 positions by 2^-45 turn = 1.8e-13 rad",
+    ),
+    "word": Tolerance(
+        2 * math.pi * 2.0**-65,
+        "radians per unit of position, summed over the axes",
+        "DESIGN 4: a phase word is the nearest multiple of 2^-64 turn",
+    ),
+    "fraction": Tolerance(
+        2 * math.pi * 2.0**-62,
+        "radians per axis with fractional positions, times (1 + turns per position)",
+        "the upper half of fraction times word, from 32-bit parts, is low by at most 4 units of "
+        "2^-64 turn; and the fraction itself is cut at 2^-63",
+    ),
+    "float64 rounding": Tolerance(
+        6e-16,
+        "absolute, of a cosine or sine",
+        "five roundings to float64 (1.1e-16 at 1): remainder, 2π, their product, polynomial, oracle",
+    ),
+    # --- rotation (DESIGN 6) ---
+    "float32 rotation": Tolerance(
+        4e-7,
+        "times |pair|, of a rotated channel",
+        "DESIGN 6: two cosines off by 1.2e-7 and three roundings of 6e-8",
+    ),
+    "float64 rotation": Tolerance(
+        1.5e-15,
+        "times |pair|, of a rotated channel, besides the error of the angle",
+        "two cosines off by 'float64 rounding', two products and a sum, here and in the oracle",
+    ),
+    "float32 subnormal": Tolerance(
+        2.0**-149,
+        "absolute, of a rotated channel",
+        "below 2^-126 float32 has no more relative precision: product and sum round by 2^-150 each",
+    ),
+    "float64 subnormal": Tolerance(
+        3 * 2.0**-1074,
+        "absolute, of a rotated channel",
+        "as for float32: two roundings by 2^-1075 in the kernel and three in the oracle",
+    ),
+    "16-bit share": Tolerance(
+        0.999,
+        "share of elements that equal the correctly rounded exact value",
+        "DESIGN 6: float32 inside and one rounding; an element misses only within 1e-7 of a tie",
+    ),
+    "16-bit ulp": Tolerance(
+        1,
+        "representable numbers, of the elements that miss",
+        "a miss lies beside a tie. Where a pair cancels to less than 2^-10 of its length, float32 "
+        "inside has the coarser step, and the bound is 'float32 rotation' as for float32",
+    ),
+    # --- gradients (DESIGN 6) ---
+    "position gradient": Tolerance(
+        2e-6,
+        "times Σ ω · |pair| · |gradient pair| over heads and pairs",
+        "float32: output and gradient off by 'float32 rotation' each, and a blocked sum of 6e-8 per "
+        "level",
+    ),
+}
+
+# How many elements a share of 99.9 % needs to mean something: 10 misses are allowed, and the rate is
+# about 2 in 10,000 (float16), so that chance cannot decide.
+ENOUGH = 10_000
+
+
+def value(name: str) -> float:
+    return TABLE[name].value
+
+
+def angle_bound(
+    dtype: torch.dtype, reach: float, fractional_axes: int = 0, turns: float = 0.0
+) -> float:
+    """The largest error of a cosine or sine as `dtype`.
+
+    Args:
+        reach: Σ |position| over the axes. In float32 the words' error is inside the bound for all
+            positions that the bound is promised for, |position| < 2^31.
+        fractional_axes: how many axes have fractional positions.
+        turns: the largest ω / 2π, where positions are fractional.
+    """
+    if dtype == torch.float32:
+        return value("float32 angle")
+    return (
+        reach * value("word")
+        + fractional_axes * (1 + turns) * value("fraction")
+        + value("float64 rounding")
+    )
+
+
+def assert_angles(
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    reach: float,
+    fractional_axes: int = 0,
+    turns: float = 0.0,
+) -> None:
+    """Cosines or sines, float32 or float64, against exact ones; see :func:`angle_bound`."""
+    assert got.dtype in (torch.float32, torch.float64)
+    assert got.shape == exact.shape
+    bound = angle_bound(got.dtype, reach, fractional_axes, turns)
+    error = (got.double() - exact).abs()
+    # Written so that a NaN fails.
+    assert bool((error <= bound).all()), f"off by {error.max().item():.3g}, bound {bound:.3g}"
+
+
+def rotation_bound(dtype: torch.dtype, reach: float, rotations: int = 1) -> float:
+    """The largest error of a channel after so many rotations, times |pair|.
+
+    Args:
+        reach: the largest |position|, which only float64 can tell from 0.
+    """
+    if dtype == torch.float64:
+        angle = reach * value("word") + value("fraction")
+        once = math.sqrt(2) * angle + value("float64 rotation")
+    else:
+        once = value("float32 rotation")
+    # Both channels of a pair may be off, and the next rotation mixes them.
+    return once if rotations == 1 else rotations * math.sqrt(2) * once
+
+
+class Case(NamedTuple):
+    """A result beside the truth: what :func:`assert_rotated` takes."""
+
+    got: torch.Tensor
+    exact: torch.Tensor
+    lengths: torch.Tensor  # of the pair that each element is in; 0 for an untouched one
+    reach: float = 0.0  # the largest |position|
+
+
+def assert_rotated(cases: Iterable[Case]) -> None:
+    """Finite results of one floating type against the exact ones, by DESIGN 6.
+
+    16-bit results come as many cases together, :data:`ENOUGH` elements or more: the share of
+    correctly rounded ones is over all of them, every other bound over each.
+    """
+    total = missed = 0
+    for got, exact, lengths, reach in cases:
+        assert got.shape == exact.shape
+        if got.dtype in (torch.float32, torch.float64):
+            _assert_close(got, exact, lengths, reach)
+            continue
+        apart = oracle.steps_apart(got, oracle.rounded(exact, got.dtype))
+        total += apart.numel()
+        missed += int((apart != 0).sum())
+        far = apart > value("16-bit ulp")
+        if far.any():
+            _assert_close(got[far], exact[far], lengths[far], reach)
+    if total:
+        assert total >= ENOUGH, f"{total} elements are too few to speak of a share"
+        allowed = total * (1 - value("16-bit share"))
+        assert missed <= allowed, f"{missed} of {total} elements are not correctly rounded"
+
+
+def assert_rotations(
+    got: torch.Tensor, wanted: torch.Tensor, lengths: torch.Tensor, rotations: int, reach: float
+) -> None:
+    """Two float32 or float64 results that should be equal after so many rotations altogether."""
+    assert got.dtype in (torch.float32, torch.float64)
+    assert got.shape == wanted.shape
+    _assert_close(got, wanted.double(), lengths, reach, rotations)
+
+
+def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """The same type, shape and bits: no tolerance. Signs of zeros and payloads of NaN count."""
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    a, b = (x.detach().contiguous().view(integers) for x in (got, wanted))
+    differ = a != b
+    assert not differ.any(), (
+        f"{int(differ.sum())} of {differ.numel()} elements differ in their bits"
+    )
+
+
+def assert_position_gradient(got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
+    """A float32 gradient by fractional positions.
+
+    Args:
+        scale: Σ ω · |pair| · |gradient pair| of each position.
+    """
+    assert got.shape == exact.shape == scale.shape
+    error = (got.double() - exact).abs()
+    assert bool((error <= value("position gradient") * scale).all())
+
+
+def _assert_close(
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    lengths: torch.Tensor,
+    reach: float,
+    rotations: int = 1,
+) -> None:
+    width = "float64" if got.dtype == torch.float64 else "float32"
+    floor = rotations * value(f"{width} subnormal")
+    # Half a step of a 16-bit type comes on top: the bound speaks of the value before it is stored.
+    stored = (
+        0.0
+        if got.dtype in (torch.float32, torch.float64)
+        else oracle.step_sizes(exact, got.dtype) / 2
+    )
+    bound = rotation_bound(got.dtype, reach, rotations) * lengths + floor + stored
+    error = (got.double() - exact).abs()
+    worst = (error - bound).max().item() if error.numel() else 0.0
+    # Written so that a NaN fails.
+    assert bool((error <= bound).all()), f"off by {worst:.3g} more than the bound"
