@@ -18,6 +18,7 @@ using tightrope::Operand;
 using tightrope::PositionDtype;
 using tightrope::Problem;
 using tightrope::Strides;
+using tightrope::Table;
 using torch::stable::Tensor;
 
 // In the order of LAYOUTS in ops/schema.py: which dimension is which, -1 where there is none.
@@ -131,16 +132,85 @@ bool memory_overlaps(const Problem& p) {
   return false;
 }
 
+// The arguments that follow xs in the schema (ops/schema.py), up to the reserved ones.
+struct Arguments {
+  std::optional<Tensor> words, turns, positions;
+  int64_t offset;
+  bool ramp;
+  int64_t layout, start;
+  bool interleaved;
+  int64_t direction;
+  double amplitude;
+  std::optional<Tensor> cos, sin;
+  int64_t tables;
+};
+
+constexpr int64_t kRepeat = 2, kHalf = 3;  // codes of TABLES
+
+Table table_of(const Tensor& x, const View& view) {
+  auto at = [&](int d) { return view.size[d] == 1 ? int64_t(0) : view.stride[d]; };
+  return {x.const_data_ptr(), {at(0), at(1), view.stride[2], view.stride[3]}};
+}
+
+void read_tables(const Arguments& a, Problem& p) {
+  STD_TORCH_CHECK(a.cos.has_value() && a.sin.has_value() && a.tables >= 1 && a.tables <= 3,
+                  "tightrope: neither words nor tables");
+  const View cos(*a.cos), sin(*a.sin);
+  STD_TORCH_CHECK(cos.dims == 4 && sin.dims == 4 && a.cos->is_cpu() && a.sin->is_cpu() &&
+                      code_of(*a.cos) == code_of(*a.sin),
+                  "tightrope: tables must be [rows|1, heads|1, length, width] of one dtype");
+  for (int d = 0; d < 4; ++d)
+    STD_TORCH_CHECK(cos.size[d] == sin.size[d], "tightrope: tables must share a shape");
+  p.table_dtype = dtype_of(code_of(*a.cos));
+  p.cosine = table_of(*a.cos, cos);
+  p.sine = table_of(*a.sin, sin);
+  // An empty table has no data, but must not be taken for none.
+  if (p.cosine.data == nullptr) p.cosine.data = &p;
+  p.axes = 1, p.word_rows = cos.size[0], p.word_heads = cos.size[1];
+  p.table_length = cos.size[2];
+  p.table_step = a.tables == kRepeat ? 2 : 1;
+  p.pairs = a.tables == kHalf ? cos.size[3] : cos.size[3] / 2;
+}
+
+void read_words(const Arguments& a, Problem& p) {
+  const View w(*a.words);
+  STD_TORCH_CHECK(w.dims == 4 && is_words(*a.words),
+                  "tightrope: words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
+  p.words = static_cast<const int64_t*>(a.words->const_data_ptr());
+  p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
+  if (!a.turns.has_value()) return;
+  STD_TORCH_CHECK(is_words(*a.turns) && a.turns->numel() == a.words->numel(),
+                  "tightrope: turns must be shaped as words");
+  p.turns = static_cast<const int64_t*>(a.turns->const_data_ptr());
+}
+
+void read_positions(const Arguments& a, Problem& p) {
+  p.offset = a.offset;
+  p.ramp = a.ramp;
+  p.position_dtype = PositionDtype::kNone;
+  if (!a.positions.has_value()) return;
+  const View at(*a.positions);
+  STD_TORCH_CHECK(at.dims == 3 && a.positions->is_cpu() && at.size[0] == p.axes,
+                  "tightrope: positions must be [axes, rows|1, tokens|1]");
+  STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: rows of positions");
+  STD_TORCH_CHECK(at.size[2] == (a.ramp ? 1 : p.tokens), "tightrope: tokens of positions");
+  p.positions = a.positions->const_data_ptr();
+  p.position_dtype = position_dtype_of(code_of(*a.positions));
+  STD_TORCH_CHECK(p.cosine.data == nullptr || p.position_dtype == PositionDtype::kInt64 ||
+                      p.position_dtype == PositionDtype::kInt32,
+                  "tightrope: positions in a table must be integers");
+  p.position_axis = at.stride[0];
+  p.position_row = at.size[1] == 1 ? 0 : at.stride[1];
+  p.position_token = a.ramp ? 0 : at.stride[2];
+}
+
 // Sentences for users are worded in Python, before a call comes here. What is checked below keeps a
 // direct call of the raw operator from reading or writing outside its tensors.
-void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs, const Tensor& words,
-                 const std::optional<Tensor>& turns, const std::optional<Tensor>& positions,
-                 int64_t offset, bool ramp, int64_t layout_code, int64_t start, bool interleaved,
-                 int64_t direction, double amplitude, bool reserved) {
-  STD_TORCH_CHECK(!reserved, "tightrope: act, gate and numerics are reserved");
-  STD_TORCH_CHECK(layout_code >= 0 && layout_code < 6, "tightrope: layout");
+void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
+                 const Arguments& a) {
+  STD_TORCH_CHECK(a.layout >= 0 && a.layout < 6, "tightrope: layout");
   STD_TORCH_CHECK(!xs.empty() && xs.size() <= size_t(tightrope::kMaxOperands), "tightrope: xs");
-  const Layout& layout = kLayouts[layout_code];
+  const Layout& layout = kLayouts[a.layout];
 
   Problem p{};
   p.operands = int32_t(xs.size());
@@ -161,43 +231,23 @@ void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
                            x.size_at(layout.head), x.strides(layout), out.strides(layout)};
   }
 
-  const View w(words);
-  STD_TORCH_CHECK(w.dims == 4 && is_words(words),
-                  "tightrope: words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
-  p.words = static_cast<const int64_t*>(words.const_data_ptr());
-  p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
-  p.start = start;
-  STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows, "tightrope: rows of words");
+  if (a.words.has_value()) {
+    read_words(a, p);
+  } else {
+    read_tables(a, p);
+  }
+  p.start = a.start;
+  STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows, "tightrope: rows of angles");
   for (int32_t i = 0; i < p.operands; ++i)
     STD_TORCH_CHECK(p.word_heads == 1 || p.word_heads == p.operand[i].heads,
-                    "tightrope: heads of words");
-  STD_TORCH_CHECK(start >= 0 && p.pairs >= 0 && start + 2 * p.pairs <= p.head_dim,
+                    "tightrope: heads of angles");
+  STD_TORCH_CHECK(a.start >= 0 && a.start + 2 * p.pairs <= p.head_dim,
                   "tightrope: rotated channels lie outside the head");
-  if (turns.has_value()) {
-    STD_TORCH_CHECK(is_words(*turns) && turns->numel() == words.numel(),
-                    "tightrope: turns must be shaped as words");
-    p.turns = static_cast<const int64_t*>(turns->const_data_ptr());
-  }
-
-  p.offset = offset;
-  p.ramp = ramp;
-  p.position_dtype = PositionDtype::kNone;
-  if (positions.has_value()) {
-    const View at(*positions);
-    STD_TORCH_CHECK(at.dims == 3 && positions->is_cpu() && at.size[0] == p.axes,
-                    "tightrope: positions must be [axes, rows|1, tokens|1]");
-    STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: rows of positions");
-    STD_TORCH_CHECK(at.size[2] == (ramp ? 1 : p.tokens), "tightrope: tokens of positions");
-    p.positions = positions->const_data_ptr();
-    p.position_dtype = position_dtype_of(code_of(*positions));
-    p.position_axis = at.stride[0];
-    p.position_row = at.size[1] == 1 ? 0 : at.stride[1];
-    p.position_token = ramp ? 0 : at.stride[2];
-  }
-
-  p.interleaved = interleaved;
-  p.conjugate = direction != kForward;
-  p.amplitude = direction == kInverse ? 1.0 / amplitude : amplitude;
+  p.angles_per_head = p.word_heads != 1;
+  read_positions(a, p);
+  p.interleaved = a.interleaved;
+  p.conjugate = a.direction != kForward;
+  p.amplitude = a.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
 
   int64_t heads = 0;
   for (int32_t i = 0; i < p.operands; ++i) heads += p.operand[i].heads;
@@ -224,30 +274,41 @@ void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
 
 using Weights = std::optional<std::vector<Tensor>>;
 
-bool asks_for_reserved(int64_t act, const Weights& weights, int64_t gate, const Weights& gates,
-                       int64_t numerics) {
-  return act != 0 || gate != 0 || numerics != 0 || weights.has_value() || gates.has_value();
+Arguments arguments_of(const std::optional<Tensor>& words, const std::optional<Tensor>& turns,
+                       const std::optional<Tensor>& positions, int64_t offset, bool ramp,
+                       int64_t layout, int64_t start, bool interleaved, int64_t direction,
+                       double amplitude, const std::optional<Tensor>& inv_freq,
+                       const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                       int64_t tables, int64_t act, const Weights& weights, double, int64_t gate,
+                       const Weights& gates, int64_t numerics) {
+  STD_TORCH_CHECK(act == 0 && gate == 0 && numerics == 0 && !inv_freq.has_value() &&
+                      !weights.has_value() && !gates.has_value(),
+                  "tightrope: inv_freq, act, gate and numerics are reserved");
+  return {words,       turns,     positions, offset, ramp, layout, start,
+          interleaved, direction, amplitude, cos,    sin,  tables};
 }
 
-std::vector<Tensor> rotate(std::vector<Tensor> xs, Tensor words, std::optional<Tensor> turns,
-                           std::optional<Tensor> positions, int64_t offset, bool ramp,
-                           int64_t layout, int64_t start, bool interleaved, int64_t direction,
-                           double amplitude, int64_t act, Weights weights, double, int64_t gate,
-                           Weights gates, int64_t numerics) {
+// The boxing of a function into the dispatcher wants its parameters spelled out.
+#define TIGHTROPE_PARAMETERS                                                                    \
+  std::optional<Tensor> words, std::optional<Tensor> turns, std::optional<Tensor> positions,    \
+      int64_t offset, bool ramp, int64_t layout, int64_t start, bool interleaved,               \
+      int64_t direction, double amplitude, std::optional<Tensor> inv_freq,                      \
+      std::optional<Tensor> cos, std::optional<Tensor> sin, int64_t tables, int64_t act,        \
+      Weights weights, double eps, int64_t gate, Weights gates, int64_t numerics
+#define TIGHTROPE_ARGUMENTS                                                                     \
+  arguments_of(words, turns, positions, offset, ramp, layout, start, interleaved, direction,    \
+               amplitude, inv_freq, cos, sin, tables, act, weights, eps, gate, gates, numerics)
+
+std::vector<Tensor> rotate(std::vector<Tensor> xs, TIGHTROPE_PARAMETERS) {
   std::vector<Tensor> outs;
   outs.reserve(xs.size());
   for (const Tensor& x : xs) outs.push_back(torch::stable::empty_like(x));
-  rotate_into(xs, outs, words, turns, positions, offset, ramp, layout, start, interleaved,
-              direction, amplitude, asks_for_reserved(act, weights, gate, gates, numerics));
+  rotate_into(xs, outs, TIGHTROPE_ARGUMENTS);
   return outs;
 }
 
-void rotate_(std::vector<Tensor> xs, Tensor words, std::optional<Tensor> turns,
-             std::optional<Tensor> positions, int64_t offset, bool ramp, int64_t layout,
-             int64_t start, bool interleaved, int64_t direction, double amplitude, int64_t act,
-             Weights weights, double, int64_t gate, Weights gates, int64_t numerics) {
-  rotate_into(xs, xs, words, turns, positions, offset, ramp, layout, start, interleaved, direction,
-              amplitude, asks_for_reserved(act, weights, gate, gates, numerics));
+void rotate_(std::vector<Tensor> xs, TIGHTROPE_PARAMETERS) {
+  rotate_into(xs, xs, TIGHTROPE_ARGUMENTS);
 }
 
 }  // namespace

@@ -27,6 +27,12 @@ struct Operand {
   Strides out_stride;
 };
 
+// A caller's cosines or sines, [rows|1, heads|1, length, width]; strides are 0 where a size is 1.
+struct Table {
+  const void* data;
+  Strides stride;
+};
+
 struct Problem {
   Operand operand[kMaxOperands];
   int32_t operands;
@@ -41,6 +47,14 @@ struct Problem {
   const int64_t* words;
   const int64_t* turns;
   int64_t axes, word_rows, word_heads;
+
+  // Or tables, if their data is not null: a position is a row of them.
+  Table cosine, sine;
+  Dtype table_dtype;
+  int64_t table_length;
+  int64_t table_step;  // entries from one pair to the next
+
+  bool angles_per_head;  // whether words or tables differ between heads
 
   // Position of (axis, row, token): offset + value at the strides below + (ramp ? token : 0).
   const void* positions;

@@ -480,14 +480,22 @@ inline void turn_neighbours_<Half>(uint16_t* __restrict x, const float* __restri
 }
 #endif
 
+// Whether cosines and sines are kept in the order that turn_twins takes.
+inline bool in_twos(const Problem& p) { return p.dtype == Dtype::kBFloat16 && !p.interleaved; }
+
+// Where pair k of n is kept.
+inline int64_t slot(bool twos, int64_t k, int64_t n) {
+  return twos ? k / 2 + (k % 2) * ((n + 1) / 2) : k;
+}
+
 // Any distance between the channels: correct, not fast.
 template <class F>
 inline void turn_strided(const typename F::Stored* x, int64_t x_channel, typename F::Stored* y,
                          int64_t y_channel, int64_t pair, int64_t other,
                          const typename F::Value* c, const typename F::Value* s, int64_t n,
-                         bool in_twos) {
+                         bool twos) {
   for (int64_t k = 0; k < n; ++k) {
-    const int64_t at = in_twos ? k / 2 + (k % 2) * ((n + 1) / 2) : k;
+    const int64_t at = slot(twos, k, n);
     const typename F::Value a = F::load(x[k * pair * x_channel]);
     const typename F::Value b = F::load(x[(k * pair + other) * x_channel]);
     y[k * pair * y_channel] = F::store(turned_u(a, b, c[at], s[at]));
@@ -499,9 +507,6 @@ inline void turn_strided(const typename F::Stored* x, int64_t x_channel, typenam
 // processor looks ahead by itself, so without this it waits for each line (1.2 to 1.8 times longer
 // from cold caches). Asking past the end of a tensor is harmless.
 constexpr int64_t kAhead = 2048;
-
-// Whether cosines and sines are kept in the order that turn_twins takes.
-inline bool in_twos(const Problem& p) { return p.dtype == Dtype::kBFloat16 && !p.interleaved; }
 
 template <class F>
 inline void turn_head(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t token,
@@ -550,26 +555,68 @@ struct Angles {
   alignas(64) T sine[kAngles];
 };
 
+// Rows of a caller's tables.
+template <class Stored, class T>
+inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
+                    int64_t first, int64_t n, T scale, T* __restrict out) {
+  const typename Stored::Stored* from = static_cast<const typename Stored::Stored*>(table.data) +
+                                        row * table.stride.row + head * table.stride.head +
+                                        at * table.stride.token;
+  const int64_t step = p.table_step * table.stride.channel;
+  const bool twos = in_twos(p);
+  for (int64_t k = 0; k < n; ++k)
+    out[slot(twos, k, n)] = T(Stored::load(from[(first + k) * step])) * scale;
+}
+template <class T>
+inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
+                    int64_t first, int64_t n, T scale, T* out) {
+  switch (p.table_dtype) {
+    case Dtype::kFloat:
+      return look_up<Float>(p, table, row, head, at, first, n, scale, out);
+    case Dtype::kDouble:
+      return look_up<Double>(p, table, row, head, at, first, n, scale, out);
+    case Dtype::kBFloat16:
+      return look_up<BFloat16>(p, table, row, head, at, first, n, scale, out);
+    case Dtype::kHalf:
+      return look_up<Half>(p, table, row, head, at, first, n, scale, out);
+  }
+}
+
+// Cosines and sines of one token; false where its position is no number, or lies outside a table.
+template <class T>
+inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
+                      int64_t n, T* c, T* s) {
+  const T amplitude = T(p.amplitude);
+  if (p.cosine.data != nullptr) {
+    const int64_t at = position_at(p, 0, row, token).whole;
+    if (at < 0 || at >= p.table_length) return false;
+    look_up(p, p.cosine, row, head, at, first, n, amplitude, c);
+    look_up(p, p.sine, row, head, at, first, n, p.conjugate ? -amplitude : amplitude, s);
+    return true;
+  }
+  alignas(64) uint64_t phase[kAngles];
+  if (!phases(p, row, head, token, first, n, phase)) return false;
+  if (!in_twos(p)) {
+    cos_sin(phase, n, p.conjugate, amplitude, c, s);
+    return true;
+  }
+  alignas(64) uint64_t sorted[kAngles];
+  for (int64_t k = 0; k < n / 2; ++k) {
+    sorted[k] = phase[2 * k];
+    sorted[(n + 1) / 2 + k] = phase[2 * k + 1];
+  }
+  if (n % 2) sorted[n / 2] = phase[n - 1];
+  cos_sin(sorted, n, p.conjugate, amplitude, c, s);
+  return true;
+}
+
 template <class T>
 inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens,
                  int64_t first, int64_t n, Angles<T>& angles) {
-  alignas(64) uint64_t phase[kAngles];
-  alignas(64) uint64_t sorted[kAngles];
   for (int64_t t = 0; t < tokens; ++t) {
     T* c = angles.cosine + t * n;
     T* s = angles.sine + t * n;
-    if (phases(p, row, head, token + t, first, n, phase)) {
-      const uint64_t* from = phase;
-      if (in_twos(p)) {
-        for (int64_t k = 0; k < n / 2; ++k) {
-          sorted[k] = phase[2 * k];
-          sorted[(n + 1) / 2 + k] = phase[2 * k + 1];
-        }
-        if (n % 2) sorted[n / 2] = phase[n - 1];
-        from = sorted;
-      }
-      cos_sin(from, n, p.conjugate, T(p.amplitude), c, s);
-    } else {
+    if (!angles_of(p, row, head, token + t, first, n, c, s)) {
       for (int64_t k = 0; k < n; ++k) c[k] = s[k] = T(__builtin_nan(""));
     }
   }
@@ -580,7 +627,7 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t toke
                       int64_t n) {
   using T = typename F::Value;
   Angles<T> angles;
-  const bool shared = p.word_heads == 1;
+  const bool shared = !p.angles_per_head;
   if (shared) fill(p, row, 0, token, tokens, first, n, angles);
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];

@@ -108,6 +108,104 @@ def cos_sin(phase: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     return torch.where(negative_cos, -cos, cos), torch.where(negative_sin, -sin, sin)
 
 
+def look_up(
+    table: torch.Tensor,
+    form: str,
+    positions: torch.Tensor | None,
+    offset: int,
+    ramp: bool,
+    tokens: int,
+) -> torch.Tensor:
+    """Rows of a caller's table of cosines or sines, one value per pair. Differentiable by the table.
+
+    Args:
+        table: floating ``[rows|1, heads|1, length, width]``.
+        form: "cat", "repeat" or "half": how its width holds the pairs.
+        positions, offset, ramp, tokens: as of :func:`phases`, with one axis of integers.
+
+    Returns:
+        ``[rows|1, heads|1, tokens, pairs]``; NaN where a position lies outside the table.
+    """
+    pairs = pairs_of(table, form)
+    table = table[..., 0::2] if form == "repeat" else table[..., :pairs]
+    if _is_whole(table, positions, offset, ramp, tokens):
+        return table
+    at, inside = _rows_of(table, positions, offset, ramp, tokens)
+    if table.shape[2] == 0:
+        table = table.new_zeros((*table.shape[:2], 1, pairs))
+    if at.shape[0] == 1:
+        found = table.index_select(2, at[0])
+    elif table.shape[0] == 1:
+        found = table[0].index_select(1, at.flatten()).unflatten(1, at.shape).movedim(1, 0)
+    else:
+        index = at[:, None, :, None].expand(-1, table.shape[1], -1, pairs)
+        found = table.gather(2, index)
+    return torch.where(inside[:, None, :, None], found, torch.nan)
+
+
+def put_back(
+    grad: torch.Tensor,
+    table: torch.Tensor,
+    form: str,
+    positions: torch.Tensor | None,
+    offset: int,
+    ramp: bool,
+) -> torch.Tensor:
+    """The transpose of :func:`look_up`: the gradient by a table from that by its looked-up rows.
+
+    Args:
+        grad: ``[rows, heads|1, tokens, pairs]``.
+        table, form, positions, offset, ramp: as of :func:`look_up`.
+
+    Returns:
+        Shaped and typed as the table; what duplicates hold is not read and gets zeros.
+    """
+    tokens, pairs = grad.shape[2:]
+    if not _is_whole(table, positions, offset, ramp, tokens):
+        at, inside = _rows_of(table, positions, offset, ramp, tokens)
+        grad = torch.where(inside[:, None, :, None], grad, 0.0)
+        rows, heads, length = table.shape[:3]
+        zeros = grad.new_zeros((rows, heads, max(length, 1), pairs))
+        if at.shape[0] == 1:
+            grad = zeros.index_add(2, at[0], grad if rows != 1 else grad.sum(0, keepdim=True))
+        elif rows == 1:
+            grad = zeros.index_add(2, at.flatten(), grad.movedim(0, 1).flatten(1, 2)[None])
+        else:
+            grad = zeros.scatter_add(2, at[:, None, :, None].expand_as(grad), grad)
+        grad = grad[:, :, :length]
+    elif table.shape[0] == 1:
+        grad = grad.sum(0, keepdim=True)
+    if form == "cat":
+        grad = torch.cat((grad, torch.zeros_like(grad)), -1)
+    elif form == "repeat":
+        grad = torch.stack((grad, torch.zeros_like(grad)), -1).flatten(-2)
+    return grad.to(table.dtype)
+
+
+def _is_whole(
+    table: torch.Tensor, positions: torch.Tensor | None, offset: int, ramp: bool, tokens: int
+) -> bool:
+    """Whether the rows of a table are the tokens, in order."""
+    return positions is None and ramp and offset == 0 and table.shape[2] == tokens
+
+
+def _rows_of(
+    table: torch.Tensor, positions: torch.Tensor | None, offset: int, ramp: bool, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which row of a table each token has, ``[rows|1, tokens]``, and whether it is inside."""
+    whole, _ = _split(positions, table.device)
+    at = whole[0] + offset
+    if ramp:
+        at = at + torch.arange(tokens, device=table.device)
+    inside = (at >= 0) & (at < table.shape[2])
+    return torch.where(inside, at, 0), inside
+
+
+def pairs_of(table: torch.Tensor, form: str) -> int:
+    """How many pairs a table of that format holds."""
+    return table.shape[3] if form == "half" else table.shape[3] // 2
+
+
 def position_angle(
     words: torch.Tensor, turns: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:

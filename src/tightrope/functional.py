@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ._errors import sentence
 from .backends import BY_NAME, reference
-from .ops import autograd, schema
+from .ops import autograd, schema, tables as given_tables
 from .ops.checks import check_in_place, check_in_place_grad, layout_named, prepare
 from .ops.layouts import Layout
 from .positions import PositionsLike
@@ -242,6 +242,143 @@ def rotary_pos_embedding(
     return y.reshape(input_.shape)
 
 
+@overload
+def apply_rotary_pos_emb(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = ...,
+    *,
+    interleaved: bool = ...,
+    tables: str = ...,
+    position_ids: torch.Tensor | None = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def apply_rotary_pos_emb(
+    q: torch.Tensor,
+    k: None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = ...,
+    *,
+    interleaved: bool = ...,
+    tables: str = ...,
+    position_ids: torch.Tensor | None = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, None]: ...
+def apply_rotary_pos_emb(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    interleaved: bool = False,
+    tables: str = "cat",
+    position_ids: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate queries and keys by tables of cosines and sines: the field's usual signature.
+
+    For code that has its tables already. :func:`rotate_qk` needs none, and is exact at any position.
+
+    Args:
+        q, k: floating, as of :func:`rotate_qk`; four dimensions, or three without a batch or heads.
+            k may be None.
+        cos, sin: float32, float64, bfloat16 or float16, on the device of q: ``(tokens, width)``,
+            ``(rows, tokens, width)``, or with as many dimensions as q. Channels past what the tables
+            rotate pass.
+        unsqueeze_dim: where the heads of q are: 1 for (batch, heads, seq, dim), 2 for
+            (batch, seq, heads, dim).
+        interleaved: pair channels (0, 1), (2, 3), … instead of halves.
+        tables: how the width holds the pairs: "cat", halves duplicated; "repeat", pairs duplicated;
+            "half", one entry per pair. Of duplicates the first is read.
+        position_ids: int32 or int64 ``(tokens,)`` or ``(rows, tokens)``: which rows of the tables.
+        backend: as of :func:`rotate`.
+
+    Returns:
+        Rotated q and k. Differentiable by q, k, cos and sin.
+
+    Raises:
+        IndexError: ids outside the tables, on the CPU. Where a look would cost a synchronisation, or
+            in compiled code, such tokens become NaN.
+        TypeError, ValueError: arguments that do not fit, each with its sentence.
+
+    Source: the formula of Su et al., RoFormer (arXiv 2104.09864), equation 34.
+
+    >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
+    >>> angle = torch.arange(16.0)[:, None] * torch.ones(64)
+    >>> q, k = apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())
+    """
+    name = "apply_rotary_pos_emb"
+    xs = [q] if k is None else [q, k]
+    arguments = given_tables.arguments(
+        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
+    )
+    ys = _run(name, xs, arguments, backend)
+    return ys[0], None if k is None else ys[1]
+
+
+@overload
+def apply_rotary_pos_emb_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = ...,
+    *,
+    interleaved: bool = ...,
+    tables: str = ...,
+    position_ids: torch.Tensor | None = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def apply_rotary_pos_emb_(
+    q: torch.Tensor,
+    k: None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = ...,
+    *,
+    interleaved: bool = ...,
+    tables: str = ...,
+    position_ids: torch.Tensor | None = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, None]: ...
+def apply_rotary_pos_emb_(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    interleaved: bool = False,
+    tables: str = "cat",
+    position_ids: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate in place: :func:`apply_rotary_pos_emb` without new tensors.
+
+    Args: as of :func:`apply_rotary_pos_emb`, and q and k as of :func:`rotate_qk_`.
+
+    Returns:
+        q and k themselves.
+
+    >>> q, angle = torch.randn(1, 8, 16, 64), torch.zeros(16, 64)
+    >>> apply_rotary_pos_emb_(q, None, angle.cos(), angle.sin())[0] is q
+    True
+    """
+    name = "apply_rotary_pos_emb_"
+    names, xs = (("q",), [q]) if k is None else (("q", "k"), [q, k])
+    arguments = given_tables.arguments(
+        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
+    )
+    _run_in_place(name, names, xs, arguments, backend)
+    return q, k
+
+
 def rotate_first(
     operation: str,
     x: torch.Tensor,
@@ -279,7 +416,12 @@ def _out_of_place(
 ) -> Sequence[torch.Tensor]:
     where = layout_named(operation, layout)
     rotation = prepare(operation, names, xs, spec, positions, where, wider)
-    arguments = _arguments(rotation, where, inverse)
+    return _run(operation, xs, _arguments(rotation, where, inverse), backend)
+
+
+def _run(
+    operation: str, xs: list[torch.Tensor], arguments: tuple[Any, ...], backend: str | None
+) -> Sequence[torch.Tensor]:
     if backend is not None:
         _insist(operation, backend, xs)
     if backend == "reference" or _has_tangents():
@@ -299,12 +441,21 @@ def _in_place(
 ) -> None:
     where = layout_named(operation, layout)
     rotation = prepare(operation, names, xs, spec, positions, where)
-    arguments = _arguments(rotation, where, inverse)
+    _run_in_place(operation, names, xs, _arguments(rotation, where, inverse), backend)
+
+
+def _run_in_place(
+    operation: str,
+    names: Sequence[str],
+    xs: list[torch.Tensor],
+    arguments: tuple[Any, ...],
+    backend: str | None,
+) -> None:
     if backend is not None:
         _insist(operation, backend, xs)
     if torch.compiler.is_compiling():
         # Whoever traces sees to memory. Without gradients the raw operator stays in place.
-        if autograd.needs_grad(xs, rotation.ids):
+        if autograd.needs_grad(xs, arguments):
             _copy(xs, schema.rotate(xs, *arguments))
         else:
             schema.rotate_(xs, *arguments)
@@ -312,7 +463,7 @@ def _in_place(
         # Behind a transform memory is not what it seems; the transform sees to it.
         if not autograd.in_functorch():
             check_in_place(operation, names, xs)
-            if autograd.needs_grad(xs, rotation.ids):
+            if autograd.needs_grad(xs, arguments):
                 check_in_place_grad(operation, names, xs)
         _copy(xs, reference.compose(xs, *arguments))
     elif autograd.in_functorch():

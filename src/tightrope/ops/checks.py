@@ -45,13 +45,13 @@ def prepare(
         The rotation on the device of the tensors, fit for them.
     """
     x = xs[0]
-    shape = _shape(operation, names[0], x, layout)
+    shape = shape_of(operation, names[0], x, layout)
     rotation = _rotation(operation, x, spec, positions)
     width = rotation.spec.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
         raise _wrong_width(operation, names[0], x, width)
     for name, other in zip(names[1:], xs[1:]):
-        other_shape = _shape(operation, name, other, layout)
+        other_shape = shape_of(operation, name, other, layout)
         if other_shape[-1] != shape[-1]:
             raise _wrong_width(operation, name, other, width)
         if (
@@ -60,7 +60,7 @@ def prepare(
             or other.dtype != x.dtype
             or other.device != x.device
         ):
-            raise _no_partner(operation, names[0], name, x, other, layout)
+            raise no_partner(operation, names[0], name, x, other, layout)
     if rotation.ids is not None:
         _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout)
     return rotation
@@ -97,7 +97,7 @@ def _rotation(
     )
 
 
-def _shape(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
+def shape_of(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
     """The shape of a tensor that can rotate in that layout."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(sentence(operation, f"{name} must be a tensor but got {describe(x)}"))
@@ -134,7 +134,7 @@ def _wrong_width(operation: str, name: str, x: torch.Tensor, width: int) -> Valu
     )
 
 
-def _no_partner(
+def no_partner(
     operation: str, q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor, layout: Layout
 ) -> ValueError:
     """Two tensors cannot share their angles: the first reason why."""
@@ -145,6 +145,10 @@ def _no_partner(
             rule = f"{q_name} and {k_name} must have the same number of {axis}"
             found = f" but got {q.shape[dim]} and {k.shape[dim]}"
             return ValueError(sentence(operation, rule + found + alone, **about))
+    if q.shape[-1] != k.shape[-1]:
+        rule = f"{q_name} and {k_name} must have the same number of channels"
+        found = f" but got {q.shape[-1]} and {k.shape[-1]}"
+        return ValueError(sentence(operation, rule + found + alone, **about))
     rule = f"{q_name} and {k_name} must share dtype and device"
     found = f" but got {q.dtype} on {q.device} and {k.dtype} on {k.device}"
     return ValueError(sentence(operation, rule + found + alone, **about))

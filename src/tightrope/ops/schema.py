@@ -13,6 +13,9 @@ LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 
 FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 
+#: Formats of tables: halves duplicated, pairs duplicated, one value per pair.
+TABLES = ("cat", "repeat", "half")
+
 # xs          tensors that share their angles: q, or q and k, ...
 # words, turns, positions, offset, ramp
 #             the angle of every pair; see tightrope.angles.phases
@@ -20,13 +23,21 @@ FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 # start       first rotated channel; words say how many pairs rotate
 # direction   FORWARD y = a·R(φ)x, TRANSPOSE x = a·R(-φ)y, INVERSE x = R(-φ)y / a
 # amplitude   a, on the rotated channels only
-# act, gate   reserved: f and P of the equation; 0 stands for none
-# weights, gates, eps
-#             reserved: what f and P carry
-# numerics    reserved: 0 is exact
+# inv_freq    reserved: frequencies that require grad, of which words were made
+# cos, sin    tables as the angle source in place of words: any floating dtype,
+#             [rows|1, heads|1, length, width]; a position is a row of them
+# tables      the format of cos and sin: 0 for none, else one more than the index into TABLES
+#
+# The rest is reserved, so that no later feature needs another schema; anything but the defaults is
+# refused.
+# act, weights, eps
+#             f of the equation by code, and what it carries
+# gate, gates P of the equation by code, and what it carries
+# numerics    0 is exact
 _ARGUMENTS = (
-    "Tensor words, Tensor? turns, Tensor? positions, SymInt offset, bool ramp, "
+    "Tensor? words, Tensor? turns, Tensor? positions, SymInt offset, bool ramp, "
     "int layout, int start, bool interleaved, int direction, float amplitude, "
+    "Tensor? inv_freq=None, Tensor? cos=None, Tensor? sin=None, int tables=0, "
     "int act=0, Tensor[]? weights=None, float eps=0., int gate=0, Tensor[]? gates=None, "
     "int numerics=0"
 )

@@ -15,35 +15,34 @@ def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _rows_of_angles(x: torch.Tensor | None, dim: int | None, size: int, rows: int) -> Any:
-    """[axes, rows|1, ...] with or without a mapped dimension -> [axes, size * rows, ...] or as is."""
-    if x is None or (dim is None and x.shape[1] == 1):
+def _in_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis: int) -> Any:
+    """Angles with `rows|1` in dimension `axis`, with or without a mapped dimension: with
+    `size * rows` there, or as they are."""
+    if x is None or (dim is None and x.shape[axis] == 1):
         return x
-    x = _to_front(x, dim, size).movedim(0, 1)  # [axes, size, rows|1, ...]
-    return x.expand(x.shape[0], size, rows, *x.shape[3:]).flatten(1, 2).contiguous()
+    x = _to_front(x, dim, size).movedim(0, axis)  # [..., size, rows|1, ...]
+    shape = list(x.shape)
+    shape[axis + 1] = rows
+    return x.expand(shape).flatten(axis, axis + 1).contiguous()
+
+
+# Tensors among the arguments that follow xs, and which dimension of each is its rows.
+_ROWS = {0: 1, 1: 1, 2: 1, 11: 0, 12: 0}
 
 
 def _rotate(
     info: Any, in_dims: tuple[Any, ...], xs: Sequence[torch.Tensor], *arguments: Any, **named: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
     size = info.batch_size
-    words, turns, positions, offset, ramp, code, *rest = arguments
-    layout = BY_CODE[code]
+    layout = BY_CODE[arguments[5]]
     views = [layout.to_bhsd(_to_front(x, dim, size)) for x, dim in zip(xs, in_dims[0], strict=True)]
     rows = views[0].shape[1]
-    angles = [
-        _rows_of_angles(argument, dim, size, rows)
-        for argument, dim in zip((words, turns, positions), in_dims[1:4], strict=True)
-    ]
-    ys = schema.rotate(
-        [x.flatten(0, 1) for x in views],
-        *angles,
-        offset,
-        ramp,
-        BY_NAME["bhsd"].code,
-        *rest,
-        **named,
-    )
+    flat = list(arguments)
+    flat[5] = BY_NAME["bhsd"].code
+    for at, axis in _ROWS.items():
+        if at < len(flat):
+            flat[at] = _in_rows(flat[at], in_dims[1 + at], size, rows, axis)
+    ys = schema.rotate([x.flatten(0, 1) for x in views], *flat, **named)
     return [layout.from_bhsd(y.unflatten(0, (size, rows))) for y in ys], [0] * len(ys)
 
 

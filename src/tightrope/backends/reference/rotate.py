@@ -8,8 +8,8 @@ import torch
 
 from ... import angles
 from ...ops.checks import may_overlap, may_overlap_itself
-from ...ops.layouts import BY_CODE, Layout
-from ...ops.schema import FORWARD, INVERSE, library
+from ...ops.layouts import BY_CODE
+from ...ops.schema import FORWARD, INVERSE, TABLES, library
 
 
 def why_not(x: torch.Tensor | None = None) -> str | None:
@@ -19,7 +19,7 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
 
 def compose(
     xs: Sequence[torch.Tensor],
-    words: torch.Tensor,
+    words: torch.Tensor | None,
     turns: torch.Tensor | None,
     positions: torch.Tensor | None,
     offset: int,
@@ -29,6 +29,10 @@ def compose(
     interleaved: bool,
     direction: int,
     amplitude: float,
+    inv_freq: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    tables: int = 0,
     act: int = 0,
     weights: Sequence[torch.Tensor] | None = None,
     eps: float = 0.0,
@@ -38,45 +42,39 @@ def compose(
 ) -> list[torch.Tensor]:
     """The operator out of ordinary torch functions; arguments as in :mod:`tightrope.ops.schema`.
 
-    Differentiable in xs and in floating positions, backward and forward, to any order.
+    Differentiable in xs, floating positions and tables, backward and forward, to any order.
     """
-    if act or gate or numerics or weights is not None or gates is not None:
-        raise NotImplementedError("tightrope::rotate: act, gate and numerics are reserved")
-    return [
-        _rotate_one(
-            x, words, turns, positions, offset, ramp,
-            BY_CODE[layout], start, interleaved, direction, amplitude,
-        )
-        for x in xs
-    ]  # fmt: skip
-
-
-def _rotate_one(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    turns: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    ramp: bool,
-    layout: Layout,
-    start: int,
-    interleaved: bool,
-    direction: int,
-    amplitude: float,
-) -> torch.Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    view = layout.to_bhsd(x)
-    cos, sin = _cos_sin(words, turns, positions, offset, ramp, view.shape[2], dtype)
+    if act or gate or numerics or any(a is not None for a in (inv_freq, weights, gates)):
+        raise NotImplementedError("tightrope::rotate: inv_freq, act, gate, numerics are reserved")
+    where = BY_CODE[layout]
+    views = [where.to_bhsd(x) for x in xs]
+    dtype = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
+    tokens = views[0].shape[-2]
+    if cos is not None and sin is not None:
+        form = TABLES[tables - 1]
+        at = (form, positions, offset, ramp, tokens)
+        c, s = (angles.look_up(table, *at).to(dtype) for table in (cos, sin))
+    else:
+        c, s = _cos_sin(_given(words), turns, positions, offset, ramp, tokens, dtype)
     if direction != FORWARD:
-        sin = -sin
+        s = -s
     if amplitude != 1.0:
         scale = 1.0 / amplitude if direction == INVERSE else amplitude
-        cos, sin = cos * scale, sin * scale
-    stop = start + 2 * words.shape[3]
-    turned = _turn(view[..., start:stop].to(dtype), cos, sin, interleaved).to(x.dtype)
-    if stop - start != view.shape[3]:
-        turned = torch.cat((view[..., :start], turned, view[..., stop:]), -1)
-    return layout.from_bhsd(turned)
+        c, s = c * scale, s * scale
+    stop = start + 2 * c.shape[-1]
+    ys = []
+    for view in views:
+        y = _turn(view[..., start:stop].to(dtype), c, s, interleaved).to(view.dtype)
+        if stop - start != view.shape[-1]:
+            y = torch.cat((view[..., :start], y, view[..., stop:]), -1)
+        ys.append(where.from_bhsd(y))
+    return ys
+
+
+def _given(words: torch.Tensor | None) -> torch.Tensor:
+    if words is None:
+        raise RuntimeError("tightrope::rotate: neither words nor tables were given")
+    return words
 
 
 def _cos_sin(

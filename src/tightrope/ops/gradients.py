@@ -1,0 +1,145 @@
+"""The formulas of the gradients, in plain torch, so that they can be differentiated again.
+
+With (u, v) a pair before the rotation, (y, z) after it, and (dy, dz) the gradient of the result:
+
+* by an angle, ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); hence by a floating position
+  ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs;
+* by tables, ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``.
+
+The gradient by x is the operator itself with its direction flipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .. import angles
+from .layouts import BY_CODE
+from .schema import FORWARD, INVERSE, TABLES, TRANSPOSE
+
+
+def transposed(direction: int, amplitude: float) -> tuple[int, float]:
+    """Direction and amplitude of the transpose."""
+    if direction == FORWARD:
+        return TRANSPOSE, amplitude
+    return FORWARD, 1.0 / amplitude if direction == INVERSE else amplitude
+
+
+def by_positions(
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    positions: torch.Tensor,
+    layout: int,
+    start: int,
+    interleaved: bool,
+    direction: int,
+) -> torch.Tensor:
+    """Gradient by floating positions, shaped as they are.
+
+    Args:
+        outputs, grads: results of the operator and their gradients, None where there is none.
+        words, turns, positions, layout, start, interleaved, direction: as in the schema.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=positions.device)
+    pairs = words.shape[3]
+    for output, grad in _present(outputs, grads):
+        dtype = _wide(output, positions)
+        y, z = _pairs(output, layout, start, pairs, interleaved, dtype)
+        dy, dz = _pairs(grad, layout, start, pairs, interleaved, dtype)
+        by_angle = y * dz - z * dy
+        omega = angles.inv_freq(words, turns, dtype)[:, :, :, None]
+        # One axis at a time keeps the peak at the size of x.
+        by_token = [_sum(by_angle * omega[axis], [1, 3]) for axis in range(words.shape[0])]
+        total = total + torch.stack(by_token)
+    if total.dim() == 0:
+        return torch.zeros_like(positions)
+    if direction != FORWARD:
+        total = -total
+    return _sum_to(total, positions.shape).to(positions.dtype)
+
+
+def by_tables(
+    xs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    tables: int,
+    positions: torch.Tensor | None,
+    offset: int,
+    ramp: bool,
+    layout: int,
+    start: int,
+    interleaved: bool,
+    direction: int,
+    amplitude: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients by cosine and sine tables, shaped as they are.
+
+    Args:
+        xs, grads: what was rotated, and the gradients of the results, None where there is none.
+        cos, sin, tables, …: as in the schema.
+    """
+    form = TABLES[tables - 1]
+    pairs = angles.pairs_of(cos, form)
+    by_cos = by_sin = None
+    for x, grad in _present(xs, grads):
+        dtype = _wide(x, cos)
+        u, v = _pairs(x, layout, start, pairs, interleaved, dtype)
+        dy, dz = _pairs(grad, layout, start, pairs, interleaved, dtype)
+        one, other = u * dy + v * dz, u * dz - v * dy
+        if cos.shape[1] == 1:
+            one, other = (g.sum(1, keepdim=True) for g in (one, other))
+        by_cos = one if by_cos is None else by_cos + one
+        by_sin = other if by_sin is None else by_sin + other
+    if by_cos is None or by_sin is None:
+        return torch.zeros_like(cos), torch.zeros_like(sin)
+    if direction != FORWARD:
+        by_sin = -by_sin
+    if amplitude != 1.0:
+        scale = 1.0 / amplitude if direction == INVERSE else amplitude
+        by_cos, by_sin = by_cos * scale, by_sin * scale
+
+    at = (form, positions, offset, ramp)
+    return angles.put_back(by_cos, cos, *at), angles.put_back(by_sin, sin, *at)
+
+
+def _present(
+    tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    return ((x, g) for x, g in zip(tensors, grads, strict=True) if g is not None)
+
+
+def _wide(*tensors: torch.Tensor) -> torch.dtype:
+    double = any(x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if double else torch.float32
+
+
+def _pairs(
+    x: torch.Tensor, layout: int, start: int, pairs: int, interleaved: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and second channels of the pairs, each ``[rows, heads, tokens, pairs]``."""
+    x = BY_CODE[layout].to_bhsd(x)[..., start : start + 2 * pairs].to(dtype)
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    return x[..., :pairs], x[..., pairs:]
+
+
+def _sum_to(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Sum ``[axes, rows, tokens]`` to a shape that broadcasts to it."""
+    dims = [dim for dim in (1, 2) if shape[dim] == 1 and x.shape[dim] != 1]
+    return _sum(x, dims).reshape(shape) if dims else x
+
+
+def _sum(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """A sum that is the same for any number of threads.
+
+    torch splits one sum among threads only where the result is a single number; two equal results
+    keep it from that.
+    """
+    if all(size == 1 for dim, size in enumerate(x.shape) if dim not in dims):
+        return x.expand(2, *x.shape).sum([dim + 1 for dim in dims])[0]
+    return x.sum(dims)

@@ -1,0 +1,249 @@
+"""Tables that a caller brings: every shape that the field uses, brought to the operator's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._errors import describe, sentence
+from . import schema
+from .checks import DTYPES, no_partner, shape_of
+from .layouts import BY_NAME, Layout
+
+# Rank of q and which of its dimensions is heads -> layout.
+_LAYOUTS = {(4, 1): "bhsd", (4, 2): "bshd", (3, 1): "thd", (3, 0): "bsd"}
+
+
+def arguments(
+    operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    position_ids: torch.Tensor | None,
+    interleaved: bool,
+    tables: str,
+) -> tuple[Any, ...]:
+    """Check everything against everything else.
+
+    Returns:
+        What follows xs in the schema, up to ``tables``.
+    """
+    layout = _layout(operation, q, unsqueeze_dim)
+    shape = shape_of(operation, "q", q, layout)
+    if k is not None:
+        other = shape_of(operation, "k", k, layout)
+        if (
+            other[layout.token] != shape[layout.token]
+            or other[-1] != shape[-1]
+            or (layout.row is not None and other[layout.row] != shape[layout.row])
+            or k.dtype != q.dtype
+            or k.device != q.device
+        ):
+            raise no_partner(operation, "q", "k", q, k, layout)
+    if tables not in schema.TABLES:
+        raise ValueError(
+            sentence(
+                operation,
+                f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}",
+            )
+        )
+    _check_tables(operation, q, cos, sin, tables)
+    c, s = (_canonical(operation, table, q, unsqueeze_dim, layout) for table in (cos, sin))
+    _check_fit(operation, c, q, k, cos, layout)
+    length, tokens = c.shape[2], shape[layout.token]
+    ids = None
+    if position_ids is not None:
+        ids = _ids(operation, position_ids, length, tokens, q, layout)
+    elif length != tokens:
+        raise ValueError(
+            sentence(
+                operation,
+                f"cos and sin must have one row for each of {tokens} tokens but got {length}; "
+                "give position_ids to say which rows",
+                q=q,
+                cos=cos,
+            )
+        )
+    code = schema.TABLES.index(tables) + 1
+    return (
+        *(None, None, ids, 0, ids is None),
+        *(layout.code, 0, interleaved, schema.FORWARD, 1.0),
+        *(None, c, s, code),
+    )
+
+
+def _layout(operation: str, q: torch.Tensor, unsqueeze_dim: int) -> Layout:
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(sentence(operation, f"q must be a tensor but got {describe(q)}"))
+    dims = q.dim()
+    name = _LAYOUTS.get((dims, unsqueeze_dim + dims if unsqueeze_dim < 0 else unsqueeze_dim))
+    if name is None:
+        raise ValueError(
+            sentence(
+                operation,
+                "unsqueeze_dim must name the heads of q: 1 or 2 of four dimensions, 0 or 1 of "
+                f"three, but got {unsqueeze_dim}",
+                q=q,
+            )
+        )
+    return BY_NAME[name]
+
+
+def _check_tables(
+    operation: str, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tables: str
+) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, torch.Tensor):
+            raise TypeError(sentence(operation, f"{name} must be a tensor but got {table!r}"))
+        if table.dtype not in DTYPES:
+            raise TypeError(
+                sentence(
+                    operation,
+                    f"{name} must be float32, float64, bfloat16 or float16 but got "
+                    f"{str(table.dtype).removeprefix('torch.')}",
+                    **{name: table},
+                )
+            )
+    if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.device != sin.device:
+        raise ValueError(
+            sentence(operation, "cos and sin must share shape, dtype and device", cos=cos, sin=sin)
+        )
+    if cos.device != q.device:
+        raise ValueError(
+            sentence(operation, f"cos and sin are on {cos.device} but q is on {q.device}", cos=cos)
+        )
+    width = cos.shape[-1] if cos.dim() else 0
+    if tables != "half" and width % 2:
+        raise ValueError(
+            sentence(
+                operation,
+                f"tables {tables!r} must have an even width but got {width}",
+                cos=cos,
+            )
+        )
+    rotated = 2 * width if tables == "half" else width
+    if rotated > q.shape[-1]:
+        raise ValueError(
+            sentence(
+                operation,
+                f"tables {tables!r} of width {width} rotate {rotated} channels but q has "
+                f"{q.shape[-1]}",
+                q=q,
+                cos=cos,
+            )
+        )
+
+
+def _canonical(
+    operation: str, table: torch.Tensor, q: torch.Tensor, unsqueeze_dim: int, layout: Layout
+) -> torch.Tensor:
+    """A view [rows|1, heads|1, length, width]."""
+    dims = q.dim()
+    view = table
+    if view.dim() == 2 and dims == 4:
+        view = view[None]
+    if view.dim() == dims - 1:
+        view = view.unsqueeze(unsqueeze_dim)
+    if view.dim() != dims:
+        raise ValueError(
+            sentence(
+                operation,
+                f"cos and sin must have {dims - 1} or {dims} dimensions"
+                + (", or 2," if dims == 4 else "")
+                + f" for a q of {dims} but got {table.dim()}",
+                q=q,
+                cos=table,
+            )
+        )
+    return layout.to_bhsd(view)
+
+
+def _check_fit(
+    operation: str,
+    c: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    layout: Layout,
+) -> None:
+    rows = 1 if layout.row is None else q.shape[layout.row]
+    if c.shape[0] not in (1, rows):
+        raise ValueError(
+            sentence(
+                operation,
+                f"cos and sin must have 1 or {rows} rows but got {c.shape[0]}",
+                q=q,
+                cos=cos,
+            )
+        )
+    for name, x in (("q", q), ("k", k)):
+        heads = 1 if x is None or layout.head is None else x.shape[layout.head]
+        if x is not None and c.shape[1] not in (1, heads):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"cos and sin must have 1 or {heads} heads for {name} but got {c.shape[1]}",
+                    **{name: x, "cos": cos},
+                )
+            )
+
+
+def _ids(
+    operation: str,
+    position_ids: torch.Tensor,
+    length: int,
+    tokens: int,
+    q: torch.Tensor,
+    layout: Layout,
+) -> torch.Tensor:
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dtype not in (
+        torch.int64,
+        torch.int32,
+    ):
+        raise TypeError(
+            sentence(
+                operation,
+                f"position_ids must be int32 or int64 but got {describe(position_ids)}",
+            )
+        )
+    rows = 1 if layout.row is None else q.shape[layout.row]
+    fits = ((tokens,), (1, tokens), (rows, tokens))
+    if tuple(position_ids.shape) not in fits:
+        raise ValueError(
+            sentence(
+                operation,
+                f"position_ids must have shape ({tokens},) or ({rows}, {tokens})",
+                q=q,
+                position_ids=position_ids,
+            )
+        )
+    if position_ids.device != q.device:
+        raise ValueError(
+            sentence(operation, f"position_ids are on {position_ids.device} but q is on {q.device}")
+        )
+    _check_inside(operation, position_ids, length)
+    return position_ids[None, None] if position_ids.dim() == 1 else position_ids[None]
+
+
+def _check_inside(operation: str, ids: torch.Tensor, length: int) -> None:
+    """Where a look costs no synchronisation; elsewhere such rows become NaN."""
+    if (
+        torch.compiler.is_compiling()
+        or ids.device.type != "cpu"
+        or ids.numel() == 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
+        return
+    low, high = (int(end) for end in torch.aminmax(ids))
+    if low < 0 or high >= length:
+        raise IndexError(
+            sentence(
+                operation,
+                f"position_ids must lie in [0, {length}), the rows of cos and sin, but go from "
+                f"{low} to {high}",
+            )
+        )

@@ -1,0 +1,368 @@
+"""Tables of cosines and sines as the angle source: `apply_rotary_pos_emb` and its twin in place."""
+
+import re
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from tightrope import backends
+from tightrope.functional import apply_rotary_pos_emb, apply_rotary_pos_emb_
+from tightrope.ops import schema
+
+HAS_CPU = backends()["cpu"] is None
+BACKENDS = ["reference", None]
+FORMS = ("cat", "repeat", "half")
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def written(values: torch.Tensor, form: str, junk: float = 0.0) -> torch.Tensor:
+    """One value per pair, as a table of that form; what is a duplicate differs by `junk`."""
+    if form == "half":
+        return values
+    if form == "cat":
+        return torch.cat((values, values + junk), -1)
+    return torch.stack((values, values + junk), -1).flatten(-2)
+
+
+def turned(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The formula in float64; c and s broadcast to the pairs of x."""
+    pairs = c.shape[-1]
+    x, c, s = x.double().clone(), c.double(), s.double()
+    first = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
+    second = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
+    u, v = x[..., first].clone(), x[..., second].clone()
+    x[..., first], x[..., second] = u * c - v * s, v * c + u * s
+    return x
+
+
+# name: q, k, unsqueeze_dim, shape of the values, shape that broadcasts to q
+SHAPES = {
+    "bhsd, (S, W)": ((2, 4, 5, 12), (2, 2, 5, 12), 1, (5,), (1, 1, 5)),
+    "bhsd, (B, S, W)": ((2, 4, 5, 12), (2, 2, 5, 12), 1, (2, 5), (2, 1, 5)),
+    "bhsd, (1, S, W)": ((2, 4, 5, 12), (2, 2, 5, 12), 1, (1, 5), (1, 1, 5)),
+    "bhsd, 4-D": ((2, 4, 5, 12), (2, 4, 5, 12), 1, (2, 4, 5), (2, 4, 5)),
+    "bhsd, 4-D of one head": ((2, 4, 5, 12), (2, 2, 5, 12), 1, (1, 1, 5), (1, 1, 5)),
+    "bshd, (S, W)": ((2, 5, 4, 12), (2, 5, 2, 12), 2, (5,), (1, 5, 1)),
+    "bshd, (B, S, W)": ((2, 5, 4, 12), (2, 5, 2, 12), -2, (2, 5), (2, 5, 1)),
+    "bshd, 4-D": ((2, 5, 4, 12), (2, 5, 4, 12), 2, (2, 5, 4), (2, 5, 4)),
+    "thd, (S, W)": ((5, 4, 12), (5, 2, 12), 1, (5,), (5, 1)),
+    "thd, 3-D": ((5, 4, 12), (5, 4, 12), -2, (5, 4), (5, 4)),
+    "hsd, (S, W)": ((4, 5, 12), (4, 5, 12), 0, (5,), (1, 5)),
+}
+TOLERANCE = {
+    torch.float64: 1e-14,
+    torch.float32: 2e-6,
+    torch.bfloat16: 4e-2,
+    torch.float16: 5e-3,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("q, k, dim, values, broadcast", SHAPES.values(), ids=SHAPES)
+def test_shapes(q, k, dim, values, broadcast, form, interleaved, backend) -> None:
+    for pairs in (6, 4):  # the whole head, and the first channels of it
+        for dtype in TOLERANCE:
+            for table_dtype in TOLERANCE:
+                x, y = noise(*q, dtype=dtype), noise(*k, seed=1, dtype=dtype)
+                c, s = (noise(*values, pairs, seed=n, dtype=table_dtype) for n in (2, 3))
+                cos, sin = written(c, form, junk=7.0), written(s, form, junk=9.0)
+                before = x.clone()
+                a, b = apply_rotary_pos_emb(
+                    x, y, cos, sin, dim, interleaved=interleaved, tables=form, backend=backend
+                )
+                assert torch.equal(x, before)
+                for got, raw in ((a, x), (b, y)):
+                    rows = tuple(min(n, m) for n, m in zip(broadcast, raw.shape[:-1], strict=True))
+                    want = turned(raw, c.reshape(*rows, pairs), s.reshape(*rows, pairs),
+                                  interleaved)  # fmt: skip
+                    assert got.dtype == dtype
+                    tolerance = TOLERANCE[dtype]
+                    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+                    assert torch.equal(got[..., 2 * pairs :], raw[..., 2 * pairs :])
+                alone, none = apply_rotary_pos_emb(
+                    x, None, cos, sin, dim, interleaved=interleaved, tables=form, backend=backend
+                )
+                assert none is None
+                assert torch.equal(alone, a)
+                p, q_ = x.clone(), y.clone()
+                apply_rotary_pos_emb_(
+                    p, q_, cos, sin, dim, interleaved=interleaved, tables=form, backend=backend
+                )
+                assert torch.equal(p, a)
+                assert torch.equal(q_, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_ids_choose_rows(form: str, backend: str | None) -> None:
+    x = noise(2, 3, 5, 12)
+    c, s = noise(9, 6, seed=1), noise(9, 6, seed=2)
+    cos, sin = written(c, form), written(s, form)
+    for ids in (
+        torch.tensor([8, 0, 3, 3, 1]),
+        torch.tensor([[8, 0, 3, 3, 1]], dtype=torch.int32),
+        torch.tensor([[8, 0, 3, 3, 1], [1, 2, 3, 4, 5]]),
+    ):
+        got, _ = apply_rotary_pos_emb(
+            x, None, cos, sin, tables=form, position_ids=ids, backend=backend
+        )
+        gathered = cos[ids.reshape(-1, 5).long()], sin[ids.reshape(-1, 5).long()]
+        want, _ = apply_rotary_pos_emb(x, None, *gathered, tables=form, backend=backend)
+        assert torch.equal(got, want)
+    rows = noise(2, 9, 6, seed=3), noise(2, 9, 6, seed=4)
+    ids = torch.tensor([[8, 0, 3, 3, 1], [1, 2, 3, 4, 5]])
+    got, _ = apply_rotary_pos_emb(x, None, *rows, tables="half", position_ids=ids, backend=backend)
+    picked = (table[torch.arange(2)[:, None], ids] for table in rows)
+    assert torch.equal(got, apply_rotary_pos_emb(x, None, *picked, tables="half")[0])
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 9, 2, 3], [0, -1, 2, 3, 4]])
+def test_a_row_outside_the_tables(ids: list[int]) -> None:
+    x, table = noise(2, 3, 5, 12, dtype=torch.float32), noise(9, 12, seed=1, dtype=torch.float32)
+    where = torch.tensor(ids)
+    before = x.clone()
+    text = re.escape(
+        "[apply_rotary_pos_emb_] position_ids must lie in [0, 9), the rows of cos and sin, but go "
+        f"from {min(ids)} to {max(ids)}."
+    )
+    with pytest.raises(IndexError, match=f"^{text}$"):
+        apply_rotary_pos_emb_(x, None, table, table, position_ids=where)
+    assert torch.equal(x, before)
+
+    def function(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb(x, None, table, table, position_ids=where)[0]
+
+    y = torch.compile(function, fullgraph=True, backend="aot_eager")(x, where)
+    outside = (where < 0) | (where >= 9)
+    assert y[:, :, outside].isnan().all()
+    inside, _ = apply_rotary_pos_emb(x, None, table, table, position_ids=where.clamp(0, 8))
+    assert torch.equal(y[:, :, ~outside], inside[:, :, ~outside])
+    arguments = (None, None, where[None, None], 0, False, 0, 0, False, 0, 1.0, None)
+    tables = (table[None, None], table[None, None], 1)
+    (raw,) = schema.rotate([x], *arguments, *tables)
+    assert torch.equal(raw.isnan(), y.isnan())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", ["bhsd, (B, S, W)", "bhsd, 4-D", "bshd, (S, W)", "thd, 3-D"])
+def test_gradients(name: str, form: str, interleaved: bool) -> None:
+    q, k, dim, values, _ = SHAPES[name]
+    x, y = noise(*q).requires_grad_(), noise(*k, seed=1).requires_grad_()
+    cos, sin = (written(noise(*values, 4, seed=n), form).requires_grad_() for n in (2, 3))
+
+    def function(x, y, cos, sin):
+        return apply_rotary_pos_emb(x, y, cos, sin, dim, interleaved=interleaved, tables=form)
+
+    def in_place(x, y, cos, sin):
+        x, y = x * 1, y * 1
+        return apply_rotary_pos_emb_(x, y, cos, sin, dim, interleaved=interleaved, tables=form)
+
+    for one in (function, in_place):
+        assert gradcheck(one, (x, y, cos, sin), fast_mode=True)
+        assert gradgradcheck(one, (x, y, cos, sin), fast_mode=True)
+    forward = {"check_forward_ad": True, "check_backward_ad": False, "fast_mode": True}
+    assert gradcheck(function, (x, y, cos, sin), **forward)
+
+
+def test_gradients_by_tables_through_ids() -> None:
+    x = noise(2, 3, 5, 8).requires_grad_()
+    for shape in ((9, 4), (2, 9, 4)):
+        cos, sin = noise(*shape, seed=1).requires_grad_(), noise(*shape, seed=2).requires_grad_()
+        for ids in (
+            torch.tensor([8, 0, 3, 3, 1]),
+            torch.tensor([[8, 0, 3, 3, 1], [1, 2, 8, 4, 5]]),
+        ):
+            assert gradcheck(
+                lambda x, c, s, ids=ids: apply_rotary_pos_emb(
+                    x, None, c, s, tables="half", position_ids=ids
+                )[0],
+                (x, cos, sin),
+            )
+
+
+def test_gradients_of_duplicates_reach_what_was_duplicated() -> None:
+    x = noise(2, 3, 5, 8)
+    for form in ("cat", "repeat"):
+        grads = []
+        for how in (form, "half"):
+            angle = noise(5, 4, seed=1).requires_grad_()
+            cos, sin = written(angle.cos(), how), written(angle.sin(), how)
+            y, _ = apply_rotary_pos_emb(x, None, cos, sin, tables=how)
+            y.pow(3).sum().backward()
+            grads.append(angle.grad)
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+def test_registration() -> None:
+    x = [noise(2, 3, 5, 8, dtype=torch.float32).requires_grad_()]
+    cos, sin = (noise(2, 1, 5, 8, seed=n, dtype=torch.float32).requires_grad_() for n in (1, 2))
+    call = (None, None, None, 0, True, 0, 0, False, 0, 1.0, None, cos, sin, 1)
+    torch.library.opcheck(schema.rotate, (x, *call))
+    fixed = (*call[:11], cos.detach(), sin.detach(), 1)
+    torch.library.opcheck(schema.rotate_, ([x[0].detach()], *fixed))
+
+
+def test_transforms() -> None:
+    x, cos, sin = noise(4, 2, 3, 5, 8), noise(4, 5, 8, seed=1), noise(4, 5, 8, seed=2)
+
+    def function(x, cos, sin):
+        return apply_rotary_pos_emb(x, None, cos, sin)[0]
+
+    expected = torch.stack([function(*each) for each in zip(x, cos, sin, strict=True)])
+    assert torch.equal(torch.vmap(function)(x, cos, sin), expected)
+    assert torch.equal(
+        torch.vmap(function, in_dims=(None, 0, 0))(x[0], cos, sin),
+        torch.stack([function(x[0], c, s) for c, s in zip(cos, sin, strict=True)]),
+    )
+    grads = torch.func.grad(lambda *a: function(*a).pow(3).sum(), argnums=(0, 1, 2))
+    got = grads(x[0], cos[0], sin[0])
+    leaves = [t[0].clone().requires_grad_() for t in (x, cos, sin)]
+    function(*leaves).pow(3).sum().backward()
+    for a, b in zip(got, leaves, strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=1e-12, atol=1e-12)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 9, 17):
+        each = noise(2, 3, tokens, 8), noise(tokens, 8, seed=1), noise(tokens, 8, seed=2)
+        assert torch.equal(compiled(*each), function(*each))
+
+
+def test_bitwise_invariance() -> None:
+    """Strides of tables and of x, q alone or with k, and threads change no bit."""
+    for dtype in TOLERANCE:
+        x, y = noise(2, 4, 300, 24, dtype=dtype), noise(2, 2, 300, 24, seed=1, dtype=dtype)
+        cos, sin = noise(2, 300, 24, seed=2, dtype=dtype), noise(2, 300, 24, seed=3, dtype=dtype)
+        want = apply_rotary_pos_emb(x, y, cos, sin)
+        strided = cos.transpose(1, 2).contiguous().transpose(1, 2)
+        again = apply_rotary_pos_emb(
+            x.transpose(1, 2).contiguous().transpose(1, 2), y, strided, sin
+        )
+        assert torch.equal(want[0], again[0])
+        one = apply_rotary_pos_emb(x[1:, 2:3, 7:8], None, cos[1:, 7:8], sin[1:, 7:8])[0]
+        assert torch.equal(one, want[0][1:, 2:3, 7:8])
+        before = torch.get_num_threads()
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            assert torch.equal(apply_rotary_pos_emb(x, y, cos, sin)[1], want[1])
+        torch.set_num_threads(before)
+
+
+X, C = torch.zeros(2, 3, 5, 8), torch.zeros(5, 8)
+ERRORS = {
+    "unsqueeze_dim": (
+        lambda: apply_rotary_pos_emb(X, None, C, C, 3),
+        ValueError,
+        "[apply_rotary_pos_emb] unsqueeze_dim must name the heads of q: 1 or 2 of four dimensions, "
+        "0 or 1 of three, but got 3 (q: float32[2, 3, 5, 8]).",
+    ),
+    "format": (
+        lambda: apply_rotary_pos_emb(X, None, C, C, tables="neox"),
+        ValueError,
+        "[apply_rotary_pos_emb] tables must be one of cat, repeat, half but got 'neox'.",
+    ),
+    "integer q": (
+        lambda: apply_rotary_pos_emb(X.int(), None, C, C),
+        TypeError,
+        "[apply_rotary_pos_emb] q must be float32, float64, bfloat16 or float16 but got int32 "
+        "(q: int32[2, 3, 5, 8]).",
+    ),
+    "no q": (
+        lambda: apply_rotary_pos_emb(None, None, C, C),
+        TypeError,
+        "[apply_rotary_pos_emb] q must be a tensor but got None.",
+    ),
+    "integer table": (
+        lambda: apply_rotary_pos_emb(X, None, C, C.int()),
+        TypeError,
+        "[apply_rotary_pos_emb] sin must be float32, float64, bfloat16 or float16 but got int32 "
+        "(sin: int32[5, 8]).",
+    ),
+    "no table": (
+        lambda: apply_rotary_pos_emb(X, None, None, C),
+        TypeError,
+        "[apply_rotary_pos_emb] cos must be a tensor but got None.",
+    ),
+    "two shapes": (
+        lambda: apply_rotary_pos_emb(X, None, C, C[:, :4]),
+        ValueError,
+        "[apply_rotary_pos_emb] cos and sin must share shape, dtype and device "
+        "(cos: float32[5, 8], sin: float32[5, 4]).",
+    ),
+    "too wide": (
+        lambda: apply_rotary_pos_emb(X, None, C, C, tables="half"),
+        ValueError,
+        "[apply_rotary_pos_emb] tables 'half' of width 8 rotate 16 channels but q has 8 "
+        "(q: float32[2, 3, 5, 8], cos: float32[5, 8]).",
+    ),
+    "odd width": (
+        lambda: apply_rotary_pos_emb(X, None, C[:, :5], C[:, :5]),
+        ValueError,
+        "[apply_rotary_pos_emb] tables 'cat' must have an even width but got 5 "
+        "(cos: float32[5, 5]).",
+    ),
+    "too few rows": (
+        lambda: apply_rotary_pos_emb(X, None, C[:4], C[:4]),
+        ValueError,
+        "[apply_rotary_pos_emb] cos and sin must have one row for each of 5 tokens but got 4; give "
+        "position_ids to say which rows (q: float32[2, 3, 5, 8], cos: float32[4, 8]).",
+    ),
+    "another head dimension": (
+        lambda: apply_rotary_pos_emb(X, None, C, C, 2),
+        ValueError,
+        "[apply_rotary_pos_emb] cos and sin must have one row for each of 3 tokens but got 5; give "
+        "position_ids to say which rows (q: float32[2, 3, 5, 8], cos: float32[5, 8]).",
+    ),
+    "batch": (
+        lambda: apply_rotary_pos_emb(X, None, C.expand(3, -1, -1), C.expand(3, -1, -1)),
+        ValueError,
+        "[apply_rotary_pos_emb] cos and sin must have 1 or 2 rows but got 3 "
+        "(q: float32[2, 3, 5, 8], cos: float32[3, 5, 8]).",
+    ),
+    "heads": (
+        lambda: apply_rotary_pos_emb(X, X[:, :2], *(C.expand(2, 3, -1, -1),) * 2),
+        ValueError,
+        "[apply_rotary_pos_emb] cos and sin must have 1 or 2 heads for k but got 3 "
+        "(k: float32[2, 2, 5, 8], cos: float32[2, 3, 5, 8]).",
+    ),
+    "rank": (
+        lambda: apply_rotary_pos_emb(X, None, C[0], C[0]),
+        ValueError,
+        "[apply_rotary_pos_emb] cos and sin must have 3 or 4 dimensions, or 2, for a q of 4 but got "
+        "1 (q: float32[2, 3, 5, 8], cos: float32[8]).",
+    ),
+    "k of another length": (
+        lambda: apply_rotary_pos_emb(X, X[:, :, :4], C, C),
+        ValueError,
+        "[apply_rotary_pos_emb] q and k must have the same number of tokens but got 5 and 4; rotate "
+        "them one by one (q: float32[2, 3, 5, 8], k: float32[2, 3, 4, 8]).",
+    ),
+    "k of another width": (
+        lambda: apply_rotary_pos_emb(X, torch.zeros(2, 3, 5, 16), C, C),
+        ValueError,
+        "[apply_rotary_pos_emb] q and k must have the same number of channels but got 8 and 16; "
+        "rotate them one by one (q: float32[2, 3, 5, 8], k: float32[2, 3, 5, 16]).",
+    ),
+    "float ids": (
+        lambda: apply_rotary_pos_emb(X, None, C, C, position_ids=torch.zeros(5)),
+        TypeError,
+        "[apply_rotary_pos_emb] position_ids must be int32 or int64 but got float32[5].",
+    ),
+    "shape of ids": (
+        lambda: apply_rotary_pos_emb(X, None, C, C, position_ids=torch.zeros(3, 5).long()),
+        ValueError,
+        "[apply_rotary_pos_emb] position_ids must have shape (5,) or (2, 5) "
+        "(q: float32[2, 3, 5, 8], position_ids: int64[3, 5]).",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, error, text", ERRORS.values(), ids=ERRORS)
+def test_sentence(call, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call()
