@@ -81,8 +81,7 @@ struct Extent {
 };
 using Extents = std::array<Extent, 4>;
 
-Extents extents_of(const Problem& p, const Operand& o) {
-  const Strides& s = o.out_stride;
+Extents extents_of(const Problem& p, const Operand& o, const Strides& s) {
   return {{{p.rows, s.row}, {o.heads, s.head}, {p.tokens, s.token}, {p.head_dim, s.channel}}};
 }
 
@@ -108,26 +107,37 @@ int64_t run_of(const Extents& extents, int64_t period) {
 }
 
 // False where two tensors certainly share no element.
-bool may_overlap(const Operand& a, const Extents& ae, const Operand& b, const Extents& be,
+bool may_overlap(const void* a, const Extents& ae, const void* b, const Extents& be,
                  int64_t element) {
-  const int64_t gap = (static_cast<char*>(b.out) - static_cast<char*>(a.out)) / element;
+  const int64_t gap = (static_cast<const char*>(b) - static_cast<const char*>(a)) / element;
   if (gap >= run_of(ae, 0) || -gap >= run_of(be, 0)) return false;
-  for (const Extent& e : ae) {
-    if (e.stride <= 1) continue;
-    const int64_t at = (gap % e.stride + e.stride) % e.stride;
-    if (run_of(ae, e.stride) <= at && at + run_of(be, e.stride) <= e.stride) return false;
-  }
+  for (const Extents& extents : {ae, be})
+    for (const Extent& e : extents) {
+      if (e.stride <= 1) continue;
+      const int64_t at = (gap % e.stride + e.stride) % e.stride;
+      if (run_of(ae, e.stride) <= at && at + run_of(be, e.stride) <= e.stride) return false;
+    }
   return true;
 }
 
-bool memory_overlaps(const Problem& p) {
+// Whose memory is written: that of new tensors, of the tensors that are read, or of others.
+enum class Outs { kNew, kInPlace, kGiven };
+
+// Whether what is written may overlap itself, or what is read elsewhere.
+bool memory_overlaps(const Problem& p, Outs outs) {
   const int64_t element = p.dtype == Dtype::kDouble ? 8 : p.dtype == Dtype::kFloat ? 4 : 2;
   for (int32_t i = 0; i < p.operands; ++i) {
-    const Extents extents = extents_of(p, p.operand[i]);
-    if (may_overlap_itself(extents)) return true;
-    for (int32_t j = 0; j < i; ++j)
-      if (may_overlap(p.operand[j], extents_of(p, p.operand[j]), p.operand[i], extents, element))
+    const Operand& a = p.operand[i];
+    const Extents out = extents_of(p, a, a.out_stride);
+    if (may_overlap_itself(out)) return true;
+    for (int32_t j = 0; j < p.operands; ++j) {
+      const Operand& b = p.operand[j];
+      if (j < i && may_overlap(a.out, out, b.out, extents_of(p, b, b.out_stride), element))
         return true;
+      // In place each reads what it writes itself.
+      if (outs == Outs::kGiven && may_overlap(a.out, out, b.in, extents_of(p, b, b.in_stride), element))
+        return true;
+    }
   }
   return false;
 }
@@ -206,8 +216,8 @@ void read_positions(const Arguments& a, Problem& p) {
 
 // Sentences for users are worded in Python, before a call comes here. What is checked below keeps a
 // direct call of the raw operator from reading or writing outside its tensors.
-void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
-                 const Arguments& a) {
+void run(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs, Outs whose,
+         const Arguments& a) {
   STD_TORCH_CHECK(a.layout >= 0 && a.layout < 6, "tightrope: layout");
   STD_TORCH_CHECK(!xs.empty() && xs.size() <= size_t(tightrope::kMaxOperands), "tightrope: xs");
   const Layout& layout = kLayouts[a.layout];
@@ -227,6 +237,9 @@ void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
     }
     STD_TORCH_CHECK(rows == p.rows && tokens == p.tokens && head_dim == p.head_dim,
                     "tightrope: xs must share rows, tokens and channels");
+    for (int d = 0; d < layout.dims; ++d)
+      STD_TORCH_CHECK(out.dims == x.dims && out.size[d] == x.size[d],
+                      "tightrope: outs must have the shapes of xs");
     p.operand[i] = Operand{xs[i].const_data_ptr(), outs[i].mutable_data_ptr(),
                            x.size_at(layout.head), x.strides(layout), out.strides(layout)};
   }
@@ -252,8 +265,7 @@ void rotate_into(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs,
   int64_t heads = 0;
   for (int32_t i = 0; i < p.operands; ++i) heads += p.operand[i].heads;
   if (p.rows == 0 || p.tokens == 0 || heads == 0 || p.head_dim == 0) return;
-  STD_TORCH_CHECK(p.operand[0].in != p.operand[0].out || !memory_overlaps(p),
-                  "tightrope: memory overlaps");
+  STD_TORCH_CHECK(whose == Outs::kNew || !memory_overlaps(p, whose), "tightrope: memory overlaps");
   const int64_t fits = p.pairs == 0 ? 16 : tightrope::kAngles / p.pairs;
   p.tile = fits < 1 ? 1 : fits > 16 ? 16 : fits;
   if (p.tile > p.tokens) p.tile = p.tokens;
@@ -303,12 +315,20 @@ std::vector<Tensor> rotate(std::vector<Tensor> xs, TIGHTROPE_PARAMETERS) {
   std::vector<Tensor> outs;
   outs.reserve(xs.size());
   for (const Tensor& x : xs) outs.push_back(torch::stable::empty_like(x));
-  rotate_into(xs, outs, TIGHTROPE_ARGUMENTS);
+  run(xs, outs, Outs::kNew, TIGHTROPE_ARGUMENTS);
   return outs;
 }
 
 void rotate_(std::vector<Tensor> xs, TIGHTROPE_PARAMETERS) {
-  rotate_into(xs, xs, TIGHTROPE_ARGUMENTS);
+  run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS);
+}
+
+void rotate_into(std::vector<Tensor> xs, std::vector<Tensor> outs, TIGHTROPE_PARAMETERS) {
+  STD_TORCH_CHECK(!xs.empty() && xs.size() == outs.size(), "tightrope: one out for each x");
+  for (const Tensor& out : outs)
+    STD_TORCH_CHECK(out.is_cpu() && code_of(out) == code_of(xs[0]),
+                    "tightrope: outs must have the dtype and device of xs");
+  run(xs, outs, Outs::kGiven, TIGHTROPE_ARGUMENTS);
 }
 
 }  // namespace
@@ -316,4 +336,5 @@ void rotate_(std::vector<Tensor> xs, TIGHTROPE_PARAMETERS) {
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
   m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("rotate_", TORCH_BOX(&rotate_));
+  m.impl("rotate_into", TORCH_BOX(&rotate_into));
 }

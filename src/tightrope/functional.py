@@ -11,7 +11,14 @@ from torch.autograd import forward_ad
 from ._errors import sentence
 from .backends import BY_NAME, reference
 from .ops import autograd, schema, tables as given_tables
-from .ops.checks import check_in_place, check_in_place_grad, layout_named, prepare
+from .ops.checks import (
+    check_in_place,
+    check_in_place_grad,
+    check_out,
+    check_out_memory,
+    layout_named,
+    prepare,
+)
 from .ops.layouts import Layout
 from .positions import PositionsLike
 from .spec import PreparedRotation, RopeSpec
@@ -24,6 +31,7 @@ def rotate(
     *,
     layout: str = "bhsd",
     inverse: bool = False,
+    out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate the channel pairs of a tensor by the angles of its positions.
@@ -37,10 +45,12 @@ def rotate(
         layout: "bhsd" (batch, heads, tokens, channels), "bshd", "sbhd", "thd" (packed tokens, heads,
             channels), "bsd" or "sd".
         inverse: undo the rotation instead.
+        out: where the result goes, without another pass: of the shape, dtype and device of x, any
+            strides (a slot of a key cache, say), sharing no memory with x. It has no gradient.
         backend: None for the fastest; "cpu" or "reference" to insist on one.
 
     Returns:
-        A new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside
+        ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside
         the rotated slice are copied. Differentiable by x and by floating positions.
 
     Raises:
@@ -54,7 +64,8 @@ def rotate(
     >>> rotate(q, RopeSpec(head_dim=64)).shape
     torch.Size([2, 8, 16, 64])
     """
-    (y,) = _out_of_place("rotate", ("x",), [x], spec, positions, layout, inverse, backend)
+    outs = None if out is None else [out]
+    (y,) = _out_of_place("rotate", ("x",), [x], spec, positions, layout, inverse, backend, outs)
     return y
 
 
@@ -96,6 +107,7 @@ def rotate_qk(
     *,
     layout: str = ...,
     inverse: bool = ...,
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = ...,
     backend: str | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
@@ -107,6 +119,7 @@ def rotate_qk(
     *,
     layout: str = ...,
     inverse: bool = ...,
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = ...,
     backend: str | None = ...,
 ) -> tuple[torch.Tensor, None]: ...
 def rotate_qk(
@@ -117,6 +130,7 @@ def rotate_qk(
     *,
     layout: str = "bhsd",
     inverse: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate queries and keys in one launch, with their angles computed once.
@@ -125,6 +139,7 @@ def rotate_qk(
         q, k: as x of :func:`rotate`; the same rows, tokens and dtype; any numbers of heads (GQA,
             MQA). k may be None.
         spec, positions, layout, inverse, backend: as of :func:`rotate`.
+        out: as of :func:`rotate`, a pair for q and k; None for a k that is None.
 
     Returns:
         Rotated q and k; None for a k that was None.
@@ -133,11 +148,10 @@ def rotate_qk(
     >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
-    if k is None:
-        (y,) = _out_of_place("rotate_qk", ("q",), [q], spec, positions, layout, inverse, backend)
-        return y, None
-    y, z = _out_of_place("rotate_qk", ("q", "k"), [q, k], spec, positions, layout, inverse, backend)
-    return y, z
+    names, xs = (("q",), [q]) if k is None else (("q", "k"), [q, k])
+    outs = None if out is None else [x for x in out if x is not None]
+    ys = _out_of_place("rotate_qk", names, xs, spec, positions, layout, inverse, backend, outs)
+    return ys[0], None if k is None else ys[1]
 
 
 @overload
@@ -412,11 +426,17 @@ def _out_of_place(
     layout: str,
     inverse: bool,
     backend: str | None,
+    outs: list[torch.Tensor] | None = None,
     wider: bool = False,
 ) -> Sequence[torch.Tensor]:
     where = layout_named(operation, layout)
     rotation = prepare(operation, names, xs, spec, positions, where, wider)
-    return _run(operation, xs, _arguments(rotation, where, inverse), backend)
+    arguments = _arguments(rotation, where, inverse)
+    if outs is None:
+        return _run(operation, xs, arguments, backend)
+    check_out(operation, names, xs, outs)
+    _run_into(operation, xs, outs, arguments, backend)
+    return outs
 
 
 def _run(
@@ -427,6 +447,31 @@ def _run(
     if backend == "reference" or _has_tangents():
         return reference.compose(xs, *arguments)
     return autograd.differentiable(xs, arguments)
+
+
+def _run_into(
+    operation: str,
+    xs: list[torch.Tensor],
+    outs: list[torch.Tensor],
+    arguments: tuple[Any, ...],
+    backend: str | None,
+) -> None:
+    if backend is not None:
+        _insist(operation, backend, xs)
+    if torch.compiler.is_compiling():
+        schema.rotate_into(xs, outs, *arguments)
+    elif autograd.in_functorch():
+        _copy(outs, _run(operation, xs, arguments, backend))
+    elif backend == "reference" or _has_tangents():
+        check_out_memory(operation, xs, outs)
+        _copy(outs, reference.compose(xs, *arguments))
+    else:
+        try:
+            autograd.into(xs, outs, arguments)
+        except RuntimeError:
+            # Kernels refuse overlapping memory before they write.
+            check_out_memory(operation, xs, outs)
+            raise
 
 
 def _in_place(

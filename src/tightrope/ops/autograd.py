@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,15 @@ def in_place(
     with torch._C._AutoDispatchBelowAutograd():
         schema.rotate_(xs, *arguments)
     torch.autograd.graph.increment_version(xs)
+
+
+def into(
+    xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], arguments: tuple[Any, ...]
+) -> None:
+    """The operator into given memory, in an ordinary eager call that needs no gradient."""
+    with torch._C._AutoDispatchBelowAutograd():
+        schema.rotate_into(xs, outs, *arguments)
+    torch.autograd.graph.increment_version(outs)
 
 
 def needs_grad(xs: Sequence[torch.Tensor], arguments: tuple[Any, ...]) -> bool:
@@ -179,27 +188,37 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]
     return (by_x, *by_arguments[:given], *(None,) * (given - len(by_arguments)))
 
 
-def _raw_in_place(
-    keyset: torch._C.DispatchKeySet, xs: Sequence[torch.Tensor], *arguments: Any, **named: Any
-) -> None:
-    """A call of the raw mutable operator through autograd.
+def _raw(operator: Any, written: int) -> Callable[..., None]:
+    """The Autograd kernel of a raw operator that writes into its arguments.
 
-    Without this kernel a tensor that requires grad would be changed under an identity gradient, and
-    no version counter would tell.
+    Without it a tensor that requires grad would be changed under an identity gradient, and no
+    version counter would tell.
+
+    Args:
+        operator: the operator.
+        written: which argument holds the tensors that it writes.
     """
-    tensors = (*xs, *(a for a in arguments if isinstance(a, torch.Tensor)))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise RuntimeError(
-            "[tightrope::rotate_] the raw operator has no gradient; "
-            "call tightrope.functional.rotate_, which has."
-        )
-    with torch._C._AutoDispatchBelowAutograd():
-        schema.rotate_.redispatch(keyset & torch._C._after_autograd_keyset, xs, *arguments, **named)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(tuple(xs))
+
+    def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> None:
+        tensors = (t for a in arguments for t in (a if isinstance(a, (list, tuple)) else (a,)))
+        if torch.is_grad_enabled() and any(
+            isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
+        ):
+            name = operator.name()
+            raise RuntimeError(
+                f"[{name}] the raw operator has no gradient; call tightrope.functional.rotate or "
+                "rotate_, which have."
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments, **named)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(tuple(arguments[written]))
+
+    return kernel
 
 
 def register() -> None:
     """Register the gradients; once, at import."""
     torch.library.register_autograd("tightrope::rotate", _backward, setup_context=_setup)
-    library.impl("rotate_", _raw_in_place, "Autograd", with_keyset=True)
+    library.impl("rotate_", _raw(schema.rotate_, 0), "Autograd", with_keyset=True)
+    library.impl("rotate_into", _raw(schema.rotate_into, 1), "Autograd", with_keyset=True)

@@ -205,6 +205,65 @@ def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tens
         )
 
 
+def check_out(
+    operation: str, names: Sequence[str], xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+) -> None:
+    """Refuse memory that does not fit what goes there, or that autograd would have to follow."""
+    if len(outs) != len(xs):
+        raise ValueError(
+            sentence(
+                operation,
+                f"out must hold one tensor for each of {', '.join(names)}, got {len(outs)}",
+            )
+        )
+    for name, x, out in zip(names, xs, outs, strict=True):
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(
+                sentence(operation, f"out must be a tensor for {name} but got {describe(out)}")
+            )
+        if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"out must have the shape, dtype and device of {name}",
+                    **{name: x, "out": out},
+                )
+            )
+        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"out has no gradient, and {name} or out requires one; call it under "
+                    "torch.no_grad(), or without out",
+                    **{name: x, "out": out},
+                )
+            )
+
+
+def check_out_memory(
+    operation: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+) -> None:
+    """Say of memory that kernels refuse why they do."""
+    if shares_memory(outs, xs):
+        raise ValueError(
+            sentence(
+                operation,
+                "out must not overlap itself or what is rotated in memory; to rotate in place call "
+                f"{operation}_",
+                **{f"out[{i}]": out for i, out in enumerate(outs)},
+            )
+        )
+
+
+def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether a tensor that is written may overlap itself, another such, or one that is read."""
+    return (
+        any(map(may_overlap_itself, written))
+        or any(may_overlap(a, b) for i, a in enumerate(written) for b in written[:i])
+        or any(may_overlap(a, b) for a in written for b in read)
+    )
+
+
 def check_in_place_grad(operation: str, names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
     """Refuse what autograd cannot follow, before anything is changed."""
     instead = operation.removesuffix("_")
@@ -268,7 +327,7 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     gap = (b_start - a_start) // size
     return not any(
         _run(a, period) <= gap % period and gap % period + _run(b, period) <= period
-        for period in a.stride()
+        for period in (*a.stride(), *b.stride())
         if period > 1
     )
 

@@ -11,11 +11,12 @@ def _rotate(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> 
     return [torch.empty_like(x) for x in xs]
 
 
-def _rotate_(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> None:
-    return None
+def _in_memory(*arguments: object, **named: object) -> None:
+    """Kernels that write into their arguments make nothing."""
 
 
 def register() -> None:
     """Register the fake kernels; once, at import."""
     torch.library.register_fake("tightrope::rotate", _rotate)
-    torch.library.register_fake("tightrope::rotate_", _rotate_)
+    torch.library.register_fake("tightrope::rotate_", _in_memory)
+    torch.library.register_fake("tightrope::rotate_into", _in_memory)

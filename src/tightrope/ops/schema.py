@@ -17,6 +17,7 @@ FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 TABLES = ("cat", "repeat", "half")
 
 # xs          tensors that share their angles: q, or q and k, ...
+# outs        where their rotations go: of the same shapes, dtype and device, any strides
 # words, turns, positions, offset, ramp
 #             the angle of every pair; see tightrope.angles.phases
 # layout      index into LAYOUTS
@@ -44,10 +45,13 @@ _ARGUMENTS = (
 
 ROTATE = f"rotate(Tensor[] xs, {_ARGUMENTS}) -> Tensor[]"
 ROTATE_ = f"rotate_(Tensor(a!)[] xs, {_ARGUMENTS}) -> ()"
+ROTATE_INTO = f"rotate_into(Tensor[] xs, Tensor(a!)[] outs, {_ARGUMENTS}) -> ()"
 
 library = torch.library.Library("tightrope", "DEF")
 library.define(ROTATE, tags=(torch.Tag.pt2_compliant_tag,))
 library.define(ROTATE_, tags=(torch.Tag.pt2_compliant_tag,))
+library.define(ROTATE_INTO, tags=(torch.Tag.pt2_compliant_tag,))
 
 rotate = torch.ops.tightrope.rotate.default
 rotate_ = torch.ops.tightrope.rotate_.default
+rotate_into = torch.ops.tightrope.rotate_into.default

@@ -60,7 +60,24 @@ def _rotate_(
     return None, None
 
 
+def _rotate_into(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    *arguments: Any,
+    **named: Any,
+) -> tuple[None, None]:
+    if any(dim is None for dim in in_dims[1]):
+        raise RuntimeError("[rotate_into] vmap: out is not mapped, so it cannot hold the results.")
+    results, _ = _rotate(info, (in_dims[0], *in_dims[2:]), xs, *arguments, **named)
+    for out, dim, y in zip(outs, in_dims[1], results, strict=True):
+        out.movedim(dim, 0).copy_(y)
+    return None, None
+
+
 def register() -> None:
     """Register the vmap rules; once, at import."""
     torch.library.register_vmap("tightrope::rotate", _rotate)
     torch.library.register_vmap("tightrope::rotate_", _rotate_)
+    torch.library.register_vmap("tightrope::rotate_into", _rotate_into)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ... import angles
-from ...ops.checks import may_overlap, may_overlap_itself
+from ...ops.checks import shares_memory
 from ...ops.layouts import BY_CODE
 from ...ops.schema import FORWARD, INVERSE, TABLES, library
 
@@ -114,13 +114,26 @@ def _rotate(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> 
 
 
 def _rotate_(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> None:
-    if any(map(may_overlap_itself, xs)) or (len(xs) == 2 and may_overlap(xs[0], xs[1])):
+    if shares_memory(xs):
         raise RuntimeError("tightrope::rotate_: memory overlaps")
-    for x, y in zip(xs, compose(xs, *arguments, **named), strict=True):  # type: ignore[arg-type]
-        x.copy_(y)
+    _copy(xs, compose(xs, *arguments, **named))  # type: ignore[arg-type]
+
+
+def _rotate_into(
+    xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *arguments: object, **named: object
+) -> None:
+    if shares_memory(outs, xs):
+        raise RuntimeError("tightrope::rotate_into: memory overlaps")
+    _copy(outs, compose(xs, *arguments, **named))  # type: ignore[arg-type]
+
+
+def _copy(outs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
+    for out, y in zip(outs, ys, strict=True):
+        out.copy_(y)
 
 
 def register() -> None:
     """Make this the kernel of every device that has no other."""
     library.impl("rotate", _rotate, "CompositeExplicitAutograd")
     library.impl("rotate_", _rotate_, "CompositeExplicitAutograd")
+    library.impl("rotate_into", _rotate_into, "CompositeExplicitAutograd")

@@ -1,0 +1,186 @@
+"""`out=`: straight into a slot of a cache."""
+
+import re
+
+import pytest
+import torch
+
+from tightrope import RopeSpec
+from tightrope.functional import rotate, rotate_qk
+from tightrope.ops import schema
+
+SPEC = RopeSpec(12, rotary_dim=8, start=2)
+BACKENDS = [None, "reference"]
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def slots(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Memory of the shape of x (2, 3, 5, 12), strided in every way that a cache is."""
+    full = {"dtype": x.dtype}
+    return {
+        "contiguous": torch.full((2, 3, 5, 12), 7.0, **full),
+        "slot of (batch, heads, seq, dim)": torch.full((4, 3, 50, 12), 7.0, **full)[1:3, :, 20:25],
+        "slot of (batch, seq, heads, dim)": torch.full((2, 50, 3, 12), 7.0, **full)[
+            :, 20:25
+        ].transpose(1, 2),
+        "slot of (seq, batch, heads, dim)": torch.full((50, 2, 3, 12), 7.0, **full)[20:25].permute(
+            1, 2, 0, 3
+        ),
+        "every second channel": torch.full((2, 3, 5, 24), 7.0, **full)[..., ::2],
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_out_is_the_result_and_nothing_else_changes(dtype, inverse, backend) -> None:
+    x = noise(2, 3, 5, 12, dtype=dtype)
+    before = x.clone()
+    want = rotate(x, SPEC, 1000, inverse=inverse, backend=backend)
+    for name, slot in slots(x).items():
+        base = slot if slot._base is None else slot._base
+        mark = torch.zeros_like(base, dtype=torch.bool)
+        mark.as_strided(slot.shape, slot.stride(), slot.storage_offset()).fill_(True)
+        version = slot._version
+        got = rotate(x, SPEC, 1000, inverse=inverse, out=slot, backend=backend)
+        assert got is slot, name
+        assert torch.equal(slot, want), name
+        assert torch.equal(x, before), name
+        assert (base[~mark] == 7.0).all(), name
+        assert slot._version > version, name
+
+
+def test_queries_and_keys() -> None:
+    q, k = noise(2, 5, 6, 12).transpose(1, 2), noise(2, 5, 2, 12, seed=1).transpose(1, 2)
+    cache = torch.zeros(2, 2, 50, 12)
+    out = torch.empty(2, 6, 5, 12)
+    y, z = rotate_qk(q, k, SPEC, 20, out=(out, cache[:, :, 20:25]))
+    assert y is out
+    want = rotate_qk(q, k, SPEC, 20)
+    assert torch.equal(y, want[0])
+    assert torch.equal(z, want[1])
+    assert torch.equal(cache[:, :, 20:25], want[1])
+    y, none = rotate_qk(q, None, SPEC, 20, out=(torch.empty_like(out), None))
+    assert none is None
+    assert torch.equal(y, want[0])
+
+
+def test_slices_of_one_buffer_may_be_in_and_out() -> None:
+    buffer = noise(2, 5, 6, 12)
+    x, out = buffer[:, :, :3], buffer[:, :, 3:]
+    for backend in BACKENDS:
+        want = rotate(x, SPEC, layout="bshd", backend=backend)
+        rotate(x, SPEC, layout="bshd", out=out, backend=backend)
+        assert torch.equal(out, want)
+
+
+def test_under_inference_mode_compile_and_vmap() -> None:
+    x = noise(2, 3, 5, 12)
+    want = rotate(x, SPEC, 9)
+
+    def function(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        return rotate(x, SPEC, 9, out=cache[:, :, 2:7])
+
+    with torch.inference_mode():
+        assert torch.equal(function(x, torch.zeros(2, 3, 9, 12)), want)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    cache = torch.zeros(2, 3, 9, 12)
+    assert torch.equal(compiled(x, cache), want)
+    assert torch.equal(cache[:, :, 2:7], want)
+    outs = torch.zeros(2, 3, 5, 12)
+    torch.vmap(lambda x, out: rotate(x, SPEC, 9, layout="bsd", out=out))(x, outs)
+    assert torch.equal(outs, want)
+    raw = torch.zeros(2, 3, 5, 12)
+    rotation = SPEC.at(9)
+    arguments = (rotation.words, None, None, 9, True, 4, 2, False, 0, 1.0)
+    torch.vmap(lambda x, out: schema.rotate_into([x], [out], *arguments) or out)(x, raw)
+    assert torch.equal(raw, want)
+    torch.library.opcheck(schema.rotate_into, ([x[0].clone()], [raw[0].clone()], *arguments))
+
+
+def test_the_raw_operator_refuses_what_it_cannot_do() -> None:
+    x = noise(2, 3, 5, 12)
+    arguments = (SPEC.at().words, None, None, 0, True, 0, 2, False, 0, 1.0)
+    with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
+        schema.rotate_into([x.clone().requires_grad_()], [x.clone()], *arguments)
+    with pytest.raises(RuntimeError, match="memory overlaps"):
+        schema.rotate_into([x], [x], *arguments)
+
+
+X = torch.zeros(2, 3, 5, 12)
+FACTS = "(x: float32[2, 3, 5, 12], out: {})."
+ERRORS = {
+    "shape": (
+        lambda: rotate(X, SPEC, out=X[:, :, :4].clone()),
+        ValueError,
+        "[rotate] out must have the shape, dtype and device of x "
+        + FACTS.format("float32[2, 3, 4, 12]"),
+    ),
+    "dtype": (
+        lambda: rotate(X, SPEC, out=X.double()),
+        ValueError,
+        "[rotate] out must have the shape, dtype and device of x "
+        + FACTS.format("float64[2, 3, 5, 12]"),
+    ),
+    "device": (
+        lambda: rotate(X, SPEC, out=X.to("meta")),
+        ValueError,
+        "[rotate] out must have the shape, dtype and device of x "
+        + FACTS.format("float32[2, 3, 5, 12]"),
+    ),
+    "no tensor": (
+        lambda: rotate(X, SPEC, out=3),
+        TypeError,
+        "[rotate] out must be a tensor for x but got 3.",
+    ),
+    "one for two": (
+        lambda: rotate_qk(X, X.clone(), SPEC, out=(X.clone(), None)),
+        ValueError,
+        "[rotate_qk] out must hold one tensor for each of q, k, got 1.",
+    ),
+    "grad": (
+        lambda: rotate(X.clone().requires_grad_(), SPEC, out=X.clone()),
+        ValueError,
+        "[rotate] out has no gradient, and x or out requires one; call it under torch.no_grad(), "
+        "or without out " + FACTS.format("float32[2, 3, 5, 12]"),
+    ),
+    "itself": (
+        lambda: rotate(X, SPEC, out=X),
+        ValueError,
+        "[rotate] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "call rotate_ (out[0]: float32[2, 3, 5, 12]).",
+    ),
+    "expanded": (
+        lambda: rotate(X, SPEC, out=torch.zeros(1, 1, 1, 12).expand(2, 3, 5, 12)),
+        ValueError,
+        "[rotate] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "call rotate_ (out[0]: float32[2, 3, 5, 12]).",
+    ),
+    "the same twice": (
+        lambda: rotate_qk(X, X.clone(), SPEC, out=(OUT, OUT)),
+        ValueError,
+        "[rotate_qk] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "call rotate_qk_ (out[0]: float32[2, 3, 5, 12], out[1]: float32[2, 3, 5, 12]).",
+    ),
+}
+OUT = torch.zeros(2, 3, 5, 12)
+
+
+@pytest.mark.parametrize("call, error, text", ERRORS.values(), ids=ERRORS)
+def test_sentence(call, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call()
+
+
+def test_partial_overlap_is_refused_unchanged() -> None:
+    buffer = noise(2, 3, 9, 12)
+    before = buffer.clone()
+    for backend in BACKENDS:
+        with pytest.raises(ValueError, match=r"\[rotate\] out must not overlap"):
+            rotate(buffer[:, :, :5], SPEC, out=buffer[:, :, 3:8], backend=backend)
+    assert torch.equal(buffer, before)
