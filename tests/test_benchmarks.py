@@ -1,0 +1,115 @@
+"""The benchmarks: that they measure right results, refuse wrong ones, and write what they say."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import compare, method, report, rotate
+from benchmarks.baselines import CONTENDERS, Made
+from benchmarks.cases import CASES, Case
+
+SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
+VARIANTS = {
+    "plain": Case("plain", **SMALL),
+    "bf16": Case("bf16", **SMALL, dtype="bfloat16"),
+    "interleaved": Case("interleaved", **SMALL, interleaved=True),
+    "partial": Case("partial", **SMALL, rotary_dim=8),
+    "ids": Case("ids", **SMALL, rows=3, ids_per_row=True),
+    "out of place": Case("out of place", **SMALL, work="out of place"),
+    "training": Case("training", **SMALL, work="training"),
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS.values(), ids=VARIANTS)
+def test_every_contender_passes_the_gate(case: Case) -> None:
+    q, k, ids = rotate.inputs(case)
+    expected = rotate.expected(case, q, k, ids)
+    ran = []
+    for contender in CONTENDERS:
+        if contender.why_not(case) is None and "compiled" not in contender.name:
+            made = contender.make(case, q.clone(), k.clone(), ids)
+            assert rotate.gate(case, made, expected) is None, contender.name
+            made.call()
+            ran.append(contender.name)
+    assert {"tightrope", "eager"} <= set(ran)
+
+
+def test_the_gate_refuses_wrong_results() -> None:
+    case = VARIANTS["plain"]
+    q, k, ids = rotate.inputs(case)
+    expected = rotate.expected(case, q, k, ids)
+    wrong = {
+        "unrotated": (q, k),
+        "pairing": rotate.expected(VARIANTS["interleaved"], q, k, ids),
+        "positions": rotate.expected(case, q, k, ids + 1),
+    }
+    for name, result in wrong.items():
+        reason = rotate.gate(case, Made(lambda: None, result), expected)
+        assert reason is not None, name
+        assert "off by" in reason
+
+
+def test_names_are_unique() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert len({contender.name for contender in CONTENDERS}) == len(CONTENDERS)
+
+
+def test_medians_take_every_contender_equally_often() -> None:
+    counts = {"a": 0, "b": 0}
+
+    def caller(name: str) -> method.Call:
+        def call() -> None:
+            counts[name] += 1
+
+        return call
+
+    calls = {name: caller(name) for name in counts}
+    medians = method.medians(calls, cold=True, rounds=3, rng=random.Random(0))
+    assert counts == {"a": 4, "b": 4}
+    assert set(medians) == {"a", "b"}
+    assert all(value > 0 for value in medians.values())
+
+
+def test_from_run_to_table(tmp_path: Path, monkeypatch, capsys) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(rotate, "CASES", (VARIANTS["plain"], VARIANTS["out of place"]))
+    out = tmp_path / "deep" / "results.json"
+    arguments = [
+        "--runs",
+        "2",
+        "--rounds",
+        "2",
+        "--against",
+        "neg_|clone|^eager",
+        "--out",
+        str(out),
+    ]
+    assert rotate.main(arguments) == 0
+    torch.set_num_threads(threads)
+    data = json.loads(out.read_text())
+    assert [r["case"]["name"] for r in data["results"]] == ["plain", "out of place"]
+    assert {"processor", "torch", "commit", "date"} <= set(data["machine"])
+    assert set(data["results"][0]["ratios"]) == {"neg_", "eager"}
+    assert len(data["results"][0]["ratios"]["eager"]) == 2
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    picture = tmp_path / "picture.png"
+    assert report.main([str(out), "--readme", str(page), "--png", str(picture)]) == 0
+    text = page.read_text()
+    assert "| plain |" in text
+    assert "old" not in text
+    assert text.startswith("before")
+    assert text.endswith("after\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    page.write_text("no marks")
+    assert report.main([str(out), "--readme", str(page)]) == 2
+    assert compare.main([str(out), str(out)]) == 0
+    assert "plain" in capsys.readouterr().out
+    monkeypatch.setattr(rotate, "CASES", ())
+    assert rotate.main([]) == 2
