@@ -45,6 +45,7 @@ COMMON_FLAGS = [
     "-fno-trapping-math",
     "-fvisibility=hidden",
     "-fPIC",
+    f"-ffile-prefix-map={ROOT}=.",  # no path of this machine inside
     "-Wall",
     "-Wextra",
 ]
@@ -71,8 +72,11 @@ class NotBuilt(Exception):
 
 def find_compiler() -> tuple[list[str], str]:
     """The command of a C++ compiler, and what it says of itself."""
-    named = os.environ.get("CXX")
-    candidates = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    named = os.environ.get("CXX", "").strip()
+    try:
+        candidates = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    except ValueError as error:
+        raise NotBuilt(f"CXX is not a command: {named!r} ({error})") from error
     for command in candidates:
         if shutil.which(command[0]):
             return command, run_compiler([*command, "--version"])
@@ -118,7 +122,10 @@ def produce(stem: str, key: str, suffix: str, command: list[str]) -> Path:
     """Runs `command -o <stem>-<key><suffix>` unless that file is there; drops its older versions."""
     target = OBJECTS / f"{stem}-{key}{suffix}"
     if not target.exists():
-        OBJECTS.mkdir(parents=True, exist_ok=True)
+        try:
+            OBJECTS.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NotBuilt(f"there is no place for object files ({error})") from error
         for old in OBJECTS.glob(f"{stem}-*{suffix}"):
             old.unlink(missing_ok=True)
         partial = target.with_suffix(f".{os.getpid()}.tmp")

@@ -109,8 +109,10 @@ int64_t run_of(const Extents& extents, int64_t period) {
 // False where two tensors certainly share no element.
 bool may_overlap(const void* a, const Extents& ae, const void* b, const Extents& be,
                  int64_t element) {
-  const int64_t gap = (static_cast<const char*>(b) - static_cast<const char*>(a)) / element;
-  if (gap >= run_of(ae, 0) || -gap >= run_of(be, 0)) return false;
+  const int64_t bytes = static_cast<const char*>(b) - static_cast<const char*>(a);
+  if (bytes >= run_of(ae, 0) * element || -bytes >= run_of(be, 0) * element) return false;
+  if (bytes % element != 0) return true;
+  const int64_t gap = bytes / element;
   for (const Extents& extents : {ae, be})
     for (const Extent& e : extents) {
       if (e.stride <= 1) continue;
@@ -184,7 +186,7 @@ void read_tables(const Arguments& a, Problem& p) {
 
 void read_words(const Arguments& a, Problem& p) {
   const View w(*a.words);
-  STD_TORCH_CHECK(w.dims == 4 && is_words(*a.words),
+  STD_TORCH_CHECK(w.dims == 4 && w.size[0] >= 1 && is_words(*a.words),
                   "tightrope: words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
   p.words = static_cast<const int64_t*>(a.words->const_data_ptr());
   p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
@@ -219,6 +221,7 @@ void read_positions(const Arguments& a, Problem& p) {
 void run(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs, Outs whose,
          const Arguments& a) {
   STD_TORCH_CHECK(a.layout >= 0 && a.layout < 6, "tightrope: layout");
+  STD_TORCH_CHECK(a.direction >= 0 && a.direction <= 2, "tightrope: direction");
   STD_TORCH_CHECK(!xs.empty() && xs.size() <= size_t(tightrope::kMaxOperands), "tightrope: xs");
   const Layout& layout = kLayouts[a.layout];
 
@@ -254,7 +257,8 @@ void run(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs, Outs wh
   for (int32_t i = 0; i < p.operands; ++i)
     STD_TORCH_CHECK(p.word_heads == 1 || p.word_heads == p.operand[i].heads,
                     "tightrope: heads of angles");
-  STD_TORCH_CHECK(a.start >= 0 && a.start + 2 * p.pairs <= p.head_dim,
+  STD_TORCH_CHECK(a.start >= 0 && 2 * p.pairs <= p.head_dim &&
+                      a.start <= p.head_dim - 2 * p.pairs,
                   "tightrope: rotated channels lie outside the head");
   p.angles_per_head = p.word_heads != 1;
   read_positions(a, p);

@@ -36,10 +36,14 @@ const InstructionSet kSets[] = {
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-              __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+              __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c");
      }},
     {"avx2", avx2::loop,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") != 0; }},
+     [] {
+       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c");
+     }},
 #endif
     {"baseline", baseline::loop, [] { return true; }},
 };

@@ -192,3 +192,62 @@ def test_autocast_changes_nothing() -> None:
             reference = rotate(x, SPEC, 1_000_000, backend="reference")
         assert reference.dtype == dtype
         assert torch.equal(reference, rotate(x, SPEC, 1_000_000, backend="reference"))
+
+
+def test_overlap_is_refused_under_grad_too() -> None:
+    y = noise(1, 4, 5, 8).requires_grad_() * 1
+    before = y.detach().clone()
+    for q, k in ((y, y), (y[:, :3], y[:, 2:]), (y[:, :2], noise(1, 1, 1, 8).expand(1, 4, 5, 8))):
+        with pytest.raises(ValueError, match=r"\[rotate_qk_\] .* memory"):
+            rotate_qk_(q, k, SPEC)
+        assert torch.equal(y.detach(), before)
+
+
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x[:1].view(x[:1].shape)
+
+    @staticmethod
+    def backward(_, grad):
+        return torch.cat((grad, torch.zeros_like(grad)))
+
+
+def test_other_views_that_autograd_cannot_follow_are_refused_unchanged() -> None:
+    ids = torch.rand(5).requires_grad_()
+    plain = noise(2, 3, 5, 8)
+    custom = Half.apply(noise(2, 3, 5, 8).requires_grad_() * 1)
+    with torch.inference_mode():
+        inference = plain[:1]
+    with torch.no_grad():
+        blind = (noise(2, 3, 5, 8).requires_grad_() * 1)[:1]
+    cases = {
+        "chunk of a base without grad": (plain.chunk(2)[0], "chunk, split or unbind"),
+        "view of a custom function": (custom, "custom function"),
+        "view made in inference mode": (inference, "inference mode"),
+        "view made under no_grad": (blind, "no_grad"),
+    }
+    for name, (x, text) in cases.items():
+        before = x.detach().clone()
+        with pytest.raises(ValueError, match=text):
+            rotate_(x, SPEC, ids)
+        assert torch.equal(x.detach(), before), name
+
+
+def test_memory_that_is_misaligned_by_less_than_an_element() -> None:
+    raw = bytearray(4 * 8 * 40)
+    q = torch.frombuffer(raw, dtype=torch.float32, count=40, offset=0).view(1, 1, 5, 8)
+    k = torch.frombuffer(raw, dtype=torch.float32, count=40, offset=158).view(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="must not share memory"):
+        rotate_qk_(q, k, SPEC)
+
+
+def test_negated_views() -> None:
+    x = torch.complex(noise(2, 3, 5, 8), noise(2, 3, 5, 8) + 1).conj().imag
+    before = x.clone()
+    assert torch.equal(rotate(x, SPEC, 3), rotate(x.resolve_neg(), SPEC, 3))
+    with pytest.raises(
+        ValueError, match=r"\[rotate_\] x is a negated view .*resolve_neg\(\) first"
+    ):
+        rotate_(x, SPEC, 3)
+    assert torch.equal(x, before)

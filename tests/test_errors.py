@@ -48,22 +48,33 @@ CASES = {
     "NaN base": (
         lambda: RopeSpec(8, base=float("nan")),
         ValueError,
-        "[RopeSpec] base must be positive and finite but got nan.",
+        "[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got nan.",
     ),
     "infinite base": (
         lambda: RopeSpec(8, base=float("inf")),
         ValueError,
-        "[RopeSpec] base must be positive and finite but got inf.",
+        "[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got inf.",
     ),
     "zero base": (
         lambda: RopeSpec(8, base=0),
         ValueError,
-        "[RopeSpec] base must be positive and finite but got 0.",
+        "[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got 0.",
     ),
     "negative base": (
         lambda: RopeSpec(8, base=-1.0),
         ValueError,
-        "[RopeSpec] base must be positive and finite but got -1.0.",
+        "[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got -1.0.",
+    ),
+    "huge base": (
+        lambda: RopeSpec(8, base=10**305),
+        ValueError,
+        "[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got "
+        f"{10**305}.",
+    ),
+    "tiny base": (
+        lambda: RopeSpec(8, base=1e-30),
+        ValueError,
+        "[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got 1e-30.",
     ),
     "base of text": (
         lambda: RopeSpec(8, base="1e4"),
@@ -89,6 +100,11 @@ CASES = {
         lambda: rotate(X, SPEC, layout="bhds"),
         ValueError,
         "[rotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bhds'.",
+    ),
+    "layout that is no text": (
+        lambda: rotate(X, SPEC, layout=["sd"]),
+        ValueError,
+        "[rotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got ['sd'].",
     ),
     "layout of another rank": (
         lambda: rotate(X, SPEC, layout="bsd"),

@@ -241,3 +241,93 @@ def test_checkpoint_and_accumulation() -> None:
     assert torch.equal(x.grad, once)
     rotate(x, spec).pow(2).sum().backward()
     assert torch.equal(x.grad, 2 * once)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (1, 1)])
+def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int]) -> None:
+    """Under vmap a tensor does not say that it needs a gradient, and zeros would come silently."""
+    spec = RopeSpec(8)
+    x, p = noise(4, 4, 3, 8), 10 * noise(4, 4, seed=1)
+
+    def loss(p: torch.Tensor, backend: str | None) -> torch.Tensor:
+        def one(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            return rotate(x, spec, p, layout="thd", backend=backend)
+
+        mapped = x[0] if in_dims[0] is None else x
+        return torch.vmap(one, in_dims=in_dims)(mapped, p).pow(3).sum()
+
+    expected = p.clone().requires_grad_()
+    loss(expected, "reference").backward()
+    got = p.clone().requires_grad_()
+    loss(got, None).backward()
+    torch.testing.assert_close(got.grad, expected.grad, rtol=1e-10, atol=1e-10)
+    assert got.grad.abs().min() > 0
+    functional = torch.func.grad(lambda p: loss(p, None))(p)
+    torch.testing.assert_close(functional, expected.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_by_position_in_place_on_slices_of_one_projection() -> None:
+    """The second rotation must not spoil what the first has kept, nor a later change of either."""
+    spec = RopeSpec(8)
+    base = noise(1, 6, 4, 8).requires_grad_()
+    p = (10 * noise(4, seed=1)).requires_grad_()
+
+    def function(base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        qkv = base * 1
+        q, k = rotate_qk_(qkv[:, :4], qkv[:, 4:], spec, p)
+        rotate_(q, spec, p)
+        return torch.cat((q, k), 1).mul_(2)
+
+    assert gradcheck(function, (base, p))
+    assert gradgradcheck(function, (base, p), fast_mode=True)
+
+
+def test_batched_gradients() -> None:
+    """is_grads_batched and vectorised jacobians use a vmap that knows no rules of ours."""
+    x, p = noise(2, 2, 3, 8).requires_grad_(), (10 * noise(3, seed=1)).requires_grad_()
+    for spec in SPECS.values():
+        for function in (rotate, lambda x, *a: rotate_(x * 1, *a)):
+            assert gradcheck(
+                lambda x, p, f=function, s=spec: f(x, s, p), (x, p), check_batched_grad=True
+            )
+    jacobian = torch.autograd.functional.jacobian
+    got = jacobian(lambda x: rotate(x, RopeSpec(8), 3), x, vectorize=True)
+    assert torch.equal(got, jacobian(lambda x: rotate(x, RopeSpec(8), 3), x))
+
+
+@pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x * 1, *a)])
+def test_functionalize(function: Callable[..., torch.Tensor]) -> None:
+    x = noise(2, 3, 5, 8)
+    got = torch.func.functionalize(lambda x: function(x, RopeSpec(8), 3))(x)
+    assert torch.equal(got, rotate(x, RopeSpec(8), 3))
+
+
+def test_a_dual_level_alone_changes_no_bit() -> None:
+    """The level is one for all threads of a process, so it says nothing about a tensor."""
+    x = noise(2, 3, 5, 8, dtype=torch.float32)
+    want = rotate(x, RopeSpec(8), 5)
+    with forward_ad.dual_level():
+        assert torch.equal(rotate(x, RopeSpec(8), 5), want)
+        assert torch.equal(rotate_(x.clone(), RopeSpec(8), 5), want)
+
+
+def test_what_needs_no_gradient_has_none() -> None:
+    q, k = noise(1, 2, 5, 8).requires_grad_(), noise(1, 1, 5, 8)
+    y, z = rotate_qk(q, k, RopeSpec(8))
+    assert (y.requires_grad, z.requires_grad) == (True, False)
+    y, z = rotate_qk(q.detach(), k.clone().requires_grad_(), RopeSpec(8))
+    assert (y.requires_grad, z.requires_grad) == (False, True)
+
+
+def test_one_token_of_many_heads_sums_the_same_for_any_thread_count() -> None:
+    """A result of one number out of more than torch sums on one thread."""
+    x = noise(1, 1280, 1, 128, dtype=torch.float32)
+    grads = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        p = torch.tensor([0.5], requires_grad=True)
+        rotate(x, RopeSpec(128), p).square().sin().sum().backward()
+        grads.append(p.grad.item())
+    torch.set_num_threads(before)
+    assert len(set(grads)) == 1

@@ -183,3 +183,34 @@ def test_gradients_flow() -> None:
     rope = RotaryPositionalEmbedding(6)
     x = noise(2, 5, 3, 8, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rope(x, 1), (x,))
+
+
+def test_only_real_sequences_are_noted() -> None:
+    rope = RotaryPositionalEmbedding(8)
+    rope(torch.empty(2, 500, 3, 8, device="meta"), 1)
+    assert rope.max_seq_len_cached == 0
+    rope(noise(2, 5, 3, 8), 1)
+    assert rope.max_seq_len_cached == 5
+    assert rope.cos_cached.device.type == "cpu"
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    make_fx(lambda x: rope(x, 1), tracing_mode="symbolic")(noise(2, 50, 3, 8))
+    assert type(rope.max_seq_len_cached) is int
+    pickle.dumps(rope)
+
+
+def test_legacy_keys_of_every_kind() -> None:
+    slow = Model(base=1e30)
+    right = slow.layers[0].rope.inv_freq
+    saved = dict(slow.state_dict())
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        saved["layers.0.rope.inv_freq"] = right.to(dtype)
+        slow.load_state_dict(saved)
+    broken = right.clone()
+    broken[-1] = 0.0
+    for wrong in (broken, right.tolist(), right.long(), None):
+        saved["layers.0.rope.inv_freq"] = wrong
+        with pytest.raises(RuntimeError, match=r"rope\.inv_freq in the state_dict must agree"):
+            slow.load_state_dict(saved)
+    saved["layers.0.rope.inv_freq"] = right.to("meta")
+    slow.load_state_dict(saved, assign=True)

@@ -119,6 +119,8 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         "dtype of words": (words.int(), None, None, 0, True, 0, 1),
         "turns": (words, words[..., :1], None, 0, True, 0, 1),
         "layout": (words, None, None, 0, True, 6, 1),
+        "huge start": (words, None, None, 0, True, 0, 2**63 - 2),
+        "no axes": (words[:0], None, None, 0, True, 0, 1),
     }
     from tightrope import backends
 
@@ -343,3 +345,30 @@ def test_vmap_in_place() -> None:
     assert torch.equal(raw.flatten(0, 1), whole)
     with pytest.raises(RuntimeError, match=r"\[rotate_\] vmap: x is not mapped"):
         torch.vmap(lambda p: schema.rotate_([raw[0]], *arguments(p)) or p)(torch.rand(4, 1, 1, 5))
+
+
+def test_devices_are_not_mixed() -> None:
+    """One meta tensor sends a call to the fake kernel, which must not hand out empty memory."""
+    x, words = noise(2, 3, 5, 8), SPEC.at().words
+    rest = (None, None, 0, True, 0, 1, False, 0, 1.0)
+    for xs, other in (([x], words.to("meta")), ([x, x.to("meta")], words)):
+        with pytest.raises(RuntimeError, match="several devices"):
+            schema.rotate(xs, other, *rest)
+
+
+def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:
+    made = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        made.append(RopeSpec(8, base=5.0))
+        return rotate(x, made[-1], 3).sum()
+
+    x = noise(2, 3, 5, 8)
+    torch.func.grad(loss)(x)
+    torch.func.jvp(loss, (x,), (x,))
+    torch.vmap(loss)(noise(4, 2, 3, 5, 8))
+    for spec in made:
+        copy.deepcopy(spec.at(3))
+        assert torch.equal(rotate(x, spec, 3), rotate(x, RopeSpec(8, base=5.0), 3))
+        compiled = torch.compile(lambda x, s=spec: rotate(x, s), backend="aot_eager")
+        assert torch.equal(compiled(x), rotate(x, spec))

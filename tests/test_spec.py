@@ -350,11 +350,19 @@ def test_a_slice_outside_the_head(rotary_dim: int, start: int, got: str) -> None
 
 @pytest.mark.parametrize("base", [0, -1.0, math.nan, math.inf, -math.inf])
 def test_a_base_that_is_no_base(base: float) -> None:
-    with refused(ValueError, f"[RopeSpec] base must be positive and finite but got {base}."):
+    with refused(
+        ValueError,
+        f"[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got {base}.",
+    ):
         RopeSpec(8, base=base)
 
 
-@pytest.mark.parametrize("base", [True, "10000", None, 1j, Fraction(3, 2), torch.tensor(1e4)])
+def test_a_base_may_be_any_real_number() -> None:
+    for base in (Fraction(3, 2), numpy.float32(1.5), 1.5):
+        assert RopeSpec(8, base=base) == RopeSpec(8, base=1.5)
+
+
+@pytest.mark.parametrize("base", [True, "10000", None, 1j, torch.tensor(1e4)])
 def test_a_base_that_is_no_number(base: object) -> None:
     with refused(TypeError, f"[RopeSpec] base must be a number but got {base!r}."):
         RopeSpec(8, base=base)  # type: ignore[arg-type]

@@ -444,7 +444,7 @@ def _run(
 ) -> Sequence[torch.Tensor]:
     if backend is not None:
         _insist(operation, backend, xs)
-    if backend == "reference" or _has_tangents():
+    if backend == "reference" or _has_tangents(xs, arguments):
         return reference.compose(xs, *arguments)
     return autograd.differentiable(xs, arguments)
 
@@ -462,7 +462,7 @@ def _run_into(
         schema.rotate_into(xs, outs, *arguments)
     elif autograd.in_functorch():
         _copy(outs, _run(operation, xs, arguments, backend))
-    elif backend == "reference" or _has_tangents():
+    elif backend == "reference" or _has_tangents(xs, arguments):
         check_out_memory(operation, xs, outs)
         _copy(outs, reference.compose(xs, *arguments))
     else:
@@ -504,7 +504,7 @@ def _run_in_place(
             _copy(xs, schema.rotate(xs, *arguments))
         else:
             schema.rotate_(xs, *arguments)
-    elif backend == "reference" or _has_tangents():
+    elif backend == "reference" or _has_tangents(xs, arguments):
         # Behind a transform memory is not what it seems; the transform sees to it.
         if not autograd.in_functorch():
             check_in_place(operation, names, xs)
@@ -544,13 +544,21 @@ def _arguments(rotation: PreparedRotation, layout: Layout, inverse: bool) -> tup
     )
 
 
-def _has_tangents() -> bool:
-    """Whether forward-mode differentiation is active, which a registered operator would ignore."""
-    return forward_ad._current_level >= 0
+def _has_tangents(xs: Sequence[torch.Tensor], arguments: tuple[Any, ...]) -> bool:
+    """Whether forward-mode differentiation is under way, which a registered operator would ignore.
+
+    The level is one for all threads, so outside a transform it is the tensors that tell.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    return autograd.in_functorch() or any(
+        isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
+        for t in (*xs, *arguments)
+    )
 
 
 def _insist(operation: str, backend: str, xs: Sequence[torch.Tensor]) -> None:
-    if backend not in BY_NAME:
+    if not isinstance(backend, str) or backend not in BY_NAME:
         raise ValueError(
             sentence(operation, f"backend must be one of {', '.join(BY_NAME)} but got {backend!r}")
         )

@@ -112,8 +112,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
                 )
             )
         seq = seq_dim % dims
-        if not torch.compiler.is_compiling():
-            self._note(x.shape[seq], x.device)
+        self._note(x.shape[seq], x.device)
         layout = {(2, 0): "sd", (3, 1): "bsd", (4, 0): "sbhd", (4, 1): "bshd", (4, 2): "bhsd"}
         known = layout.get((dims, seq))
         if known is not None:
@@ -133,6 +132,9 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         )
 
     def _note(self, length: int, device: torch.device) -> None:
+        # Shapes without data, and lengths that are symbols, are not sequences that were seen.
+        if torch.compiler.is_compiling() or device.type == "meta" or type(length) is not int:
+            return
         if length > self._seen:
             with _GROWING:
                 if length > self._seen:
@@ -177,8 +179,10 @@ class RotaryPositionalEmbedding(torch.nn.Module):
     ) -> None:
         error_messages: list[str] = args[-1]
         for key in _LEGACY_FREQUENCIES:
-            saved = state_dict.pop(prefix + key, None)
-            if saved is not None and not self._agrees(saved):
+            if prefix + key not in state_dict:
+                continue
+            saved = state_dict.pop(prefix + key)
+            if not self._agrees(saved):
                 error_messages.append(
                     sentence(
                         type(self).__name__,
@@ -191,14 +195,21 @@ class RotaryPositionalEmbedding(torch.nn.Module):
             state_dict.pop(prefix + key, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _agrees(self, saved: torch.Tensor) -> bool:
+    def _agrees(self, saved: object) -> bool:
         """Whether saved frequencies are the spec's, to the precision that they were saved in."""
         exact = self.spec.frequencies().inv_freq
-        if not saved.is_floating_point() or saved.shape != exact.shape:
+        if not isinstance(saved, torch.Tensor) or not saved.is_floating_point():
             return False
-        # Two roundings of the storing type: one of the base's power, one of the cast.
-        tolerance = max(4 * torch.finfo(saved.dtype).eps, 1e-6)
-        return torch.allclose(saved.detach().to("cpu", torch.float64), exact, tolerance, 1e-7)
+        if saved.shape != exact.shape:
+            return False
+        if saved.device.type == "meta":
+            return True  # a shape without values disagrees with nothing
+        limits = torch.finfo(saved.dtype)
+        # Two roundings of the storing type, one of the base's power and one of the cast; and what
+        # lies below its smallest number.
+        relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
+        read = saved.detach().to("cpu", torch.float64)
+        return torch.allclose(read, exact, rtol=relative, atol=absolute)
 
     def extra_repr(self) -> str:
         """What stands in the parentheses of the repr."""

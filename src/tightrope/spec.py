@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +67,20 @@ class RopeSpec:
                     f"[{start}, {start + rotary_dim})",
                 )
             )
-        if isinstance(self.base, (bool, str)) or not isinstance(self.base, (int, float)):
+        if isinstance(self.base, bool) or not isinstance(self.base, numbers.Real):
             raise TypeError(sentence("RopeSpec", f"base must be a number but got {self.base!r}"))
-        if not (math.isfinite(self.base) and self.base > 0):
+        try:
+            base = float(self.base)
+        except OverflowError:
+            base = math.inf
+        # A float64 holds bases up to 1e308; below 1e-18 a pair would turn 2^57 times per position.
+        if not 1e-18 < base < 1e300:
             raise ValueError(
-                sentence("RopeSpec", f"base must be positive and finite but got {self.base}")
+                sentence(
+                    "RopeSpec",
+                    f"base must be positive and finite, above 1e-18 and below 1e300, but got "
+                    f"{self.base}",
+                )
             )
         if not isinstance(self.interleaved, bool):
             raise TypeError(
@@ -80,9 +90,9 @@ class RopeSpec:
         put(self, "head_dim", head_dim)
         put(self, "start", start)
         put(self, "rotary_dim", rotary_dim)
-        put(self, "base", float(self.base))
-        put(self, "_hash", hash((head_dim, self.base, rotary_dim, start, self.interleaved)))
-        put(self, "_words", _words(self.rotary_dim, self.base))
+        put(self, "base", base)
+        put(self, "_hash", hash((head_dim, base, rotary_dim, start, self.interleaved)))
+        put(self, "_words", _words(rotary_dim, base))
         put(self, "_tables", {})
         if not torch.compiler.is_compiling():
             self._table(torch.device("cpu"))
@@ -116,7 +126,7 @@ class RopeSpec:
 
         Args:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
-                :class:`tightrope.positions.Positions`.
+                :class:`tightrope.positions.Positions`. Ids are not copied: do not change them.
             device: where the rotated tensors live; by default where the ids are, else the CPU.
 
         Returns:
@@ -129,8 +139,11 @@ class RopeSpec:
             target = torch.device("cpu") if where.ids is None else where.ids.device
         else:
             target = torch.device(device)
-            if target.type == "cuda" and target.index is None:
-                target = torch.device("cuda", torch.cuda.current_device())
+            if target.type == "cpu":
+                target = torch.device("cpu")
+            elif target.index is None:
+                # Tensors say which of several devices they are on; only the device knows.
+                target = torch.empty(0, device=target).device
         return self.on(where, target, "at")
 
     def on(
@@ -155,10 +168,14 @@ class RopeSpec:
     def _table(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Words and turns on a device, ``[1, 1, 1, pairs]``.
 
-        Kept per device, but never while something traces: a cache must not hold a fake tensor, nor
-        may the words of a fake program be real ones.
+        Kept per device, but never while something traces or transforms: a cache must not hold a fake
+        or wrapped tensor, nor may the words of a fake program be real ones.
         """
-        tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        tracing = (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        )
         if tracing and not torch.compiler.is_dynamo_compiling():
             return self._make_table(device)
         table = self._tables.get(device)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import gradients, schema
-from .checks import check_in_place_grad
+from .checks import check_in_place, check_in_place_grad
 from .schema import library
 
 # `arguments` below is what follows xs in the schema: up to `amplitude`, or up to `tables`.
@@ -21,11 +21,14 @@ def differentiable(
     """The functional operator, by the shortest way that keeps every gradient."""
     if torch.compiler.is_compiling():
         return schema.rotate(xs, *arguments)  # type: ignore[no-any-return]
-    if in_functorch() or needs_grad(xs, arguments):
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() == torch._C._functorch.TransformType.Functionalize:
+        return schema.rotate(xs, *arguments)  # type: ignore[no-any-return]
+    if transform is not None or needs_grad(xs, arguments):
         return OutOfPlace.apply(len(arguments), *arguments, *xs)  # type: ignore[no-any-return, no-untyped-call]
     # Nothing wants a gradient, so the autograd formula, which is Python, need not be asked.
     with torch._C._AutoDispatchBelowAutograd():
-        return schema.rotate(xs, *arguments)  # type: ignore[no-any-return]
+        return schema.rotate(xs, *arguments)
 
 
 def in_place(
@@ -37,9 +40,10 @@ def in_place(
         operation, names: what the user called, and knows the tensors by.
     """
     if needs_grad(xs, arguments):
+        check_in_place(operation, names, xs)
         check_in_place_grad(operation, names, xs)
-        if _by_table(arguments):
-            # Gradients by tables need what the rotation overwrites; nothing else does.
+        if _needs_angles(arguments):
+            # Gradients by positions and tables need what a rotation in place overwrites.
             for x, y in zip(xs, differentiable([x.clone() for x in xs], arguments), strict=True):
                 x.copy_(y)
             return
@@ -68,10 +72,16 @@ def needs_grad(xs: Sequence[torch.Tensor], arguments: tuple[Any, ...]) -> bool:
     for x in xs:
         if x.requires_grad:
             return True
+    return _needs_angles(arguments)
+
+
+def _needs_angles(arguments: Sequence[Any]) -> bool:
     positions = arguments[_POSITIONS]
     if positions is not None and positions.requires_grad:
         return True
-    return _by_table(arguments)
+    return len(arguments) > _SIN and any(
+        table is not None and table.requires_grad for table in (arguments[_COS], arguments[_SIN])
+    )
 
 
 def in_functorch() -> bool:
@@ -91,7 +101,12 @@ class OutOfPlace(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         count, *rest = inputs
-        _remember(ctx, tuple(rest[:count]), rest[count:], output)
+        # What a tensor says of itself is not to be trusted under vmap.
+        needs, needs_x = ctx.needs_input_grad[1 : 1 + count], ctx.needs_input_grad[1 + count :]
+        _remember(ctx, tuple(rest[:count]), needs, rest[count:], output)
+        if not ctx.by_position and not ctx.by_table:
+            idle = [y for y, needed in zip(output, needs_x, strict=True) if not needed]
+            ctx.mark_non_differentiable(*idle)
         # A k that has no part in the loss should cost nothing.
         ctx.set_materialize_grads(False)
 
@@ -102,14 +117,14 @@ class OutOfPlace(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """``rotate_`` of one tensor under eager autograd: the raw operator, marked dirty."""
+    """``rotate_`` of one tensor that alone needs a gradient: the raw operator, marked dirty."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             schema.rotate_([x], *arguments)
         ctx.mark_dirty(x)
-        _remember(ctx, arguments, (), (x,))
+        _remember(ctx, arguments, (False,) * len(arguments), (), ())
         return x
 
     @staticmethod
@@ -118,23 +133,21 @@ class InPlace(torch.autograd.Function):
         return (*by_x, *by_arguments)
 
 
-def _by_table(arguments: Sequence[Any]) -> bool:
-    return len(arguments) > _SIN and any(
-        table is not None and table.requires_grad for table in (arguments[_COS], arguments[_SIN])
-    )
-
-
 def _remember(
     ctx: Any,
     arguments: tuple[Any, ...],
+    needs: Sequence[bool],
     xs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> None:
     """Keep what the gradients need: tensors among the arguments; results only where positions ask
-    for them, and inputs only where tables do."""
-    positions = arguments[_POSITIONS]
-    ctx.by_position = positions is not None and positions.requires_grad
-    ctx.by_table = _by_table(arguments)
+    for them, and inputs only where tables do.
+
+    Args:
+        needs: of each argument, whether it needs a gradient.
+    """
+    ctx.by_position = needs[_POSITIONS]
+    ctx.by_table = any(needs[_COS : _SIN + 1])
     kept = outputs if ctx.by_position else xs if ctx.by_table else ()
     where = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
     ctx.tensors_at = where
@@ -178,7 +191,9 @@ def _gradients(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     xs, *arguments = inputs
-    _remember(ctx, tuple(arguments[: _SIN + 2]), xs, output)
+    arguments = arguments[: _SIN + 2]
+    needs = [isinstance(a, torch.Tensor) and a.requires_grad for a in arguments]
+    _remember(ctx, tuple(arguments), needs, xs, output)
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def layout_named(operation: str, name: str) -> Layout:
     """The layout of that name, or a ValueError that lists all of them."""
-    layout = BY_NAME.get(name)
+    layout = BY_NAME.get(name) if isinstance(name, str) else None
     if layout is None:
         raise ValueError(
             sentence(operation, f"layout must be one of {', '.join(BY_NAME)} but got {name!r}")
@@ -186,6 +186,15 @@ def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tens
     Kernels refuse them too, before they change anything; this says so to the user.
     """
     for name, x in zip(names, xs, strict=True):
+        if x.is_neg():
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{name} is a negated view (of a conjugate's imaginary part); call "
+                    f"{name}.resolve_neg() first",
+                    **{name: x},
+                )
+            )
         if may_overlap_itself(x):
             raise ValueError(
                 sentence(
@@ -278,17 +287,24 @@ def check_in_place_grad(operation: str, names: Sequence[str], xs: Sequence[torch
                     **{name: x},
                 )
             )
-        if (
-            base is not None
-            and x.grad_fn is not None
-            and torch._C._autograd._get_creation_meta(x)
-            == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
-        ):
+        if base is None:
+            continue
+        made = torch._C._autograd._get_creation_meta(x)
+        if made == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE:
             raise ValueError(
                 sentence(
                     operation,
                     f"{name} comes from chunk, split or unbind, whose views autograd does not let "
                     f"change in place; slice instead (qkv[..., :n]), or call {instead}",
+                    **{name: x},
+                )
+            )
+        if made != torch._C._autograd.CreationMeta.DEFAULT:
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{name} is a view made under no_grad, in inference mode or by a custom "
+                    f"function, which autograd does not let change in place; call {instead}",
                     **{name: x},
                 )
             )
@@ -324,8 +340,8 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     a_start, b_start = a.data_ptr(), b.data_ptr()
     if a_start + _extent(a) * size <= b_start or b_start + _extent(b) * size <= a_start:
         return False
-    gap = (b_start - a_start) // size
-    return not any(
+    gap, rest = divmod(b_start - a_start, size)
+    return rest != 0 or not any(
         _run(a, period) <= gap % period and gap % period + _run(b, period) <= period
         for period in (*a.stride(), *b.stride())
         if period > 1

@@ -8,6 +8,10 @@ import torch
 
 
 def _rotate(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> list[torch.Tensor]:
+    # A single meta tensor brings the dispatcher here, whatever the others are.
+    for tensor in (*xs, *arguments):
+        if isinstance(tensor, torch.Tensor) and tensor.device != xs[0].device:
+            raise RuntimeError("tightrope::rotate: tensors on several devices")
     return [torch.empty_like(x) for x in xs]
 
 

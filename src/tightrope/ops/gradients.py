@@ -122,7 +122,7 @@ def _pairs(
     x: torch.Tensor, layout: int, start: int, pairs: int, interleaved: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First and second channels of the pairs, each ``[rows, heads, tokens, pairs]``."""
-    x = BY_CODE[layout].to_bhsd(x)[..., start : start + 2 * pairs].to(dtype)
+    x = BY_CODE[layout].to_bhsd(x).narrow(-1, start, 2 * pairs).to(dtype)
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x[..., :pairs], x[..., pairs:]

@@ -61,12 +61,14 @@ def compose(
     if amplitude != 1.0:
         scale = 1.0 / amplitude if direction == INVERSE else amplitude
         c, s = c * scale, s * scale
-    stop = start + 2 * c.shape[-1]
+    width = 2 * c.shape[-1]
     ys = []
     for view in views:
-        y = _turn(view[..., start:stop].to(dtype), c, s, interleaved).to(view.dtype)
-        if stop - start != view.shape[-1]:
-            y = torch.cat((view[..., :start], y, view[..., stop:]), -1)
+        y = _turn(view.narrow(-1, start, width).to(dtype), c, s, interleaved).to(view.dtype)
+        rest = view.shape[-1] - start - width
+        if start or rest:
+            tail = view.narrow(-1, start + width, rest)
+            y = torch.cat((view.narrow(-1, 0, start), y, tail), -1)
         ys.append(where.from_bhsd(y))
     return ys
 
@@ -102,7 +104,7 @@ def _cos_sin(
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     if interleaved:
         u, v = x[..., 0::2], x[..., 1::2]
-        return torch.stack((u * cos - v * sin, u * sin + v * cos), -1).flatten(-2)
+        return torch.stack((u * cos - v * sin, u * sin + v * cos), -1).reshape(x.shape)
     u, v = x.chunk(2, -1)
     return torch.cat((u * cos - v * sin, u * sin + v * cos), -1)
 
@@ -135,5 +137,7 @@ def _copy(outs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
 def register() -> None:
     """Make this the kernel of every device that has no other."""
     library.impl("rotate", _rotate, "CompositeExplicitAutograd")
+    # The vmap under is_grads_batched and vectorised jacobians, which knows no rules of ours.
+    library.impl("rotate", compose, "Batched")
     library.impl("rotate_", _rotate_, "CompositeExplicitAutograd")
     library.impl("rotate_into", _rotate_into, "CompositeExplicitAutograd")
