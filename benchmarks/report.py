@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def picture(data: dict[str, Any], path: Path) -> None:
             axes.text(times * 1.03, y + shift, f"{times:.1f}×", va="center", fontsize=7)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(results)), [r["case"]["name"] for r in results], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(results) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.set_xlabel("times as long as tightrope (median of the runs, log scale)")
     axes.legend(loc="lower right", frameon=False)
@@ -70,13 +71,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", type=Path)
+    parser.add_argument("--only", default="", help="regular expression for the names of cases")
     parser.add_argument("--readme", type=Path, help="file whose marked table is replaced")
     parser.add_argument("--png", type=Path, help="picture to write")
     options = parser.parse_args(arguments)
     data = json.loads(options.results.read_text())
-    text = table(data)
+    data["results"] = [r for r in data["results"] if re.search(options.only, r["case"]["name"])]
     if options.png:
         picture(data, options.png)
+    text = table(data)
     if options.readme:
         page = options.readme.read_text()
         if BEGIN not in page or END not in page:
