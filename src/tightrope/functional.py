@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -22,6 +22,9 @@ from .ops.checks import (
 from .ops.layouts import Layout
 from .positions import PositionsLike
 from .spec import PreparedRotation, RopeSpec
+
+# A key, or None where there is none: what comes in is what comes out.
+_K = TypeVar("_K", bound=torch.Tensor | None)
 
 
 def rotate(
@@ -98,33 +101,9 @@ def rotate_(
     return x
 
 
-@overload
 def rotate_qk(
     q: torch.Tensor,
-    k: torch.Tensor,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike = ...,
-    *,
-    layout: str = ...,
-    inverse: bool = ...,
-    out: tuple[torch.Tensor, torch.Tensor | None] | None = ...,
-    backend: str | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def rotate_qk(
-    q: torch.Tensor,
-    k: None,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike = ...,
-    *,
-    layout: str = ...,
-    inverse: bool = ...,
-    out: tuple[torch.Tensor, torch.Tensor | None] | None = ...,
-    backend: str | None = ...,
-) -> tuple[torch.Tensor, None]: ...
-def rotate_qk(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
+    k: _K,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike = None,
     *,
@@ -132,7 +111,7 @@ def rotate_qk(
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in one launch, with their angles computed once.
 
     Args:
@@ -148,44 +127,22 @@ def rotate_qk(
     >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
-    names, xs = (("q",), [q]) if k is None else (("q", "k"), [q, k])
+    names, xs = _together(q, k)
     outs = None if out is None else [x for x in out if x is not None]
     ys = _out_of_place("rotate_qk", names, xs, spec, positions, layout, inverse, backend, outs)
-    return ys[0], None if k is None else ys[1]
+    return ys[0], cast(_K, None if k is None else ys[1])
 
 
-@overload
 def rotate_qk_(
     q: torch.Tensor,
-    k: torch.Tensor,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike = ...,
-    *,
-    layout: str = ...,
-    inverse: bool = ...,
-    backend: str | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def rotate_qk_(
-    q: torch.Tensor,
-    k: None,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike = ...,
-    *,
-    layout: str = ...,
-    inverse: bool = ...,
-    backend: str | None = ...,
-) -> tuple[torch.Tensor, None]: ...
-def rotate_qk_(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
+    k: _K,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
     inverse: bool = False,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in place: :func:`rotate_qk` without new tensors.
 
     Args: as of :func:`rotate_qk`; q and k must not overlap in memory, but may be slices of one
@@ -198,7 +155,7 @@ def rotate_qk_(
     >>> qkv = torch.randn(1, 16, 3 * 8 * 64).unflatten(-1, (24, 64))
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
-    names, xs = (("q",), [q]) if k is None else (("q", "k"), [q, k])
+    names, xs = _together(q, k)
     _in_place("rotate_qk_", names, xs, spec, positions, layout, inverse, backend)
     return q, k
 
@@ -256,35 +213,9 @@ def rotary_pos_embedding(
     return y.reshape(input_.shape)
 
 
-@overload
 def apply_rotary_pos_emb(
     q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    unsqueeze_dim: int = ...,
-    *,
-    interleaved: bool = ...,
-    tables: str = ...,
-    position_ids: torch.Tensor | None = ...,
-    backend: str | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def apply_rotary_pos_emb(
-    q: torch.Tensor,
-    k: None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    unsqueeze_dim: int = ...,
-    *,
-    interleaved: bool = ...,
-    tables: str = ...,
-    position_ids: torch.Tensor | None = ...,
-    backend: str | None = ...,
-) -> tuple[torch.Tensor, None]: ...
-def apply_rotary_pos_emb(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
+    k: _K,
     cos: torch.Tensor,
     sin: torch.Tensor,
     unsqueeze_dim: int = 1,
@@ -293,7 +224,7 @@ def apply_rotary_pos_emb(
     tables: str = "cat",
     position_ids: torch.Tensor | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys by tables of cosines and sines: the field's usual signature.
 
     For code that has its tables already. :func:`rotate_qk` needs none, and is exact at any position.
@@ -327,43 +258,17 @@ def apply_rotary_pos_emb(
     >>> q, k = apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())
     """
     name = "apply_rotary_pos_emb"
-    xs = [q] if k is None else [q, k]
+    _, xs = _together(q, k)
     arguments = given_tables.arguments(
         name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
     )
     ys = _run(name, xs, arguments, backend)
-    return ys[0], None if k is None else ys[1]
+    return ys[0], cast(_K, None if k is None else ys[1])
 
 
-@overload
 def apply_rotary_pos_emb_(
     q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    unsqueeze_dim: int = ...,
-    *,
-    interleaved: bool = ...,
-    tables: str = ...,
-    position_ids: torch.Tensor | None = ...,
-    backend: str | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def apply_rotary_pos_emb_(
-    q: torch.Tensor,
-    k: None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    unsqueeze_dim: int = ...,
-    *,
-    interleaved: bool = ...,
-    tables: str = ...,
-    position_ids: torch.Tensor | None = ...,
-    backend: str | None = ...,
-) -> tuple[torch.Tensor, None]: ...
-def apply_rotary_pos_emb_(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
+    k: _K,
     cos: torch.Tensor,
     sin: torch.Tensor,
     unsqueeze_dim: int = 1,
@@ -372,7 +277,7 @@ def apply_rotary_pos_emb_(
     tables: str = "cat",
     position_ids: torch.Tensor | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, _K]:
     """Rotate in place: :func:`apply_rotary_pos_emb` without new tensors.
 
     Args: as of :func:`apply_rotary_pos_emb`, and q and k as of :func:`rotate_qk_`.
@@ -385,7 +290,7 @@ def apply_rotary_pos_emb_(
     True
     """
     name = "apply_rotary_pos_emb_"
-    names, xs = (("q",), [q]) if k is None else (("q", "k"), [q, k])
+    names, xs = _together(q, k)
     arguments = given_tables.arguments(
         name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
     )
@@ -415,6 +320,11 @@ def rotate_first(
     """
     (y,) = _out_of_place(operation, ("x",), [x], spec, positions, layout, inverse, None, wider=True)
     return y
+
+
+def _together(q: torch.Tensor, k: torch.Tensor | None) -> tuple[Sequence[str], list[torch.Tensor]]:
+    """What shares its angles, and the names that errors give it."""
+    return (("q",), [q]) if k is None else (("q", "k"), [q, k])
 
 
 def _out_of_place(
