@@ -273,6 +273,84 @@ inline uint32_t twin(float even, float odd) {
   return low | high;
 }
 
+#if defined(__AVX512F__)
+// The same operations by hand. Heads are short, so what is left after whole registers matters: it
+// goes through narrower ones. (Masked stores would do, but the next head's loads wait for them.)
+template <int lanes>
+struct Register;
+#define TIGHTROPE_REGISTER(lanes, f, i, p, si)                                                 \
+  template <>                                                                                  \
+  struct Register<lanes> {                                                                     \
+    using Floats = f;                                                                          \
+    using Words = i;                                                                           \
+    static Words words(const Twin* at) { return p##_loadu_epi32(at); }                         \
+    static Floats floats(const float* at) { return p##_loadu_ps(at); }                         \
+    static void put(Twin* at, Words x) { p##_storeu_epi32(at, x); }                            \
+    static Words upper() { return p##_set1_epi32(int(0xFFFF0000u)); }                          \
+    static Floats even(Words x) { return p##_cast##si##_ps(p##_slli_epi32(x, 16)); }           \
+    static Floats odd(Words x) { return p##_cast##si##_ps(p##_and_##si(x, upper())); }         \
+    static Words rounded(Floats x) {                                                           \
+      const Words u = p##_castps_##si(x);                                                      \
+      const Words last = p##_and_##si(p##_srli_epi32(u, 16), p##_set1_epi32(1));               \
+      return p##_add_epi32(p##_add_epi32(u, p##_set1_epi32(0x7FFF)), last);                    \
+    }                                                                                          \
+    /* (lower half of the first) | (second & upper half) */                                    \
+    static Words twin(Floats a, Floats b) {                                                    \
+      return p##_ternarylogic_epi32(p##_srli_epi32(rounded(a), 16), rounded(b), upper(), 0xF8); \
+    }                                                                                          \
+    static Floats turned_u(Floats u, Floats v, Floats c, Floats s) {                           \
+      return p##_fmsub_ps(u, c, p##_mul_ps(v, s));                                             \
+    }                                                                                          \
+    static Floats turned_v(Floats u, Floats v, Floats c, Floats s) {                           \
+      return p##_fmadd_ps(v, c, p##_mul_ps(u, s));                                             \
+    }                                                                                          \
+  };
+TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
+TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
+TIGHTROPE_REGISTER(4, __m128, __m128i, _mm, si128)
+#undef TIGHTROPE_REGISTER
+
+template <int lanes>
+inline void turn_twins_at(const Twin* u, const Twin* v, Twin* y, Twin* z, const float* c,
+                          const float* s, const float* d, const float* t, int64_t k) {
+  using R = Register<lanes>;
+  const auto a = R::words(u + k), b = R::words(v + k);
+  const auto c0 = R::floats(c + k), s0 = R::floats(s + k);
+  const auto c1 = R::floats(d + k), s1 = R::floats(t + k);
+  const auto first = R::twin(R::turned_u(R::even(a), R::even(b), c0, s0),
+                             R::turned_u(R::odd(a), R::odd(b), c1, s1));
+  const auto second = R::twin(R::turned_v(R::even(a), R::even(b), c0, s0),
+                              R::turned_v(R::odd(a), R::odd(b), c1, s1));
+  R::put(y + k, first);
+  R::put(z + k, second);
+}
+// What is left after whole registers, out of line: most heads have nothing left.
+__attribute__((noinline)) void turn_last_twins(const Twin* u, const Twin* v, Twin* y, Twin* z,
+                                               const float* c, const float* s, const float* d,
+                                               const float* t, int64_t k, int64_t n) {
+  if (n & 8) turn_twins_at<8>(u, v, y, z, c, s, d, t, k), k += 8;
+  if (n & 4) turn_twins_at<4>(u, v, y, z, c, s, d, t, k), k += 4;
+  const auto one = [&](int64_t j) {
+    const uint32_t a = u[j], b = v[j];
+    y[j] = twin(turned_u(even(a), even(b), c[j], s[j]), turned_u(odd(a), odd(b), d[j], t[j]));
+    z[j] = twin(turned_v(even(a), even(b), c[j], s[j]), turned_v(odd(a), odd(b), d[j], t[j]));
+  };
+  // Not a loop: the compiler would prepare for a long one.
+  if (n & 2) one(k), one(k + 1), k += 2;
+  if (n & 1) one(k);
+}
+__attribute__((always_inline)) inline void turn_twins(const Twin* u, const Twin* v, Twin* y,
+                                                      Twin* z, const float* c, const float* s,
+                                                      const float* d, const float* t, int64_t n) {
+  int64_t k = 0;
+  for (; k + 16 <= n; k += 16) turn_twins_at<16>(u, v, y, z, c, s, d, t, k);
+  if (k != n) turn_last_twins(u, v, y, z, c, s, d, t, k, n);
+}
+inline void turn_twins_(Twin* u, Twin* v, const float* c, const float* s, const float* d,
+                        const float* t, int64_t n) {
+  turn_twins(u, v, u, v, c, s, d, t, n);
+}
+#else
 inline void turn_twins_(Twin* __restrict u, Twin* __restrict v, const float* __restrict c,
                         const float* __restrict s, const float* __restrict d,
                         const float* __restrict t, int64_t n) {
@@ -291,6 +369,8 @@ inline void turn_twins(const Twin* __restrict u, const Twin* __restrict v, Twin*
     z[k] = twin(turned_v(even(a), even(b), c[k], s[k]), turned_v(odd(a), odd(b), d[k], t[k]));
   }
 }
+#endif
+
 template <>
 inline void turn_halves_<BFloat16>(uint16_t* __restrict u, uint16_t* __restrict v,
                                    const float* __restrict c, const float* __restrict s,
