@@ -5,6 +5,7 @@ import torch
 
 from tightrope import RopeSpec, functional, positions
 from tightrope.functional import rotary_pos_embedding, rotate, rotate_, rotate_qk, rotate_qk_
+from tolerances import assert_near
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -35,7 +36,7 @@ def test_rotary_pos_embedding(shape: tuple[int, ...], interleaved: bool) -> None
         where = torch.arange(tokens) if ids is None else ids
         y = rotary_pos_embedding(x, ids, interleaved)
         assert y.shape == x.shape
-        torch.testing.assert_close(y, turned(x, where, interleaved), rtol=0, atol=1e-13)
+        assert_near(y, turned(x, where, interleaved), "float64 formula")
     assert torch.equal(rotary_pos_embedding(x), rotary_pos_embedding(x, None, True))
 
 
@@ -48,7 +49,7 @@ def test_rotary_pos_embedding_of_views_that_do_not_flatten() -> None:
     x = noise(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)  # (3, 2, 4, 5, 8)
     before = x.clone()
     y = rotary_pos_embedding(x)
-    torch.testing.assert_close(y, turned(x, torch.arange(5), True), rtol=0, atol=1e-13)
+    assert_near(y, turned(x, torch.arange(5), True), "float64 formula")
     assert torch.equal(x, before)
 
 
@@ -93,7 +94,7 @@ def test_inverse_undoes() -> None:
     spec, x = RopeSpec(8, interleaved=True), noise(2, 3, 5, 8)
     for at in (None, 1_000_000, -7):
         back = rotate(rotate(x, spec, at), spec, at, inverse=True)
-        torch.testing.assert_close(back, x, rtol=0, atol=1e-14)
+        assert_near(back, x, "float64 formula")
 
 
 @pytest.mark.parametrize("backend", ["reference", None])

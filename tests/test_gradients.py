@@ -8,6 +8,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tolerances import assert_near, value
 
 LAYOUT_SHAPES = {
     "bhsd": (2, 1, 3, 8),
@@ -66,9 +67,8 @@ def test_by_position_of_narrow_x(dtype: torch.dtype) -> None:
     assert got.grad is not None
     assert got.grad.dtype == torch.float32
     scale = wide.grad.abs().max().item()
-    torch.testing.assert_close(
-        got.grad, wide.grad, rtol=0, atol=32 * torch.finfo(dtype).eps * scale
-    )
+    bound = value("narrow position gradient") * torch.finfo(dtype).eps * scale
+    torch.testing.assert_close(got.grad, wide.grad, rtol=0, atol=bound)
 
 
 def test_the_gradient_of_positions_is_the_same_for_any_thread_count() -> None:
@@ -130,7 +130,7 @@ def test_in_place_on_views_of_a_projection() -> None:
     probe = noise(attend(weight, True).numel(), seed=2)
     (a,) = torch.autograd.grad(attend(weight, True) @ probe, weight)
     (b,) = torch.autograd.grad(attend(weight, False) @ probe, weight)
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_near(a, b, "float64 ways")
     assert gradcheck(lambda w: attend(w, True), (weight,))
 
 
@@ -180,7 +180,7 @@ def test_forward_mode(function: Callable[..., torch.Tensor]) -> None:
         y = function(forward_ad.make_dual(x, t), spec, 3)
         tangent = forward_ad.unpack_dual(y).tangent
     assert tangent is not None
-    torch.testing.assert_close(tangent, rotate(t, spec, 3), rtol=1e-12, atol=1e-12)
+    assert_near(tangent, rotate(t, spec, 3), "float64 ways")
     p = (100 * noise(2, 5, seed=2)).requires_grad_()
     check = {"check_forward_ad": True, "check_backward_ad": False}
     assert gradcheck(lambda x, p: function(x, spec, p), (x.requires_grad_(), p), **check)
@@ -196,17 +196,16 @@ def test_functorch(function: Callable[..., torch.Tensor]) -> None:
         return (function(x, spec, 3) * probe).sum()
 
     expected = rotate(probe, spec, 3, inverse=True)
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(torch.func.grad(loss)(x), expected, **close)
-    torch.testing.assert_close(torch.func.jacrev(loss)(x), expected, **close)
-    torch.testing.assert_close(torch.func.jacfwd(loss)(x), expected, **close)
+    assert_near(torch.func.grad(loss)(x), expected, "float64 ways")
+    assert_near(torch.func.jacrev(loss)(x), expected, "float64 ways")
+    assert_near(torch.func.jacfwd(loss)(x), expected, "float64 ways")
     _, tangent = torch.func.jvp(lambda x: function(x, spec, 3), (x,), (probe,))
-    torch.testing.assert_close(tangent, rotate(probe, spec, 3), **close)
+    assert_near(tangent, rotate(probe, spec, 3), "float64 ways")
     quartic = torch.func.hessian(lambda x: function(x, spec, 3)[0, 0, :2].pow(4).sum())(x)
     eager = torch.autograd.functional.hessian(
         lambda x: rotate(x, spec, 3)[0, 0, :2].pow(4).sum(), x
     )
-    torch.testing.assert_close(quartic, eager, rtol=1e-10, atol=1e-10)
+    assert_near(quartic, eager, "float64 ways, higher order")
 
 
 def test_functorch_by_position() -> None:
@@ -217,7 +216,7 @@ def test_functorch_by_position() -> None:
 
     wanted = p.clone().requires_grad_()
     loss(wanted).backward()
-    torch.testing.assert_close(torch.func.grad(loss)(p), wanted.grad, rtol=1e-10, atol=1e-10)
+    assert_near(torch.func.grad(loss)(p), wanted.grad, "float64 ways, higher order")
 
 
 def test_gradients_of_every_dtype_are_the_rotation_backwards() -> None:
@@ -260,10 +259,10 @@ def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int
     loss(expected, "reference").backward()
     got = p.clone().requires_grad_()
     loss(got, None).backward()
-    torch.testing.assert_close(got.grad, expected.grad, rtol=1e-10, atol=1e-10)
+    assert_near(got.grad, expected.grad, "float64 ways, higher order")
     assert got.grad.abs().min() > 0
     functional = torch.func.grad(lambda p: loss(p, None))(p)
-    torch.testing.assert_close(functional, expected.grad, rtol=1e-10, atol=1e-10)
+    assert_near(functional, expected.grad, "float64 ways, higher order")
 
 
 def test_by_position_in_place_on_slices_of_one_projection() -> None:

@@ -18,6 +18,7 @@ from tightrope.functional import (
     rotate_qk_,
 )
 from tightrope.ops import schema
+from tolerances import assert_near
 
 SPEC = RopeSpec(8, rotary_dim=6, start=1)
 
@@ -101,7 +102,7 @@ def test_several_axes_and_angles_per_row_and_head() -> None:
     for axis in range(3):
         one = slice(axis, axis + 1)
         (y,) = schema.rotate([y], words[one], turns[one], ids[one], 0, False, 0, 1, False, 0, 1.0)
-    torch.testing.assert_close(whole, y, rtol=1e-9, atol=1e-9)
+    assert_near(whole, y, "axes one by one")
 
 
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
@@ -192,7 +193,7 @@ def test_compiled_gradients(in_place: bool) -> None:
         torch.compile(function, fullgraph=True, backend=BACKEND)(x, p).sum(), (x, p)
     )
     for a, b in zip(expected, got, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert_near(a, b, "float32 ways")
 
 
 def test_compiled_between_a_projection_and_attention() -> None:
@@ -210,7 +211,7 @@ def test_compiled_between_a_projection_and_attention() -> None:
     torch.testing.assert_close(compiled(x, weight), function(x, weight))
     (expected,) = torch.autograd.grad(function(x, weight).square().sum(), weight)
     (got,) = torch.autograd.grad(compiled(x, weight).square().sum(), weight)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert_near(got, expected, "float32 ways, through attention")
     with torch.no_grad():
         torch.testing.assert_close(compiled(x, weight), function(x, weight))
 

@@ -312,3 +312,18 @@ def test_assert_position_gradient_rejects() -> None:
     for wrong in (exact + 5e-6, torch.full_like(exact, math.nan), exact[:3], exact[:, None]):
         with pytest.raises(AssertionError):
             tolerances.assert_position_gradient(wrong, exact, scale)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, entry in tolerances.TABLE.items() if entry.unit == "relative and absolute"]
+)
+def test_assert_near_rejects_just_over_and_takes_just_under(name: str) -> None:
+    want = torch.zeros(3, dtype=torch.float64)
+    bound = tolerances.value(name)
+    tolerances.assert_near(want + 0.9 * bound, want, name)
+    with pytest.raises(AssertionError):
+        tolerances.assert_near(want + 1.1 * bound, want, name)
+    with pytest.raises(AssertionError):
+        tolerances.assert_near(want.float(), want, name)
+    with pytest.raises(AssertionError):
+        tolerances.assert_near(torch.full_like(want, torch.nan), want, name)

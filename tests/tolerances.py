@@ -88,6 +88,55 @@ TABLE = {
         "float32: output and gradient off by 'float32 rotation' each, and a blocked sum of 6e-8 per "
         "level",
     ),
+    "narrow position gradient": Tolerance(
+        32,
+        "machine epsilons of x, times the largest gradient",
+        "output and its gradient are rounded to x's type, and 192 products of them are added",
+    ),
+    # --- two right ways to one result ---
+    "float64 ways": Tolerance(
+        1e-12,
+        "relative and absolute",
+        "the same few products in another order: 2.2e-16 each, values below 100, sums below 100 terms",
+    ),
+    "float64 ways, higher order": Tolerance(
+        1e-10,
+        "relative and absolute",
+        "as 'float64 ways', through cubes and second derivatives of values up to 100",
+    ),
+    "float64 formula": Tolerance(
+        1e-13,
+        "absolute",
+        "a plain float64 formula rounds its angle: 64 rad by 7e-15, times values below 6",
+    ),
+    "axes one by one": Tolerance(
+        1e-9,
+        "relative and absolute",
+        "fractional positions up to 1000 lose 'fraction' on each axis, and words here are random",
+    ),
+    "float32 ways": Tolerance(
+        1e-5,
+        "relative and absolute",
+        "float32 sums in another order, or a float32 formula at positions below 64: 6e-8 times 64",
+    ),
+    "float32 ways, through attention": Tolerance(
+        1e-4,
+        "relative and absolute",
+        "softmax and two products of 48 terms on top of 'float32 ways', in a compiler's order",
+    ),
+    # --- given tables ---
+    "table rotation, torch.float64": Tolerance(
+        1e-14, "relative and absolute", "three roundings of 1.1e-16, values up to 16"
+    ),
+    "table rotation, torch.float32": Tolerance(
+        2e-6, "relative and absolute", "three roundings of 6e-8, values up to 16"
+    ),
+    "table rotation, torch.bfloat16": Tolerance(
+        4e-2, "relative and absolute", "one rounding by 2^-9 of values up to 16"
+    ),
+    "table rotation, torch.float16": Tolerance(
+        5e-3, "relative and absolute", "one rounding by 2^-12 of values up to 16"
+    ),
 }
 
 # How many elements a share of 99.9 % needs to mean something: 10 misses are allowed, and the rate is
@@ -97,6 +146,12 @@ ENOUGH = 10_000
 
 def value(name: str) -> float:
     return TABLE[name].value
+
+
+def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, name: str) -> None:
+    """Two tensors of one shape and dtype that agree, relatively and absolutely, as an entry says."""
+    bound = value(name)
+    torch.testing.assert_close(got, want, rtol=bound, atol=bound)
 
 
 def angle_bound(
