@@ -9,6 +9,7 @@ import torch
 import oracle
 import tightrope
 import tolerances
+from matrix import BACKENDS
 from tightrope import RopeSpec, angles, frequencies, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate
@@ -25,13 +26,6 @@ POSITIONS = [
     *random.Random(2).sample(range(-TOP, TOP), 30),
 ]
 
-BACKENDS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
-    )
-    for name, reason in tightrope.backends().items()
-]
 DTYPES = [torch.float32, torch.float64]
 
 

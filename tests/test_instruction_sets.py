@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library:
 SETS = cpu.instruction_sets()
 # The set in use is what the ordinary run of those files tests.
 OTHERS = [name for name in SETS if name != cpu.instruction_set()]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)

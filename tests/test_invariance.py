@@ -13,23 +13,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import oracle
-import tightrope
+from matrix import DTYPES, both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tolerances import assert_same_bits
-
-BACKENDS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
-    )
-    for name, reason in tightrope.backends().items()
-]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
-both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 # Every remainder of a vector of 4, 8 or 16 pairs, with a body and without one.
 PAIRS = [*range(1, 36), 48, 50, 63, 64, 125]

@@ -11,21 +11,13 @@ import pytest
 import torch
 
 import oracle
-import tightrope
 import tolerances
+from matrix import both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tolerances import Case
 
-BACKENDS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
-    )
-    for name, reason in tightrope.backends().items()
-]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOP = 2**31 - 1
 AROUND = {"0": -12, "8k": 8192 - 12, "131k": 131072 - 12, "1M": 2**20 - 12, "2^31": TOP - 24}
 LAYOUTS = {
@@ -37,10 +29,6 @@ LAYOUTS = {
     "sd": (5,),
 }
 HEAD_DIMS = [2, 4, 6, 10, 48, 64, 80, 96, 100, 128, 250]
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
-both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

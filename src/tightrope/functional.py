@@ -371,10 +371,10 @@ def _run_into(
     if torch.compiler.is_compiling():
         schema.rotate_into(xs, outs, *arguments)
     elif autograd.in_functorch():
-        _copy(outs, _run(operation, xs, arguments, backend))
+        autograd.overwrite(outs, _run(operation, xs, arguments, backend))
     elif backend == "reference" or _has_tangents(xs, arguments):
         check_out_memory(operation, xs, outs)
-        _copy(outs, reference.compose(xs, *arguments))
+        autograd.overwrite(outs, reference.compose(xs, *arguments))
     else:
         try:
             autograd.into(xs, outs, arguments)
@@ -411,7 +411,7 @@ def _run_in_place(
     if torch.compiler.is_compiling():
         # Whoever traces sees to memory. Without gradients the raw operator stays in place.
         if autograd.needs_grad(xs, arguments):
-            _copy(xs, schema.rotate(xs, *arguments))
+            autograd.overwrite(xs, schema.rotate(xs, *arguments))
         else:
             schema.rotate_(xs, *arguments)
     elif backend == "reference" or _has_tangents(xs, arguments):
@@ -420,9 +420,9 @@ def _run_in_place(
             check_in_place(operation, names, xs)
             if autograd.needs_grad(xs, arguments):
                 check_in_place_grad(operation, names, xs)
-        _copy(xs, reference.compose(xs, *arguments))
+        autograd.overwrite(xs, reference.compose(xs, *arguments))
     elif autograd.in_functorch():
-        _copy(xs, autograd.differentiable(xs, arguments))
+        autograd.overwrite(xs, autograd.differentiable(xs, arguments))
     else:
         try:
             autograd.in_place(operation, names, xs, arguments)
@@ -430,11 +430,6 @@ def _run_in_place(
             # Kernels refuse overlapping memory before they change anything.
             check_in_place(operation, names, xs)
             raise
-
-
-def _copy(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
-    for x, y in zip(xs, ys, strict=True):
-        x.copy_(y)
 
 
 def _arguments(rotation: PreparedRotation, layout: Layout, inverse: bool) -> tuple[Any, ...]:

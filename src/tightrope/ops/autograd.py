@@ -44,8 +44,7 @@ def in_place(
         check_in_place_grad(operation, names, xs)
         if _needs_angles(arguments):
             # Gradients by positions and tables need what a rotation in place overwrites.
-            for x, y in zip(xs, differentiable([x.clone() for x in xs], arguments), strict=True):
-                x.copy_(y)
+            overwrite(xs, differentiable([x.clone() for x in xs], arguments))
             return
         # Autograd refuses one function that returns two views, so each is a call of its own.
         for x in xs:
@@ -63,6 +62,12 @@ def into(
     with torch._C._AutoDispatchBelowAutograd():
         schema.rotate_into(xs, outs, *arguments)
     torch.autograd.graph.increment_version(outs)
+
+
+def overwrite(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
+    """Put each result where it belongs, with gradients and transforms following as they do."""
+    for x, y in zip(xs, ys, strict=True):
+        x.copy_(y)
 
 
 def needs_grad(xs: Sequence[torch.Tensor], arguments: tuple[Any, ...]) -> bool:

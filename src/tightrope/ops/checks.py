@@ -54,13 +54,7 @@ def prepare(
         other_shape = shape_of(operation, name, other, layout)
         if other_shape[-1] != shape[-1]:
             raise _wrong_width(operation, name, other, width)
-        if (
-            other_shape[layout.token] != shape[layout.token]
-            or (layout.row is not None and other_shape[layout.row] != shape[layout.row])
-            or other.dtype != x.dtype
-            or other.device != x.device
-        ):
-            raise no_partner(operation, names[0], name, x, other, layout)
+        check_partner(operation, names[0], name, x, other, layout)
     if rotation.ids is not None:
         _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout)
     return rotation
@@ -97,8 +91,8 @@ def _rotation(
     )
 
 
-def shape_of(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
-    """The shape of a tensor that can rotate in that layout."""
+def check_floating(operation: str, name: str, x: object) -> None:
+    """Refuse what is no tensor of a dtype that can rotate."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(sentence(operation, f"{name} must be a tensor but got {describe(x)}"))
     if x.dtype not in DTYPES:
@@ -110,6 +104,11 @@ def shape_of(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torc
                 **{name: x},
             )
         )
+
+
+def shape_of(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
+    """The shape of a tensor that can rotate in that layout."""
+    check_floating(operation, name, x)
     shape = x.shape
     if len(shape) != layout.dims:
         fits = ", ".join(repr(key) for key, other in BY_NAME.items() if other.dims == len(shape))
@@ -134,24 +133,33 @@ def _wrong_width(operation: str, name: str, x: torch.Tensor, width: int) -> Valu
     )
 
 
-def no_partner(
+def check_partner(
     operation: str, q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor, layout: Layout
-) -> ValueError:
-    """Two tensors cannot share their angles: the first reason why."""
+) -> None:
+    """Refuse two tensors that cannot share their angles, with the first reason why."""
+    one, other = q.shape, k.shape
+    if (
+        other[layout.token] == one[layout.token]
+        and (layout.row is None or other[layout.row] == one[layout.row])
+        and other[-1] == one[-1]
+        and k.dtype == q.dtype
+        and k.device == q.device
+    ):
+        return
     alone = "; rotate them one by one"
     about = {q_name: q, k_name: k}
     for axis, dim in (("rows", layout.row), ("tokens", layout.token)):
         if dim is not None and q.shape[dim] != k.shape[dim]:
             rule = f"{q_name} and {k_name} must have the same number of {axis}"
             found = f" but got {q.shape[dim]} and {k.shape[dim]}"
-            return ValueError(sentence(operation, rule + found + alone, **about))
+            raise ValueError(sentence(operation, rule + found + alone, **about))
     if q.shape[-1] != k.shape[-1]:
         rule = f"{q_name} and {k_name} must have the same number of channels"
         found = f" but got {q.shape[-1]} and {k.shape[-1]}"
-        return ValueError(sentence(operation, rule + found + alone, **about))
+        raise ValueError(sentence(operation, rule + found + alone, **about))
     rule = f"{q_name} and {k_name} must share dtype and device"
     found = f" but got {q.dtype} on {q.device} and {k.dtype} on {k.device}"
-    return ValueError(sentence(operation, rule + found + alone, **about))
+    raise ValueError(sentence(operation, rule + found + alone, **about))
 
 
 def _check_fit(

@@ -17,14 +17,12 @@ import torch
 
 from .. import angles
 from .layouts import BY_CODE
-from .schema import FORWARD, INVERSE, TABLES, TRANSPOSE
+from .schema import FORWARD, TABLES, TRANSPOSE, scale
 
 
 def transposed(direction: int, amplitude: float) -> tuple[int, float]:
     """Direction and amplitude of the transpose."""
-    if direction == FORWARD:
-        return TRANSPOSE, amplitude
-    return FORWARD, 1.0 / amplitude if direction == INVERSE else amplitude
+    return (TRANSPOSE if direction == FORWARD else FORWARD), scale(direction, amplitude)
 
 
 def by_positions(
@@ -100,8 +98,8 @@ def by_tables(
     if direction != FORWARD:
         by_sin = -by_sin
     if amplitude != 1.0:
-        scale = 1.0 / amplitude if direction == INVERSE else amplitude
-        by_cos, by_sin = by_cos * scale, by_sin * scale
+        factor = scale(direction, amplitude)
+        by_cos, by_sin = by_cos * factor, by_sin * factor
 
     at = (form, positions, offset, ramp)
     return angles.put_back(by_cos, cos, *at), angles.put_back(by_sin, sin, *at)

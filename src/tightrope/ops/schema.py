@@ -55,3 +55,8 @@ library.define(ROTATE_INTO, tags=(torch.Tag.pt2_compliant_tag,))
 rotate = torch.ops.tightrope.rotate.default
 rotate_ = torch.ops.tightrope.rotate_.default
 rotate_into = torch.ops.tightrope.rotate_into.default
+
+
+def scale(direction: int, amplitude: float) -> float:
+    """The factor on the rotated channels: an inverse divides by the amplitude."""
+    return 1.0 / amplitude if direction == INVERSE else amplitude

@@ -8,7 +8,7 @@ import torch
 
 from .._errors import describe, sentence
 from . import schema
-from .checks import DTYPES, no_partner, shape_of
+from .checks import check_floating, check_partner, shape_of
 from .layouts import BY_NAME, Layout
 
 # Rank of q and which of its dimensions is heads -> layout.
@@ -34,15 +34,8 @@ def arguments(
     layout = _layout(operation, q, unsqueeze_dim)
     shape = shape_of(operation, "q", q, layout)
     if k is not None:
-        other = shape_of(operation, "k", k, layout)
-        if (
-            other[layout.token] != shape[layout.token]
-            or other[-1] != shape[-1]
-            or (layout.row is not None and other[layout.row] != shape[layout.row])
-            or k.dtype != q.dtype
-            or k.device != q.device
-        ):
-            raise no_partner(operation, "q", "k", q, k, layout)
+        shape_of(operation, "k", k, layout)
+        check_partner(operation, "q", "k", q, k, layout)
     if tables not in schema.TABLES:
         raise ValueError(
             sentence(
@@ -96,17 +89,7 @@ def _check_tables(
     operation: str, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tables: str
 ) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
-        if not isinstance(table, torch.Tensor):
-            raise TypeError(sentence(operation, f"{name} must be a tensor but got {table!r}"))
-        if table.dtype not in DTYPES:
-            raise TypeError(
-                sentence(
-                    operation,
-                    f"{name} must be float32, float64, bfloat16 or float16 but got "
-                    f"{str(table.dtype).removeprefix('torch.')}",
-                    **{name: table},
-                )
-            )
+        check_floating(operation, name, table)
     if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.device != sin.device:
         raise ValueError(
             sentence(operation, "cos and sin must share shape, dtype and device", cos=cos, sin=sin)

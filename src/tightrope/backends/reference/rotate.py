@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ... import angles
+from ...ops.autograd import overwrite
 from ...ops.checks import shares_memory
 from ...ops.layouts import BY_CODE
-from ...ops.schema import FORWARD, INVERSE, TABLES, library
+from ...ops.schema import FORWARD, TABLES, library, scale
 
 
 def why_not(x: torch.Tensor | None = None) -> str | None:
@@ -59,8 +60,8 @@ def compose(
     if direction != FORWARD:
         s = -s
     if amplitude != 1.0:
-        scale = 1.0 / amplitude if direction == INVERSE else amplitude
-        c, s = c * scale, s * scale
+        factor = scale(direction, amplitude)
+        c, s = c * factor, s * factor
     width = 2 * c.shape[-1]
     ys = []
     for view in views:
@@ -118,7 +119,7 @@ def _rotate(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> 
 def _rotate_(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> None:
     if shares_memory(xs):
         raise RuntimeError("tightrope::rotate_: memory overlaps")
-    _copy(xs, compose(xs, *arguments, **named))  # type: ignore[arg-type]
+    overwrite(xs, compose(xs, *arguments, **named))  # type: ignore[arg-type]
 
 
 def _rotate_into(
@@ -126,12 +127,7 @@ def _rotate_into(
 ) -> None:
     if shares_memory(outs, xs):
         raise RuntimeError("tightrope::rotate_into: memory overlaps")
-    _copy(outs, compose(xs, *arguments, **named))  # type: ignore[arg-type]
-
-
-def _copy(outs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
-    for out, y in zip(outs, ys, strict=True):
-        out.copy_(y)
+    overwrite(outs, compose(xs, *arguments, **named))  # type: ignore[arg-type]
 
 
 def register() -> None:

@@ -1,0 +1,19 @@
+"""The axes that several test files run over: backends, dtypes, pairings."""
+
+import pytest
+import torch
+
+import tightrope
+
+BACKENDS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
+    )
+    for name, reason in tightrope.backends().items()
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
