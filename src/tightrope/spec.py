@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -207,6 +207,7 @@ class PreparedRotation:
         turns: None, or int64 ``[1, 1, 1, pairs]``: whole turns per position, where some ω >= π.
         ids, offset, ramp: as in :class:`tightrope.positions.Positions`.
         device: where the rotated tensors must live.
+        calls: what the operator is called with, by layout and direction, once it was.
     """
 
     spec: RopeSpec
@@ -216,6 +217,7 @@ class PreparedRotation:
     offset: int
     ramp: bool
     device: torch.device
+    calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
 
 
 def _words(rotary_dim: int, base: float) -> Words:
