@@ -8,6 +8,10 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
+constexpr double kHalfRange = 9223372036854775808.0;  // 2^63
+constexpr double kTurn = 18446744073709551616.0;      // one turn, in units of a phase
+constexpr double kRadians = 3.40612158008655459e-19;  // 2π / 2^64
+
 // A position as an integer and a fraction in [-1/2, 1/2] in units of 2^-63.
 struct Split {
   int64_t whole;
@@ -30,7 +34,7 @@ inline Split split(T position) {
     whole -= 1;
     rest += T(1);
   }
-  return {whole, int64_t(rest * T(9223372036854775808.0)), false};
+  return {whole, int64_t(rest * T(kHalfRange)), false};
 }
 
 inline Split position_at(const Problem& p, int64_t axis, int64_t row, int64_t token) {
@@ -102,7 +106,7 @@ inline void radians(uint64_t remainder, float* angle) {
   *angle = fma_(float(high), 3.74507039e-07f, lower);
 }
 inline void radians(uint64_t remainder, double* angle) {
-  *angle = double(int64_t(remainder)) * 3.40612158008655459e-19;
+  *angle = double(int64_t(remainder)) * kRadians;
 }
 
 // Minimax polynomials on [-π/4, π/4]: 9.2e-9 and 7e-10 from sine and cosine in float, 9e-18 and

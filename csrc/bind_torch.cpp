@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "rotate.h"
@@ -149,6 +150,7 @@ class Form {
  public:
   explicit Form(int64_t packed) : rest_(uint64_t(packed)) {
     reserved = take(20);
+    learned = take(1) != 0;
     source = take(2);
     ramp = take(1) != 0;
     direction = take(2);
@@ -159,6 +161,7 @@ class Form {
   }
 
   int64_t reserved;  // numerics, gate, act, and what no field has
+  bool learned;      // frequencies are carried, for whoever wants gradients
   int64_t source;    // index into SOURCES
   bool ramp;
   int64_t direction;
@@ -258,7 +261,7 @@ struct Operands {
 // Sentences for users are worded in Python. What is checked below, before anything is written, keeps
 // a direct call of the raw operator from reading or writing outside its tensors; and the shortest
 // way through Python asks nothing else.
-void run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
+Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a) {
   const Form& form = a.form;
   STD_TORCH_CHECK(form.layout < 6, "tightrope: layout");
   STD_TORCH_CHECK(form.direction <= 2, "tightrope: direction");
@@ -306,26 +309,49 @@ void run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& 
   p.conjugate = form.direction != kForward;
   p.amplitude = form.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
 
+  return p;
+}
+
+int64_t heads_of(const Problem& p) {
   int64_t heads = 0;
   for (int32_t i = 0; i < p.operands; ++i) heads += p.operand[i].heads;
-  if (p.rows == 0 || p.tokens == 0 || heads == 0 || p.head_dim == 0) return;
+  return heads;
+}
+
+bool is_empty(const Problem& p) {
+  return p.rows == 0 || p.tokens == 0 || heads_of(p) == 0 || p.head_dim == 0;
+}
+
+// Tiles of at most `tile` tokens of one row are the work items; returns how many there are.
+int64_t divide(Problem& p, int64_t tile) {
+  p.tile = tile > p.tokens ? p.tokens : tile;
+  p.tiles_per_row = (p.tokens + p.tile - 1) / p.tile;
+  return p.rows * p.tiles_per_row;
+}
+
+const tightrope::Loops& loops() {
+  const tightrope::Loops* found = tightrope::loops();
+  STD_TORCH_CHECK(found != nullptr, "tightrope: TIGHTROPE_CPU_ISA names an unknown instruction set");
+  return *found;
+}
+
+// Calls work(begin, end) for all items, on several threads where there is enough to do.
+template <class Work>
+void share(const Problem& p, int64_t items, const Work& work) {
+  const int64_t per_item = heads_of(p) * p.tile * p.head_dim;
+  if (items * per_item <= kElementsPerThread) return work(0, items);
+  const int64_t grain = per_item >= kElementsPerThread ? 1 : kElementsPerThread / per_item;
+  torch::stable::parallel_for(0, items, grain, work);
+}
+
+void run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
+  Problem p = problem_of(xs, outs, a);
+  if (is_empty(p)) return;
   STD_TORCH_CHECK(whose == Outs::kNew || !memory_overlaps(p, whose), "tightrope: memory overlaps");
   const int64_t fits = p.pairs == 0 ? 16 : tightrope::kAngles / p.pairs;
-  p.tile = fits < 1 ? 1 : fits > 16 ? 16 : fits;
-  if (p.tile > p.tokens) p.tile = p.tokens;
-  p.tiles_per_row = (p.tokens + p.tile - 1) / p.tile;
-
-  const tightrope::Loop loop = tightrope::loop();
-  STD_TORCH_CHECK(loop != nullptr, "tightrope: TIGHTROPE_CPU_ISA names an unknown instruction set");
-  const int64_t items = p.rows * p.tiles_per_row;
-  const int64_t per_item = heads * p.tile * p.head_dim;
-  if (items * per_item <= kElementsPerThread) {
-    loop(p, 0, items);
-    return;
-  }
-  const int64_t grain = per_item >= kElementsPerThread ? 1 : kElementsPerThread / per_item;
-  torch::stable::parallel_for(0, items, grain,
-                              [&](int64_t begin, int64_t end) { loop(p, begin, end); });
+  const int64_t items = divide(p, fits < 1 ? 1 : fits > 16 ? 16 : fits);
+  const tightrope::Loop loop = loops().rotate;
+  share(p, items, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
 }
 
 using Tensors = std::optional<std::vector<Tensor>>;
@@ -340,9 +366,10 @@ using Tensors = std::optional<std::vector<Tensor>>;
 Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secondary,
                        const std::optional<Tensor>& positions, int64_t offset, int64_t form,
                        double amplitude, const Tensors& carried, double eps) {
-  STD_TORCH_CHECK(!carried.has_value() && eps == 0,
+  const Form what(form);
+  STD_TORCH_CHECK((carried.has_value() ? carried->size() : 0) == size_t(what.learned) && eps == 0,
                   "tightrope: act, gate, numerics and carried are reserved");
-  return {primary, secondary, positions, offset, Form(form), amplitude};
+  return {primary, secondary, positions, offset, what, amplitude};
 }
 
 std::vector<Tensor> rotate(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
@@ -371,10 +398,61 @@ void rotate_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<
   run(xs, outs, Outs::kGiven, TIGHTROPE_ARGUMENTS);
 }
 
+// Items of a row over whose tokens frequencies are summed: the more tokens, the longer.
+constexpr int64_t kItemsPerRow = 64, kTokensPerItem = 64;
+
+Tensor zeros(const Tensor& like, std::vector<int64_t> sizes) {
+  return torch::stable::new_zeros(like, {sizes.data(), sizes.size()},
+                                  torch::headeronly::ScalarType::Double);
+}
+
+std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Tensor grad_y,
+                                           std::optional<Tensor> grad_z, Tensor words,
+                                           std::optional<Tensor> turns,
+                                           std::optional<Tensor> positions, int64_t offset,
+                                           int64_t form, bool by_positions, bool by_frequencies) {
+  const Operands ys(y, z), grads(grad_y, grad_z);
+  STD_TORCH_CHECK(ys.count == grads.count, "tightrope: one gradient for each result");
+  for (int32_t i = 0; i < grads.count; ++i)
+    STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y),
+                    "tightrope: gradients must have the dtype and device of results");
+  const Arguments a{words, turns, positions, offset, Form(form), 1.0};
+  STD_TORCH_CHECK(a.form.source == kWords, "tightrope: tables have gradients of their own");
+  Problem p = problem_of(ys, grads, a);
+  const int64_t longest = (p.tokens + kItemsPerRow - 1) / kItemsPerRow;
+  const bool empty = is_empty(p);
+  const int64_t items = empty ? 0 : divide(p, longest > kTokensPerItem ? longest : kTokensPerItem);
+
+  Tensor of_positions = zeros(words, {by_positions ? p.axes : 0, p.rows, p.tokens});
+  Tensor of_items = zeros(words, {by_frequencies ? items : 0, p.axes, p.word_heads, p.pairs});
+  Tensor of_frequencies =
+      zeros(words, {by_frequencies ? p.axes : 0, p.word_rows, p.word_heads, p.pairs});
+  if (empty) return {of_positions, of_frequencies};
+  const tightrope::AngleSums sums{
+      by_positions ? static_cast<double*>(of_positions.mutable_data_ptr()) : nullptr,
+      by_frequencies ? static_cast<double*>(of_items.mutable_data_ptr()) : nullptr};
+  const tightrope::AngleLoop loop = loops().add_angles;
+  share(p, items, [&](int64_t begin, int64_t end) { loop(p, sums, begin, end); });
+  if (!by_frequencies) return {of_positions, of_frequencies};
+
+  auto* total = static_cast<double*>(of_frequencies.mutable_data_ptr());
+  const int64_t size = p.word_heads * p.pairs;
+  for (int64_t item = 0; item < items; ++item) {
+    const int64_t row = p.word_rows == 1 ? 0 : item / p.tiles_per_row;
+    for (int64_t axis = 0; axis < p.axes; ++axis) {
+      const double* part = sums.by_frequency + (item * p.axes + axis) * size;
+      double* to = total + (axis * p.word_rows + row) * size;
+      for (int64_t i = 0; i < size; ++i) to[i] += part[i];
+    }
+  }
+  return {of_positions, of_frequencies};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
   m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("rotate_", TORCH_BOX(&rotate_));
   m.impl("rotate_into", TORCH_BOX(&rotate_into));
+  m.impl("angle_gradients", TORCH_BOX(&angle_gradients));
 }

@@ -9,15 +9,19 @@
 
 namespace tightrope {
 
+#define TIGHTROPE_LOOPS                          \
+  void loop(const Problem&, int64_t, int64_t);   \
+  void angle_loop(const Problem&, const AngleSums&, int64_t, int64_t);
+
 namespace baseline {
-void loop(const Problem&, int64_t, int64_t);
+TIGHTROPE_LOOPS
 }
 #if defined(__x86_64__)
 namespace avx2 {
-void loop(const Problem&, int64_t, int64_t);
+TIGHTROPE_LOOPS
 }
 namespace avx512 {
-void loop(const Problem&, int64_t, int64_t);
+TIGHTROPE_LOOPS
 }
 #endif
 
@@ -25,27 +29,27 @@ namespace {
 
 struct InstructionSet {
   const char* name;
-  Loop loop;
+  Loops loops;
   bool (*supported)();
 };
 
 // Best first.
 const InstructionSet kSets[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512::loop,
+    {"avx512", {avx512::loop, avx512::angle_loop},
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
               __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
-    {"avx2", avx2::loop,
+    {"avx2", {avx2::loop, avx2::angle_loop},
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
 #endif
-    {"baseline", baseline::loop, [] { return true; }},
+    {"baseline", {baseline::loop, baseline::angle_loop}, [] { return true; }},
 };
 
 const InstructionSet* find(const char* name) {
@@ -65,9 +69,9 @@ std::atomic<const InstructionSet*> current{start()};
 
 }  // namespace
 
-Loop loop() {
+const Loops* loops() {
   const InstructionSet* set = current.load(std::memory_order_relaxed);
-  return set == nullptr ? nullptr : set->loop;
+  return set == nullptr ? nullptr : &set->loops;
 }
 
 }  // namespace tightrope

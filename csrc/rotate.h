@@ -70,10 +70,26 @@ struct Problem {
 // Handles work items [begin, end).
 using Loop = void (*)(const Problem&, int64_t begin, int64_t end);
 
+// Where gradients by angles go, or null: sums over heads and pairs, [axes, rows, tokens], and sums
+// over the tokens of each work item, [items, axes, word_heads, pairs]. Both start as zeros.
+struct AngleSums {
+  double* by_position;
+  double* by_frequency;
+};
+
+// As Loop, of a problem whose operands are results (in) and their gradients (out, not written).
+using AngleLoop = void (*)(const Problem&, const AngleSums&, int64_t begin, int64_t end);
+
 // Cosines and sines of one tile live on the stack of the loop: this many of each.
 constexpr int64_t kAngles = 2048;
 
-// The loop for this processor, or for the instruction set that TIGHTROPE_CPU_ISA names.
-Loop loop();
+struct Loops {
+  Loop rotate;
+  AngleLoop add_angles;
+};
+
+// The loops for this processor, or for the instruction set that TIGHTROPE_CPU_ISA names; null if it
+// names none.
+const Loops* loops();
 
 }  // namespace tightrope

@@ -3,6 +3,7 @@
 // Every element takes the same sequence of IEEE operations whatever the loop around it, with fused
 // multiply-adds written out and contraction switched off, so a result does not depend on where the
 // vector body ends, on strides, on threads or on being in place.
+#include "angle_sums.h"
 #include "heads.h"
 #if defined(__AVX512F__)
 #include "heads_avx512.h"

@@ -94,7 +94,7 @@ def test_reserved_arguments_are_refused_and_not_ignored() -> None:
 def test_a_form_is_one_integer_and_back() -> None:
     for form in (
         schema.Form(),
-        schema.Form(5, 2**20 - 1, True, schema.INVERSE, False, 3, 255, 15, 255),
+        schema.Form(5, 2**20 - 1, True, schema.INVERSE, False, 3, True, 255, 15, 255),
         schema.Form(start=77, ramp=False),
     ):
         assert schema.form_of(form.pack()) == form

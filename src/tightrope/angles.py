@@ -222,6 +222,65 @@ def position_angle(
     return (drift[:, :, None, :, None] * inv_freq(words, turns, dtype)[:, :, :, None]).sum(0)
 
 
+def frequency_angle(
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    inv_freq_: torch.Tensor,
+    positions: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As :func:`position_angle`, by the frequencies that words were made of.
+
+    Args:
+        inv_freq_: floating, shaped as words.
+        positions: as numbers, ``[axes, rows|1, tokens]``; see :func:`real`.
+    """
+    # Words know the frequencies better than float32 does; in float64 the difference is no more
+    # than the rounding that the words were made with.
+    wide = positions.dtype
+    drift = inv_freq_.to(wide) - inv_freq(words, turns, wide)
+    return (positions[:, :, None, :, None] * drift[:, :, :, None]).sum(0).to(dtype)
+
+
+def words_from(inv_freq_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Phase words and turns of frequencies that live on a device, without a synchronisation.
+
+    Made in float64, so a word is off by at most ``2^-53 · |ω| / 2π + 2^-54`` turn; a frequency that
+    is no number gives words that mean nothing.
+
+    Args:
+        inv_freq_: float32 or float64, of any shape, in radians per position.
+
+    >>> words, turns = words_from(torch.tensor([1.0, float(TWO_PI) / 4]))
+    >>> int(words[1]) == 2**62
+    True
+    """
+    in_turns = inv_freq_.detach().to(torch.float64) * float(1 / TWO_PI)
+    turns = torch.round(in_turns)
+    # Twice a half of the word: one half of a turn would not fit otherwise.
+    words = ((in_turns - turns) * 2.0**63).to(torch.int64) * 2
+    return words, turns.to(torch.int64)
+
+
+def real(
+    positions: torch.Tensor | None,
+    offset: int,
+    ramp: bool,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Positions as numbers, ``[axes, rows|1, tokens]``; NaN where they are lost."""
+    whole, fraction = _split(positions, device)
+    number = (whole + offset).to(dtype)
+    if fraction is not None:
+        number = number + fraction.to(dtype) * 2.0**-63
+    if ramp:
+        number = number + torch.arange(tokens, device=device)
+    lost = is_lost(positions)
+    return number if lost is None else torch.where(lost, torch.nan, number)
+
+
 def inv_freq(words: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Frequencies in radians per position, read back from phase words."""
     omega = words.to(dtype) * _RADIANS

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ._errors import sentence
 from .backends import BY_NAME, reference
-from .ops import autograd, schema, tables as given_tables
+from .ops import autograd, learned, schema, tables as given_tables
 from .ops.checks import (
     check_in_place,
     check_in_place_grad,
@@ -37,6 +37,7 @@ def rotate(
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
+    inv_freq: torch.Tensor | None = None,
     inverse: bool = False,
     out: torch.Tensor | None = None,
     backend: str | None = None,
@@ -51,6 +52,10 @@ def rotate(
             int64, float32 or float64; or a :class:`tightrope.positions.Positions`.
         layout: "bhsd" (batch, heads, tokens, channels), "bshd", "sbhd", "thd" (packed tokens, heads,
             channels), "bsd" or "sd".
+        inv_freq: frequencies in place of the spec's own, in radians per position: floating
+            ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
+            pairs)``; given or learned. Their phase words are made on the device at each call, off
+            by at most 2^-53 of a frequency per position; see docs/numerics.md.
         inverse: undo the rotation instead.
         out: where the result goes, without another pass: of the shape, dtype and device of x, any
             strides (a slot of a key cache, say), sharing no memory with x. It has no gradient.
@@ -58,7 +63,7 @@ def rotate(
 
     Returns:
         ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside
-        the rotated slice are copied. Differentiable by x and by floating positions.
+        the rotated slice are copied. Differentiable by x, by floating positions and by inv_freq.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, each with its sentence.
@@ -72,7 +77,9 @@ def rotate(
     torch.Size([2, 8, 16, 64])
     """
     outs = None if out is None else [out]
-    (y,) = _out_of_place("rotate", _X, x, None, spec, positions, layout, inverse, backend, outs)
+    (y,) = _out_of_place(
+        "rotate", _X, x, None, spec, positions, layout, inverse, backend, outs, inv_freq=inv_freq
+    )
     return y
 
 
@@ -82,6 +89,7 @@ def rotate_(
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
+    inv_freq: torch.Tensor | None = None,
     inverse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -101,7 +109,7 @@ def rotate_(
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
-    _in_place("rotate_", _X, x, None, spec, positions, layout, inverse, backend)
+    _in_place("rotate_", _X, x, None, spec, positions, layout, inverse, backend, inv_freq)
     return x
 
 
@@ -112,6 +120,7 @@ def rotate_qk(
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
+    inv_freq: torch.Tensor | None = None,
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     backend: str | None = None,
@@ -121,7 +130,8 @@ def rotate_qk(
     Args:
         q, k: as x of :func:`rotate`; the same rows, tokens and dtype; any numbers of heads (GQA,
             MQA). k may be None.
-        spec, positions, layout, inverse, backend: as of :func:`rotate`.
+        spec, positions, layout, inv_freq, inverse, backend: as of :func:`rotate`. With frequencies
+            per head q and k have the same number of them.
         out: as of :func:`rotate`, a pair for q and k; None for a k that is None.
 
     Returns:
@@ -133,7 +143,9 @@ def rotate_qk(
     """
     outs = None if out is None else [x for x in out if x is not None]
     names = _QK if k is not None else _Q
-    ys = _out_of_place("rotate_qk", names, q, k, spec, positions, layout, inverse, backend, outs)
+    ys = _out_of_place(
+        "rotate_qk", names, q, k, spec, positions, layout, inverse, backend, outs, inv_freq=inv_freq
+    )
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -144,6 +156,7 @@ def rotate_qk_(
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
+    inv_freq: torch.Tensor | None = None,
     inverse: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -160,7 +173,7 @@ def rotate_qk_(
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     names = _QK if k is not None else _Q
-    _in_place("rotate_qk_", names, q, k, spec, positions, layout, inverse, backend)
+    _in_place("rotate_qk_", names, q, k, spec, positions, layout, inverse, backend, inv_freq)
     return q, k
 
 
@@ -337,8 +350,11 @@ def _out_of_place(
     backend: str | None,
     outs: list[torch.Tensor] | None = None,
     wider: bool = False,
+    inv_freq: torch.Tensor | None = None,
 ) -> Sequence[torch.Tensor]:
-    arguments = _arguments(operation, names, q, k, spec, positions, layout, inverse, wider)
+    arguments = _arguments(
+        operation, names, q, k, spec, positions, layout, inverse, inv_freq, wider
+    )
     if outs is None:
         return _run(operation, q, k, arguments, backend)
     check_out(operation, names, schema.present(q, k), outs)
@@ -396,10 +412,12 @@ def _in_place(
     layout: str,
     inverse: bool,
     backend: str | None,
+    inv_freq: torch.Tensor | None,
 ) -> None:
-    if backend is None and positions is None and _at_once(q, k, spec, layout, inverse):
+    plain = backend is None and positions is None and inv_freq is None
+    if plain and _at_once(q, k, spec, layout, inverse):
         return
-    arguments = _arguments(operation, names, q, k, spec, positions, layout, inverse)
+    arguments = _arguments(operation, names, q, k, spec, positions, layout, inverse, inv_freq)
     _run_in_place(operation, names, q, k, arguments, backend)
 
 
@@ -483,6 +501,7 @@ def _arguments(
     positions: PositionsLike,
     layout: str,
     inverse: bool,
+    inv_freq: torch.Tensor | None,
     wider: bool = False,
 ) -> tuple[Any, ...]:
     """Check everything against everything else.
@@ -492,6 +511,10 @@ def _arguments(
     """
     where = layout_named(operation, layout)
     rotation = prepare(operation, names, schema.present(q, k), spec, positions, where, wider)
+    if inv_freq is not None:
+        source = learned.source(operation, names, q, k, inv_freq, rotation, where)
+        _, _, ids, offset, form, amplitude, _ = _call(rotation, where, inverse, learned=True)
+        return *source[:2], ids, offset, form, amplitude, source[2]
     if torch.compiler.is_compiling():
         return _call(rotation, where, inverse)
     call = rotation.calls.get((layout, inverse))
@@ -500,17 +523,21 @@ def _arguments(
     return call
 
 
-def _call(rotation: PreparedRotation, layout: Layout, inverse: bool) -> tuple[Any, ...]:
+def _call(
+    rotation: PreparedRotation, layout: Layout, inverse: bool, learned: bool = False
+) -> tuple[Any, ...]:
     spec = rotation.spec
     # The compiler cannot see into a cache, and needs none.
     form = _form if torch.compiler.is_compiling() else _cached_form
-    packed = form(layout.code, spec.start, spec.interleaved, inverse, rotation.ramp)
-    return rotation.words, rotation.turns, rotation.ids, rotation.offset, packed, 1.0
+    packed = form(layout.code, spec.start, spec.interleaved, inverse, rotation.ramp, learned)
+    return rotation.words, rotation.turns, rotation.ids, rotation.offset, packed, 1.0, None
 
 
-def _form(layout: int, start: int, interleaved: bool, inverse: bool, ramp: bool) -> int:
+def _form(
+    layout: int, start: int, interleaved: bool, inverse: bool, ramp: bool, learned: bool
+) -> int:
     direction = schema.INVERSE if inverse else schema.FORWARD
-    return schema.Form(layout, start, interleaved, direction, ramp).pack()
+    return schema.Form(layout, start, interleaved, direction, ramp, learned=learned).pack()
 
 
 _cached_form = lru_cache(maxsize=1024)(_form)
@@ -523,9 +550,10 @@ def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any,
     """
     if forward_ad._current_level < 0:
         return False
+    *rest, carried = arguments
     return autograd.in_functorch() or any(
         isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
-        for t in (q, k, *arguments)
+        for t in (q, k, *rest, *(carried or ()))
     )
 
 

@@ -11,8 +11,8 @@ from . import gradients, schema
 from .checks import check_in_place, check_in_place_grad
 from .schema import library, present
 
-# `arguments` below is what follows q and k in the schema, up to `amplitude`; its tensors come first.
-_PRIMARY, _SECONDARY, _POSITIONS, _TENSORS = 0, 1, 2, 3
+# `arguments` below is what follows q and k in the schema, up to `carried`.
+_PRIMARY, _SECONDARY, _POSITIONS, _FIXED, _CARRIED = 0, 1, 2, 3, 6
 
 
 def differentiable(
@@ -25,7 +25,7 @@ def differentiable(
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Functionalize:
         return schema.rotate(q, k, *arguments)  # type: ignore[no-any-return]
     if transform is not None or needs_grad(q, k, arguments):
-        return OutOfPlace.apply(q, k, *arguments)  # type: ignore[no-any-return, no-untyped-call]
+        return OutOfPlace.apply(q, k, *_flat(arguments))  # type: ignore[no-any-return, no-untyped-call]
     # Nothing wants a gradient, so the autograd formula, which is Python, need not be asked.
     with torch._C._AutoDispatchBelowAutograd():
         return schema.rotate(q, k, *arguments)
@@ -55,7 +55,7 @@ def in_place(
         return
     # Autograd refuses one function that returns two views, so each is a call of its own.
     for x in xs:
-        InPlace.apply(x, *arguments)  # type: ignore[no-untyped-call]
+        InPlace.apply(x, *_flat(arguments))  # type: ignore[no-untyped-call]
 
 
 def raw_in_place(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> None:
@@ -96,7 +96,24 @@ def needs_grad(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ..
 
 
 def _needs_angles(arguments: Sequence[Any]) -> bool:
-    return any(t is not None and t.requires_grad for t in arguments[:_TENSORS])
+    primary, secondary, positions = arguments[:_FIXED]
+    return (
+        primary.requires_grad
+        or (secondary is not None and secondary.requires_grad)
+        or (positions is not None and positions.requires_grad)
+        or (arguments[_CARRIED] is not None and any(t.requires_grad for t in arguments[_CARRIED]))
+    )
+
+
+def _flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with what is carried at the end, one by one, as autograd wants tensors."""
+    *rest, carried = arguments
+    return (*rest, *(carried or ()))
+
+
+def _nested(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The inverse of :func:`_flat`."""
+    return (*arguments[:_CARRIED], tuple(arguments[_CARRIED:]) or None)
 
 
 def in_functorch() -> bool:
@@ -111,7 +128,7 @@ class OutOfPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> Any:
-        return tuple(schema.rotate(q, k, *arguments))
+        return tuple(schema.rotate(q, k, *_nested(arguments)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -119,7 +136,7 @@ class OutOfPlace(torch.autograd.Function):
         # What a tensor says of itself is not to be trusted under vmap.
         needs = ctx.needs_input_grad
         _remember(ctx, arguments, needs[2:], (q, k), output)
-        if not ctx.by_position and not ctx.by_table:
+        if not any(needs[2:]):
             idle = [y for y, needed in zip(output, needs) if not needed]
             ctx.mark_non_differentiable(*idle)
         # A k that has no part in the loss should cost nothing.
@@ -136,7 +153,7 @@ class InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            schema.rotate_(x, None, *arguments)
+            schema.rotate_(x, None, *_nested(arguments))
         ctx.mark_dirty(x)
         _remember(ctx, arguments, (False,) * len(arguments), (), ())
         return x
@@ -154,60 +171,104 @@ def _remember(
     inputs: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor],
 ) -> None:
-    """Keep what the gradients need: tensors among the arguments; results only where positions ask
-    for them, and inputs only where tables do.
+    """Keep what the gradients need: tensors among the arguments; results only where positions or
+    frequencies ask for them, and inputs only where tables do.
 
     Args:
+        arguments: flat.
         needs: of each argument, whether it needs a gradient.
     """
-    ctx.by_position = needs[_POSITIONS]
+    ctx.by_position, ctx.by_frequency = needs[_POSITIONS], any(needs[_CARRIED:])
     ctx.by_table = needs[_PRIMARY] or needs[_SECONDARY]
-    kept = outputs if ctx.by_position else inputs if ctx.by_table else ()
-    ctx.rest = tuple(arguments[_TENSORS:])
-    ctx.save_for_backward(*arguments[:_TENSORS], *(x for x in kept if x is not None))
+    by_angle = ctx.by_position or ctx.by_frequency
+    kept = outputs if by_angle else inputs if ctx.by_table else ()
+    ctx.rest = tuple(arguments[_FIXED:_CARRIED])
+    tensors = (*arguments[:_FIXED], *arguments[_CARRIED:])
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *(x for x in kept if x is not None))
 
 
 def _gradients(
     ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients by q, k and each argument.
+    """Gradients by q, k and each argument, flat.
 
     Args:
         grads: by each result.
         needed: whether q, and k if there are two results, need one.
     """
     saved = ctx.saved_tensors  # read once: checkpointing hands them out only once
-    primary, secondary, positions, *kept = saved
+    primary, secondary, positions, *carried = saved[: ctx.count]
+    kept = saved[ctx.count :]
     offset, packed, amplitude = ctx.rest
     form = schema.form_of(packed)
 
     wanted = [grad if need else None for grad, need in zip(grads, needed)]
     there = [grad for grad in wanted if grad is not None]
-    back = (primary, secondary, positions, offset, *gradients.transposed(form, amplitude))
+    transposed = gradients.transposed(form, amplitude)
+    back = (primary, secondary, positions, offset, *transposed, tuple(carried) or None)
     turned = iter(differentiable(*pair(there), back) if there else ())
     by_x = [None if grad is None else next(turned) for grad in wanted]
 
-    by_primary = by_secondary = by_position = None
-    if ctx.by_position:
-        by_position = gradients.by_positions(kept, grads, primary, secondary, positions, form)
+    by_primary = by_secondary = by_position = by_frequency = None
+    if ctx.by_position or ctx.by_frequency:
+        by_position, by_frequency = _by_angles(ctx, kept, grads, saved[:_FIXED], offset, packed)
     if ctx.by_table:
         by_primary, by_secondary = gradients.by_tables(
             kept, grads, primary, secondary, positions, offset, form, amplitude
         )
     by_q, by_k = by_x if len(by_x) > 1 else (by_x[0], None)
-    return by_q, by_k, by_primary, by_secondary, by_position, None, None, None
+    by_carried = [by_frequency.to(t.dtype) if by_frequency is not None else None for t in carried]
+    return by_q, by_k, by_primary, by_secondary, by_position, None, None, None, *by_carried
+
+
+def _by_angles(
+    ctx: Any,
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    source: Sequence[Any],
+    offset: int,
+    packed: int,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients by positions, shaped as they are, and by frequencies."""
+    words, turns, positions = source
+    there = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None]
+    if not there:
+        return (
+            torch.zeros_like(positions) if ctx.by_position else None,
+            torch.zeros_like(words, dtype=torch.float32) if ctx.by_frequency else None,
+        )
+    ys, gs = zip(*there, strict=True)
+    which = (ctx.by_position, ctx.by_frequency)
+    if torch.is_grad_enabled() or in_functorch():
+        # Somebody differentiates this too.
+        form = schema.form_of(packed)
+        sums = gradients.by_angles(ys, gs, words, turns, positions, offset, form, *which)
+    else:
+        both = (*pair(ys), *pair(gs))
+        sums = schema.angle_gradients(*both, words, turns, positions, offset, packed, *which)
+    by_position, by_frequency = sums
+    return (
+        gradients.sum_to(by_position, positions.shape).to(positions.dtype)
+        if ctx.by_position
+        else None,
+        by_frequency if ctx.by_frequency else None,
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
-    # The dispatcher drops arguments that equal their defaults, and reserved ones have no others.
-    q, k, *arguments = inputs[: 2 + _TENSORS + 3]
-    needs = [isinstance(a, torch.Tensor) and a.requires_grad for a in arguments]
-    _remember(ctx, arguments, needs, (q, k), output)
+    q, k, *arguments = inputs
+    carried = arguments[_CARRIED] if len(arguments) > _CARRIED else None
+    flat = _flat((*arguments[:_CARRIED], carried))
+    needs = [isinstance(a, torch.Tensor) and a.requires_grad for a in flat]
+    _remember(ctx, flat, needs, (q, k), output)
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    found = _gradients(ctx, grads, ctx.needs_input_grad)
-    return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
+    by_q, by_k, *found = _gradients(ctx, grads, ctx.needs_input_grad)
+    # The dispatcher drops arguments that equal their defaults, so how many there were varies.
+    rest = (list(found[_CARRIED:]) or None, None)[: len(ctx.needs_input_grad) - 2 - _CARRIED]
+    return (by_q, by_k, *found[:_CARRIED], *rest)
 
 
 def _raw(operator: Any, written: slice) -> Callable[..., None]:

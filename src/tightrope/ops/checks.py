@@ -57,6 +57,8 @@ def prepare(
         check_partner(operation, names[0], name, x, other, layout)
     if rotation.ids is not None:
         _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout)
+    if rotation.words.shape[2] != 1:
+        check_heads(operation, "spec", rotation.words.shape[2], names, xs, layout)
     return rotation
 
 
@@ -160,6 +162,28 @@ def check_partner(
     rule = f"{q_name} and {k_name} must share dtype and device"
     found = f" but got {q.dtype} on {q.device} and {k.dtype} on {k.device}"
     raise ValueError(sentence(operation, rule + found + alone, **about))
+
+
+def check_heads(
+    operation: str,
+    what: str,
+    heads: int,
+    names: Sequence[str],
+    xs: Sequence[torch.Tensor | None],
+    layout: Layout,
+) -> None:
+    """Refuse angles per head that do not fit the heads of what they turn."""
+    for name, x in zip(names, xs):
+        own = 1 if x is None or layout.head is None else x.shape[layout.head]
+        if x is not None and heads not in (1, own):
+            alone = "; rotate q and k one by one, each with its own" if len(names) > 1 else ""
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{what} must be for 1 or {own} heads of {name} but is for {heads}{alone}",
+                    **{name: x},
+                )
+            )
 
 
 def _check_fit(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .schema import present
+from . import gradients
+from .layouts import BY_CODE
+from .schema import form_of, present
 
 
 def _rotate(
@@ -21,8 +23,32 @@ def _in_memory(*arguments: object, **named: object) -> None:
     """Kernels that write into their arguments make nothing."""
 
 
+def _angle_gradients(
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    grad_y: torch.Tensor,
+    grad_z: torch.Tensor | None,
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    form: int,
+    by_positions: bool,
+    by_frequencies: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    layout = BY_CODE[form_of(form).layout]
+    axes, *shape = words.shape
+    rows = 1 if layout.row is None else y.shape[layout.row]
+    dtype = gradients.sum_dtype(words.device)
+    return (
+        words.new_empty((axes if by_positions else 0, rows, y.shape[layout.token]), dtype=dtype),
+        words.new_empty((axes if by_frequencies else 0, *shape), dtype=dtype),
+    )
+
+
 def register() -> None:
     """Register the fake kernels; once, at import."""
     torch.library.register_fake("tightrope::rotate", _rotate)
     torch.library.register_fake("tightrope::rotate_", _in_memory)
     torch.library.register_fake("tightrope::rotate_into", _in_memory)
+    torch.library.register_fake("tightrope::angle_gradients", _angle_gradients)

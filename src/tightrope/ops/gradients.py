@@ -3,7 +3,8 @@
 With (u, v) a pair before the rotation, (y, z) after it, and (dy, dz) the gradient of the result:
 
 * by an angle, ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); hence by a floating position
-  ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs;
+  ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and by a frequency ``dω = Σ p · (y·dz − z·dy)``
+  over tokens, and rows and heads that share it;
 * by tables, ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``.
 
 The gradient by x is the operator itself with its direction flipped.
@@ -26,36 +27,67 @@ def transposed(form: Form, amplitude: float) -> tuple[int, float]:
     return form._replace(direction=direction).pack(), scale(form.direction, amplitude)
 
 
-def by_positions(
+def by_angles(
     outputs: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor | None],
+    grads: Sequence[torch.Tensor],
     words: torch.Tensor,
     turns: torch.Tensor | None,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
+    offset: int,
     form: Form,
-) -> torch.Tensor:
-    """Gradient by floating positions, shaped as they are.
+    by_positions: bool,
+    by_frequencies: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients by positions ``[axes, rows, tokens]`` and by frequencies, shaped as words.
 
     Args:
-        outputs, grads: results of the operator and their gradients, None where there is none.
-        words, turns, positions, form: as in the schema.
+        outputs, grads: results of the operator and their gradients.
+        words, turns, positions, offset, form: as in the schema.
+        by_positions, by_frequencies: which are wanted; the other has no axes.
+
+    Returns:
+        Both in the dtype of :func:`sum_dtype`.
     """
-    total = torch.zeros((), dtype=torch.float32, device=positions.device)
-    pairs = words.shape[3]
-    for output, grad in _present(outputs, grads):
-        dtype = _wide(output, positions)
+    axes, rows, heads, pairs = words.shape
+    wide = sum_dtype(words.device)
+    layout = BY_CODE[form.layout]
+    some = layout.to_bhsd(outputs[0])
+    of_positions = words.new_zeros(
+        (axes if by_positions else 0, some.shape[0], some.shape[2]), dtype=wide
+    )
+    of_frequencies = words.new_zeros(
+        (axes if by_frequencies else 0, rows, heads, pairs), dtype=wide
+    )
+    omega = angles.inv_freq(words, turns, wide)[:, :, :, None]
+    where = angles.real(positions, offset, form.ramp, some.shape[2], words.device, wide)
+    where = where[:, :, None, :, None]
+    # One axis at a time keeps the peak at the size of x.
+    for output, grad in zip(outputs, grads):
+        dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
         y, z = _pairs(output, pairs, form, dtype)
         dy, dz = _pairs(grad, pairs, form, dtype)
-        by_angle = y * dz - z * dy
-        omega = angles.inv_freq(words, turns, dtype)[:, :, :, None]
-        # One axis at a time keeps the peak at the size of x.
-        by_token = [_sum(by_angle * omega[axis], [1, 3]) for axis in range(words.shape[0])]
-        total = total + torch.stack(by_token)
-    if total.dim() == 0:
-        return torch.zeros_like(positions)
-    if form.direction != FORWARD:
-        total = -total
-    return _sum_to(total, positions.shape).to(positions.dtype)
+        by_angle = (y * dz - z * dy).to(wide)
+        if form.direction != FORWARD:
+            by_angle = -by_angle
+        if by_positions:
+            found = [_sum(by_angle * omega[axis], [1, 3]) for axis in range(axes)]
+            of_positions = of_positions + torch.stack(found)
+        if by_frequencies:
+            over = [2, *([0] if rows == 1 else []), *([1] if heads == 1 else [])]
+            found = [_sum(by_angle * where[axis], over) for axis in range(axes)]
+            of_frequencies = of_frequencies + torch.stack(found).reshape(of_frequencies.shape)
+    return of_positions, of_frequencies
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The widest floating dtype of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sum_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Sum ``[axes, rows, tokens]`` to a shape that broadcasts to it."""
+    dims = [dim for dim in (1, 2) if shape[dim] == 1 and x.shape[dim] != 1]
+    return _sum(x, dims).reshape(shape) if dims else x
 
 
 def by_tables(
@@ -117,12 +149,6 @@ def _pairs(
     if form.interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x[..., :pairs], x[..., pairs:]
-
-
-def _sum_to(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Sum ``[axes, rows, tokens]`` to a shape that broadcasts to it."""
-    dims = [dim for dim in (1, 2) if shape[dim] == 1 and x.shape[dim] != 1]
-    return _sum(x, dims).reshape(shape) if dims else x
 
 
 def _sum(x: torch.Tensor, dims: list[int]) -> torch.Tensor:

@@ -6,7 +6,6 @@ dispatch key, and may be absent.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ class Form(NamedTuple):
         direction: FORWARD y = a·R(φ)x, TRANSPOSE x = a·R(-φ)y, INVERSE x = R(-φ)y / a.
         ramp: whether the index of a token is added to its position.
         source: index into SOURCES.
+        learned: whether words were made of frequencies that want a gradient, and are carried.
         act, gate: f and P of the equation by code; reserved.
         numerics: 0 is exact; the rest is reserved for the arithmetic of other stacks.
     """
@@ -48,6 +48,7 @@ class Form(NamedTuple):
     direction: int = FORWARD
     ramp: bool = True
     source: int = WORDS
+    learned: bool = False
     act: int = 0
     gate: int = 0
     numerics: int = 0
@@ -63,10 +64,9 @@ class Form(NamedTuple):
 
 
 # From the highest bits to the lowest, in the order of the fields.
-_BITS = (3, _START_BITS, 1, 2, 1, 2, 8, 4, 8)
+_BITS = (3, _START_BITS, 1, 2, 1, 2, 1, 8, 4, 8)
 
 
-@lru_cache(maxsize=1024)
 def form_of(packed: int) -> Form:
     """What :meth:`Form.pack` packed.
 
@@ -77,8 +77,10 @@ def form_of(packed: int) -> Form:
     for bits in reversed(_BITS):
         values.append(packed & ((1 << bits) - 1))
         packed >>= bits
-    layout, start, interleaved, direction, ramp, *rest = reversed(values)
-    return Form(layout, start, bool(interleaved), direction, bool(ramp), *rest)
+    layout, start, interleaved, direction, ramp, source, learned, *rest = reversed(values)
+    return Form(
+        layout, start, bool(interleaved), direction, bool(ramp), source, bool(learned), *rest
+    )
 
 
 # q, k        what shares its angles; k may be absent
@@ -92,7 +94,8 @@ def form_of(packed: int) -> Form:
 # offset      added to every position
 # form        see Form
 # amplitude   a, on the rotated channels only
-# carried     reserved: the tensors of f and P, and frequencies that require grad
+# carried     the frequencies that words were made of, float [axes, rows|1, heads|1, pairs], where they
+#             are learned; reserved beyond: the tensors of f and P
 # eps         reserved: of a norm
 _ARGUMENTS = (
     "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int form, "
@@ -107,14 +110,31 @@ ROTATE_INTO = (
     + ") -> ()"
 )
 
+# The gradients by angles, in float64 (float32 where a device has no other): sums over heads and pairs
+# for positions, [axes, rows, tokens], and over tokens, and rows and heads that share them, for
+# frequencies, shaped as words. What is not wanted has no axes.
+#
+# y, z        results of rotate: one or two
+# grad_y, grad_z
+#             their gradients
+# words … form
+#             as they were for rotate
+ANGLE_GRADIENTS = (
+    "angle_gradients(Tensor y, Tensor? z, Tensor grad_y, Tensor? grad_z, Tensor words, "
+    "Tensor? turns, Tensor? positions, SymInt offset, int form, bool by_positions, "
+    "bool by_frequencies) -> (Tensor, Tensor)"
+)
+
 library = torch.library.Library("tightrope", "DEF")
 library.define(ROTATE, tags=(torch.Tag.pt2_compliant_tag,))
 library.define(ROTATE_, tags=(torch.Tag.pt2_compliant_tag,))
 library.define(ROTATE_INTO, tags=(torch.Tag.pt2_compliant_tag,))
+library.define(ANGLE_GRADIENTS, tags=(torch.Tag.pt2_compliant_tag,))
 
 rotate = torch.ops.tightrope.rotate.default
 rotate_ = torch.ops.tightrope.rotate_.default
 rotate_into = torch.ops.tightrope.rotate_into.default
+angle_gradients = torch.ops.tightrope.angle_gradients.default
 
 
 def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:

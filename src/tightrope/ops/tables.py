@@ -29,7 +29,7 @@ def arguments(
     """Check everything against everything else.
 
     Returns:
-        What follows q and k in the schema, up to ``amplitude``.
+        What follows q and k in the schema, up to ``carried``.
     """
     layout = _layout(operation, q, unsqueeze_dim)
     shape = shape_of(operation, "q", q, layout)
@@ -66,7 +66,7 @@ def arguments(
         ramp=ids is None,
         source=schema.SOURCES.index(tables),
     )
-    return c, s, ids, 0, form.pack(), 1.0
+    return c, s, ids, 0, form.pack(), 1.0, None
 
 
 def _layout(operation: str, q: torch.Tensor, unsqueeze_dim: int) -> Layout:

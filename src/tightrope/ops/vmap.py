@@ -35,7 +35,8 @@ def _rotate(
     positions: torch.Tensor | None,
     offset: int,
     form: int,
-    *rest: Any,
+    amplitude: float,
+    carried: list[torch.Tensor] | None = None,
     **named: Any,
 ) -> tuple[list[torch.Tensor], list[int]]:
     size, dims = info.batch_size, in_dims[2:]
@@ -55,7 +56,8 @@ def _rotate(
         _in_rows(positions, dims[2], size, rows, 1),
         offset,
         what._replace(layout=BY_NAME["bhsd"].code).pack(),
-        *rest,
+        amplitude,
+        carried and [_in_rows(t, dim, size, rows, 1) for t, dim in zip(carried, dims[6])],
         **named,
     )
     return [layout.from_bhsd(y.unflatten(0, (size, rows))) for y in ys], [0] * len(ys)

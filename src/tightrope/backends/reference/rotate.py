@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ... import angles
+from ...ops import gradients
 from ...ops.autograd import overwrite
 from ...ops.checks import shares_memory
 from ...ops.layouts import BY_CODE
@@ -36,14 +37,15 @@ def compose(
     Differentiable in q, k, floating positions and tables, backward and forward, to any order.
     """
     what = form_of(form)
-    if what.act or what.gate or what.numerics or carried or eps:
+    if what.act or what.gate or what.numerics or eps or len(carried or ()) != what.learned:
         raise NotImplementedError("tightrope::rotate: act, gate, numerics, carried are reserved")
     layout = BY_CODE[what.layout]
     views = [layout.to_bhsd(x) for x in present(q, k)]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     at = (positions, offset, what.ramp, views[0].shape[-2])
     if what.source == WORDS:
-        c, s = _cos_sin(primary, secondary, *at, dtype)
+        learned = carried[0] if carried else None
+        c, s = _cos_sin(primary, secondary, *at, dtype, learned)
     elif secondary is None:
         raise RuntimeError("tightrope::rotate: cosines without sines")
     else:
@@ -74,16 +76,24 @@ def _cos_sin(
     ramp: bool,
     tokens: int,
     dtype: torch.dtype,
+    learned: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     phase = angles.phases(words, turns, positions, offset, ramp, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
+    # d(cos, sin)/dφ = (-sin, cos): a step of size zero along the circle, with its derivatives.
+    step = None
     lost = angles.is_lost(positions)
-    if positions is None or lost is None:
+    if positions is not None and lost is not None:
+        gone = lost.any(0)[:, None, :, None]
+        cos, sin = torch.where(gone, torch.nan, cos), torch.where(gone, torch.nan, sin)
+        step = angles.position_angle(words, turns, positions, dtype)
+    if learned is not None:
+        wide = gradients.sum_dtype(words.device)
+        at = angles.real(positions, offset, ramp, tokens, words.device, wide).detach()
+        by_frequency = angles.frequency_angle(words, turns, learned, at, dtype)
+        step = by_frequency if step is None else step + by_frequency
+    if step is None:
         return cos, sin
-    gone = lost.any(0)[:, None, :, None]
-    cos, sin = torch.where(gone, torch.nan, cos), torch.where(gone, torch.nan, sin)
-    # d(cos, sin)/dφ = (-sin, cos): a step of size zero along the circle, with its derivative.
-    step = angles.position_angle(words, turns, positions, dtype)
     step_cos, step_sin = torch.cos(step), torch.sin(step)
     return cos * step_cos - sin * step_sin, sin * step_cos + cos * step_sin
 
@@ -125,6 +135,24 @@ def _rotate_into(
     overwrite(outs, compose(q, k, *arguments, **named))
 
 
+def _angle_gradients(
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    grad_y: torch.Tensor,
+    grad_z: torch.Tensor | None,
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    form: int,
+    by_positions: bool,
+    by_frequencies: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ys, grads = present(y, z), present(grad_y, grad_z)
+    at = (words, turns, positions, offset, form_of(form))
+    return gradients.by_angles(ys, grads, *at, by_positions, by_frequencies)
+
+
 def register() -> None:
     """Make this the kernel of every device that has no other."""
     library.impl("rotate", _rotate, "CompositeExplicitAutograd")
@@ -132,3 +160,5 @@ def register() -> None:
     library.impl("rotate", compose, "Batched")
     library.impl("rotate_", _rotate_, "CompositeExplicitAutograd")
     library.impl("rotate_into", _rotate_into, "CompositeExplicitAutograd")
+    library.impl("angle_gradients", _angle_gradients, "CompositeExplicitAutograd")
+    library.impl("angle_gradients", _angle_gradients, "Batched")

@@ -1,0 +1,52 @@
+"""Frequencies that a caller gives in place of a spec's own, and may want to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import angles
+from .._errors import sentence
+from ..spec import PreparedRotation
+from .checks import check_floating, check_heads
+from .layouts import Layout
+
+
+def source(
+    operation: str,
+    names: Sequence[str],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    inv_freq: torch.Tensor,
+    rotation: PreparedRotation,
+    layout: Layout,
+) -> tuple[Any, ...]:
+    """Check frequencies against what they turn.
+
+    Returns:
+        primary, secondary and carried of the schema.
+    """
+    check_floating(operation, "inv_freq", inv_freq)
+    spec = rotation.spec
+    axes, pairs = spec.axes, spec.rotary_dim // 2
+    dims = inv_freq.dim()
+    fits = dims in (1, 2) if axes == 1 else dims == 3 and inv_freq.shape[0] == axes
+    if not fits or inv_freq.shape[-1] != pairs:
+        shapes = (
+            f"({pairs},) or (heads, {pairs})" if axes == 1 else f"({axes}, heads or 1, {pairs})"
+        )
+        raise ValueError(
+            sentence(operation, f"inv_freq must have shape {shapes}", inv_freq=inv_freq)
+        )
+    if inv_freq.device != q.device:
+        raise ValueError(
+            sentence(operation, f"inv_freq is on {inv_freq.device} but {names[0]} is on {q.device}")
+        )
+    full = inv_freq.reshape(axes, 1, -1, pairs)
+    check_heads(operation, "inv_freq", full.shape[2], names, (q, k), layout)
+    words, turns = angles.words_from(full)
+    # Only a fractional position can see whole turns.
+    fractional = rotation.ids is not None and rotation.ids.is_floating_point()
+    return words, turns if fractional else None, (full,)
