@@ -24,6 +24,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "_errors": (0, 0),
     "ops.schema": (0, 0),
     "frequencies": (1, 0),
+    "axes": (1, 0),
     "positions": (1, 0),
     "gates": (1, 0),
     "activations": (1, 0),
