@@ -133,19 +133,18 @@ class Rule:
         """
         raise NotImplementedError
 
-    def inv_freq_beyond(
-        self, rotary_dim: int, base: float, lengths: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The frequencies at lengths that only a device knows, all above the original length.
+    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        """The frequencies at lengths that only a device knows, all of the original one or above.
 
         Args:
-            lengths: float64 ``[rows]`` on any device, real or traced.
+            within: those up to the original length, float64 ``[pairs]``.
+            lengths: whole numbers as float64 ``[rows]`` on the same device, real or traced.
 
         Returns:
-            float64 ``[rows, pairs]``; None for a rule that has one set of frequencies for all
-            lengths above the original one.
+            float64 ``[rows, pairs]``, none above those ``within``; None for a rule that has one set
+            of frequencies for all lengths above the original one.
         """
-        del rotary_dim, base, lengths
+        del within, lengths
         return None
 
     @property
@@ -189,7 +188,7 @@ class Rule:
             raise ValueError(
                 sentence(
                     "from_dict",
-                    f"rule {name!r} has the keys {_named(_field_names(kind))} but got "
+                    f"rule {name!r} must have no keys but {', '.join(_field_names(kind))} but got "
                     f"{_named(unknown)}",
                 )
             )
@@ -200,7 +199,7 @@ class Rule:
         ]
         if missing:
             raise ValueError(
-                sentence("from_dict", f"rule {name!r} needs the keys {_named(missing)}")
+                sentence("from_dict", f"rule {name!r} must have the keys {_named(missing)}")
             )
         return kind(**values)
 
@@ -225,7 +224,10 @@ class Rule:
         return type(self), self._values()
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in _field_names(type(self)))
+        return tuple(
+            getattr(self, field.name)
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+        )
 
     def _set(self, **values: object) -> None:
         """Puts checked fields in their normal form, once, in ``__post_init__``."""
@@ -258,12 +260,13 @@ class Rule:
 def _made(rule: Rule, rotary_dim: int, base: float, regime: int | None) -> Frequencies:
     with decimal.localcontext(CONTEXT):
         made = rule.make(rotary_dim, base, regime)
-    if any(abs(omega) >= _FASTEST for omega in made.exact):
+        fastest = float(max(map(abs, made.exact), default=0))
+    if fastest >= _FASTEST:
         raise ValueError(
             sentence(
                 type(rule).__name__,
                 f"every frequency must stay below {_FASTEST:g} radians per position but got "
-                f"{max(made.exact, key=abs):g}",
+                f"{fastest:g}",
             )
         )
     return made

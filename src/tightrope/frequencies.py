@@ -195,13 +195,14 @@ class DynamicNTK(Rule):
         excess = Decimal(seq_len - self.original_max_position) / self.original_max_position
         return Frequencies(_stretched(rotary_dim, base, 1 + Decimal(self.factor) * excess))
 
-    def inv_freq_beyond(self, rotary_dim: int, base: float, lengths: torch.Tensor) -> torch.Tensor:
+    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """In float64: relative error at most 1e-15 · (4 + 2 ln scale), so 4e-14 up to scale 1e7."""
-        plain = default(rotary_dim, base).inv_freq.to(lengths.device)
         excess = (lengths - self.original_max_position) / self.original_max_position
-        logarithm = torch.log1p(self.factor * excess)
-        pair = torch.arange(rotary_dim // 2, dtype=torch.float64, device=lengths.device)
-        return plain * torch.exp(-2 * pair * logarithm[:, None] / max(rotary_dim - 2, 1))
+        logarithm = torch.log1p(self.factor * excess)[:, None]
+        pairs = within.shape[0]
+        index = torch.arange(pairs, dtype=torch.float64, device=lengths.device)
+        # The exponent is 2k / (d − 2), which is k / (d/2 − 1).
+        return within * torch.exp(-index * logarithm / max(pairs - 1, 1))
 
 
 @dataclass(frozen=True)
@@ -654,10 +655,6 @@ class Given(Rule):
                     f"got {len(shape)} levels",
                 )
             )
-        if 0 in shape[:-1]:
-            raise ValueError(
-                sentence("Given", f"inv_freq must have heads and axes but got shape {shape}")
-            )
         self._set(inv_freq=inv_freq)
 
     @classmethod
@@ -670,6 +667,10 @@ class Given(Rule):
         if not isinstance(inv_freq, torch.Tensor) or not inv_freq.is_floating_point():
             raise TypeError(
                 sentence("Given.of", "inv_freq must be a floating tensor", inv_freq=inv_freq)
+            )
+        if 0 in inv_freq.shape[:-1]:
+            raise ValueError(
+                sentence("Given.of", "inv_freq must have heads and axes", inv_freq=inv_freq)
             )
         return cls(inv_freq.detach().double().cpu().tolist())  # type: ignore[arg-type]
 
