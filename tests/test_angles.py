@@ -13,6 +13,7 @@ from matrix import BACKENDS
 from tightrope import RopeSpec, angles, frequencies, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate
+from tightrope.ops.schema import Form
 
 BASES = [1e2, 1e4, 5e5, 1e7, 1e9]
 DIMS = [8, 16, 64, 96, 128, 250, 512]
@@ -70,10 +71,8 @@ def raw_rotate(
     ramp: bool = False,
 ) -> torch.Tensor:
     """The operator itself on x [rows, heads, tokens, 2 · pairs], with halves as pairs."""
-    plain = (offset, ramp, 0, 0, False, 0, 1.0)
-    if backend == "reference":
-        return reference.compose([x], words, turns, ids, *plain)[0]
-    return torch.ops.tightrope.rotate([x], words, turns, ids, *plain)[0]
+    operator = reference.compose if backend == "reference" else torch.ops.tightrope.rotate
+    return operator(x, None, words, turns, ids, offset, Form(ramp=ramp).pack(), 1.0)[0]
 
 
 # --- words ----------------------------------------------------------------------------------------

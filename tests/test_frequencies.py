@@ -693,6 +693,14 @@ def test_a_length_that_is_too_short() -> None:
         LongRoPE((1.0,), (1.0,), 1, factor=2.0)
 
 
+@pytest.mark.parametrize("saved", [{"rule": "quadratic"}, {"factor": 1.0}, {"rule": ["linear"]}])
+def test_a_dictionary_of_no_rule(saved: dict[str, Any]) -> None:
+    # Read now: a test that ran before may have added a rule.
+    known, got = ", ".join(sorted(RULES)), saved.get("rule")
+    with refused(ValueError, f"[from_dict] rule must be one of {known} but got {got!r}."):
+        Rule.from_dict(saved)
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "negative mscale": (
         lambda: YaRN(4.0, 4096, mscale=-1.0),
@@ -848,11 +856,3 @@ def test_sentences(case: str) -> None:
     make, kind, text = REFUSED[case]
     with refused(kind, text):
         make()
-
-
-@pytest.mark.parametrize("saved", [{"rule": "quadratic"}, {"factor": 1.0}, {"rule": ["linear"]}])
-def test_a_dictionary_of_no_rule(saved: dict[str, Any]) -> None:
-    # Read now: a test that ran before may have added a rule.
-    known, got = ", ".join(sorted(RULES)), saved.get("rule")
-    with refused(ValueError, f"[from_dict] rule must be one of {known} but got {got!r}."):
-        Rule.from_dict(saved)

@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -163,7 +163,7 @@ class RopeSpec:
         return RopeSpec, self._values()
 
     def __repr__(self) -> str:
-        usual = {field.name: field.default for field in fields(self)}
+        usual = {each.name: each.default for each in fields(self)}
         usual["rotary_dim"] = self.head_dim - self.start
         shown = [
             f"{name}={value!r}"
@@ -187,7 +187,7 @@ class RopeSpec:
         RopeSpec(head_dim=4)
         """
         made: dict[str, Any] = {"version": VERSION}
-        made |= zip((field.name for field in fields(self)), self._values(), strict=True)
+        made |= zip((each.name for each in fields(self)), self._values(), strict=True)
         if self.scaling is not None:
             made["scaling"] = self.scaling.to_dict()
         if self.axes is not None:
@@ -209,7 +209,7 @@ class RopeSpec:
             raise ValueError(
                 sentence("from_dict", f"version must be {VERSION} but got {version!r}")
             )
-        _check_keys("a spec", values, [field.name for field in fields(cls)], ["head_dim"])
+        _check_keys("a spec", values, [each.name for each in fields(cls)], ["head_dim"])
         if values.get("scaling") is not None:
             values["scaling"] = Rule.from_dict(_dictionary("scaling", values["scaling"]))
         if values.get("axes") is not None:
@@ -488,6 +488,7 @@ class PreparedRotation:
         turns: None, or int64 ``[1, 1, 1, pairs]``: whole turns per position, where some ω >= π.
         ids, offset, ramp: as in :class:`tightrope.positions.Positions`.
         device: where the rotated tensors must live.
+        calls: what the operator is called with, by layout and direction, once it was.
     """
 
     spec: RopeSpec
@@ -497,6 +498,7 @@ class PreparedRotation:
     offset: int
     ramp: bool
     device: torch.device
+    calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
 
 
 class _Made(NamedTuple):
