@@ -1,0 +1,235 @@
+"""Axes: which coordinate of a position turns each pair, and how fast.
+
+A token of an image or a video has several coordinates. Families differ in how they share the pairs
+out among them; an :class:`Axes` writes one such assignment down, pair by pair. It says nothing about
+the numbers themselves: frequencies come from the rule of a spec, coordinates from positions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ._errors import sentence
+
+
+@dataclass(frozen=True, repr=False)
+class Axes:
+    """An assignment of pairs to coordinates and frequencies.
+
+    Two assignments are equal when they give every pair the same coordinate and frequency, however
+    they were made.
+
+    Attributes:
+        count: how many coordinates a position has.
+        pairs: one ``(axis, index, dim)`` per pair: coordinate ``axis`` turns it, by frequency number
+            ``index`` of those that the rule of the spec yields for ``dim`` channels. With the default
+            rule that is ``base^(−2·index/dim)``.
+
+    Raises:
+        ValueError: an axis or an index that is not there, or an odd dim.
+        TypeError: something other than ints.
+
+    Source: each constructor names the paper and the models.
+
+    >>> Axes(2, ((0, 0, 4), (1, 0, 4)))
+    Axes(count=2, pairs=((0, 0, 4), (1, 0, 4)))
+    >>> Axes(2, ((0, 0, 2), (1, 0, 2))) == Axes.blocks((1, 1))
+    True
+    """
+
+    count: int
+    pairs: tuple[tuple[int, int, int], ...]
+
+    def __post_init__(self) -> None:
+        count = _int("Axes", "count", self.count)
+        if count < 1:
+            raise ValueError(sentence("Axes", f"count must be at least 1 but got {count}"))
+        rule = "pairs must be a sequence of (axis, index, dim) but got"
+        pairs = []
+        for pair in _sequence("Axes", rule, self.pairs):
+            triple = _sequence("Axes", rule, pair)
+            if len(triple) != 3:
+                raise ValueError(sentence("Axes", f"{rule} {pair!r}"))
+            axis, index, dim = (_int("Axes", "axis, index and dim", value) for value in triple)
+            if not 0 <= axis < count:
+                raise ValueError(
+                    sentence("Axes", f"axis must lie in [0, {count}) but got {axis} in {triple}")
+                )
+            if dim < 2 or dim % 2:
+                raise ValueError(
+                    sentence("Axes", f"dim must be even and positive but got {dim} in {triple}")
+                )
+            if not 0 <= index < dim // 2:
+                raise ValueError(
+                    sentence(
+                        "Axes",
+                        f"index must lie in [0, {dim // 2}), the frequencies of {dim} channels, but "
+                        f"got {index} in {triple}",
+                    )
+                )
+            pairs.append((axis, index, dim))
+        object.__setattr__(self, "count", count)
+        object.__setattr__(self, "pairs", tuple(pairs))
+
+    @classmethod
+    def sections(cls, sizes: Iterable[int], interleaved: bool = False) -> Axes:
+        """Multimodal RoPE: one row of frequencies over all pairs, its pairs shared out to the axes.
+
+        Pair ``k`` turns by frequency ``k`` of the whole rotary dimension, as without axes, so a token
+        whose coordinates are all equal rotates as text does.
+
+        Args:
+            sizes: pairs of each axis, ``mrope_section`` in a configuration.
+            interleaved: false: the first ``sizes[0]`` pairs belong to axis 0, the next ``sizes[1]``
+                to axis 1, and so on. True: pair ``k`` belongs to axis ``a = k % count`` where
+                ``a >= 1`` and ``k < count · sizes[a]``; all others belong to axis 0. So axes take
+                turns (t h w t h w …) until the shorter ones have their share, and the slowest pairs
+                are axis 0's.
+
+        Raises:
+            ValueError: sizes that interleaving cannot give: an axis other than 0 would have to
+                reach past the last pair.
+
+        Source: consecutive: Qwen2-VL (arXiv 2409.12191), section 2.1; interleaved: Qwen3-VL (arXiv
+        2511.21631).
+
+        >>> Axes.sections((1, 2)).pairs
+        ((0, 0, 6), (1, 1, 6), (1, 2, 6))
+        >>> [axis for axis, _, _ in Axes.sections((4, 2, 2), interleaved=True).pairs]
+        [0, 1, 2, 0, 1, 2, 0, 0]
+        """
+        name = "Axes.sections"
+        sizes = _sizes(name, sizes)
+        if not isinstance(interleaved, bool):
+            raise TypeError(sentence(name, f"interleaved must be a bool but got {interleaved!r}"))
+        count, total = len(sizes), sum(sizes)
+        if not interleaved:
+            owner = [axis for axis, size in enumerate(sizes) for _ in range(size)]
+        else:
+            owner = [0] * total
+            for axis in range(1, count):
+                last = axis + count * (sizes[axis] - 1)
+                if sizes[axis] and last >= total:
+                    raise ValueError(
+                        sentence(
+                            name,
+                            f"sizes must leave axis {axis} its {sizes[axis]} pairs when interleaved "
+                            f"but pair {last} is not one of {total}; got {sizes}",
+                        )
+                    )
+                for pair in range(axis, last + 1, count):
+                    owner[pair] = axis
+        return cls(count, tuple((axis, k, 2 * total) for k, axis in enumerate(owner)))
+
+    @classmethod
+    def blocks(cls, sizes: Iterable[int]) -> Axes:
+        """Axial RoPE: each axis turns a block of pairs of its own, by a whole row of frequencies.
+
+        Axis ``a`` has ``sizes[a]`` consecutive pairs, and frequencies as if ``2 · sizes[a]`` channels
+        were all there is.
+
+        Args:
+            sizes: pairs of each axis; they may differ, as they do for video.
+
+        Source: images: EVA-02 (arXiv 2303.11331), Qwen2-VL's vision tower (arXiv 2409.12191), DINOv3
+        (arXiv 2508.10104). Video with unequal blocks: Wan (arXiv 2503.20314).
+
+        >>> Axes.blocks((2, 1)).pairs
+        ((0, 0, 4), (0, 1, 4), (1, 0, 2))
+        """
+        sizes = _sizes("Axes.blocks", sizes)
+        return cls(
+            len(sizes),
+            tuple((axis, j, 2 * size) for axis, size in enumerate(sizes) for j in range(size)),
+        )
+
+    @classmethod
+    def strided(cls, count: int, pairs: int) -> Axes:
+        """One row of frequencies over all pairs, dealt out to the axes like cards.
+
+        Axis ``a`` turns the ``a``-th block of ``pairs / count`` pairs, by frequencies ``a``,
+        ``a + count``, ``a + 2 · count``, … of the row.
+
+        Args:
+            count: how many axes.
+            pairs: how many pairs in all, a multiple of count.
+
+        Source: Pixtral (arXiv 2410.07073).
+
+        >>> Axes.strided(2, pairs=4).pairs
+        ((0, 0, 8), (0, 2, 8), (1, 1, 8), (1, 3, 8))
+        """
+        name = "Axes.strided"
+        count, pairs = _int(name, "count", count), _int(name, "pairs", pairs)
+        if count < 1:
+            raise ValueError(sentence(name, f"count must be at least 1 but got {count}"))
+        if pairs < 0 or pairs % count:
+            raise ValueError(
+                sentence(name, f"pairs must be a multiple of count {count} but got {pairs}")
+            )
+        return cls(
+            count,
+            tuple(
+                (axis, index, 2 * pairs)
+                for axis in range(count)
+                for index in range(axis, pairs, count)
+            ),
+        )
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many channels the pairs are.
+
+        >>> Axes.blocks((16, 16)).rotary_dim
+        64
+        """
+        return 2 * len(self.pairs)
+
+    def __repr__(self) -> str:
+        # The shortest call that makes an equal value: hundreds of triples tell a person nothing.
+        sizes = [0] * self.count
+        for axis, _, _ in self.pairs:
+            sizes[axis] += 1
+        total = len(self.pairs)
+        one = _tuple(sizes)
+        if self == Axes.sections(sizes):
+            return f"Axes.sections({one})"
+        if self == Axes.blocks(sizes):
+            return f"Axes.blocks({one})"
+        if total % self.count == 0 and self == Axes.strided(self.count, total):
+            return f"Axes.strided({self.count}, pairs={total})"
+        turns = [axis + self.count * (size - 1) for axis, size in enumerate(sizes) if axis and size]
+        if max(turns, default=0) < total and self == Axes.sections(sizes, interleaved=True):
+            return f"Axes.sections({one}, interleaved=True)"
+        return f"Axes(count={self.count}, pairs={self.pairs})"
+
+
+def _tuple(values: Iterable[int]) -> str:
+    return repr(tuple(values))
+
+
+def _sizes(operation: str, sizes: object) -> tuple[int, ...]:
+    rule = "sizes must be a sequence of ints, one per axis, but got"
+    values = tuple(_int(operation, "a size", size) for size in _sequence(operation, rule, sizes))
+    if not values or min(values) < 0:
+        raise ValueError(
+            sentence(operation, f"sizes must be numbers of pairs, one per axis, but got {values}")
+        )
+    return values
+
+
+def _sequence(operation: str, rule: str, values: object) -> tuple[object, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(sentence(operation, f"{rule} {values!r}"))
+    return tuple(values)
+
+
+def _int(operation: str, name: str, value: object) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise TypeError(sentence(operation, f"{name} must be int but got {value!r}"))
