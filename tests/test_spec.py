@@ -30,7 +30,7 @@ def test_defaults() -> None:
     assert (spec.head_dim, spec.base, spec.rotary_dim, spec.start) == (64, 10000.0, 64, 0)
     assert spec.interleaved is False
     assert RopeSpec(64, start=16).rotary_dim == 48
-    assert spec.axes == 1
+    assert spec.axis_count == 1
 
 
 def test_numbers_take_one_form() -> None:

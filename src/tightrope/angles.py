@@ -15,13 +15,11 @@ from functools import lru_cache
 
 import torch
 
-from .frequencies import CONTEXT, Frequencies
+from .frequencies import CONTEXT, TWO_PI, Frequencies
 
-TWO_PI = decimal.Decimal(
-    "6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
-)
 _TURN = 2.0**-64  # one phase unit, in turns
 _RADIANS = float(TWO_PI) * _TURN
+_TURNS = float(CONTEXT.divide(decimal.Decimal(1), TWO_PI))  # of one radian
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,32 @@ def words_of(frequencies: Frequencies) -> Words:
         words.append(word)
         turns.append((whole - word) >> 64)
     return Words(tuple(words), tuple(turns))
+
+
+def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Phase words of frequencies that are a tensor, made where it lives, without a synchronisation.
+
+    A float64 has fewer digits than a word: of ω radians per position a word is off by at most
+    4e-16 · ω and half a unit, which is 4e-16 · ω · |position| of an angle.
+
+    Args:
+        inv_freq: floating, radians per position, finite; taken as float64.
+
+    Returns:
+        Words and turns as of :class:`Words`, int64, in the shape of ``inv_freq``.
+
+    >>> words, turns = words_from(torch.tensor([float(TWO_PI) * 1.25]))
+    >>> words.item() == 2**62, turns.item()
+    (True, 1)
+    """
+    scaled = inv_freq.to(torch.float64) * _TURNS
+    turns = torch.round(scaled)
+    fraction = scaled - turns
+    # Converting a whole half turn, 2^63 units, would overflow: it is the turn before, and minus half.
+    half = fraction >= 0.5
+    turns = torch.where(half, turns + 1, turns)
+    fraction = torch.where(half, fraction - 1, fraction)
+    return (fraction * 2.0**64).to(torch.int64), turns.to(torch.int64)
 
 
 def phases(

@@ -93,10 +93,10 @@ def left_padded(
 ) -> Positions:
     """Rows that are padded at their beginning, so that all of them end together.
 
-    The first real token of each row is at 0. Give either a mask or lengths. A mask may have holes:
-    the position of a real token is the number of real tokens before it. A padding token is at the
-    position of the last real token before it, or at 0; by lengths it is before 0. Attention must not
-    look at padding, and then its positions do not matter.
+    The first real token of each row is at 0. Give either a mask or lengths. A mask may have padding
+    anywhere: the position of a real token is the number of real tokens before it. Padding tokens are
+    at 0 by a mask, and before 0 by lengths; attention must not look at them, and then their positions
+    do not matter.
 
     Args:
         attention_mask: bool, or integers 0 and 1, ``(rows, tokens)``; true for real tokens.
@@ -109,7 +109,7 @@ def left_padded(
             impossible values.
         TypeError: a floating mask, or lengths that are no integers.
 
-    Source: the rule is that of generation in transformers, cumsum − 1 without its negatives.
+    Source: by a mask, what generation in transformers does: cumsum − 1, and 0 for padding.
 
     >>> left_padded(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).ids.tolist()
     [[[0, 0, 0, 1], [0, 1, 2, 3]]]
@@ -157,8 +157,9 @@ def left_padded(
                     "numbered in one row call positions.packed",
                 )
             )
-    ids = (mask != 0).to(torch.int64).cumsum(-1) - 1
-    return Positions(ids.clamp(min=0)[None], ramp=False)
+    real = mask != 0
+    ids = (real.to(torch.int64).cumsum(-1) - 1).masked_fill(~real, 0)
+    return Positions(ids[None], ramp=False)
 
 
 def check_cu_seqlens(operation: str, cu_seqlens: torch.Tensor, total: int | None) -> int:
