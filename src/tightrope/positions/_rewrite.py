@@ -141,7 +141,13 @@ def shard(
     tokens = _tokens_of(name, where, tokens)
     if cu_seqlens is not None:
         if kind != "zigzag":
-            raise ValueError(sentence(name, f"cu_seqlens goes with kind 'zigzag' but got {kind!r}"))
+            raise ValueError(
+                sentence(
+                    name,
+                    "cu_seqlens must be None for kind 'contiguous', which cuts the whole row",
+                    cu_seqlens=cu_seqlens,
+                )
+            )
         return _taken(where, _packed_zigzag(name, cu_seqlens, tokens, rank, size))
     chunks = size if kind == "contiguous" else 2 * size
     if tokens % chunks:

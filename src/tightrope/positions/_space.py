@@ -249,7 +249,7 @@ def _walk(
             time_step = number(name, "time_step", segment[3]) if len(segment) == 4 else 1.0
             if not 0 <= time_step < math.inf:
                 raise ValueError(
-                    sentence(name, f"time_step must be finite and >= 0 but got {time_step}")
+                    sentence(name, f"time_step must be finite and not negative but got {time_step}")
                 )
             space = max(sizes[1:])
             last = max(int(_float32((sizes[0] - 1) * _float32(time_step))), space - 1)
