@@ -36,12 +36,14 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import (
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
+import oracle
+from matrix import every_backend
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
-from tightrope.functional import rotate_qk
+from tightrope.functional import rotate, rotate_qk
 from tightrope.positions import Positions
 from tightrope.spec import PreparedRotation
-from tolerances import assert_near, value
+from tolerances import Case, assert_near, assert_rotated, value
 
 # --- the assignments as data ----------------------------------------------------------------------
 
@@ -308,6 +310,36 @@ def at(
 
 def draw(*shape: int) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(3)) * 2 - 1
+
+
+EXACT = [
+    Axes.sections((4, 3, 5)),
+    Axes.sections((5, 4, 3), interleaved=True),
+    Axes.blocks((6, 4, 2)),
+    Axes.strided(3, pairs=12),
+]
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("axes", EXACT, ids=repr)
+def test_against_many_digits(axes: Axes, dtype: torch.dtype, backend: str) -> None:
+    still = oracle.MP.mpf(0)
+    omegas = [
+        [
+            oracle.frequencies(5e5, dim)[index] if owner == axis else still
+            for owner, index, dim in axes.pairs
+        ]
+        for axis in range(axes.count)
+    ]
+    far = torch.tensor([[[0, 1, 70_001]], [[1_000_003, 2, 17]], [[5, 131_072, 999_999]]])
+    x = draw(2, 2, 3, 30).to(dtype)
+    for ids in (far, far.double() + 0.375):
+        spec = RopeSpec(30, 5e5, 24, start=3, axes=axes)
+        got = rotate(x, spec, positions.multi_axis(ids), backend=backend)
+        exact = oracle.rotate(x, ids.expand(-1, 2, -1), omegas, start=3)
+        lengths = oracle.pair_lengths(x, 24, start=3)
+        assert_rotated([Case(got, exact, lengths, reach=float(ids.max()))])
 
 
 def test_qwen2_vl_text_and_image() -> None:

@@ -299,6 +299,11 @@ def test_a_span_is_cut_into_equal_parts(
             assert abs(Fraction(one) - other) <= Fraction(3 * 16, 2**53)
 
 
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    where = grid(numpy.int64(2), 2, step=numpy.float32(0.5), start=numpy.int32(1))  # type: ignore[arg-type]
+    assert flat(where) == [[1, 1, 1.5, 1.5], [1, 1.5, 1, 1.5]]
+
+
 def test_a_span_with_ends_is_linspace() -> None:
     got = torch.tensor(flat(grid(5, 3, span=[(-1, 1), (0, 4)], ends=True)))
     assert got[0, ::3].tolist() == torch.linspace(-1, 1, 5).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -170,8 +171,8 @@ def count(operation: str, name: str, value: object) -> int:
 
 
 def number(operation: str, name: str, value: object) -> int | float:
-    if isinstance(value, float):
-        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return float(value)
     try:
         return integer(operation, name, value)
     except TypeError:

@@ -44,7 +44,8 @@ def text(
         positions: anything that says positions on one axis: None, an int offset, ids, or another
             kind. Nothing is copied.
         axes: how many coordinates.
-        device: for None and an int, where the rotated tensors live.
+        device: for None and an int, where the rotated tensors live; without it one number goes there
+            with each call.
 
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
 
