@@ -616,6 +616,12 @@ def test_a_shard_is_its_part_of_the_whole(
         assert resolve(where, 2, len(mine)) == wanted
 
 
+def test_zigzag_keeps_float32_offsets_exact() -> None:
+    p = torch.tensor([0.1])
+    where = shard(per_row(p), 1, 2, kind="zigzag", tokens=16)
+    assert flat(where) == [[p.item() + token for token in range(4, 12)]]
+
+
 def test_contiguous_shards_allocate_nothing() -> None:
     where = shard(7, 3, 4, tokens=8)
     assert (where.ids, where.offset, where.ramp) == (None, 13, True)
