@@ -791,7 +791,11 @@ def test_sizes_that_describe_no_channel_are_fine() -> None:
 
 
 def test_positions_of_too_few_axes() -> None:
-    rule = "positions must have 3 axes for this spec but got 1 (positions: int64[1, 1, 9])."
+    rule = (
+        "positions must have 3 axes for this spec but got 1; call positions.multi_axis with ids "
+        "(3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) where all coordinates of a "
+        "token are equal (positions: int64[1, 9])."
+    )
     with refused(ValueError, f"[at] {rule}"):
         RopeSpec(12, axes=Axes.sections((2, 2, 2))).at(torch.zeros(9, dtype=torch.int64))
 

@@ -9,7 +9,13 @@ from . import backends as _backends, ops as _ops
 _ops.register()
 _backends.register()
 
-from . import functional as functional, nn as nn, positions as positions  # noqa: E402
+from . import (  # noqa: E402
+    frequencies as frequencies,
+    functional as functional,
+    nn as nn,
+    positions as positions,
+)
+from .axes import Axes as Axes  # noqa: E402
 from .backends import backends as backends, which as which  # noqa: E402
 from .spec import RopeSpec as RopeSpec  # noqa: E402
 

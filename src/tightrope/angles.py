@@ -265,26 +265,6 @@ def frequency_angle(
     return (positions[:, :, None, :, None] * drift[:, :, :, None]).sum(0).to(dtype)
 
 
-def words_from(inv_freq_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phase words and turns of frequencies that live on a device, without a synchronisation.
-
-    Made in float64, so a word is off by at most ``2^-53 · |ω| / 2π + 2^-54`` turn; a frequency that
-    is no number gives words that mean nothing.
-
-    Args:
-        inv_freq_: float32 or float64, of any shape, in radians per position.
-
-    >>> words, turns = words_from(torch.tensor([1.0, float(TWO_PI) / 4]))
-    >>> int(words[1]) == 2**62
-    True
-    """
-    in_turns = inv_freq_.detach().to(torch.float64) * float(1 / TWO_PI)
-    turns = torch.round(in_turns)
-    # Twice a half of the word: one half of a turn would not fit otherwise.
-    words = ((in_turns - turns) * 2.0**63).to(torch.int64) * 2
-    return words, turns.to(torch.int64)
-
-
 def real(
     positions: torch.Tensor | None,
     offset: int,

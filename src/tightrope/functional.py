@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ._errors import sentence
 from .backends import BY_NAME, reference
-from .ops import autograd, learned, schema, tables as given_tables
+from .ops import autograd, learned, reangle, schema, tables as given_tables
 from .ops.checks import (
     check_in_place,
     check_in_place_grad,
@@ -22,7 +22,7 @@ from .ops.checks import (
 )
 from .ops.layouts import Layout
 from .positions import PositionsLike
-from .spec import PreparedRotation, RopeSpec
+from .spec import PreparedRotation, RopeSpec, SeqLen
 
 # A key, or None where there is none: what comes in is what comes out.
 _K = TypeVar("_K", bound=torch.Tensor | None)
@@ -38,6 +38,7 @@ def rotate(
     *,
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
     inverse: bool = False,
     out: torch.Tensor | None = None,
     backend: str | None = None,
@@ -56,6 +57,7 @@ def rotate(
             ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
             pairs)``; given or learned. Their phase words are made on the device at each call, off
             by at most 2^-53 of a frequency per position; see docs/numerics.md.
+        seq_len: length of the sequences, for rules that depend on it; as of :meth:`RopeSpec.at`.
         inverse: undo the rotation instead.
         out: where the result goes, without another pass: of the shape, dtype and device of x, any
             strides (a slot of a key cache, say), sharing no memory with x. It has no gradient.
@@ -78,7 +80,7 @@ def rotate(
     """
     outs = None if out is None else [out]
     (y,) = _out_of_place(
-        "rotate", _X, x, None, spec, positions, layout, inverse, backend, outs, inv_freq=inv_freq
+        "rotate", _X, x, None, spec, positions, layout, inverse, backend, outs, inv_freq, seq_len
     )
     return y
 
@@ -90,6 +92,7 @@ def rotate_(
     *,
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
     inverse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -109,7 +112,7 @@ def rotate_(
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
-    _in_place("rotate_", _X, x, None, spec, positions, layout, inverse, backend, inv_freq)
+    _in_place("rotate_", _X, x, None, spec, positions, layout, inverse, backend, inv_freq, seq_len)
     return x
 
 
@@ -121,6 +124,7 @@ def rotate_qk(
     *,
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     backend: str | None = None,
@@ -130,7 +134,7 @@ def rotate_qk(
     Args:
         q, k: as x of :func:`rotate`; the same rows, tokens and dtype; any numbers of heads (GQA,
             MQA). k may be None.
-        spec, positions, layout, inv_freq, inverse, backend: as of :func:`rotate`. With frequencies
+        spec, positions, layout, inv_freq, seq_len, inverse, backend: as of :func:`rotate`. With frequencies
             per head q and k have the same number of them.
         out: as of :func:`rotate`, a pair for q and k; None for a k that is None.
 
@@ -144,7 +148,7 @@ def rotate_qk(
     outs = None if out is None else [x for x in out if x is not None]
     names = _QK if k is not None else _Q
     ys = _out_of_place(
-        "rotate_qk", names, q, k, spec, positions, layout, inverse, backend, outs, inv_freq=inv_freq
+        "rotate_qk", names, q, k, spec, positions, layout, inverse, backend, outs, inv_freq, seq_len
     )
     return ys[0], cast(_K, None if k is None else ys[1])
 
@@ -157,6 +161,7 @@ def rotate_qk_(
     *,
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
     inverse: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -173,8 +178,93 @@ def rotate_qk_(
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     names = _QK if k is not None else _Q
-    _in_place("rotate_qk_", names, q, k, spec, positions, layout, inverse, backend, inv_freq)
+    _in_place(
+        "rotate_qk_", names, q, k, spec, positions, layout, inverse, backend, inv_freq, seq_len
+    )
     return q, k
+
+
+def rerotate(
+    k: torch.Tensor,
+    from_spec: RopeSpec,
+    to_spec: RopeSpec,
+    positions: PositionsLike = None,
+    new_positions: PositionsLike = None,
+    *,
+    from_seq_len: SeqLen = None,
+    to_seq_len: SeqLen = None,
+    layout: str = "bhsd",
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Move rotated keys to other positions, to other frequencies, or to both, in one pass.
+
+    For caches: a context that shifts, a rule that depends on the length when the length has changed
+    (dynamic NTK, LongRoPE), caches that are merged. The angle of each pair is the difference of the
+    new and the old one, exact at any position, so one rounding is all that keys lose.
+
+    Args:
+        k: rotated keys, as x of :func:`rotate`.
+        from_spec: what they were rotated by.
+        to_spec: what they shall be rotated by; the same channels and pairing.
+        positions: where they are, as of :func:`rotate`.
+        new_positions: where they shall be; where they are if None.
+        from_seq_len, to_seq_len: the lengths under which they were rotated and shall be, for rules
+            that depend on it, as of :meth:`RopeSpec.at`.
+        layout, out, backend: as of :func:`rotate`.
+
+    Returns:
+        ``out`` if given, else a new tensor. Differentiable by k and by floating positions.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, each with its sentence.
+
+    >>> from tightrope import RopeSpec
+    >>> spec, k = RopeSpec(64), torch.randn(1, 2, 16, 64)
+    >>> moved = rerotate(rotate(k, spec, 1000), spec, spec, 1000, 0)
+    >>> torch.allclose(moved, rotate(k, spec), atol=1e-5)
+    True
+    """
+    name = "rerotate"
+    lengths = (from_seq_len, to_seq_len)
+    rope = reangle.prepared(
+        name, k, from_spec, to_spec, positions, new_positions, *lengths, layout_named(name, layout)
+    )
+    outs = None if out is None else [out]
+    (y,) = _out_of_place(name, ("k",), k, None, rope, None, layout, False, backend, outs)
+    return y
+
+
+def rerotate_(
+    k: torch.Tensor,
+    from_spec: RopeSpec,
+    to_spec: RopeSpec,
+    positions: PositionsLike = None,
+    new_positions: PositionsLike = None,
+    *,
+    from_seq_len: SeqLen = None,
+    to_seq_len: SeqLen = None,
+    layout: str = "bhsd",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """:func:`rerotate` in place: the path for a cache, or for a slice of one.
+
+    Args: as of :func:`rerotate`, and k as x of :func:`rotate_`.
+
+    Returns:
+        k itself.
+
+    >>> from tightrope import RopeSpec
+    >>> spec, cache = RopeSpec(64), torch.randn(1, 2, 100, 64)
+    >>> kept = rerotate_(cache[:, :, 50:], spec, spec, 50, 0)
+    """
+    name = "rerotate_"
+    lengths = (from_seq_len, to_seq_len)
+    rope = reangle.prepared(
+        name, k, from_spec, to_spec, positions, new_positions, *lengths, layout_named(name, layout)
+    )
+    _in_place(name, ("k",), k, None, rope, None, layout, False, backend)
+    return k
 
 
 def rotary_pos_embedding(
@@ -349,11 +439,12 @@ def _out_of_place(
     inverse: bool,
     backend: str | None,
     outs: list[torch.Tensor] | None = None,
-    wider: bool = False,
     inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
+    wider: bool = False,
 ) -> Sequence[torch.Tensor]:
     arguments = _arguments(
-        operation, names, q, k, spec, positions, layout, inverse, inv_freq, wider
+        operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, wider
     )
     if outs is None:
         return _run(operation, q, k, arguments, backend)
@@ -412,12 +503,15 @@ def _in_place(
     layout: str,
     inverse: bool,
     backend: str | None,
-    inv_freq: torch.Tensor | None,
+    inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
 ) -> None:
-    plain = backend is None and positions is None and inv_freq is None
+    plain = backend is None and positions is None and inv_freq is None and seq_len is None
     if plain and _at_once(q, k, spec, layout, inverse):
         return
-    arguments = _arguments(operation, names, q, k, spec, positions, layout, inverse, inv_freq)
+    arguments = _arguments(
+        operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len
+    )
     _run_in_place(operation, names, q, k, arguments, backend)
 
 
@@ -502,6 +596,7 @@ def _arguments(
     layout: str,
     inverse: bool,
     inv_freq: torch.Tensor | None,
+    seq_len: SeqLen,
     wider: bool = False,
 ) -> tuple[Any, ...]:
     """Check everything against everything else.
@@ -510,7 +605,8 @@ def _arguments(
         What follows q and k in the schema.
     """
     where = layout_named(operation, layout)
-    rotation = prepare(operation, names, schema.present(q, k), spec, positions, where, wider)
+    xs = schema.present(q, k)
+    rotation = prepare(operation, names, xs, spec, positions, seq_len, where, wider)
     if inv_freq is not None:
         source = learned.source(operation, names, q, k, inv_freq, rotation, where)
         _, _, ids, offset, form, amplitude, _ = _call(rotation, where, inverse, learned=True)
@@ -530,7 +626,10 @@ def _call(
     # The compiler cannot see into a cache, and needs none.
     form = _form if torch.compiler.is_compiling() else _cached_form
     packed = form(layout.code, spec.start, spec.interleaved, inverse, rotation.ramp, learned)
-    return rotation.words, rotation.turns, rotation.ids, rotation.offset, packed, 1.0, None
+    return (
+        *(rotation.words, rotation.turns, rotation.ids, rotation.offset),
+        *(packed, rotation.amplitude, None),
+    )
 
 
 def _form(

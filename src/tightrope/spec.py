@@ -6,15 +6,14 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
 
 import torch
 
-from . import frequencies, positions as positions_
+from . import frequencies, positions as positions_, words as words_
 from ._errors import sentence
-from .angles import words_from, words_of
+from .angles import words_from
 from .axes import Axes
 from .frequencies import Frequencies, Rule
 from .positions import PositionsLike
@@ -128,7 +127,9 @@ class RopeSpec:
         if rule is not None and torch.compiler.is_dynamo_compiling():
             # A rule made inside a compiled function is none yet that could be handed to a constant.
             rule = type(rule), rule._values()
-        put(self, "_within", _made(rule, rotary_dim, base, self.axes, None))
+        within = words_.made(rule, rotary_dim, base, self.axes, None)
+        put(self, "_within", within)
+        put(self, "_amplitude", within.attention_scaling.hex())
         put(self, "_tables", {})
         if not torch.compiler.is_compiling():
             self._table(torch.device("cpu"))
@@ -231,7 +232,7 @@ class RopeSpec:
     @property
     def amplitude(self) -> float:
         """The factor on the rotated channels within the original length."""
-        return self._within.attention_scaling  # type: ignore[attr-defined, no-any-return]
+        return float.fromhex(self._amplitude)  # type: ignore[attr-defined]
 
     @property
     def softmax_scaling(self) -> float:
@@ -255,7 +256,9 @@ class RopeSpec:
         >>> RopeSpec(8, axes=Axes.blocks((2, 2))).frequencies().inv_freq.tolist()
         [1.0, 0.01, 1.0, 0.01]
         """
-        return _assigned(self.scaling, self.rotary_dim, self.base, self.axes, self._regime(seq_len))
+        return words_.assigned(
+            self.scaling, self.rotary_dim, self.base, self.axes, self._regime(seq_len)
+        )
 
     def attention_scaling(self, seq_len: SeqLen = None) -> float:
         """The factor on the rotated channels, for a length or for rows of these lengths.
@@ -318,9 +321,9 @@ class RopeSpec:
             return self._table(device, regimes[0] if regimes else None)
         tables = [self._table(device, regime) for regime in regimes]
         if _is_tracing():
-            return _joined(tables)
+            return words_.joined(tables)
         with torch.inference_mode(False):
-            return _joined(tables)
+            return words_.joined(tables)
 
     def _regime(self, seq_len: int | None) -> int | None:
         if self.scaling is None or not self.scaling.by_length or seq_len is None:
@@ -337,13 +340,17 @@ class RopeSpec:
             return [self._regime(length) for length in seq_len]
         return [self._regime(seq_len)]
 
-    def _made(self, regime: int | None) -> _Made:
+    def _made(self, regime: int | None) -> words_.Made:
         if regime is None:
             return self._within  # type: ignore[attr-defined, no-any-return]
-        return _made(self.scaling, self.rotary_dim, self.base, self.axes, regime)
+        return words_.made(self.scaling, self.rotary_dim, self.base, self.axes, regime)
 
     def at(
-        self, positions: PositionsLike = None, device: torch.device | str | None = None
+        self,
+        positions: PositionsLike = None,
+        device: torch.device | str | None = None,
+        *,
+        seq_len: SeqLen = None,
     ) -> PreparedRotation:
         """Validate positions once, for all layers of a forward pass.
 
@@ -351,6 +358,12 @@ class RopeSpec:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
                 :class:`tightrope.positions.Positions`. Ids are not copied: do not change them.
             device: where the rotated tensors live; by default where the ids are, else the CPU.
+            seq_len: the length of each sequence, for rules that depend on it: an int, one per row,
+                or a tensor of them. By default it is the row's own: its last position + 1.
+
+        Raises:
+            ValueError: positions that do not fit the spec; or positions that start again within a
+                row beyond the original length of such a rule, where no one length fits the row.
 
         Returns:
             An object that every function takes in place of a spec and positions.
@@ -367,18 +380,50 @@ class RopeSpec:
             elif target.index is None:
                 # Tensors say which of several devices they are on; only the device knows.
                 target = torch.empty(0, device=target).device
-        return self.on(where, target, "at")
+        return self.on(where, target, "at", seq_len)
 
     def on(
-        self, where: positions_.Positions, device: torch.device, operation: str
+        self,
+        where: positions_.Positions,
+        device: torch.device,
+        operation: str,
+        seq_len: SeqLen = None,
     ) -> PreparedRotation:
         """As :meth:`at`, from canonical positions, with the operation that errors shall name."""
         positions_.check_axes(operation, where, self.axis_count)
         ids = where.ids
         if ids is not None and ids.device != device:
             ids = ids.to(device)
-        words, turns = self._table(device)
-        return PreparedRotation(self, words, turns, ids, where.offset, where.ramp, device)
+        awaits = self.by_length and seq_len is None
+        if awaits and ids is not None and not where.ramp:
+            seq_len, awaits = self._own_lengths(ids + where.offset, operation), False
+        words, turns = self.words_for(seq_len, device)
+        return PreparedRotation(
+            self, words, turns, ids, where.offset, where.ramp, device,
+            self.attention_scaling(seq_len).hex(), awaits,
+        )  # fmt: skip
+
+    def _own_lengths(self, ids: torch.Tensor, operation: str) -> torch.Tensor | None:
+        """The length of each row: its last position + 1."""
+        if ids.shape[2] == 0:
+            return None
+        lengths = ids.amax((0, 2)) + 1
+        if not _is_known(ids):
+            return lengths.to(torch.float64)
+        beyond = lengths > self.scaling.original_max_position  # type: ignore[union-attr]
+        # Padding may be at 1 before a row starts at 0, as some code has it.
+        again = (ids[..., 1:] < ids[..., :-1]) & (ids[..., :-1] > 1)
+        if bool((again.any(2).any(0) & beyond).any()):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"positions must not start again within a row (packed sequences?) where "
+                    f"{type(self.scaling).__name__} gives each length its own frequencies; say "
+                    "seq_len for all of them, or rotate them apart",
+                    positions=ids,
+                )
+            )
+        return lengths.to(torch.float64)
 
     def _table(
         self, device: torch.device, regime: int | None = None
@@ -447,7 +492,7 @@ class RopeSpec:
 
         def row(dim: int) -> torch.Tensor | None:
             within = torch.tensor(
-                _inv_freq(rule, dim, self.base), dtype=torch.float64, device=lengths.device
+                words_.inv_freq(rule, dim, self.base), dtype=torch.float64, device=lengths.device
             )
             return rule.inv_freq_beyond(within, lengths)  # type: ignore[union-attr]
 
@@ -474,11 +519,14 @@ class PreparedRotation:
 
     Attributes:
         spec: what it was made from.
-        words: phase words, int64 ``[1, 1, 1, pairs]``.
-        turns: None, or int64 ``[1, 1, 1, pairs]``: whole turns per position, where some ω >= π.
+        words: phase words, int64 ``[axes, rows|1, heads|1, pairs]``.
+        turns: None, or shaped as words: whole turns per position, where some |ω| >= π.
         ids, offset, ramp: as in :class:`tightrope.positions.Positions`.
         device: where the rotated tensors must live.
+        amplitude_hex: :attr:`amplitude`, in digits: a float would be a symbol to the compiler.
+        awaits: whether the words depend on how many tokens there will be; see :meth:`for_tokens`.
         calls: what the operator is called with, by layout and direction, once it was.
+        by_tokens: what :meth:`for_tokens` returned.
     """
 
     spec: RopeSpec
@@ -488,100 +536,44 @@ class PreparedRotation:
     offset: int
     ramp: bool
     device: torch.device
+    amplitude_hex: str = "0x1p+0"
+    awaits: bool = False
     calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
+    by_tokens: dict[int, PreparedRotation] = field(default_factory=dict, repr=False)
 
+    @property
+    def amplitude(self) -> float:
+        """The factor on the rotated channels."""
+        return float.fromhex(self.amplitude_hex)
 
-class _Made(NamedTuple):
-    """Words and turns as plain ints, flat, with their shape ``(axes, heads, pairs)``."""
+    def for_tokens(self, tokens: int) -> PreparedRotation:
+        """The rotation of rows of that many tokens: itself, unless the words depend on their number.
 
-    words: tuple[int, ...]
-    turns: tuple[int, ...]
-    shape: tuple[int, int, int]
-    attention_scaling: float
-
-
-def _made(
-    rule: Rule | tuple[type[Rule], tuple[Any, ...]] | None,
-    rotary_dim: int,
-    base: float,
-    axes: Axes | None,
-    regime: int | None,
-) -> _Made:
-    if isinstance(rule, tuple):
-        kind, values = rule
-        rule = kind(*values)
-    return _cached(rule, rotary_dim, base, axes, regime)
-
-
-def _inv_freq(rule: Rule | None, dim: int, base: float) -> list[float]:
-    made = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
-    return [float(omega) for omega in made.exact]
-
-
-# A spec may be made inside a compiled function; its words are constants there, since dynamo cannot
-# trace decimals. This is what torch.compiler.assume_constant_result does, which would import dynamo.
-_made._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_inv_freq._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@lru_cache(maxsize=512)
-def _cached(
-    rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None, regime: int | None
-) -> _Made:
-    made = _assigned(rule, rotary_dim, base, axes, regime)
-    flat = words_of(made)
-    shape = made.shape or (len(made.exact),)
-    pairs = shape[-1]
-    heads = shape[-2] if len(shape) > 1 else 1
-    if axes is None:
-        count = shape[0] if len(shape) == 3 else 1
-        return _Made(flat.words, flat.turns, (count, heads, pairs), made.attention_scaling)
-    owners = [owner for owner, _, _ in axes.pairs] * heads
-    words, turns = (
-        tuple(
-            value if axis == owner else 0
-            for axis in range(axes.count)
-            for owner, value in zip(owners, values, strict=True)
-        )
-        for values in (flat.words, flat.turns)
-    )
-    return _Made(words, turns, (axes.count, heads, pairs), made.attention_scaling)
-
-
-@lru_cache(maxsize=512)
-def _assigned(
-    rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None, regime: int | None
-) -> Frequencies:
-    """The frequencies of a rule, one per pair, as axes assign them."""
-
-    def row(dim: int) -> Frequencies:
-        if rule is None:
-            return frequencies.default(dim, base)
-        return rule.frequencies(dim, base, regime)
-
-    if axes is None:
-        return row(rotary_dim)
-    rows = {dim: row(dim) for dim in {dim for _, _, dim in axes.pairs} or {rotary_dim}}
-    whole = next(iter(rows.values()))
-    heads = 1 if whole.shape is None else whole.shape[-2]
-    exact = tuple(
-        rows[dim].exact[head * (dim // 2) + index]
-        for head in range(heads)
-        for _, index, dim in axes.pairs
-    )
-    shape = None if whole.shape is None else (heads, len(axes.pairs))
-    return Frequencies(exact, whole.attention_scaling, shape)
-
-
-def _joined(
-    tables: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tables of single rows as one table."""
-    words = torch.cat([words for words, _ in tables], 1)
-    if all(turns is None for _, turns in tables):
-        return words, None
-    every = [torch.zeros_like(words) if turns is None else turns for words, turns in tables]
-    return words, torch.cat(every, 1)
+        Args:
+            tokens: how many tokens each row has.
+        """
+        if not self.awaits:
+            return self
+        tracing = _is_tracing()
+        made = None if tracing else self.by_tokens.get(tokens)
+        if made is None:
+            seq_len: SeqLen
+            if self.ids is not None:
+                seq_len = (self.ids[:, :, 0] + (self.offset + tokens)).amax(0).to(torch.float64)
+            elif torch.compiler.is_compiling():
+                # As a number it would be a constant, and each length another graph.
+                seq_len = torch.full((1,), self.offset + tokens, device=self.device)
+            else:
+                seq_len = max(0, self.offset + tokens)
+            words, turns = self.spec.words_for(seq_len, self.device)
+            amplitude = self.spec.attention_scaling(seq_len).hex()
+            made = replace(
+                self, words=words, turns=turns, amplitude_hex=amplitude, awaits=False, calls={}
+            )
+            if not tracing:
+                self.by_tokens.clear()
+                self.by_tokens[tokens] = made
+        return made
 
 
 def _is_tracing() -> bool:

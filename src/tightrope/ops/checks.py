@@ -8,7 +8,7 @@ import torch
 
 from .._errors import describe, sentence
 from ..positions import PositionsLike, canonical
-from ..spec import PreparedRotation, RopeSpec
+from ..spec import PreparedRotation, RopeSpec, SeqLen
 from .layouts import BY_NAME, Layout
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -30,6 +30,7 @@ def prepare(
     xs: Sequence[torch.Tensor],
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike,
+    seq_len: SeqLen,
     layout: Layout,
     wider: bool = False,
 ) -> PreparedRotation:
@@ -46,7 +47,7 @@ def prepare(
     """
     x = xs[0]
     shape = shape_of(operation, names[0], x, layout)
-    rotation = _rotation(operation, x, spec, positions)
+    rotation = _rotation(operation, x, spec, positions, seq_len).for_tokens(shape[layout.token])
     width = rotation.spec.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
         raise _wrong_width(operation, names[0], x, width)
@@ -57,15 +58,40 @@ def prepare(
         check_partner(operation, names[0], name, x, other, layout)
     if rotation.ids is not None:
         _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout)
-    if rotation.words.shape[2] != 1:
-        check_heads(operation, "spec", rotation.words.shape[2], names, xs, layout)
+    word_rows, word_heads = rotation.words.shape[1:3]
+    if word_heads != 1:
+        check_heads(operation, "spec", word_heads, names, xs, layout)
+    if word_rows != 1:
+        _check_rows(operation, names[0], x, word_rows, layout)
     return rotation
 
 
+def _check_rows(operation: str, name: str, x: torch.Tensor, rows: int, layout: Layout) -> None:
+    own = 1 if layout.row is None else x.shape[layout.row]
+    if rows != own:
+        raise ValueError(
+            sentence(
+                operation, f"seq_len must be for 1 or {own} rows but is for {rows}", **{name: x}
+            )
+        )
+
+
 def _rotation(
-    operation: str, x: torch.Tensor, spec: RopeSpec | PreparedRotation, positions: PositionsLike
+    operation: str,
+    x: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    seq_len: SeqLen,
 ) -> PreparedRotation:
     if isinstance(spec, PreparedRotation):
+        if seq_len is not None:
+            raise ValueError(
+                sentence(
+                    operation,
+                    "seq_len must be None with a prepared rotation, which brings its own; call "
+                    "spec.at(positions, seq_len=…)",
+                )
+            )
         if positions is not None:
             raise ValueError(
                 sentence(
@@ -84,7 +110,7 @@ def _rotation(
             )
         return spec
     if isinstance(spec, RopeSpec):
-        return spec.on(canonical(positions, operation), x.device, operation)
+        return spec.on(canonical(positions, operation), x.device, operation, seq_len)
     raise TypeError(
         sentence(
             operation,

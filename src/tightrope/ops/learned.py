@@ -30,7 +30,7 @@ def source(
     """
     check_floating(operation, "inv_freq", inv_freq)
     spec = rotation.spec
-    axes, pairs = spec.axes, spec.rotary_dim // 2
+    axes, pairs = spec.axis_count, spec.rotary_dim // 2
     dims = inv_freq.dim()
     fits = dims in (1, 2) if axes == 1 else dims == 3 and inv_freq.shape[0] == axes
     if not fits or inv_freq.shape[-1] != pairs:
@@ -46,7 +46,7 @@ def source(
         )
     full = inv_freq.reshape(axes, 1, -1, pairs)
     check_heads(operation, "inv_freq", full.shape[2], names, (q, k), layout)
-    words, turns = angles.words_from(full)
+    words, turns = angles.words_from(full.detach())
     # Only a fractional position can see whole turns.
     fractional = rotation.ids is not None and rotation.ids.is_floating_point()
-    return words, turns if fractional else None, (full,)
+    return words.contiguous(), turns.contiguous() if fractional else None, (full,)
