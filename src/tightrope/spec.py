@@ -216,6 +216,50 @@ class RopeSpec:
             values["axes"] = Axes(**axes)
         return cls(**values)
 
+    @classmethod
+    def from_config(
+        cls,
+        config: object,
+        *,
+        layer_type: str | None = None,
+        section: str | None = None,
+        strict: bool = True,
+        interleaved: bool | None = None,
+    ) -> Any:
+        """The spec that somebody else's configuration describes; never a guess, never a default.
+
+        Reads transformers (v4 and v5, files and objects), Meta's ``params.json``, GGUF metadata, and
+        the names of vLLM and Megatron. :func:`tightrope.config.provenance` tells which key gave which
+        field.
+
+        Args:
+            config: a mapping, a config object, or the path of a JSON file or of its folder.
+            layer_type: which layers, where they differ; the specs of all types without it.
+            section: which part of a nested configuration, such as ``"text_config"``, where several
+                have RoPE; ``""`` is the outer level.
+            strict: whether an unknown key about RoPE is an error; else it is a warning.
+            interleaved: how channels are paired, where neither the config nor its family says it; it
+                overrules both.
+
+        Returns:
+            The spec. Where layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from the
+            type of a layer to its spec, or to None for layers without RoPE.
+
+        Raises:
+            ValueError: no frequencies are said, keys disagree or are unknown, the family is unknown or
+                has no RoPE.
+            TypeError: something other than a configuration, values of the wrong type.
+
+        >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
+        >>> RopeSpec.from_config(llama | {"rope_theta": 500000.0})
+        RopeSpec(head_dim=128, base=500000.0)
+        """
+        from . import config as reader  # config stands above spec, and few programs need it
+
+        return reader.from_config(
+            config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved
+        )
+
     @property
     def axis_count(self) -> int:
         """How many coordinates a position has."""
