@@ -22,6 +22,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "tightrope"
 # name, and makes a group of each.
 RANKS: dict[str, tuple[int, int]] = {
     "_errors": (0, 0),
+    "_rules": (0, 1),
     "ops.schema": (0, 0),
     "frequencies": (1, 0),
     "axes": (1, 0),

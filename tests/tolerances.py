@@ -49,6 +49,29 @@ TABLE = {
         "absolute, of a cosine or sine",
         "five roundings to float64 (1.1e-16 at 1): remainder, 2π, their product, polynomial, oracle",
     ),
+    # --- frequencies (issue 4) ---
+    "frequency digits": Tolerance(
+        1e-54,
+        "relative, of an exact frequency",
+        "60 digits, less one per three of the 2,048 products at most; 1e-14 is asked for, and a word "
+        "of the fastest pair has 38 digits",
+    ),
+    "frequency beside transformers": Tolerance(
+        1e-6,
+        "relative, of a float32 frequency",
+        "issue 4: that package computes in float32, a dozen roundings of 6e-8",
+    ),
+    "dynamic float64": Tolerance(
+        1e-15,
+        "relative, of a frequency, times 4 + 2 ln(scale)",
+        "float64 has 1.1e-16: scale, logarithm, quotient, exponential and product round, and the "
+        "exponential turns the error of its argument, up to ln(scale), into a relative one",
+    ),
+    "word of a float64": Tolerance(
+        4e-16,
+        "relative, of a word before its modulo, besides half a unit",
+        "1 / 2π and its product with ω are rounded to float64, by 1.1e-16 each",
+    ),
     # --- rotation (DESIGN 6) ---
     "float32 rotation": Tolerance(
         4e-7,

@@ -124,9 +124,11 @@ class RopeSpec:
         put(self, "rotary_dim", rotary_dim)
         put(self, "base", base)
         put(self, "_hash", hash(self._values()))
-        made = _made(self.scaling, rotary_dim, base, self.axes, None)
-        put(self, "_amplitude", made.attention_scaling)
-        put(self, "_axis_count", made.shape[0])
+        rule: Any = self.scaling
+        if rule is not None and torch.compiler.is_dynamo_compiling():
+            # A rule made inside a compiled function is none yet that could be handed to a constant.
+            rule = type(rule), rule._values()
+        put(self, "_within", _made(rule, rotary_dim, base, self.axes, None))
         put(self, "_tables", {})
         if not torch.compiler.is_compiling():
             self._table(torch.device("cpu"))
@@ -263,7 +265,7 @@ class RopeSpec:
     @property
     def axis_count(self) -> int:
         """How many coordinates a position has."""
-        return self._axis_count  # type: ignore[attr-defined, no-any-return]
+        return self._within.shape[0]  # type: ignore[attr-defined, no-any-return]
 
     @property
     def by_length(self) -> bool:
@@ -273,7 +275,7 @@ class RopeSpec:
     @property
     def amplitude(self) -> float:
         """The factor on the rotated channels within the original length."""
-        return self._amplitude  # type: ignore[attr-defined, no-any-return]
+        return self._within.attention_scaling  # type: ignore[attr-defined, no-any-return]
 
     @property
     def softmax_scaling(self) -> float:
@@ -382,6 +384,8 @@ class RopeSpec:
         return [self._regime(seq_len)]
 
     def _made(self, regime: int | None) -> _Made:
+        if regime is None:
+            return self._within  # type: ignore[attr-defined, no-any-return]
         return _made(self.scaling, self.rotary_dim, self.base, self.axes, regime)
 
     def at(
@@ -496,19 +500,26 @@ class RopeSpec:
     def _inv_freq_beyond(self, lengths: torch.Tensor) -> torch.Tensor | None:
         """As :meth:`Rule.inv_freq_beyond`, but ``[axes, rows, 1, pairs]``."""
         rule = self.scaling
+
+        def row(dim: int) -> torch.Tensor | None:
+            within = torch.tensor(
+                _inv_freq(rule, dim, self.base), dtype=torch.float64, device=lengths.device
+            )
+            return rule.inv_freq_beyond(within, lengths)  # type: ignore[union-attr]
+
         if self.axes is None:
-            made = rule.inv_freq_beyond(self.rotary_dim, self.base, lengths)  # type: ignore[union-attr]
+            made = row(self.rotary_dim)
             return None if made is None else made[None, :, None]
-        dims = sorted({dim for _, _, dim in self.axes.pairs})
-        rows = {dim: rule.inv_freq_beyond(dim, self.base, lengths) for dim in dims}  # type: ignore[union-attr]
+        rows = {dim: row(dim) for dim in sorted({dim for _, _, dim in self.axes.pairs})}
         columns = []
         for axis, index, dim in self.axes.pairs:
-            row = rows[dim]
-            if row is None:
+            made = rows[dim]
+            if made is None:
                 return None
-            zero = torch.zeros_like(row[:, index])
+            omega = made[:, index]
+            zero = torch.zeros_like(omega)
             columns.append(
-                torch.stack([row[:, index] if a == axis else zero for a in range(self.axis_count)])
+                torch.stack([omega if a == axis else zero for a in range(self.axis_count)])
             )
         return torch.stack(columns, -1)[:, :, None] if columns else None
 
@@ -544,14 +555,27 @@ class _Made(NamedTuple):
 
 
 def _made(
-    rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None, regime: int | None
+    rule: Rule | tuple[type[Rule], tuple[Any, ...]] | None,
+    rotary_dim: int,
+    base: float,
+    axes: Axes | None,
+    regime: int | None,
 ) -> _Made:
+    if isinstance(rule, tuple):
+        kind, values = rule
+        rule = kind(*values)
     return _cached(rule, rotary_dim, base, axes, regime)
+
+
+def _inv_freq(rule: Rule | None, dim: int, base: float) -> list[float]:
+    made = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
+    return [float(omega) for omega in made.exact]
 
 
 # A spec may be made inside a compiled function; its words are constants there, since dynamo cannot
 # trace decimals. This is what torch.compiler.assume_constant_result does, which would import dynamo.
 _made._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_inv_freq._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=512)

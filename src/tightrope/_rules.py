@@ -1,0 +1,309 @@
+"""What frequency rules share: their result, and how a rule is known by its names.
+
+The rules themselves are in :mod:`tightrope.frequencies`, which shows all of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from ._errors import sentence
+
+# 64 bits are 20 digits; the rest is head room for the rounding of up to thousands of products.
+CONTEXT = decimal.Context(prec=60)
+TWO_PI = Decimal(
+    "6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
+)
+
+# A pair that turned faster would not fit in CONTEXT together with the 64 bits of its word.
+_FASTEST = 1e18
+
+Keys: TypeAlias = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """What a frequency rule yields.
+
+    Attributes:
+        exact: angular frequency of each pair in radians per position, to 60 digits; flat.
+        attention_scaling: factor on the rotated channels (YaRN, LongRoPE); 1.0 for most rules.
+        shape: how ``exact`` is to be read: None for ``(pairs,)``, else ``(heads, pairs)`` or
+            ``(axes, heads, pairs)``.
+    """
+
+    exact: tuple[Decimal, ...]
+    attention_scaling: float = 1.0
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """The frequencies as float64 on the CPU, in radians per position, in their shape."""
+        flat = torch.tensor(
+            [float(omega) for omega in self.exact], dtype=torch.float64, device="cpu"
+        )
+        return flat if self.shape is None else flat.reshape(self.shape)
+
+
+RULES: dict[str, type[Rule]] = {}
+"""Every name of every rule."""
+
+
+class Rule:
+    """A frequency rule with its parameters: the base of frozen dataclasses.
+
+    A subclass declares its fields, checks them in ``__post_init__`` and writes :meth:`make`. That
+    alone makes it a part of specs, their dictionaries and the reading of configurations.
+
+    Attributes:
+        names: its names in configurations (``rope_type``); the first is its name in dictionaries.
+        keys: for each field, how the rope section of a configuration spells it.
+        by_length: whether the frequencies depend on the length of the sequence. Such a rule has a
+            field ``original_max_position``, up to which length it yields one and the same.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    keys: ClassVar[Keys] = {}
+    by_length: ClassVar[bool] = False
+    original_max_position: int  # of rules that are by_length
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in cls.__dict__.get("names", ()):
+            other = RULES.get(name, cls)
+            # A module that is loaded again brings its classes again.
+            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(
+                    sentence(
+                        cls.__name__,
+                        f"names must be new but got {name!r}, which is {other.__name__}'s",
+                    )
+                )
+            RULES[name] = cls
+        # Set here, before the decorator of a dataclass would write its own.
+        cls.__hash__ = Rule.__hash__  # type: ignore[method-assign]
+        cls.__repr__ = Rule.__repr__  # type: ignore[method-assign]
+
+    def frequencies(self, rotary_dim: int, base: float, seq_len: int | None = None) -> Frequencies:
+        """The frequencies of the pairs and the factor on the rotated channels.
+
+        A pure function, and a cached one: no call depends on an earlier one.
+
+        Args:
+            rotary_dim: number of channels that rotate; even.
+            base: base of the geometric row of frequencies.
+            seq_len: length of the sequence, for a rule that is ``by_length``; None for any length
+                within the original one.
+
+        Raises:
+            ValueError: parameters that do not fit the number of pairs or the base.
+        """
+        return _made(self, rotary_dim, float(base), self.regime(seq_len))
+
+    def regime(self, seq_len: int | None) -> int | None:
+        """What the frequencies depend on of a length: equal regimes, equal frequencies.
+
+        Returns:
+            None within the original length and for rules that do not depend on it; else a length.
+        """
+        if not self.by_length or seq_len is None or seq_len <= self.original_max_position:
+            return None
+        return seq_len
+
+    def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
+        """What a subclass writes: the frequencies, computed anew.
+
+        Runs under :data:`CONTEXT`, so plain arithmetic of decimals has 60 digits.
+
+        Args:
+            rotary_dim: even and at least 2.
+            base: positive.
+            seq_len: None, or a length above the original one.
+        """
+        raise NotImplementedError
+
+    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        """The frequencies at lengths that only a device knows, all of the original one or above.
+
+        Args:
+            within: those up to the original length, float64 ``[pairs]``.
+            lengths: whole numbers as float64 ``[rows]`` on the same device, real or traced.
+
+        Returns:
+            float64 ``[rows, pairs]``, none above those ``within``; None for a rule that has one set
+            of frequencies for all lengths above the original one.
+        """
+        del within, lengths
+        return None
+
+    @property
+    def softmax_scaling(self) -> float:
+        """What the model multiplies its softmax scale by; 1.0 for all rules but DeepSeek's YaRN.
+
+        It belongs to attention, not to the rotation, and nothing here applies it.
+        """
+        return 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and fields, in types that JSON has.
+
+        >>> from tightrope.frequencies import Linear
+        >>> Linear(4.0).to_dict()
+        {'rule': 'linear', 'factor': 4.0}
+        """
+        return {"rule": self.names[0]} | {
+            name: _listed(getattr(self, name)) for name in _field_names(type(self))
+        }
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> Rule:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: an unknown rule, an unknown field, or a missing one.
+
+        >>> Rule.from_dict({"rule": "linear", "factor": 4.0})
+        Linear(factor=4.0)
+        """
+        values = dict(fields)
+        name = values.pop("rule", None)
+        kind = RULES.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise ValueError(
+                sentence("from_dict", f"rule must be one of {_named(RULES)} but got {name!r}")
+            )
+        unknown = values.keys() - set(_field_names(kind))
+        if unknown:
+            raise ValueError(
+                sentence(
+                    "from_dict",
+                    f"rule {name!r} must have no keys but {', '.join(_field_names(kind))} but got "
+                    f"{_named(unknown)}",
+                )
+            )
+        missing = [
+            field.name
+            for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+            if field.default is dataclasses.MISSING and field.name not in values
+        ]
+        if missing:
+            raise ValueError(
+                sentence("from_dict", f"rule {name!r} must have the keys {_named(missing)}")
+            )
+        return kind(**values)
+
+    def __hash__(self) -> int:
+        # Some rules hold thousands of numbers, and caches ask often.
+        made: int | None = self.__dict__.get("_hash")
+        if made is None:
+            made = hash((type(self).__name__, *self._values()))
+            object.__setattr__(self, "_hash", made)
+        return made
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{field.name}={_short(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A hash of text differs from process to process, so it must not travel.
+        return type(self), self._values()
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(
+            getattr(self, field.name)
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+        )
+
+    def _set(self, **values: object) -> None:
+        """Puts checked fields in their normal form, once, in ``__post_init__``."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    # What a field must be: each returns its normal form, or raises a sentence that names it.
+
+    def _positive(self, field: str) -> float:
+        return number(type(self).__name__, field, getattr(self, field))
+
+    def _positive_or_none(self, field: str) -> float | None:
+        return None if getattr(self, field) is None else self._positive(field)
+
+    def _length(self, field: str = "original_max_position", least: int = 1) -> int:
+        value = getattr(self, field)
+        name = type(self).__name__
+        try:
+            length = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            length = None
+        if length is None:
+            raise TypeError(sentence(name, f"{field} must be an int but got {value!r}"))
+        if length < least:
+            raise ValueError(sentence(name, f"{field} must be at least {least} but got {length}"))
+        return length
+
+
+@lru_cache(maxsize=512)
+def _made(rule: Rule, rotary_dim: int, base: float, regime: int | None) -> Frequencies:
+    with decimal.localcontext(CONTEXT):
+        made = rule.make(rotary_dim, base, regime)
+        fastest = float(max(map(abs, made.exact), default=0))
+    if fastest >= _FASTEST:
+        raise ValueError(
+            sentence(
+                type(rule).__name__,
+                f"every frequency must stay below {_FASTEST:g} radians per position but got "
+                f"{fastest:g}",
+            )
+        )
+    return made
+
+
+def number(operation: str, field: str, value: object, zero: bool = False) -> float:
+    """A positive and finite float; or, where ``zero``, perhaps 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(sentence(operation, f"{field} must be a number but got {value!r}"))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not (0.0 < number < math.inf or (zero and number == 0.0)):
+        rule = "at least 0" if zero else "positive"
+        raise ValueError(sentence(operation, f"{field} must be {rule} and finite but got {value}"))
+    return number
+
+
+def _field_names(kind: type[Rule]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    """``repr``, with the middle of a long tuple left out."""
+    if not isinstance(value, tuple):
+        return repr(value)
+    if len(value) > 6:
+        shown = [*map(_short, value[:2]), f"… {len(value) - 3} more …", _short(value[-1])]
+    else:
+        shown = [*map(_short, value)]
+    return f"({', '.join(shown)}{',' if len(value) == 1 else ''})"
