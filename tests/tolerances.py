@@ -61,6 +61,12 @@ TABLE = {
         "relative, of a float32 frequency",
         "issue 4: that package computes in float32, a dozen roundings of 6e-8",
     ),
+    "ramp beside transformers": Tolerance(
+        6e-8,
+        "of YaRN, times the frequency before scaling",
+        "that package rounds 1 − ramp to float32, so where a pair is all but divided by the factor, "
+        "what it adds of the undivided one is off by as much",
+    ),
     "dynamic float64": Tolerance(
         1e-15,
         "relative, of a frequency, times 4 + 2 ln(scale)",
