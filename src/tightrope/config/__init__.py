@@ -122,7 +122,7 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
             fail(f"section must be one of the config's sections but got {chosen!r}; it has {has}")
         return nested[chosen]
     outer = _source(values, values.get("model_type"), "")
-    if chosen == "":
+    if chosen == "" or (outer.family is not None and outer.family.refused is not None):
         return outer
     speaking = [name for name, source in nested.items() if _has_rope(source)]
     if _says_rope(values):
