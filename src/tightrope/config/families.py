@@ -163,7 +163,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": _half("exaone4", layers="sliding only, if windows"),
     "gemma3_text": _half("gemma3", layers="local base", **_HEAD),
     "gemma3n_text": _half("gemma3n", layers="local base", **_HEAD),
-    "gemma4_text": _half("gemma4", **_HEAD),
+    "gemma4_text": _half("gemma4", layers="wide where full", **_HEAD),
     "laguna": _half("laguna", **_PART, **_HEAD),
     "llama4_text": _pairs("llama4", "apply_rotary_emb", layers="no_rope_layers", **_HEAD),
     "modernbert": _half("modernbert", layers="global and local base"),

@@ -116,6 +116,14 @@ _GGUF_LAYERS = {
 }
 # Heads of latent attention: channels without positions come first.
 _GGUF_LATENT = frozenset({"deepseek2", "minicpm3", "plm"})
+# Architectures that rotate a part of a head, or whose heads are not hidden size / heads wide: their
+# files always say so, and one that does not has lost a key.
+_GGUF_PART = frozenset(
+    {"chatglm", "glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "qwen3next", "stablelm"}
+)
+_GGUF_HEAD = frozenset(
+    {"gemma", "gemma2", "gemma3", "gemma3n", "gpt-oss", "qwen3", "qwen3moe", "qwen3next", "seed_oss"}
+)
 # Layers with a window have a base of their own, 10000 where no key says it.
 _GGUF_LOCAL_BASE = frozenset({"gemma3", "gemma3n"})
 
@@ -193,18 +201,21 @@ def gguf(values: Mapping[str, Any]) -> Source:
                 f"rope_scaling.{key}", spelled.get(key, key)
             )
     for key, value in values.items():
-        if str(key).startswith(f"{arch}.rope.") and key not in read:
+        if ".rope." in str(key) and key not in read:
             told[key] = value  # unknown, so that it is named
     return Source(told, family, f"GGUF architecture {arch!r}", spelled, seen=tuple(values))
 
 
 def _gguf_family(arch: str) -> Family | None:
-    start = "last" if arch in _GGUF_LATENT else "first"
-    layers = _GGUF_LAYERS.get(arch)
-    if arch in GGUF_NEIGHBOURS:
-        return Family(True, _GGUF_CODE, start=start, layers=layers)
-    if arch in GGUF_HALVES:
-        return Family(False, _GGUF_CODE, start=start, layers=layers)
+    if arch in GGUF_NEIGHBOURS or arch in GGUF_HALVES:
+        return Family(
+            arch in GGUF_NEIGHBOURS,
+            _GGUF_CODE,
+            start="last" if arch in _GGUF_LATENT else "first",
+            layers=_GGUF_LAYERS.get(arch),
+            fraction="required" if arch in _GGUF_LATENT | _GGUF_PART else "optional",
+            head_dim="required" if arch in _GGUF_HEAD else "derived",
+        )
     if arch in GGUF_SECTIONS:
         return Family(False, _GGUF_CODE, axes="sections")
     if arch in GGUF_INTERLEAVED_SECTIONS:

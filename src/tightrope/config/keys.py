@@ -105,3 +105,5 @@ READ_BY_LAYERS: dict[str, frozenset[str]] = {
 SCALED_FROM_MAX_POSITION = frozenset({"dynamic", "yarn"})
 # HunYuan writes YaRN's parameters beside the alpha of its static stretch; its code reads none of them.
 INERT_BESIDE_ALPHA = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+# Types of layers that attend to nothing, so that no rope section speaks of them.
+LAYERS_WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "recurrent"})

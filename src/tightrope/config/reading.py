@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -219,7 +220,16 @@ def _complain(source: Source, unknown: list[str], strict: bool) -> None:
     )
     if strict:
         fail(text)
-    warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=5)
+    warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """The stack level of the first caller outside this package, whichever function it called."""
+    frame, level = sys._getframe(1), 1
+    package = __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _agreed(what: str, found: list[Found]) -> Found | None:
@@ -297,6 +307,13 @@ def _parts(source: Source) -> tuple[list[Part], tuple[str, ...] | None]:
 def _nested_parts(
     source: Source, nested: dict[str, Entries | None], layers: tuple[str, ...] | None
 ) -> list[Part]:
+    missing = sorted(set(layers or ()) - nested.keys() - keys.LAYERS_WITHOUT_ATTENTION)
+    # DeepSeek V4 names its sections otherwise than its layers, all of them.
+    if missing and not nested.keys().isdisjoint(layers or ()):
+        fail(
+            f"a rope section must be there for each layer type but the config has none for "
+            f"{', '.join(missing)}"
+        )
     parts = []
     for name, entries in nested.items():
         if entries is None:
@@ -320,6 +337,9 @@ def _head_dim_of(source: Source, name: str, layers: tuple[str, ...] | None) -> F
                 width = overrides.get("head_dim")
                 if width is not None:
                     found.append((source.shown(f"per_layer_config.{index}.head_dim"), width))
+    wide = source.family is not None and source.family.layers == "wide where full"
+    if wide and name == "full_attention" and not found:
+        _need(source, "global_head_dim")
     return _agreed("head_dim", found)
 
 
@@ -370,6 +390,11 @@ def _sliding_only_if(source: Source, flat: Entries, layers: tuple[str, ...] | No
     return _sliding_only(source, flat, layers)
 
 
+def _only_nested(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    del flat, layers
+    fail(f"{source.name} has layers that differ, so rope_parameters must have a section for each type")
+
+
 def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
     # Llama 4, SmolLM3: a list with 1 for each layer that rotates, or every n-th that does not.
     rotates = source.values.get("no_rope_layers")
@@ -397,6 +422,7 @@ _LAYERS: dict[str, Callable[[Source, Entries, "tuple[str, ...] | None"], Layers]
     "sliding only": _sliding_only,
     "sliding only, if windows": _sliding_only_if,
     "no_rope_layers": _by_number,
+    "wide where full": _only_nested,
 }
 
 
