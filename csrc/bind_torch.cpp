@@ -144,20 +144,48 @@ bool memory_overlaps(const Problem& p, Outs outs) {
   return false;
 }
 
-// The arguments that follow xs in the schema (ops/schema.py), up to the reserved ones.
-struct Arguments {
-  std::optional<Tensor> words, turns, positions;
-  int64_t offset;
+// The code that ops/schema.py packs, from its lowest bits up.
+class Form {
+ public:
+  explicit Form(int64_t packed) : rest_(uint64_t(packed)) {
+    reserved = take(20);
+    source = take(2);
+    ramp = take(1) != 0;
+    direction = take(2);
+    interleaved = take(1) != 0;
+    start = take(20);
+    layout = take(3);
+    reserved |= int64_t(rest_);
+  }
+
+  int64_t reserved;  // numerics, gate, act, and what no field has
+  int64_t source;    // index into SOURCES
   bool ramp;
-  int64_t layout, start;
-  bool interleaved;
   int64_t direction;
-  double amplitude;
-  std::optional<Tensor> cos, sin;
-  int64_t tables;
+  bool interleaved;
+  int64_t start, layout;
+
+ private:
+  int64_t take(int bits) {
+    const uint64_t field = rest_ & ((uint64_t(1) << bits) - 1);
+    rest_ >>= bits;
+    return int64_t(field);
+  }
+
+  uint64_t rest_;
 };
 
-constexpr int64_t kRepeat = 2, kHalf = 3;  // codes of TABLES
+// The arguments that follow q and k in the schema (ops/schema.py), up to the reserved ones.
+struct Arguments {
+  const Tensor& primary;
+  const std::optional<Tensor>& secondary;
+  const std::optional<Tensor>& positions;
+  int64_t offset;
+  Form form;
+  double amplitude;
+};
+
+constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3;  // codes of SOURCES
 
 Table table_of(const Tensor& x, const View& view) {
   auto at = [&](int d) { return view.size[d] == 1 ? int64_t(0) : view.stride[d]; };
@@ -165,47 +193,47 @@ Table table_of(const Tensor& x, const View& view) {
 }
 
 void read_tables(const Arguments& a, Problem& p) {
-  STD_TORCH_CHECK(a.cos.has_value() && a.sin.has_value() && a.tables >= 1 && a.tables <= 3,
-                  "tightrope: neither words nor tables");
-  const View cos(*a.cos), sin(*a.sin);
-  STD_TORCH_CHECK(cos.dims == 4 && sin.dims == 4 && a.cos->is_cpu() && a.sin->is_cpu() &&
-                      code_of(*a.cos) == code_of(*a.sin),
+  STD_TORCH_CHECK(a.secondary.has_value(), "tightrope: cosines without sines");
+  const Tensor &c = a.primary, &s = *a.secondary;
+  const View cos(c), sin(s);
+  STD_TORCH_CHECK(cos.dims == 4 && sin.dims == 4 && c.is_cpu() && s.is_cpu() &&
+                      code_of(c) == code_of(s),
                   "tightrope: tables must be [rows|1, heads|1, length, width] of one dtype");
   for (int d = 0; d < 4; ++d)
     STD_TORCH_CHECK(cos.size[d] == sin.size[d], "tightrope: tables must share a shape");
-  p.table_dtype = dtype_of(code_of(*a.cos));
-  p.cosine = table_of(*a.cos, cos);
-  p.sine = table_of(*a.sin, sin);
+  p.table_dtype = dtype_of(code_of(c));
+  p.cosine = table_of(c, cos);
+  p.sine = table_of(s, sin);
   // An empty table has no data, but must not be taken for none.
   if (p.cosine.data == nullptr) p.cosine.data = &p;
   p.axes = 1, p.word_rows = cos.size[0], p.word_heads = cos.size[1];
   p.table_length = cos.size[2];
-  p.table_step = a.tables == kRepeat ? 2 : 1;
-  p.pairs = a.tables == kHalf ? cos.size[3] : cos.size[3] / 2;
+  p.table_step = a.form.source == kRepeat ? 2 : 1;
+  p.pairs = a.form.source == kHalf ? cos.size[3] : cos.size[3] / 2;
 }
 
 void read_words(const Arguments& a, Problem& p) {
-  const View w(*a.words);
-  STD_TORCH_CHECK(w.dims == 4 && w.size[0] >= 1 && is_words(*a.words),
+  const View w(a.primary);
+  STD_TORCH_CHECK(w.dims == 4 && w.size[0] >= 1 && is_words(a.primary),
                   "tightrope: words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
-  p.words = static_cast<const int64_t*>(a.words->const_data_ptr());
+  p.words = static_cast<const int64_t*>(a.primary.const_data_ptr());
   p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
-  if (!a.turns.has_value()) return;
-  STD_TORCH_CHECK(is_words(*a.turns) && a.turns->numel() == a.words->numel(),
+  if (!a.secondary.has_value()) return;
+  STD_TORCH_CHECK(is_words(*a.secondary) && a.secondary->numel() == a.primary.numel(),
                   "tightrope: turns must be shaped as words");
-  p.turns = static_cast<const int64_t*>(a.turns->const_data_ptr());
+  p.turns = static_cast<const int64_t*>(a.secondary->const_data_ptr());
 }
 
 void read_positions(const Arguments& a, Problem& p) {
   p.offset = a.offset;
-  p.ramp = a.ramp;
+  p.ramp = a.form.ramp;
   p.position_dtype = PositionDtype::kNone;
   if (!a.positions.has_value()) return;
   const View at(*a.positions);
   STD_TORCH_CHECK(at.dims == 3 && a.positions->is_cpu() && at.size[0] == p.axes,
                   "tightrope: positions must be [axes, rows|1, tokens|1]");
   STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: rows of positions");
-  STD_TORCH_CHECK(at.size[2] == (a.ramp ? 1 : p.tokens), "tightrope: tokens of positions");
+  STD_TORCH_CHECK(at.size[2] == (a.form.ramp ? 1 : p.tokens), "tightrope: tokens of positions");
   p.positions = a.positions->const_data_ptr();
   p.position_dtype = position_dtype_of(code_of(*a.positions));
   STD_TORCH_CHECK(p.cosine.data == nullptr || p.position_dtype == PositionDtype::kInt64 ||
@@ -213,58 +241,70 @@ void read_positions(const Arguments& a, Problem& p) {
                   "tightrope: positions in a table must be integers");
   p.position_axis = at.stride[0];
   p.position_row = at.size[1] == 1 ? 0 : at.stride[1];
-  p.position_token = a.ramp ? 0 : at.stride[2];
+  p.position_token = a.form.ramp ? 0 : at.stride[2];
 }
 
-// Sentences for users are worded in Python, before a call comes here. What is checked below keeps a
-// direct call of the raw operator from reading or writing outside its tensors.
-void run(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs, Outs whose,
-         const Arguments& a) {
-  STD_TORCH_CHECK(a.layout >= 0 && a.layout < 6, "tightrope: layout");
-  STD_TORCH_CHECK(a.direction >= 0 && a.direction <= 2, "tightrope: direction");
-  STD_TORCH_CHECK(!xs.empty() && xs.size() <= size_t(tightrope::kMaxOperands), "tightrope: xs");
-  const Layout& layout = kLayouts[a.layout];
+// What is rotated: one or two tensors, in memory of their own.
+struct Operands {
+  Operands(const Tensor& q, const std::optional<Tensor>& k) : count(k.has_value() ? 2 : 1) {
+    tensor[0] = &q;
+    tensor[1] = k.has_value() ? &*k : nullptr;
+  }
+
+  int32_t count;
+  const Tensor* tensor[tightrope::kMaxOperands];
+};
+
+// Sentences for users are worded in Python. What is checked below, before anything is written, keeps
+// a direct call of the raw operator from reading or writing outside its tensors; and the shortest
+// way through Python asks nothing else.
+void run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
+  const Form& form = a.form;
+  STD_TORCH_CHECK(form.layout < 6, "tightrope: layout");
+  STD_TORCH_CHECK(form.direction <= 2, "tightrope: direction");
+  STD_TORCH_CHECK(form.reserved == 0, "tightrope: act, gate, numerics and carried are reserved");
+  const Layout& layout = kLayouts[form.layout];
 
   Problem p{};
-  p.operands = int32_t(xs.size());
-  const int32_t code = code_of(xs[0]);
+  p.operands = xs.count;
+  const int32_t code = code_of(*xs.tensor[0]);
   p.dtype = dtype_of(code);
-  for (size_t i = 0; i < xs.size(); ++i) {
-    const View x(xs[i]), out(outs[i]);
-    STD_TORCH_CHECK(x.dims == layout.dims && (i == 0 || (code_of(xs[i]) == code && xs[i].is_cpu())),
-                    "tightrope: xs must share a dtype and fit the layout");
+  for (int32_t i = 0; i < xs.count; ++i) {
+    const Tensor& tensor = *xs.tensor[i];
+    const View x(tensor), out(*outs.tensor[i]);
+    STD_TORCH_CHECK(x.dims == layout.dims && (i == 0 || (code_of(tensor) == code && tensor.is_cpu())),
+                    "tightrope: q and k must share a dtype and fit the layout");
     const int64_t rows = x.size_at(layout.row), tokens = x.size[layout.token];
     const int64_t head_dim = x.size[layout.dims - 1];
     if (i == 0) {
       p.rows = rows, p.tokens = tokens, p.head_dim = head_dim;
     }
     STD_TORCH_CHECK(rows == p.rows && tokens == p.tokens && head_dim == p.head_dim,
-                    "tightrope: xs must share rows, tokens and channels");
+                    "tightrope: q and k must share rows, tokens and channels");
     for (int d = 0; d < layout.dims; ++d)
       STD_TORCH_CHECK(out.dims == x.dims && out.size[d] == x.size[d],
-                      "tightrope: outs must have the shapes of xs");
-    p.operand[i] = Operand{xs[i].const_data_ptr(), outs[i].mutable_data_ptr(),
+                      "tightrope: outs must have the shapes of q and k");
+    p.operand[i] = Operand{tensor.const_data_ptr(), outs.tensor[i]->mutable_data_ptr(),
                            x.size_at(layout.head), x.strides(layout), out.strides(layout)};
   }
 
-  if (a.words.has_value()) {
+  if (form.source == kWords) {
     read_words(a, p);
   } else {
     read_tables(a, p);
   }
-  p.start = a.start;
+  p.start = form.start;
   STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows, "tightrope: rows of angles");
   for (int32_t i = 0; i < p.operands; ++i)
     STD_TORCH_CHECK(p.word_heads == 1 || p.word_heads == p.operand[i].heads,
                     "tightrope: heads of angles");
-  STD_TORCH_CHECK(a.start >= 0 && 2 * p.pairs <= p.head_dim &&
-                      a.start <= p.head_dim - 2 * p.pairs,
+  STD_TORCH_CHECK(p.start + 2 * p.pairs <= p.head_dim,
                   "tightrope: rotated channels lie outside the head");
   p.angles_per_head = p.word_heads != 1;
   read_positions(a, p);
-  p.interleaved = a.interleaved;
-  p.conjugate = a.direction != kForward;
-  p.amplitude = a.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
+  p.interleaved = form.interleaved;
+  p.conjugate = form.direction != kForward;
+  p.amplitude = form.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
 
   int64_t heads = 0;
   for (int32_t i = 0; i < p.operands; ++i) heads += p.operand[i].heads;
@@ -288,50 +328,46 @@ void run(const std::vector<Tensor>& xs, const std::vector<Tensor>& outs, Outs wh
                               [&](int64_t begin, int64_t end) { loop(p, begin, end); });
 }
 
-using Weights = std::optional<std::vector<Tensor>>;
-
-Arguments arguments_of(const std::optional<Tensor>& words, const std::optional<Tensor>& turns,
-                       const std::optional<Tensor>& positions, int64_t offset, bool ramp,
-                       int64_t layout, int64_t start, bool interleaved, int64_t direction,
-                       double amplitude, const std::optional<Tensor>& inv_freq,
-                       const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                       int64_t tables, int64_t act, const Weights& weights, double, int64_t gate,
-                       const Weights& gates, int64_t numerics) {
-  STD_TORCH_CHECK(act == 0 && gate == 0 && numerics == 0 && !inv_freq.has_value() &&
-                      !weights.has_value() && !gates.has_value(),
-                  "tightrope: inv_freq, act, gate and numerics are reserved");
-  return {words,       turns,     positions, offset, ramp, layout, start,
-          interleaved, direction, amplitude, cos,    sin,  tables};
-}
+using Tensors = std::optional<std::vector<Tensor>>;
 
 // The boxing of a function into the dispatcher wants its parameters spelled out.
-#define TIGHTROPE_PARAMETERS                                                                    \
-  std::optional<Tensor> words, std::optional<Tensor> turns, std::optional<Tensor> positions,    \
-      int64_t offset, bool ramp, int64_t layout, int64_t start, bool interleaved,               \
-      int64_t direction, double amplitude, std::optional<Tensor> inv_freq,                      \
-      std::optional<Tensor> cos, std::optional<Tensor> sin, int64_t tables, int64_t act,        \
-      Weights weights, double eps, int64_t gate, Weights gates, int64_t numerics
-#define TIGHTROPE_ARGUMENTS                                                                     \
-  arguments_of(words, turns, positions, offset, ramp, layout, start, interleaved, direction,    \
-               amplitude, inv_freq, cos, sin, tables, act, weights, eps, gate, gates, numerics)
+#define TIGHTROPE_PARAMETERS                                                                  \
+  Tensor primary, std::optional<Tensor> secondary, std::optional<Tensor> positions,          \
+      int64_t offset, int64_t form, double amplitude, Tensors carried, double eps
 
-std::vector<Tensor> rotate(std::vector<Tensor> xs, TIGHTROPE_PARAMETERS) {
+#define TIGHTROPE_ARGUMENTS arguments_of(primary, secondary, positions, offset, form, amplitude, carried, eps)
+
+Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secondary,
+                       const std::optional<Tensor>& positions, int64_t offset, int64_t form,
+                       double amplitude, const Tensors& carried, double eps) {
+  STD_TORCH_CHECK(!carried.has_value() && eps == 0,
+                  "tightrope: act, gate, numerics and carried are reserved");
+  return {primary, secondary, positions, offset, Form(form), amplitude};
+}
+
+std::vector<Tensor> rotate(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
+  const Operands xs(q, k);
   std::vector<Tensor> outs;
-  outs.reserve(xs.size());
-  for (const Tensor& x : xs) outs.push_back(torch::stable::empty_like(x));
-  run(xs, outs, Outs::kNew, TIGHTROPE_ARGUMENTS);
+  outs.reserve(xs.count);
+  for (int32_t i = 0; i < xs.count; ++i) outs.push_back(torch::stable::empty_like(*xs.tensor[i]));
+  Operands to = xs;
+  for (int32_t i = 0; i < xs.count; ++i) to.tensor[i] = &outs[i];
+  run(xs, to, Outs::kNew, TIGHTROPE_ARGUMENTS);
   return outs;
 }
 
-void rotate_(std::vector<Tensor> xs, TIGHTROPE_PARAMETERS) {
+void rotate_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
+  const Operands xs(q, k);
   run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS);
 }
 
-void rotate_into(std::vector<Tensor> xs, std::vector<Tensor> outs, TIGHTROPE_PARAMETERS) {
-  STD_TORCH_CHECK(!xs.empty() && xs.size() == outs.size(), "tightrope: one out for each x");
-  for (const Tensor& out : outs)
-    STD_TORCH_CHECK(out.is_cpu() && code_of(out) == code_of(xs[0]),
-                    "tightrope: outs must have the dtype and device of xs");
+void rotate_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<Tensor> out_k,
+                 TIGHTROPE_PARAMETERS) {
+  const Operands xs(q, k), outs(out_q, out_k);
+  STD_TORCH_CHECK(xs.count == outs.count, "tightrope: one out for each of q and k");
+  for (int32_t i = 0; i < outs.count; ++i)
+    STD_TORCH_CHECK(outs.tensor[i]->is_cpu() && code_of(*outs.tensor[i]) == code_of(q),
+                    "tightrope: outs must have the dtype and device of q and k");
   run(xs, outs, Outs::kGiven, TIGHTROPE_ARGUMENTS);
 }
 

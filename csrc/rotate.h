@@ -12,7 +12,7 @@ namespace tightrope {
 enum class Dtype : int32_t { kFloat, kDouble, kBFloat16, kHalf };
 enum class PositionDtype : int32_t { kNone, kInt32, kInt64, kFloat, kDouble };
 
-constexpr int kMaxOperands = 8;
+constexpr int kMaxOperands = 2;  // q and k
 
 // One tensor seen as [rows, heads, tokens, channels]; strides count elements.
 struct Strides {

@@ -16,7 +16,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 def raw_arguments() -> tuple[object, ...]:
     rotation = SPEC.at(3)
-    return (rotation.words, None, None, 3, True, 0, 0, False, schema.FORWARD, 1.0)
+    return (rotation.words, None, None, 3, schema.Form().pack(), 1.0)
 
 
 VIEWS = {
@@ -81,14 +81,14 @@ def test_the_raw_operator_refuses_a_tensor_that_requires_grad() -> None:
     """Without a kernel for autograd its gradient would be that of the identity."""
     x = noise(2, 3, 5, 8).requires_grad_() * 1
     with pytest.raises(RuntimeError, match=r"the raw operator has no gradient"):
-        torch.ops.tightrope.rotate_([x], *raw_arguments())
+        torch.ops.tightrope.rotate_(x, None, *raw_arguments())
     plain = noise(2, 3, 5, 8)
     expected, version = rotate(plain, SPEC, 3), plain._version
-    torch.ops.tightrope.rotate_([plain], *raw_arguments())
+    torch.ops.tightrope.rotate_(plain, None, *raw_arguments())
     assert torch.equal(plain, expected)
     assert plain._version > version
     with torch.no_grad():
-        torch.ops.tightrope.rotate_([x], *raw_arguments())
+        torch.ops.tightrope.rotate_(x, None, *raw_arguments())
 
 
 @pytest.mark.parametrize("split", ["chunk", "split", "unbind"])

@@ -13,6 +13,7 @@ from matrix import BACKENDS
 from tightrope import RopeSpec, angles, frequencies, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate
+from tightrope.ops.schema import Form
 
 BASES = [1e2, 1e4, 5e5, 1e7, 1e9]
 DIMS = [8, 16, 64, 96, 128, 250, 512]
@@ -70,10 +71,8 @@ def raw_rotate(
     ramp: bool = False,
 ) -> torch.Tensor:
     """The operator itself on x [rows, heads, tokens, 2 · pairs], with halves as pairs."""
-    plain = (offset, ramp, 0, 0, False, 0, 1.0)
-    if backend == "reference":
-        return reference.compose([x], words, turns, ids, *plain)[0]
-    return torch.ops.tightrope.rotate([x], words, turns, ids, *plain)[0]
+    operator = reference.compose if backend == "reference" else torch.ops.tightrope.rotate
+    return operator(x, None, words, turns, ids, offset, Form(ramp=ramp).pack(), 1.0)[0]
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -339,3 +338,40 @@ def test_position_angle_is_zero_with_the_derivative_of_the_angle() -> None:
         (slope,) = torch.autograd.grad(step.sum(), ids)
         wanted = sum(float(omega) for omega in oracle.frequencies(base, 8))
         assert slope.flatten().tolist() == pytest.approx([wanted] * 4, rel=1e-14)
+
+
+# --- words of a tensor ----------------------------------------------------------------------------
+
+
+def test_words_from_a_tensor_are_within_the_bound() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scale = 10.0 ** torch.linspace(-12, 9, 4000, dtype=torch.float64)
+    inv_freq = torch.randn(4000, generator=generator, dtype=torch.float64) * scale
+    words, turns = angles.words_from(inv_freq)
+    assert words.dtype == turns.dtype == torch.int64
+    bound = tolerances.value("word of a float64")
+    for omega, word, turn in zip(inv_freq.tolist(), words.tolist(), turns.tolist(), strict=True):
+        exact = oracle.MP.mpf(omega) / (2 * oracle.MP.pi) * 2**64
+        assert abs(word + turn * 2**64 - exact) <= bound * abs(exact) + 0.5
+        assert -(2**63) <= word < 2**63
+
+
+@pytest.mark.parametrize("half", [0.5, -0.5, 1.5, -1.5, 2.5, 7.5, 1e6 + 0.5])
+@pytest.mark.parametrize("step", [-2, -1, 0, 1, 2])
+def test_words_from_a_tensor_near_half_a_turn(half: float, step: int) -> None:
+    """Where a conversion would overflow: half a turn is 2^63 units, and a word goes to 2^63 − 1."""
+    omega = half * 2 * math.pi
+    for _ in range(abs(step)):
+        omega = math.nextafter(omega, math.copysign(math.inf, step))
+    (words, turns) = angles.words_from(torch.tensor([omega], dtype=torch.float64))
+    exact = oracle.MP.mpf(omega) / (2 * oracle.MP.pi) * 2**64
+    count = words.item() + turns.item() * 2**64
+    assert abs(count - exact) <= tolerances.value("word of a float64") * abs(exact) + 0.5
+    assert words.item() != 2**63 - 1  # what a conversion that saturates would leave
+
+
+def test_words_from_a_tensor_keep_its_shape() -> None:
+    words, turns = angles.words_from(torch.ones(2, 3, 4))
+    assert words.shape == turns.shape == (2, 3, 4)
+    assert words.unique().numel() == 1
+    assert not turns.any()

@@ -133,3 +133,42 @@ def test_every_public_function_is_documented() -> None:
     }
     for function in public:
         assert ">>>" in function.__doc__, function
+
+
+def test_the_short_way_of_a_prepared_rotation_refuses_as_the_long_one_does() -> None:
+    """A prepared rotation that has rotated in place skips the checks that the kernel makes anyway."""
+    spec = RopeSpec(8)
+    fresh, used = spec.at(5), spec.at(5)
+    q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
+    rotate_qk_(q, k, used)
+    assert used.calls, "the short way is what this is about"
+    version = q._version
+    rotate_qk_(q, k, used)
+    assert q._version == version + 1
+    wrong: list[tuple[torch.Tensor, torch.Tensor | None]] = [
+        (q[..., :6], None),
+        (q[0], None),
+        (q.int(), None),
+        (q, k.double()),
+        (q, k[..., :4]),
+        (q, k[:, :, :2]),
+        (q, q),
+        (q[:, :, :1].expand(1, 4, 3, 8), None),
+        (q.to("meta"), None),
+        (torch.nn.Parameter(q.clone()), None),
+    ]
+    before = q.clone()
+    for x, y in wrong:
+        said = []
+        for rotation in (fresh, used):
+            fresh.calls.clear()
+            with pytest.raises((TypeError, ValueError)) as error:
+                rotate_qk_(x, y, rotation)
+            said.append((error.type, str(error.value)))
+        assert said[0] == said[1]
+    assert torch.equal(q, before)
+    for not_a_tensor in (3, None, [q]):
+        with pytest.raises(TypeError, match=r"^\[rotate_qk_\] q must be a tensor"):
+            rotate_qk_(not_a_tensor, None, used)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^\[rotate_qk_\] k must be a tensor"):
+            rotate_qk_(q, [q], used)  # type: ignore[type-var]

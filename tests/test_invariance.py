@@ -16,6 +16,7 @@ import oracle
 from matrix import DTYPES, both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.ops.schema import Form
 from tolerances import assert_same_bits
 
 # Every remainder of a vector of 4, 8 or 16 pairs, with a body and without one.
@@ -282,8 +283,9 @@ def alone(
     """One pair [.., 2] of x [rows, tokens, 2 · pairs], rotated with nothing beside it."""
     at = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + pairs]
     word = words[..., pair : pair + 1].contiguous()
-    plain = (offset, True, 4, 0, interleaved, 0, 1.0)
-    return torch.ops.tightrope.rotate([x[..., at].contiguous()], word, None, None, *plain)[0]
+    form = Form(layout=4, interleaved=interleaved).pack()
+    rest = (word, None, None, offset, form, 1.0)
+    return torch.ops.tightrope.rotate(x[..., at].contiguous(), None, *rest)[0]
 
 
 @every_dtype

@@ -16,6 +16,7 @@ from matrix import both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate, rotate_, rotate_qk
+from tightrope.ops.schema import Form
 from tolerances import Case
 
 TOP = 2**31 - 1
@@ -367,7 +368,8 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
     a tie; in vectors and in their tails, with channels that lie side by side and others."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
-    plain = (0, False, 5, 0, interleaved, 0, 1.5)
+    form = Form(layout=5, interleaved=interleaved, ramp=False).pack()
+    ramp = Form(layout=5, interleaved=interleaved).pack()
     operator = reference.compose if backend == "reference" else torch.ops.tightrope.rotate
     for pairs, step in itertools.product((1, 3, 31, 64), (1, 2)):
         numbers = every[: len(every) // pairs * pairs].reshape(-1, pairs)
@@ -375,11 +377,11 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
         for member in oracle.channels(2 * pairs, interleaved=interleaved):
             x = torch.zeros(len(numbers), 2 * pairs * step, dtype=dtype)[:, ::step]
             x[:, member] = numbers
-            (y,) = operator([x], words, None, torch.zeros(1, 1, len(x)), *plain)
+            (y,) = operator(x, None, words, None, torch.zeros(1, 1, len(x)), 0, form, 1.5)
             wanted = oracle.rounded(x.double() * 1.5, dtype)
             assert int(oracle.steps_apart(y, wanted).max()) == 0
             if backend != "reference":
-                torch.ops.tightrope.rotate_([x], words, None, None, *plain)
+                torch.ops.tightrope.rotate_(x, None, words, None, None, 0, ramp, 1.5)
                 assert int(oracle.steps_apart(x, wanted).max()) == 0
 
 

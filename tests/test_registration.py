@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tightrope import RopeSpec, nn, positions
+from tightrope.backends import reference
 from tightrope.functional import (
     rotary_pos_embedding,
     rotate,
@@ -37,8 +38,8 @@ def arguments(
 ) -> tuple[object, ...]:
     words = SPEC.at().words
     turns = torch.ones_like(words)
-    ramp = ids is None
-    return (words, turns, ids, 3, ramp, layout, 1, interleaved, direction, 1.25)
+    form = schema.Form(layout, 1, interleaved, direction, ramp=ids is None)
+    return (words, turns, ids, 3, form.pack(), 1.25)
 
 
 # ---- opcheck --------------------------------------------------------------------------------------
@@ -55,11 +56,11 @@ def test_opcheck(kind: str, interleaved: bool, direction: int) -> None:
     }[kind]
     xs = [noise(2, 3, 5, 8).requires_grad_(), noise(2, 5, 1, 8).transpose(1, 2)]
     call = arguments(ids, interleaved=interleaved, direction=direction)
-    torch.library.opcheck(schema.rotate, (xs, *call))
+    torch.library.opcheck(schema.rotate, (*xs, *call))
     fixed = arguments(
         None if ids is None else ids.detach(), interleaved=interleaved, direction=direction
     )
-    torch.library.opcheck(schema.rotate_, ([x.detach() for x in xs], *fixed))
+    torch.library.opcheck(schema.rotate_, (*(x.detach() for x in xs), *fixed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -68,17 +69,38 @@ def test_opcheck(kind: str, interleaved: bool, direction: int) -> None:
 )))  # fmt: skip
 def test_opcheck_of_every_layout(layout: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = noise(*shape).to(dtype)
-    torch.library.opcheck(schema.rotate, ([x.requires_grad_()], *arguments(layout=layout)))
-    torch.library.opcheck(schema.rotate_, ([x.detach()], *arguments(layout=layout)))
+    torch.library.opcheck(schema.rotate, (x.requires_grad_(), None, *arguments(layout=layout)))
+    torch.library.opcheck(schema.rotate_, (x.detach(), None, *arguments(layout=layout)))
 
 
 def test_reserved_arguments_are_refused_and_not_ignored() -> None:
     x = noise(2, 3, 5, 8)
-    for name, value in {
-        "act": 1, "gate": 1, "numerics": 1, "weights": [x], "gates": [x],
-    }.items():  # fmt: skip
-        with pytest.raises((NotImplementedError, RuntimeError), match="reserved"):
-            schema.rotate([x], *arguments(), **{name: value})
+    words, *_ = arguments()
+    calls = [
+        {"form": schema.Form(start=1, **{name: 1}).pack(), "carried": None, "eps": 0.0}
+        for name in ("act", "gate", "numerics")
+    ]
+    for call in (
+        *calls,
+        {"form": 0, "carried": [x], "eps": 0.0},
+        {"form": 0, "carried": None, "eps": 1.0},
+    ):
+        form, *rest = call.values()
+        for operator in (schema.rotate, reference.compose):
+            with pytest.raises((NotImplementedError, RuntimeError), match="reserved"):
+                operator(x, None, words, None, None, 0, form, 1.0, *rest)
+
+
+def test_a_form_is_one_integer_and_back() -> None:
+    for form in (
+        schema.Form(),
+        schema.Form(5, 2**20 - 1, True, schema.INVERSE, False, 3, 255, 15, 255),
+        schema.Form(start=77, ramp=False),
+    ):
+        assert schema.form_of(form.pack()) == form
+        assert 0 <= form.pack() < 2**63
+    with pytest.raises(RuntimeError, match="start must lie in"):
+        schema.Form(start=2**20).pack()
 
 
 def test_several_axes_and_angles_per_row_and_head() -> None:
@@ -88,40 +110,46 @@ def test_several_axes_and_angles_per_row_and_head() -> None:
     turns = torch.randint(-3, 3, words.shape, generator=generator)
     ids = torch.rand(3, 2, 5, generator=generator, dtype=torch.float64) * 1000
     x = noise(2, 4, 5, 8, dtype=torch.float64)
-    (whole,) = schema.rotate([x], words, turns, ids, 0, False, 0, 1, False, 0, 1.0)
+    form = schema.Form(start=1, ramp=False).pack()
+    (whole,) = schema.rotate(x, None, words, turns, ids, 0, form, 1.0)
     for row in range(2):
         for head in range(4):
             (part,) = schema.rotate(
-                [x[row : row + 1, head : head + 1]],
+                x[row : row + 1, head : head + 1], None,
                 words[:, row : row + 1, head : head + 1].contiguous(),
                 turns[:, row : row + 1, head : head + 1].contiguous(),
-                ids[:, row : row + 1], 0, False, 0, 1, False, 0, 1.0,
+                ids[:, row : row + 1], 0, form, 1.0,
             )  # fmt: skip
             assert torch.equal(part[0, 0], whole[row, head])
     y = x
     for axis in range(3):
         one = slice(axis, axis + 1)
-        (y,) = schema.rotate([y], words[one], turns[one], ids[one], 0, False, 0, 1, False, 0, 1.0)
+        (y,) = schema.rotate(y, None, words[one], turns[one], ids[one], 0, form, 1.0)
     assert_near(whole, y, "axes one by one")
 
 
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     x = noise(2, 3, 5, 8)
     words = SPEC.at().words
+    ramp, ids = schema.Form(start=1).pack(), schema.Form(start=1, ramp=False).pack()
+    tables = schema.Form(source=1).pack()
     bad = {
-        "pairs": (words.expand(1, 1, 1, 3).repeat(1, 1, 1, 2), None, None, 0, True, 0, 1),
-        "start": (words, None, None, 0, True, 0, 3),
-        "rows of words": (words.repeat(1, 3, 1, 1), None, None, 0, True, 0, 1),
-        "heads of words": (words.repeat(1, 1, 2, 1), None, None, 0, True, 0, 1),
-        "tokens of ids": (words, None, torch.zeros(1, 1, 4), 0, False, 0, 1),
-        "rows of ids": (words, None, torch.zeros(1, 3, 5), 0, False, 0, 1),
-        "axes of ids": (words, None, torch.zeros(2, 1, 5), 0, False, 0, 1),
-        "dtype of ids": (words, None, torch.zeros(1, 1, 5).half(), 0, False, 0, 1),
-        "dtype of words": (words.int(), None, None, 0, True, 0, 1),
-        "turns": (words, words[..., :1], None, 0, True, 0, 1),
-        "layout": (words, None, None, 0, True, 6, 1),
-        "huge start": (words, None, None, 0, True, 0, 2**63 - 2),
-        "no axes": (words[:0], None, None, 0, True, 0, 1),
+        "pairs": (words.repeat(1, 1, 1, 2), None, None, 0, ramp),
+        "start": (words, None, None, 0, schema.Form(start=3).pack()),
+        "rows of words": (words.repeat(1, 3, 1, 1), None, None, 0, ramp),
+        "heads of words": (words.repeat(1, 1, 2, 1), None, None, 0, ramp),
+        "tokens of ids": (words, None, torch.zeros(1, 1, 4), 0, ids),
+        "rows of ids": (words, None, torch.zeros(1, 3, 5), 0, ids),
+        "axes of ids": (words, None, torch.zeros(2, 1, 5), 0, ids),
+        "dtype of ids": (words, None, torch.zeros(1, 1, 5).half(), 0, ids),
+        "dtype of words": (words.int(), None, None, 0, ramp),
+        "turns": (words, words[..., :1], None, 0, ramp),
+        "layout": (words, None, None, 0, schema.Form(layout=6, start=1).pack()),
+        "huge start": (words, None, None, 0, schema.Form(start=2**20 - 1).pack()),
+        "no axes": (words[:0], None, None, 0, ramp),
+        "no sines": (x[:1, :1], None, None, 0, tables),
+        "sines of another length": (x[:1, :1], x[:1, :1, :2], None, 0, tables),
+        "a negative form": (words, None, None, 0, -1),
     }
     from tightrope import backends
 
@@ -130,9 +158,9 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     for name, call in bad.items():
         before = x.clone()
         with pytest.raises(RuntimeError, match="tightrope"):
-            schema.rotate([x], *call, False, 0, 1.0)
+            schema.rotate(x, None, *call, 1.0)
         with pytest.raises(RuntimeError, match="tightrope"):
-            schema.rotate_([x], *call, False, 0, 1.0)
+            schema.rotate_(x, None, *call, 1.0)
         assert torch.equal(x, before), name
 
 
@@ -341,20 +369,22 @@ def test_vmap_in_place() -> None:
     torch.vmap(lambda x: rotate_(x, SPEC, 3, layout="bsd"))(x)
     assert torch.equal(x, expected)
     raw = noise(4, 2, 3, 5, 8)
-    torch.vmap(lambda x: schema.rotate_([x], *arguments()) or x)(raw)
-    (whole,) = schema.rotate([noise(4, 2, 3, 5, 8).flatten(0, 1)], *arguments())
+    torch.vmap(lambda x: schema.rotate_(x, None, *arguments()) or x)(raw)
+    (whole,) = schema.rotate(noise(4, 2, 3, 5, 8).flatten(0, 1), None, *arguments())
     assert torch.equal(raw.flatten(0, 1), whole)
     with pytest.raises(RuntimeError, match=r"\[rotate_\] vmap: x is not mapped"):
-        torch.vmap(lambda p: schema.rotate_([raw[0]], *arguments(p)) or p)(torch.rand(4, 1, 1, 5))
+        torch.vmap(lambda p: schema.rotate_(raw[0], None, *arguments(p)) or p)(
+            torch.rand(4, 1, 1, 5)
+        )
 
 
 def test_devices_are_not_mixed() -> None:
     """One meta tensor sends a call to the fake kernel, which must not hand out empty memory."""
     x, words = noise(2, 3, 5, 8), SPEC.at().words
-    rest = (None, None, 0, True, 0, 1, False, 0, 1.0)
-    for xs, other in (([x], words.to("meta")), ([x, x.to("meta")], words)):
+    rest = (None, None, 0, schema.Form(start=1).pack(), 1.0)
+    for k, other in ((None, words.to("meta")), (x.to("meta"), words)):
         with pytest.raises(RuntimeError, match="several devices"):
-            schema.rotate(xs, other, *rest)
+            schema.rotate(x, k, other, *rest)
 
 
 def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import math
 import pickle
 import re
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
+from typing import Any
 
 import numpy
 import pytest
@@ -16,9 +18,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import oracle
-from tightrope import RopeSpec, positions
+import oracle_frequencies as truth
+from tightrope import RopeSpec, angles, positions
+from tightrope.axes import Axes
+from tightrope.frequencies import (
+    NTK,
+    DynamicNTK,
+    Given,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    YaRN,
+)
 from tightrope.functional import rotate, rotate_
 from tightrope.spec import PreparedRotation
+from tolerances import value
 
 CPU = torch.device("cpu")
 
@@ -60,6 +75,11 @@ def test_equality_and_hash() -> None:
         RopeSpec(64, rotary_dim=32),
         RopeSpec(64, rotary_dim=32, start=2),
         RopeSpec(64, interleaved=True),
+        RopeSpec(64, scaling=Linear(1.0)),  # turns as None does, and is another value
+        RopeSpec(64, scaling=Linear(2.0)),
+        RopeSpec(64, scaling=NTK(2.0)),
+        RopeSpec(64, axes=Axes.blocks((16, 16))),
+        RopeSpec(64, axes=Axes.strided(2, 32)),
     ]
     assert all(spec != other for other in others)
     assert len({spec, RopeSpec(64), *others}) == 1 + len(others)
@@ -91,9 +111,11 @@ COPIES: list[Callable[[RopeSpec], RopeSpec]] = [
 
 @pytest.mark.parametrize("make", COPIES)
 def test_copies_are_equal_and_rotate_equally(make: Callable[[RopeSpec], RopeSpec]) -> None:
-    spec = RopeSpec(20, base=5e5, rotary_dim=12, start=3, interleaved=True)
+    spec = RopeSpec(20, 5e5, 12, 3, True, YaRN(4.0, 4096), Axes.sections((2, 4)))
     other = make(spec)
     assert other == spec
+    assert repr(other) == repr(spec)
+    spec, other = dataclasses.replace(spec, axes=None), dataclasses.replace(other, axes=None)
     assert hash(other) == hash(spec)
     x = torch.randn(7, 20)
     assert torch.equal(rotate(x, other, 99, layout="sd"), rotate(x, spec, 99, layout="sd"))
@@ -107,10 +129,380 @@ def test_replace_derives_anew() -> None:
     assert hash(other) == hash(RopeSpec(20, 5e5))
 
 
+def test_replace_hands_over_the_resolved_rotary_dim() -> None:
+    """dataclasses.replace reads fields, and the field is resolved: a narrower head is refused, and
+    None says that it shall follow."""
+    spec = RopeSpec(64)
+    with pytest.raises(ValueError, match="must lie in"):
+        dataclasses.replace(spec, head_dim=32)
+    assert dataclasses.replace(spec, head_dim=32, rotary_dim=None) == RopeSpec(32)  # type: ignore[arg-type]
+    assert dataclasses.replace(spec, head_dim=128) == RopeSpec(128, rotary_dim=64)
+    assert dataclasses.replace(spec, scaling=Linear(2.0)) == RopeSpec(64, scaling=Linear(2.0))
+
+
 def test_a_pickle_carries_no_tensor() -> None:
     spec = RopeSpec(4096)
     spec.at(5)
     assert len(pickle.dumps(spec)) < 300
+
+
+# --- scaling and axes -----------------------------------------------------------------------------
+
+REPRS = {
+    "RopeSpec(head_dim=64)": RopeSpec(64, 10000, 64, 0, False, None, None),
+    "RopeSpec(head_dim=64, start=16)": RopeSpec(64, start=16),
+    "RopeSpec(head_dim=64, rotary_dim=16, start=16)": RopeSpec(64, rotary_dim=16, start=16),
+    "RopeSpec(head_dim=64, base=500000.0, interleaved=True)": RopeSpec(64, 5e5, interleaved=True),
+    "RopeSpec(head_dim=64, scaling=YaRN(factor=4.0, original_max_position=4096, truncate=False))": (
+        RopeSpec(64, scaling=YaRN(4.0, 4096, truncate=False))
+    ),
+    "RopeSpec(head_dim=128, axes=Axes.sections((16, 24, 24)))": RopeSpec(
+        128, axes=Axes.sections((16, 24, 24))
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REPRS)
+def test_repr_shows_what_differs_from_the_defaults(text: str) -> None:
+    assert repr(REPRS[text]) == text
+    assert eval(text) == REPRS[text]
+
+
+RULED: dict[str, RopeSpec] = {
+    "plain": RopeSpec(12, 5e5, 8, 2, True),
+    "linear": RopeSpec(8, scaling=Linear(3.3)),
+    "ntk": RopeSpec(8, scaling=NTK(8.0)),
+    "dynamic": RopeSpec(8, scaling=DynamicNTK(2.0, 100)),
+    "yarn": RopeSpec(8, scaling=YaRN(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)),
+    "longrope": RopeSpec(
+        8, scaling=LongRoPE((1.0,) * 4, (1.0, 1.1, 2.0, 32.0), 100, factor=32.0)
+    ),
+    "llama3": RopeSpec(8, 5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
+    "proportional": RopeSpec(8, scaling=Proportional(0.5)),
+    "given": RopeSpec(8, scaling=Given((1.0, 1 / 3, -0.1, 7.0))),
+    "given per head": RopeSpec(4, scaling=Given(((1.0, 0.1), (0.5, 9.0), (1e-3, 1e-5)))),
+    "given per axis": RopeSpec(4, scaling=Given((((1.0, 0.1),), ((0.5, 9.0),)))),
+    "given per axis and head": RopeSpec(
+        4, scaling=Given((((1.0, 0.1), (2.0, 0.2)), ((0.5, 9.0), (-1.0, 0.0))))
+    ),
+    "sections": RopeSpec(12, axes=Axes.sections((1, 2, 3))),
+    "blocks": RopeSpec(12, 100.0, axes=Axes.blocks((4, 2))),
+    "blocks, slice": RopeSpec(12, 100.0, 8, 1, axes=Axes.blocks((1, 3))),
+    "strided": RopeSpec(16, axes=Axes.strided(2, 8)),
+    "scaled sections": RopeSpec(12, axes=Axes.sections((2, 2, 2), True), scaling=YaRN(4.0, 4096)),
+    "dynamic blocks": RopeSpec(16, axes=Axes.blocks((2, 6)), scaling=DynamicNTK(2.0, 100)),
+    "longrope sections": RopeSpec(
+        8, axes=Axes.sections((3, 1)),
+        scaling=LongRoPE((1.0,) * 4, (1.0, 1.1, 2.0, 32.0), 100, attention_factor=1.5),
+    ),
+    "fast sections": RopeSpec(8, 1e-3, axes=Axes.sections((2, 2))),
+    "heads on sections": RopeSpec(
+        8, axes=Axes.sections((1, 3)), scaling=Given(((1.0, 2.0, 3.0, 4.0), (0.1, 0.2, 0.3, 0.4)))
+    ),
+    "no pairs": RopeSpec(8, rotary_dim=0, axes=Axes(3, ())),
+}  # fmt: skip
+
+
+def rows_of(spec: RopeSpec, dim: int, length: int | None) -> list[list[Any]]:
+    """What the rule of a spec gives for so many channels, [heads][pairs], by the papers."""
+    rule, base = spec.scaling, spec.base
+    if rule is None:
+        return [truth.plain(dim, base)]
+    if isinstance(rule, Given):
+        flat = [
+            oracle.MP.mpf(omega)
+            for omega in rule.frequencies(dim, base).inv_freq.flatten().tolist()
+        ]
+        return [flat[at : at + dim // 2] for at in range(0, len(flat), dim // 2)]
+    if isinstance(rule, Linear):
+        return [truth.linear(dim, base, rule.factor)]
+    if isinstance(rule, NTK):
+        return [truth.ntk(dim, base, rule.factor)]
+    if isinstance(rule, DynamicNTK):
+        return [truth.dynamic_ntk(dim, base, rule.factor, rule.original_max_position, length)]
+    if isinstance(rule, YaRN):
+        return [truth.yarn(dim, base, rule.factor, rule.original_max_position)]
+    if isinstance(rule, Llama3):
+        return [truth.llama3(dim, base, 8.0, 1.0, 4.0, 8192)]
+    if isinstance(rule, Proportional):
+        return [truth.proportional(dim, base, rule.rotary_fraction, rule.factor)]
+    assert isinstance(rule, LongRoPE)
+    short, long = rule.short_factor, rule.long_factor
+    return [truth.longrope(dim, base, short, long, rule.original_max_position, length)]
+
+
+def phases_of(spec: RopeSpec, length: int | None) -> list[list[list[oracle.Phase]]]:
+    """Word and turns of every [axis][head][pair], zeros where an axis does not turn a pair."""
+    axes = spec.axes
+    if axes is None:
+        rows = rows_of(spec, spec.rotary_dim, length)
+        heads = len(rows) // spec.axis_count
+        return [
+            [[oracle.phase(omega) for omega in row] for row in rows[at : at + heads]]
+            for at in range(0, len(rows), heads)
+        ]
+    still = oracle.Phase(0, 0)
+    heads = len(rows_of(spec, axes.pairs[0][2], length)) if axes.pairs else 1
+    return [
+        [
+            [
+                oracle.phase(rows_of(spec, dim, length)[head][index]) if owner == axis else still
+                for owner, index, dim in axes.pairs
+            ]
+            for head in range(heads)
+        ]
+        for axis in range(axes.count)
+    ]
+
+
+def expected(spec: RopeSpec, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words and turns, [axes, 1, heads, pairs]."""
+    phases = phases_of(spec, length)
+    words, turns = (
+        torch.tensor([[[phase[i] for phase in row] for row in axis] for axis in phases])
+        for i in (0, 1)
+    )
+    return words.to(torch.int64)[:, None], turns.to(torch.int64)[:, None]
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_a_dictionary_brings_a_spec_back(name: str) -> None:
+    spec = RULED[name]
+    made = spec.to_dict()
+    assert made["version"] == 1
+    again = RopeSpec.from_dict(json.loads(json.dumps(made)))
+    assert again == spec
+    assert hash(again) == hash(spec)
+    assert again.to_dict() == made
+    assert torch.equal(again.words_for()[0], spec.words_for()[0])
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_the_form_of_a_dictionary() -> None:
+    """Version 1: saved files hold it."""
+    spec = RopeSpec(12, 5e5, 8, 2, True, Linear(3.3), Axes.sections((1, 3)))
+    assert spec.to_dict() == {
+        "version": 1,
+        "head_dim": 12,
+        "base": 500000.0,
+        "rotary_dim": 8,
+        "start": 2,
+        "interleaved": True,
+        "scaling": {"rule": "linear", "factor": 3.3},
+        "axes": {"count": 2, "pairs": [[0, 0, 8], [1, 1, 8], [1, 2, 8], [1, 3, 8]]},
+    }
+    assert RopeSpec.from_dict({"version": 1, "head_dim": 64}) == RopeSpec(64)
+
+
+@pytest.mark.parametrize("length", [None, 100, 101, 5000])
+@pytest.mark.parametrize("name", RULED)
+def test_words(name: str, length: int | None) -> None:
+    spec = RULED[name]
+    words, turns = spec.words_for(length)
+    wanted_words, wanted_turns = expected(spec, length)
+    assert words.dtype == torch.int64
+    assert torch.equal(words, wanted_words)
+    if turns is None:
+        assert not wanted_turns.any()
+    else:
+        assert torch.equal(turns, wanted_turns)
+    assert words.shape[0] == spec.axis_count
+    # What frequencies() says of each pair is what its word says.
+    inv_freq = spec.frequencies(length).inv_freq
+    back = angles.inv_freq(words, turns, torch.float64)[:, 0]
+    if spec.axes is None:
+        torch.testing.assert_close(back.reshape(inv_freq.shape), inv_freq)
+    else:
+        torch.testing.assert_close(back.sum(0).reshape(inv_freq.shape), inv_freq)
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_rows_get_what_they_would_get_alone(name: str) -> None:
+    spec = RULED[name]
+    lengths = [5000, 3, 100, 101, 5000, 0, 2**31 - 1]
+    wanted = [spec.words_for(length) for length in lengths]
+    for rows in (lengths, torch.tensor(lengths), torch.tensor(lengths).double() - 0.5):
+        words, turns = spec.words_for(rows)
+        if not spec.by_length:
+            assert words is spec.words_for()[0]
+            continue
+        assert words.shape[1] == len(lengths)
+        for row, (one, one_turns) in enumerate(wanted):
+            assert torch.equal(words[:, row : row + 1], one)
+            mine = torch.zeros_like(one) if turns is None else turns[:, row : row + 1]
+            assert torch.equal(mine, torch.zeros_like(one) if one_turns is None else one_turns)
+
+
+def test_rows_of_one_regime_share_one_row() -> None:
+    spec = RULED["longrope"]
+    assert spec.words_for([101, 5000])[0] is spec.words_for(101)[0]
+    assert spec.words_for([1, 100])[0] is spec.words_for()[0]
+    assert spec.words_for([])[0] is spec.words_for()[0]
+    assert spec.words_for([1, 101])[0].shape == (1, 2, 1, 4)
+
+
+def test_words_of_many_lengths_do_not_pile_up() -> None:
+    spec = RopeSpec(8, scaling=DynamicNTK(2.0, 100))
+    for length in range(100, 400):
+        spec.words_for(length)
+    assert len(tables_of(spec)) < 100
+    assert torch.equal(spec.words_for(250)[0], expected(spec, 250)[0])
+
+
+def unread(spec: RopeSpec, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Words for a tensor that a trace may not read."""
+    torch.compiler.reset()  # one function, many specs
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def make(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return spec.words_for(lengths)
+
+    return make(lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64])
+@pytest.mark.parametrize(
+    "name",
+    ["dynamic", "longrope", "dynamic blocks", "longrope sections", "linear", "sections"],
+)
+def test_lengths_that_are_not_read(name: str, dtype: torch.dtype) -> None:
+    spec = RULED[name]
+    lengths = torch.tensor([5000, -3, 100, 101, 2**31 - 1, 0], dtype=dtype)
+    words, turns = unread(spec, lengths)
+    exact, exact_turns = spec.words_for(lengths)
+    assert turns is None
+    assert exact_turns is None
+    assert words.shape == exact.shape
+    if not isinstance(spec.scaling, DynamicNTK):
+        assert torch.equal(words, exact)
+        return
+    # Rows within the original length are exact, the others within float64's bound.
+    short = lengths <= 100
+    assert torch.equal(words[:, short], exact[:, short])
+    scale = 1 + 2 * (lengths.double() - 100).clamp(min=0) / 100
+    bound = value("dynamic float64") * (4 + 2 * scale.log()) + value("word of a float64")
+    error = (words - exact).abs().double()
+    assert bool((error <= bound[None, :, None, None] * exact.double().abs() + 1).all())
+    assert not torch.equal(words, exact)  # or else nothing was compared
+
+
+def test_lengths_that_are_not_read_and_whole_turns() -> None:
+    rule = LongRoPE((0.125,) * 2, (1.0,) * 2, 100, factor=2.0)
+    spec = RopeSpec(4, scaling=rule)  # 8 radians per position up to 100 tokens
+    lengths = torch.tensor([100, 101])
+    words, turns = unread(spec, lengths)
+    exact, exact_turns = spec.words_for(lengths)
+    assert turns is not None
+    assert exact_turns is not None
+    assert torch.equal(words, exact)
+    assert torch.equal(turns, exact_turns)
+    assert turns.flatten().tolist() == [1, 0, 0, 0]
+
+
+def test_lengths_on_another_device_are_not_read() -> None:
+    lengths = torch.zeros(3, dtype=torch.int64, device="meta")
+    for name, pairs in (("dynamic", 4), ("longrope", 4), ("dynamic blocks", 8)):
+        words, turns = RULED[name].words_for(lengths, "meta")
+        assert words.device.type == "meta"
+        assert words.shape == (RULED[name].axis_count, 3, 1, pairs)
+        assert turns is None
+    with FakeTensorMode():
+        assert isinstance(RULED["dynamic"].words_for(torch.tensor([5]))[0], FakeTensor)
+    assert not any(isinstance(tensor, FakeTensor) for tensor in tables_of(RULED["dynamic"]))
+
+
+def test_rows_made_in_inference_mode_can_be_saved_by_autograd() -> None:
+    with torch.inference_mode():
+        words, _ = RopeSpec(8, scaling=DynamicNTK(2.0, 100)).words_for([50, 200])
+    assert not words.is_inference()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RopeSpec(8, scaling=YaRN(4.0, 4096)),
+        lambda: RopeSpec(8, scaling=Given((1.0, 0.5, 0.25, 9.0))),
+        lambda: RopeSpec(8, scaling=RULED["longrope"].scaling),
+        lambda: RopeSpec(8, axes=RULED["longrope sections"].axes),
+    ],
+)
+def test_a_spec_made_inside_a_compiled_function(make: Callable[[], RopeSpec]) -> None:
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def words() -> torch.Tensor:
+        return make().words_for()[0] + 0
+
+    assert torch.equal(words(), make().words_for()[0])
+
+
+def test_attention_scaling() -> None:
+    assert RopeSpec(8).attention_scaling() == 1.0
+    assert RopeSpec(8).amplitude == 1.0
+    yarn = RopeSpec(8, scaling=YaRN(4.0, 4096))
+    wanted = float(truth.yarn_attention(4.0))
+    assert (
+        yarn.amplitude == yarn.attention_scaling(10**6) == yarn.attention_scaling([1, 2]) == wanted
+    )
+    assert yarn.frequencies().attention_scaling == wanted
+    sections = RULED["longrope sections"]
+    assert sections.amplitude == sections.attention_scaling(5000) == 1.5
+    assert sections.frequencies(5000).attention_scaling == 1.5
+    assert RULED["dynamic"].attention_scaling([5, 5000]) == 1.0
+
+
+def test_attention_scaling_by_length() -> None:
+    rule = LongRoPE((1.0,) * 4, (2.0,) * 4, 100, short_mscale=1.25, long_mscale=1.5)
+    spec = RopeSpec(8, scaling=rule)
+    assert spec.amplitude == spec.attention_scaling() == spec.attention_scaling(100) == 1.25
+    assert spec.attention_scaling(101) == 1.5
+    assert spec.attention_scaling([101, 5000]) == 1.5
+    assert spec.attention_scaling(torch.tensor([7, 100])) == 1.25
+    assert spec.attention_scaling([]) == 1.25
+    text = (
+        "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
+        "short and long rows apart."
+    )
+    for lengths in ([100, 101], torch.tensor([101], device="meta")):
+        with refused(NotImplementedError, text):
+            spec.attention_scaling(lengths)
+
+
+def test_softmax_scaling_is_the_rules() -> None:
+    assert RopeSpec(8).softmax_scaling == 1.0
+    rule = YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
+    assert RopeSpec(8, scaling=rule).softmax_scaling == rule.softmax_scaling > 1.8
+
+
+def test_history_and_neighbours_change_nothing() -> None:
+    """3,000 tokens get the same words before and after 6,000, and beside them."""
+    for rule in (DynamicNTK(2.0, 2048), LongRoPE((1.0,) * 4, (2.0,) * 4, 2048, factor=2.0)):
+        spec = RopeSpec(8, scaling=rule)
+        first = spec.words_for(3000)[0].clone()
+        spec.words_for(6000)
+        assert torch.equal(spec.words_for(3000)[0], first)
+        assert torch.equal(spec.words_for([6000, 3000, 1])[0][:, 1:2], first)
+        assert torch.equal(RopeSpec(8, scaling=rule).words_for(3000)[0], first)
+
+
+def test_words_of_rules_in_many_threads() -> None:
+    specs = [RopeSpec(8, scaling=DynamicNTK(1.5 + i, 100)) for i in range(4)]
+    wanted = {(i, n): expected(spec, n)[0] for i, spec in enumerate(specs) for n in range(99, 115)}
+    start = threading.Barrier(4)
+    failures: list[object] = []
+
+    def work() -> None:
+        start.wait()
+        for (i, n), words in wanted.items():
+            if not torch.equal(specs[i].words_for(n)[0], words):
+                failures.append((i, n))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
 
 
 # --- prepared rotations ---------------------------------------------------------------------------
@@ -396,3 +788,121 @@ def test_at_refuses_what_is_no_position() -> None:
 def test_sizes_that_describe_no_channel_are_fine() -> None:
     assert RopeSpec(0).rotary_dim == 0
     assert RopeSpec(5, rotary_dim=0).frequencies().exact == ()
+
+
+def test_positions_of_too_few_axes() -> None:
+    rule = "positions must have 3 axes for this spec but got 1 (positions: int64[1, 1, 9])."
+    with refused(ValueError, f"[at] {rule}"):
+        RopeSpec(12, axes=Axes.sections((2, 2, 2))).at(torch.zeros(9, dtype=torch.int64))
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "scaling that is no rule": (
+        lambda: RopeSpec(8, scaling={"rope_type": "yarn"}),  # type: ignore[arg-type]
+        TypeError,
+        "[RopeSpec] scaling must be a rule of tightrope.frequencies but got {'rope_type': 'yarn'}.",
+    ),
+    "scaling that is a class": (
+        lambda: RopeSpec(8, scaling=Linear),  # type: ignore[arg-type]
+        TypeError,
+        f"[RopeSpec] scaling must be a rule of tightrope.frequencies but got {Linear!r}.",
+    ),
+    "scaling for other pairs": (
+        lambda: RopeSpec(8, scaling=Given((1.0,))),
+        ValueError,
+        "[Given] inv_freq must have one number per pair, 4, but got 1.",
+    ),
+    "axes that are a number": (
+        lambda: RopeSpec(8, axes=2),  # type: ignore[arg-type]
+        TypeError,
+        "[RopeSpec] axes must be an Axes but got 2.",
+    ),
+    "axes of other pairs": (
+        lambda: RopeSpec(8, axes=Axes.blocks((1, 1))),
+        ValueError,
+        "[RopeSpec] axes must assign the 4 pairs that rotate but got 2; rotary_dim=4 would fit.",
+    ),
+    "axes twice": (
+        lambda: RopeSpec(
+            4, axes=Axes.blocks((1, 1)), scaling=Given((((1.0, 0.1),), ((0.5, 9.0),)))
+        ),
+        ValueError,
+        "[RopeSpec] axes must be None where the given frequencies have axes of their own but got "
+        "Axes.blocks((1, 1)).",
+    ),
+    "another version": (
+        lambda: RopeSpec.from_dict({"version": 2, "head_dim": 8}),
+        ValueError,
+        "[from_dict] version must be 1 but got 2.",
+    ),
+    "no version": (
+        lambda: RopeSpec.from_dict({"head_dim": 8}),
+        ValueError,
+        "[from_dict] version must be 1 but got None.",
+    ),
+    "an unknown key": (
+        lambda: RopeSpec.from_dict({"version": 1, "head_dim": 8, "rope_theta": 1e4}),
+        ValueError,
+        "[from_dict] a spec must have no keys but head_dim, base, rotary_dim, start, interleaved, "
+        "scaling, axes but got rope_theta.",
+    ),
+    "a missing key": (
+        lambda: RopeSpec.from_dict({"version": 1}),
+        ValueError,
+        "[from_dict] a spec must have the keys head_dim.",
+    ),
+    "axes with an unknown key": (
+        lambda: RopeSpec.from_dict(
+            {"version": 1, "head_dim": 2, "axes": {"count": 1, "pairs": [[0, 0, 2]], "names": "t"}}
+        ),
+        ValueError,
+        "[from_dict] axes must have no keys but count, pairs but got names.",
+    ),
+    "axes with a missing key": (
+        lambda: RopeSpec.from_dict({"version": 1, "head_dim": 2, "axes": {}}),
+        ValueError,
+        "[from_dict] axes must have the keys count, pairs.",
+    ),
+    "a dictionary that is none": (
+        lambda: RopeSpec.from_dict("{}"),  # type: ignore[arg-type]
+        TypeError,
+        "[from_dict] a spec must be a dictionary but got '{}'.",
+    ),
+    "scaling in a dictionary that is none": (
+        lambda: RopeSpec.from_dict({"version": 1, "head_dim": 2, "scaling": "yarn"}),
+        TypeError,
+        "[from_dict] scaling must be a dictionary but got 'yarn'.",
+    ),
+    "a negative length": (
+        lambda: RULED["dynamic"].words_for(-1),
+        ValueError,
+        "[seq_len] a length must not be negative but got -1.",
+    ),
+    "a length of another type": (
+        lambda: RULED["dynamic"].frequencies(5.0),  # type: ignore[arg-type]
+        TypeError,
+        "[seq_len] a length must be an int, or one per row, but got 5.0.",
+    ),
+    "a length that is a bool": (
+        lambda: RULED["dynamic"].words_for([True]),
+        TypeError,
+        "[seq_len] a length must be an int, or one per row, but got True.",
+    ),
+    "lengths of another type": (
+        lambda: RULED["dynamic"].words_for(torch.ones(2)),
+        TypeError,
+        "[seq_len] lengths must be int32, int64 or float64 (seq_len: float32[2]).",
+    ),
+    "lengths of another shape": (
+        lambda: RULED["dynamic"].words_for(torch.ones(2, 2, dtype=torch.int64)),
+        ValueError,
+        "[seq_len] lengths must have shape (rows,) (seq_len: int64[2, 2]).",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sentences(case: str) -> None:
+    make, kind, text = REFUSED[case]
+    with refused(kind, text):
+        make()

@@ -138,9 +138,10 @@ def test_a_row_outside_the_tables(ids: list[int]) -> None:
     assert y[:, :, outside].isnan().all()
     inside, _ = apply_rotary_pos_emb(x, None, table, table, position_ids=where.clamp(0, 8))
     assert torch.equal(y[:, :, ~outside], inside[:, :, ~outside])
-    arguments = (None, None, where[None, None], 0, False, 0, 0, False, 0, 1.0, None)
-    tables = (table[None, None], table[None, None], 1)
-    (raw,) = schema.rotate([x], *arguments, *tables)
+    form = schema.Form(ramp=False, source=schema.SOURCES.index("cat")).pack()
+    (raw,) = schema.rotate(
+        x, None, table[None, None], table[None, None], where[None, None], 0, form, 1.0
+    )
     assert torch.equal(raw.isnan(), y.isnan())
 
 
@@ -196,12 +197,12 @@ def test_gradients_of_duplicates_reach_what_was_duplicated() -> None:
 
 
 def test_registration() -> None:
-    x = [noise(2, 3, 5, 8, dtype=torch.float32).requires_grad_()]
+    x = noise(2, 3, 5, 8, dtype=torch.float32).requires_grad_()
     cos, sin = (noise(2, 1, 5, 8, seed=n, dtype=torch.float32).requires_grad_() for n in (1, 2))
-    call = (None, None, None, 0, True, 0, 0, False, 0, 1.0, None, cos, sin, 1)
-    torch.library.opcheck(schema.rotate, (x, *call))
-    fixed = (*call[:11], cos.detach(), sin.detach(), 1)
-    torch.library.opcheck(schema.rotate_, ([x[0].detach()], *fixed))
+    rest = (None, 0, schema.Form(source=schema.SOURCES.index("cat")).pack(), 1.0)
+    torch.library.opcheck(schema.rotate, (x, None, cos, sin, *rest))
+    fixed = (cos.detach(), sin.detach(), *rest)
+    torch.library.opcheck(schema.rotate_, (x.detach(), None, *fixed))
 
 
 def test_transforms() -> None:

@@ -3,11 +3,13 @@
 import math
 import struct
 from fractions import Fraction
+from types import ModuleType
 
 import pytest
 import torch
 
 import oracle
+import oracle_frequencies
 import tolerances
 from tolerances import Case
 
@@ -18,8 +20,9 @@ PLAIN = [torch.float32, torch.float64]
 # --- the oracle -----------------------------------------------------------------------------------
 
 
-def test_oracle_imports_nothing_from_the_library() -> None:
-    with open(oracle.__file__, encoding="utf-8") as file:
+@pytest.mark.parametrize("module", [oracle, oracle_frequencies], ids=lambda module: module.__name__)
+def test_oracle_imports_nothing_from_the_library(module: ModuleType) -> None:
+    with open(str(module.__file__), encoding="utf-8") as file:
         lines = [line.split("#")[0] for line in file]
     imports = [line for line in lines if line.lstrip().startswith(("import ", "from "))]
     assert imports

@@ -143,9 +143,18 @@ class Rule:
         Returns:
             float64 ``[rows, pairs]``, none above those ``within``; None for a rule that has one set
             of frequencies for all lengths above the original one.
+
+        Raises:
+            NotImplementedError: a rule that says nothing about such lengths.
         """
-        del within, lengths
-        return None
+        raise NotImplementedError(
+            sentence(
+                type(self).__name__,
+                "seq_len must be ints that can be read, as this rule makes nothing of a tensor, but "
+                "got one that is traced or on a device",
+                seq_len=lengths,
+            )
+        )
 
     @property
     def softmax_scaling(self) -> float:

@@ -75,7 +75,7 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     half = fraction >= 0.5
     turns = torch.where(half, turns + 1, turns)
     fraction = torch.where(half, fraction - 1, fraction)
-    return (fraction * 2.0**64).to(torch.int64), turns.to(torch.int64)
+    return torch.round(fraction * 2.0**64).to(torch.int64), turns.to(torch.int64)
 
 
 def phases(

@@ -467,6 +467,9 @@ class LongRoPE(Rule):
         """None up to the original length; one and the same length for all that are longer."""
         return None if super().regime(seq_len) is None else self.original_max_position + 1
 
+    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Nothing to make: there is one set for all longer sequences."""
+
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
         if 2 * len(self.short_factor) != rotary_dim:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,6 +26,9 @@ from .spec import PreparedRotation, RopeSpec
 
 # A key, or None where there is none: what comes in is what comes out.
 _K = TypeVar("_K", bound=torch.Tensor | None)
+
+# What errors call the tensors.
+_X, _Q, _QK = ("x",), ("q",), ("q", "k")
 
 
 def rotate(
@@ -68,7 +72,7 @@ def rotate(
     torch.Size([2, 8, 16, 64])
     """
     outs = None if out is None else [out]
-    (y,) = _out_of_place("rotate", ("x",), [x], spec, positions, layout, inverse, backend, outs)
+    (y,) = _out_of_place("rotate", _X, x, None, spec, positions, layout, inverse, backend, outs)
     return y
 
 
@@ -97,7 +101,7 @@ def rotate_(
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
-    _in_place("rotate_", ("x",), [x], spec, positions, layout, inverse, backend)
+    _in_place("rotate_", _X, x, None, spec, positions, layout, inverse, backend)
     return x
 
 
@@ -127,9 +131,9 @@ def rotate_qk(
     >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
-    names, xs = _together(q, k)
     outs = None if out is None else [x for x in out if x is not None]
-    ys = _out_of_place("rotate_qk", names, xs, spec, positions, layout, inverse, backend, outs)
+    names = _QK if k is not None else _Q
+    ys = _out_of_place("rotate_qk", names, q, k, spec, positions, layout, inverse, backend, outs)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -155,8 +159,8 @@ def rotate_qk_(
     >>> qkv = torch.randn(1, 16, 3 * 8 * 64).unflatten(-1, (24, 64))
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
-    names, xs = _together(q, k)
-    _in_place("rotate_qk_", names, xs, spec, positions, layout, inverse, backend)
+    names = _QK if k is not None else _Q
+    _in_place("rotate_qk_", names, q, k, spec, positions, layout, inverse, backend)
     return q, k
 
 
@@ -209,7 +213,7 @@ def rotary_pos_embedding(
     # No position differs between leading dimensions, so any of them may serve as rows and heads.
     layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    (y,) = _out_of_place(name, ("input_",), [x], spec, position_ids, layout, False, None)
+    (y,) = _out_of_place(name, ("input_",), x, None, spec, position_ids, layout, False, None)
     return y.reshape(input_.shape)
 
 
@@ -258,11 +262,10 @@ def apply_rotary_pos_emb(
     >>> q, k = apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())
     """
     name = "apply_rotary_pos_emb"
-    _, xs = _together(q, k)
     arguments = given_tables.arguments(
         name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
     )
-    ys = _run(name, xs, arguments, backend)
+    ys = _run(name, q, k, arguments, backend)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -290,11 +293,11 @@ def apply_rotary_pos_emb_(
     True
     """
     name = "apply_rotary_pos_emb_"
-    names, xs = _together(q, k)
+    names = _QK if k is not None else _Q
     arguments = given_tables.arguments(
         name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
     )
-    _run_in_place(name, names, xs, arguments, backend)
+    _run_in_place(name, names, q, k, arguments, backend)
     return q, k
 
 
@@ -318,19 +321,15 @@ def rotate_first(
     >>> rotate_first("demo", torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
     tensor([1., 1., 1., 1.])
     """
-    (y,) = _out_of_place(operation, ("x",), [x], spec, positions, layout, inverse, None, wider=True)
+    (y,) = _out_of_place(operation, _X, x, None, spec, positions, layout, inverse, None, wider=True)
     return y
-
-
-def _together(q: torch.Tensor, k: torch.Tensor | None) -> tuple[Sequence[str], list[torch.Tensor]]:
-    """What shares its angles, and the names that errors give it."""
-    return (("q",), [q]) if k is None else (("q", "k"), [q, k])
 
 
 def _out_of_place(
     operation: str,
     names: Sequence[str],
-    xs: list[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike,
     layout: str,
@@ -339,117 +338,185 @@ def _out_of_place(
     outs: list[torch.Tensor] | None = None,
     wider: bool = False,
 ) -> Sequence[torch.Tensor]:
-    where = layout_named(operation, layout)
-    rotation = prepare(operation, names, xs, spec, positions, where, wider)
-    arguments = _arguments(rotation, where, inverse)
+    arguments = _arguments(operation, names, q, k, spec, positions, layout, inverse, wider)
     if outs is None:
-        return _run(operation, xs, arguments, backend)
-    check_out(operation, names, xs, outs)
-    _run_into(operation, xs, outs, arguments, backend)
+        return _run(operation, q, k, arguments, backend)
+    check_out(operation, names, schema.present(q, k), outs)
+    _run_into(operation, q, k, outs, arguments, backend)
     return outs
 
 
 def _run(
-    operation: str, xs: list[torch.Tensor], arguments: tuple[Any, ...], backend: str | None
+    operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    arguments: tuple[Any, ...],
+    backend: str | None,
 ) -> Sequence[torch.Tensor]:
     if backend is not None:
-        _insist(operation, backend, xs)
-    if backend == "reference" or _has_tangents(xs, arguments):
-        return reference.compose(xs, *arguments)
-    return autograd.differentiable(xs, arguments)
+        _insist(operation, backend, q)
+    if backend == "reference" or _has_tangents(q, k, arguments):
+        return reference.compose(q, k, *arguments)
+    return autograd.differentiable(q, k, arguments)
 
 
 def _run_into(
     operation: str,
-    xs: list[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
     outs: list[torch.Tensor],
     arguments: tuple[Any, ...],
     backend: str | None,
 ) -> None:
     if backend is not None:
-        _insist(operation, backend, xs)
+        _insist(operation, backend, q)
     if torch.compiler.is_compiling():
-        schema.rotate_into(xs, outs, *arguments)
+        schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
     elif autograd.in_functorch():
-        autograd.overwrite(outs, _run(operation, xs, arguments, backend))
-    elif backend == "reference" or _has_tangents(xs, arguments):
-        check_out_memory(operation, xs, outs)
-        autograd.overwrite(outs, reference.compose(xs, *arguments))
+        autograd.overwrite(outs, _run(operation, q, k, arguments, backend))
+    elif backend == "reference" or _has_tangents(q, k, arguments):
+        check_out_memory(operation, schema.present(q, k), outs)
+        autograd.overwrite(outs, reference.compose(q, k, *arguments))
     else:
         try:
-            autograd.into(xs, outs, arguments)
+            autograd.into(q, k, outs, arguments)
         except RuntimeError:
             # Kernels refuse overlapping memory before they write.
-            check_out_memory(operation, xs, outs)
+            check_out_memory(operation, schema.present(q, k), outs)
             raise
 
 
 def _in_place(
     operation: str,
     names: Sequence[str],
-    xs: list[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike,
     layout: str,
     inverse: bool,
     backend: str | None,
 ) -> None:
-    where = layout_named(operation, layout)
-    rotation = prepare(operation, names, xs, spec, positions, where)
-    _run_in_place(operation, names, xs, _arguments(rotation, where, inverse), backend)
+    if backend is None and positions is None and _at_once(q, k, spec, layout, inverse):
+        return
+    arguments = _arguments(operation, names, q, k, spec, positions, layout, inverse)
+    _run_in_place(operation, names, q, k, arguments, backend)
+
+
+def _at_once(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    rotation: RopeSpec | PreparedRotation,
+    layout: str,
+    inverse: bool,
+) -> bool:
+    """Rotate in place by a prepared rotation with one look at each thing that the kernel cannot
+    see. A decoded token is a few microseconds of memory, and checks in Python would be most of it.
+
+    Returns:
+        False, with nothing changed, where the long way must be taken: for what it does, or for its
+        sentence about what is wrong.
+    """
+    if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
+        return False
+    call = rotation.calls.get((layout, inverse))
+    if (
+        call is None
+        or type(q) is not torch.Tensor
+        or (k is not None and type(k) is not torch.Tensor)
+        or not q.is_cpu
+        or q.shape[-1] != rotation.spec.head_dim
+        or autograd.needs_grad(q, k, call)
+        or autograd.in_functorch()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    try:
+        autograd.raw_in_place(q, k, call)
+    except RuntimeError:
+        # The kernel refuses, before it changes anything, all else that the long way checks.
+        return False
+    return True
 
 
 def _run_in_place(
     operation: str,
     names: Sequence[str],
-    xs: list[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
     arguments: tuple[Any, ...],
     backend: str | None,
 ) -> None:
     if backend is not None:
-        _insist(operation, backend, xs)
+        _insist(operation, backend, q)
+    xs = schema.present(q, k)
     if torch.compiler.is_compiling():
         # Whoever traces sees to memory. Without gradients the raw operator stays in place.
-        if autograd.needs_grad(xs, arguments):
-            autograd.overwrite(xs, schema.rotate(xs, *arguments))
+        if autograd.needs_grad(q, k, arguments):
+            autograd.overwrite(xs, schema.rotate(q, k, *arguments))
         else:
-            schema.rotate_(xs, *arguments)
-    elif backend == "reference" or _has_tangents(xs, arguments):
+            schema.rotate_(q, k, *arguments)
+    elif backend == "reference" or _has_tangents(q, k, arguments):
         # Behind a transform memory is not what it seems; the transform sees to it.
         if not autograd.in_functorch():
             check_in_place(operation, names, xs)
-            if autograd.needs_grad(xs, arguments):
+            if autograd.needs_grad(q, k, arguments):
                 check_in_place_grad(operation, names, xs)
-        autograd.overwrite(xs, reference.compose(xs, *arguments))
+        autograd.overwrite(xs, reference.compose(q, k, *arguments))
     elif autograd.in_functorch():
-        autograd.overwrite(xs, autograd.differentiable(xs, arguments))
+        autograd.overwrite(xs, autograd.differentiable(q, k, arguments))
     else:
         try:
-            autograd.in_place(operation, names, xs, arguments)
+            autograd.in_place(operation, names, q, k, arguments)
         except RuntimeError:
             # Kernels refuse overlapping memory before they change anything.
             check_in_place(operation, names, xs)
             raise
 
 
-def _arguments(rotation: PreparedRotation, layout: Layout, inverse: bool) -> tuple[Any, ...]:
-    """What follows xs in the schema."""
+def _arguments(
+    operation: str,
+    names: Sequence[str],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    layout: str,
+    inverse: bool,
+    wider: bool = False,
+) -> tuple[Any, ...]:
+    """Check everything against everything else.
+
+    Returns:
+        What follows q and k in the schema.
+    """
+    where = layout_named(operation, layout)
+    rotation = prepare(operation, names, schema.present(q, k), spec, positions, where, wider)
+    if torch.compiler.is_compiling():
+        return _call(rotation, where, inverse)
+    call = rotation.calls.get((layout, inverse))
+    if call is None:
+        call = rotation.calls[layout, inverse] = _call(rotation, where, inverse)
+    return call
+
+
+def _call(rotation: PreparedRotation, layout: Layout, inverse: bool) -> tuple[Any, ...]:
     spec = rotation.spec
-    return (
-        rotation.words,
-        rotation.turns,
-        rotation.ids,
-        rotation.offset,
-        rotation.ramp,
-        layout.code,
-        spec.start,
-        spec.interleaved,
-        schema.INVERSE if inverse else schema.FORWARD,
-        1.0,
-    )
+    # The compiler cannot see into a cache, and needs none.
+    form = _form if torch.compiler.is_compiling() else _cached_form
+    packed = form(layout.code, spec.start, spec.interleaved, inverse, rotation.ramp)
+    return rotation.words, rotation.turns, rotation.ids, rotation.offset, packed, 1.0
 
 
-def _has_tangents(xs: Sequence[torch.Tensor], arguments: tuple[Any, ...]) -> bool:
+def _form(layout: int, start: int, interleaved: bool, inverse: bool, ramp: bool) -> int:
+    direction = schema.INVERSE if inverse else schema.FORWARD
+    return schema.Form(layout, start, interleaved, direction, ramp).pack()
+
+
+_cached_form = lru_cache(maxsize=1024)(_form)
+
+
+def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> bool:
     """Whether forward-mode differentiation is under way, which a registered operator would ignore.
 
     The level is one for all threads, so outside a transform it is the tensors that tell.
@@ -458,17 +525,17 @@ def _has_tangents(xs: Sequence[torch.Tensor], arguments: tuple[Any, ...]) -> boo
         return False
     return autograd.in_functorch() or any(
         isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
-        for t in (*xs, *arguments)
+        for t in (q, k, *arguments)
     )
 
 
-def _insist(operation: str, backend: str, xs: Sequence[torch.Tensor]) -> None:
+def _insist(operation: str, backend: str, x: torch.Tensor) -> None:
     if not isinstance(backend, str) or backend not in BY_NAME:
         raise ValueError(
             sentence(operation, f"backend must be one of {', '.join(BY_NAME)} but got {backend!r}")
         )
-    reason = BY_NAME[backend].why_not(xs[0])
+    reason = BY_NAME[backend].why_not(x)
     if reason is not None:
         raise NotImplementedError(
-            sentence(operation, f"backend {backend!r} cannot run: {reason}", x=xs[0])
+            sentence(operation, f"backend {backend!r} cannot run: {reason}", x=x)
         )

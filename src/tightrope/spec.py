@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -163,7 +163,7 @@ class RopeSpec:
         return RopeSpec, self._values()
 
     def __repr__(self) -> str:
-        usual = {field.name: field.default for field in fields(self)}
+        usual = {each.name: each.default for each in fields(self)}
         usual["rotary_dim"] = self.head_dim - self.start
         shown = [
             f"{name}={value!r}"
@@ -187,7 +187,7 @@ class RopeSpec:
         RopeSpec(head_dim=4)
         """
         made: dict[str, Any] = {"version": VERSION}
-        made |= zip((field.name for field in fields(self)), self._values(), strict=True)
+        made |= zip((each.name for each in fields(self)), self._values(), strict=True)
         if self.scaling is not None:
             made["scaling"] = self.scaling.to_dict()
         if self.axes is not None:
@@ -196,24 +196,24 @@ class RopeSpec:
         return made
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RopeSpec:
+    def from_dict(cls, saved: Mapping[str, Any]) -> RopeSpec:
         """The inverse of :meth:`to_dict`. For other people's configurations: :meth:`from_config`.
 
         Raises:
             ValueError: another version, unknown or missing keys, values that describe no rotation.
             TypeError: values of the wrong type.
         """
-        values = dict(values)
+        values = _dictionary("a spec", saved)
         version = values.pop("version", None)
         if version != VERSION or isinstance(version, bool):
             raise ValueError(
                 sentence("from_dict", f"version must be {VERSION} but got {version!r}")
             )
-        _check_keys("a spec", values, [field.name for field in fields(cls)], ["head_dim"])
+        _check_keys("a spec", values, [each.name for each in fields(cls)], ["head_dim"])
         if values.get("scaling") is not None:
-            values["scaling"] = Rule.from_dict(values["scaling"])
+            values["scaling"] = Rule.from_dict(_dictionary("scaling", values["scaling"]))
         if values.get("axes") is not None:
-            axes = dict(values["axes"])
+            axes = _dictionary("axes", values["axes"])
             _check_keys("axes", axes, ["count", "pairs"], ["count", "pairs"])
             values["axes"] = Axes(**axes)
         return cls(**values)
@@ -314,7 +314,7 @@ class RopeSpec:
         if not self.by_length or seq_len is None:
             return self.amplitude
         if isinstance(seq_len, torch.Tensor) and not _is_known(seq_len):
-            # Any length may be in it: all regimes of a rule that has few, one of one that has many.
+            # Any length may be in it. Rules with more than two regimes have one factor for all.
             beyond = self.scaling.original_max_position + 1  # type: ignore[union-attr]
             regimes: set[int | None] = {None, self._regime(beyond)}
         else:
@@ -361,12 +361,10 @@ class RopeSpec:
         if len(set(regimes)) <= 1:
             return self._table(device, regimes[0] if regimes else None)
         tables = [self._table(device, regime) for regime in regimes]
-        words = torch.cat([words for words, _ in tables], 1)
-        if all(turns is None for _, turns in tables):
-            return words, None
-        return words, torch.cat(
-            [torch.zeros_like(words) if turns is None else turns for words, turns in tables], 1
-        )
+        if _is_tracing():
+            return _joined(tables)
+        with torch.inference_mode(False):
+            return _joined(tables)
 
     def _regime(self, seq_len: int | None) -> int | None:
         if self.scaling is None or not self.scaling.by_length or seq_len is None:
@@ -534,6 +532,7 @@ class PreparedRotation:
         turns: None, or int64 ``[1, 1, 1, pairs]``: whole turns per position, where some ω >= π.
         ids, offset, ramp: as in :class:`tightrope.positions.Positions`.
         device: where the rotated tensors must live.
+        calls: what the operator is called with, by layout and direction, once it was.
     """
 
     spec: RopeSpec
@@ -543,6 +542,7 @@ class PreparedRotation:
     offset: int
     ramp: bool
     device: torch.device
+    calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
 
 
 class _Made(NamedTuple):
@@ -627,6 +627,17 @@ def _assigned(
     return Frequencies(exact, whole.attention_scaling, shape)
 
 
+def _joined(
+    tables: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tables of single rows as one table."""
+    words = torch.cat([words for words, _ in tables], 1)
+    if all(turns is None for _, turns in tables):
+        return words, None
+    every = [torch.zeros_like(words) if turns is None else turns for words, turns in tables]
+    return words, torch.cat(every, 1)
+
+
 def _is_tracing() -> bool:
     return (
         torch.compiler.is_compiling()
@@ -661,6 +672,12 @@ def _length(value: object) -> int:
     if length < 0:
         raise ValueError(sentence("seq_len", f"a length must not be negative but got {length}"))
     return length
+
+
+def _dictionary(what: str, values: object) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise TypeError(sentence("from_dict", f"{what} must be a dictionary but got {values!r}"))
+    return dict(values)
 
 
 def _check_keys(what: str, values: Mapping[str, Any], known: list[str], needed: list[str]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from .schema import present
 
-def _rotate(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> list[torch.Tensor]:
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor | None, *arguments: object, **named: object
+) -> list[torch.Tensor]:
     # A single meta tensor brings the dispatcher here, whatever the others are.
-    for tensor in (*xs, *arguments):
-        if isinstance(tensor, torch.Tensor) and tensor.device != xs[0].device:
+    for tensor in (k, *arguments):
+        if isinstance(tensor, torch.Tensor) and tensor.device != q.device:
             raise RuntimeError("tightrope::rotate: tensors on several devices")
-    return [torch.empty_like(x) for x in xs]
+    return [torch.empty_like(x) for x in present(q, k)]
 
 
 def _in_memory(*arguments: object, **named: object) -> None:

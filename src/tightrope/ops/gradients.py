@@ -17,12 +17,13 @@ import torch
 
 from .. import angles
 from .layouts import BY_CODE
-from .schema import FORWARD, TABLES, TRANSPOSE, scale
+from .schema import FORWARD, SOURCES, TRANSPOSE, Form, scale
 
 
-def transposed(direction: int, amplitude: float) -> tuple[int, float]:
-    """Direction and amplitude of the transpose."""
-    return (TRANSPOSE if direction == FORWARD else FORWARD), scale(direction, amplitude)
+def transposed(form: Form, amplitude: float) -> tuple[int, float]:
+    """Form and amplitude of the transpose."""
+    direction = TRANSPOSE if form.direction == FORWARD else FORWARD
+    return form._replace(direction=direction).pack(), scale(form.direction, amplitude)
 
 
 def by_positions(
@@ -31,23 +32,20 @@ def by_positions(
     words: torch.Tensor,
     turns: torch.Tensor | None,
     positions: torch.Tensor,
-    layout: int,
-    start: int,
-    interleaved: bool,
-    direction: int,
+    form: Form,
 ) -> torch.Tensor:
     """Gradient by floating positions, shaped as they are.
 
     Args:
         outputs, grads: results of the operator and their gradients, None where there is none.
-        words, turns, positions, layout, start, interleaved, direction: as in the schema.
+        words, turns, positions, form: as in the schema.
     """
     total = torch.zeros((), dtype=torch.float32, device=positions.device)
     pairs = words.shape[3]
     for output, grad in _present(outputs, grads):
         dtype = _wide(output, positions)
-        y, z = _pairs(output, layout, start, pairs, interleaved, dtype)
-        dy, dz = _pairs(grad, layout, start, pairs, interleaved, dtype)
+        y, z = _pairs(output, pairs, form, dtype)
+        dy, dz = _pairs(grad, pairs, form, dtype)
         by_angle = y * dz - z * dy
         omega = angles.inv_freq(words, turns, dtype)[:, :, :, None]
         # One axis at a time keeps the peak at the size of x.
@@ -55,7 +53,7 @@ def by_positions(
         total = total + torch.stack(by_token)
     if total.dim() == 0:
         return torch.zeros_like(positions)
-    if direction != FORWARD:
+    if form.direction != FORWARD:
         total = -total
     return _sum_to(total, positions.shape).to(positions.dtype)
 
@@ -65,29 +63,24 @@ def by_tables(
     grads: Sequence[torch.Tensor | None],
     cos: torch.Tensor,
     sin: torch.Tensor,
-    tables: int,
     positions: torch.Tensor | None,
     offset: int,
-    ramp: bool,
-    layout: int,
-    start: int,
-    interleaved: bool,
-    direction: int,
+    form: Form,
     amplitude: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients by cosine and sine tables, shaped as they are.
 
     Args:
         xs, grads: what was rotated, and the gradients of the results, None where there is none.
-        cos, sin, tables, …: as in the schema.
+        cos, sin: primary and secondary of the schema, and the rest as there.
     """
-    form = TABLES[tables - 1]
-    pairs = angles.pairs_of(cos, form)
+    source = SOURCES[form.source]
+    pairs = angles.pairs_of(cos, source)
     by_cos = by_sin = None
     for x, grad in _present(xs, grads):
         dtype = _wide(x, cos)
-        u, v = _pairs(x, layout, start, pairs, interleaved, dtype)
-        dy, dz = _pairs(grad, layout, start, pairs, interleaved, dtype)
+        u, v = _pairs(x, pairs, form, dtype)
+        dy, dz = _pairs(grad, pairs, form, dtype)
         one, other = u * dy + v * dz, u * dz - v * dy
         if cos.shape[1] == 1:
             one, other = (g.sum(1, keepdim=True) for g in (one, other))
@@ -95,13 +88,13 @@ def by_tables(
         by_sin = other if by_sin is None else by_sin + other
     if by_cos is None or by_sin is None:
         return torch.zeros_like(cos), torch.zeros_like(sin)
-    if direction != FORWARD:
+    if form.direction != FORWARD:
         by_sin = -by_sin
     if amplitude != 1.0:
-        factor = scale(direction, amplitude)
+        factor = scale(form.direction, amplitude)
         by_cos, by_sin = by_cos * factor, by_sin * factor
 
-    at = (form, positions, offset, ramp)
+    at = (source, positions, offset, form.ramp)
     return angles.put_back(by_cos, cos, *at), angles.put_back(by_sin, sin, *at)
 
 
@@ -117,11 +110,11 @@ def _wide(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _pairs(
-    x: torch.Tensor, layout: int, start: int, pairs: int, interleaved: bool, dtype: torch.dtype
+    x: torch.Tensor, pairs: int, form: Form, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First and second channels of the pairs, each ``[rows, heads, tokens, pairs]``."""
-    x = BY_CODE[layout].to_bhsd(x).narrow(-1, start, 2 * pairs).to(dtype)
-    if interleaved:
+    x = BY_CODE[form.layout].to_bhsd(x).narrow(-1, form.start, 2 * pairs).to(dtype)
+    if form.interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x[..., :pairs], x[..., pairs:]
 

@@ -6,6 +6,9 @@ dispatch key, and may be absent.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 
 #: Layouts, in the order of the codes that cross the schema: which dimension of a tensor is which.
@@ -13,39 +16,96 @@ LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 
 FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 
-#: Formats of tables: halves duplicated, pairs duplicated, one value per pair.
-TABLES = ("cat", "repeat", "half")
+#: Where angles come from: phase words, or tables with halves duplicated, pairs duplicated, or one
+#: value per pair.
+SOURCES = ("words", "cat", "repeat", "half")
+WORDS = 0
+TABLES = SOURCES[1:]
 
-# xs          tensors that share their angles: q, or q and k, ...
-# outs        where their rotations go: of the same shapes, dtype and device, any strides
-# words, turns, positions, offset, ramp
-#             the angle of every pair; see tightrope.angles.phases
-# layout      index into LAYOUTS
-# start       first rotated channel; words say how many pairs rotate
-# direction   FORWARD y = a·R(φ)x, TRANSPOSE x = a·R(-φ)y, INVERSE x = R(-φ)y / a
+_START_BITS = 20
+
+
+class Form(NamedTuple):
+    """What of a call is neither a tensor nor a length.
+
+    It crosses the schema packed into one integer, as every argument costs a tenth of a microsecond
+    on its way through the dispatcher, and a token in place has eight.
+
+    Attributes:
+        layout: index into LAYOUTS.
+        start: first rotated channel; words or tables say how many pairs rotate.
+        interleaved: whether pairs are neighbours.
+        direction: FORWARD y = a·R(φ)x, TRANSPOSE x = a·R(-φ)y, INVERSE x = R(-φ)y / a.
+        ramp: whether the index of a token is added to its position.
+        source: index into SOURCES.
+        act, gate: f and P of the equation by code; reserved.
+        numerics: 0 is exact; the rest is reserved for the arithmetic of other stacks.
+    """
+
+    layout: int = 0
+    start: int = 0
+    interleaved: bool = False
+    direction: int = FORWARD
+    ramp: bool = True
+    source: int = WORDS
+    act: int = 0
+    gate: int = 0
+    numerics: int = 0
+
+    def pack(self) -> int:
+        """One integer; the other side of the fence is `Form` in csrc/bind_torch.cpp."""
+        if not 0 <= self.start < 1 << _START_BITS:
+            raise RuntimeError(f"tightrope: start must lie in [0, 2^{_START_BITS})")
+        packed = 0
+        for value, bits in zip(self, _BITS):
+            packed = packed << bits | int(value)
+        return packed
+
+
+# From the highest bits to the lowest, in the order of the fields.
+_BITS = (3, _START_BITS, 1, 2, 1, 2, 8, 4, 8)
+
+
+@lru_cache(maxsize=1024)
+def form_of(packed: int) -> Form:
+    """What :meth:`Form.pack` packed.
+
+    >>> form_of(Form(start=5, ramp=False).pack())[:5]
+    (0, 5, False, 0, False)
+    """
+    values = []
+    for bits in reversed(_BITS):
+        values.append(packed & ((1 << bits) - 1))
+        packed >>= bits
+    layout, start, interleaved, direction, ramp, *rest = reversed(values)
+    return Form(layout, start, bool(interleaved), direction, bool(ramp), *rest)
+
+
+# q, k        what shares its angles; k may be absent
+# out_q, out_k
+#             where their rotations go: of the same shapes, dtype and device, any strides
+# primary, secondary
+#             the source of the angles: words and, where some ω >= π, turns (see
+#             tightrope.angles.phases); or a caller's cosines and sines, of any floating dtype,
+#             [rows|1, heads|1, length, width], of which a position is a row
+# positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; none for zeros
+# offset      added to every position
+# form        see Form
 # amplitude   a, on the rotated channels only
-# inv_freq    reserved: frequencies that require grad, of which words were made
-# cos, sin    tables as the angle source in place of words: any floating dtype,
-#             [rows|1, heads|1, length, width]; a position is a row of them
-# tables      the format of cos and sin: 0 for none, else one more than the index into TABLES
-#
-# The rest is reserved, so that no later feature needs another schema; anything but the defaults is
-# refused.
-# act, weights, eps
-#             f of the equation by code, and what it carries
-# gate, gates P of the equation by code, and what it carries
-# numerics    0 is exact
+# carried     reserved: the tensors of f and P, and frequencies that require grad
+# eps         reserved: of a norm
 _ARGUMENTS = (
-    "Tensor? words, Tensor? turns, Tensor? positions, SymInt offset, bool ramp, "
-    "int layout, int start, bool interleaved, int direction, float amplitude, "
-    "Tensor? inv_freq=None, Tensor? cos=None, Tensor? sin=None, int tables=0, "
-    "int act=0, Tensor[]? weights=None, float eps=0., int gate=0, Tensor[]? gates=None, "
-    "int numerics=0"
+    "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int form, "
+    "float amplitude, Tensor[]? carried=None, float eps=0."
 )
 
-ROTATE = f"rotate(Tensor[] xs, {_ARGUMENTS}) -> Tensor[]"
-ROTATE_ = f"rotate_(Tensor(a!)[] xs, {_ARGUMENTS}) -> ()"
-ROTATE_INTO = f"rotate_into(Tensor[] xs, Tensor(a!)[] outs, {_ARGUMENTS}) -> ()"
+ROTATE = f"rotate(Tensor q, Tensor? k, {_ARGUMENTS}) -> Tensor[]"
+ROTATE_ = f"rotate_(Tensor(a!) q, Tensor(b!)? k, {_ARGUMENTS}) -> ()"
+ROTATE_INTO = (
+    "rotate_into(Tensor q, Tensor? k, Tensor(a!) out_q, Tensor(b!)? out_k, "
+    + _ARGUMENTS
+    + ") -> ()"
+)
 
 library = torch.library.Library("tightrope", "DEF")
 library.define(ROTATE, tags=(torch.Tag.pt2_compliant_tag,))
@@ -55,6 +115,11 @@ library.define(ROTATE_INTO, tags=(torch.Tag.pt2_compliant_tag,))
 rotate = torch.ops.tightrope.rotate.default
 rotate_ = torch.ops.tightrope.rotate_.default
 rotate_into = torch.ops.tightrope.rotate_into.default
+
+
+def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:
+    """q, and k where there is one."""
+    return [q] if k is None else [q, k]
 
 
 def scale(direction: int, amplitude: float) -> float:

@@ -29,7 +29,7 @@ def arguments(
     """Check everything against everything else.
 
     Returns:
-        What follows xs in the schema, up to ``tables``.
+        What follows q and k in the schema, up to ``amplitude``.
     """
     layout = _layout(operation, q, unsqueeze_dim)
     shape = shape_of(operation, "q", q, layout)
@@ -60,12 +60,13 @@ def arguments(
                 cos=cos,
             )
         )
-    code = schema.TABLES.index(tables) + 1
-    return (
-        *(None, None, ids, 0, ids is None),
-        *(layout.code, 0, interleaved, schema.FORWARD, 1.0),
-        *(None, c, s, code),
+    form = schema.Form(
+        layout=layout.code,
+        interleaved=interleaved,
+        ramp=ids is None,
+        source=schema.SOURCES.index(tables),
     )
+    return c, s, ids, 0, form.pack(), 1.0
 
 
 def _layout(operation: str, q: torch.Tensor, unsqueeze_dim: int) -> Layout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,36 +25,58 @@ def _in_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis
     return x.expand(shape).flatten(axis, axis + 1).contiguous()
 
 
-# Tensors among the arguments that follow xs, and which dimension of each is its rows.
-_ROWS = {0: 1, 1: 1, 2: 1, 11: 0, 12: 0}
-
-
 def _rotate(
-    info: Any, in_dims: tuple[Any, ...], xs: Sequence[torch.Tensor], *arguments: Any, **named: Any
+    info: Any,
+    in_dims: tuple[Any, ...],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    primary: torch.Tensor,
+    secondary: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    form: int,
+    *rest: Any,
+    **named: Any,
 ) -> tuple[list[torch.Tensor], list[int]]:
-    size = info.batch_size
-    layout = BY_CODE[arguments[5]]
-    views = [layout.to_bhsd(_to_front(x, dim, size)) for x, dim in zip(xs, in_dims[0], strict=True)]
+    size, dims = info.batch_size, in_dims[2:]
+    what = schema.form_of(form)
+    layout = BY_CODE[what.layout]
+    views = [
+        layout.to_bhsd(_to_front(x, dim, size)) for x, dim in zip(schema.present(q, k), in_dims)
+    ]
     rows = views[0].shape[1]
-    flat = list(arguments)
-    flat[5] = BY_NAME["bhsd"].code
-    for at, axis in _ROWS.items():
-        if at < len(flat):
-            flat[at] = _in_rows(flat[at], in_dims[1 + at], size, rows, axis)
-    ys = schema.rotate([x.flatten(0, 1) for x in views], *flat, **named)
+    # Words are [axes, rows, ...] and positions too; tables are [rows, ...].
+    axis = 1 if what.source == schema.WORDS else 0
+    ys = schema.rotate(
+        views[0].flatten(0, 1),
+        views[1].flatten(0, 1) if len(views) > 1 else None,
+        _in_rows(primary, dims[0], size, rows, axis),
+        _in_rows(secondary, dims[1], size, rows, axis),
+        _in_rows(positions, dims[2], size, rows, 1),
+        offset,
+        what._replace(layout=BY_NAME["bhsd"].code).pack(),
+        *rest,
+        **named,
+    )
     return [layout.from_bhsd(y.unflatten(0, (size, rows))) for y in ys], [0] * len(ys)
 
 
 def _rotate_(
-    info: Any, in_dims: tuple[Any, ...], xs: Sequence[torch.Tensor], *arguments: Any, **named: Any
+    info: Any,
+    in_dims: tuple[Any, ...],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    *arguments: Any,
+    **named: Any,
 ) -> tuple[None, None]:
-    if any(dim is None for dim in in_dims[0]):
+    xs = schema.present(q, k)
+    if any(dim is None for _, dim in zip(xs, in_dims)):
         raise RuntimeError(
             "[rotate_] vmap: x is not mapped but its angles are, so one x cannot hold the results; "
             "call rotate."
         )
-    results, _ = _rotate(info, in_dims, xs, *arguments, **named)
-    for x, dim, y in zip(xs, in_dims[0], results, strict=True):
+    results, _ = _rotate(info, in_dims, q, k, *arguments, **named)
+    for x, dim, y in zip(xs, in_dims, results):
         x.movedim(dim, 0).copy_(y)
     return None, None
 
@@ -63,15 +84,18 @@ def _rotate_(
 def _rotate_into(
     info: Any,
     in_dims: tuple[Any, ...],
-    xs: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor | None,
     *arguments: Any,
     **named: Any,
 ) -> tuple[None, None]:
-    if any(dim is None for dim in in_dims[1]):
+    outs = schema.present(out_q, out_k)
+    if any(dim is None for _, dim in zip(outs, in_dims[2:])):
         raise RuntimeError("[rotate_into] vmap: out is not mapped, so it cannot hold the results.")
-    results, _ = _rotate(info, (in_dims[0], *in_dims[2:]), xs, *arguments, **named)
-    for out, dim, y in zip(outs, in_dims[1], results, strict=True):
+    results, _ = _rotate(info, (*in_dims[:2], *in_dims[4:]), q, k, *arguments, **named)
+    for out, dim, y in zip(outs, in_dims[2:], results):
         out.movedim(dim, 0).copy_(y)
     return None, None
 

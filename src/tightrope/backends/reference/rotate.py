@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from ... import angles
 from ...ops.autograd import overwrite
 from ...ops.checks import shares_memory
 from ...ops.layouts import BY_CODE
-from ...ops.schema import FORWARD, TABLES, library, scale
+from ...ops.schema import FORWARD, SOURCES, WORDS, form_of, library, present, scale
 
 
 def why_not(x: torch.Tensor | None = None) -> str | None:
@@ -19,65 +20,50 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
 
 
 def compose(
-    xs: Sequence[torch.Tensor],
-    words: torch.Tensor | None,
-    turns: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    primary: torch.Tensor,
+    secondary: torch.Tensor | None,
     positions: torch.Tensor | None,
     offset: int,
-    ramp: bool,
-    layout: int,
-    start: int,
-    interleaved: bool,
-    direction: int,
+    form: int,
     amplitude: float,
-    inv_freq: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    tables: int = 0,
-    act: int = 0,
-    weights: Sequence[torch.Tensor] | None = None,
+    carried: Sequence[torch.Tensor] | None = None,
     eps: float = 0.0,
-    gate: int = 0,
-    gates: Sequence[torch.Tensor] | None = None,
-    numerics: int = 0,
 ) -> list[torch.Tensor]:
     """The operator out of ordinary torch functions; arguments as in :mod:`tightrope.ops.schema`.
 
-    Differentiable in xs, floating positions and tables, backward and forward, to any order.
+    Differentiable in q, k, floating positions and tables, backward and forward, to any order.
     """
-    if act or gate or numerics or any(a is not None for a in (inv_freq, weights, gates)):
-        raise NotImplementedError("tightrope::rotate: inv_freq, act, gate, numerics are reserved")
-    where = BY_CODE[layout]
-    views = [where.to_bhsd(x) for x in xs]
-    dtype = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
-    tokens = views[0].shape[-2]
-    if cos is not None and sin is not None:
-        form = TABLES[tables - 1]
-        at = (form, positions, offset, ramp, tokens)
-        c, s = (angles.look_up(table, *at).to(dtype) for table in (cos, sin))
+    what = form_of(form)
+    if what.act or what.gate or what.numerics or carried or eps:
+        raise NotImplementedError("tightrope::rotate: act, gate, numerics, carried are reserved")
+    layout = BY_CODE[what.layout]
+    views = [layout.to_bhsd(x) for x in present(q, k)]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    at = (positions, offset, what.ramp, views[0].shape[-2])
+    if what.source == WORDS:
+        c, s = _cos_sin(primary, secondary, *at, dtype)
+    elif secondary is None:
+        raise RuntimeError("tightrope::rotate: cosines without sines")
     else:
-        c, s = _cos_sin(_given(words), turns, positions, offset, ramp, tokens, dtype)
-    if direction != FORWARD:
+        source = SOURCES[what.source]
+        c, s = (angles.look_up(table, source, *at).to(dtype) for table in (primary, secondary))
+    if what.direction != FORWARD:
         s = -s
     if amplitude != 1.0:
-        factor = scale(direction, amplitude)
+        factor = scale(what.direction, amplitude)
         c, s = c * factor, s * factor
-    width = 2 * c.shape[-1]
+    start, width = what.start, 2 * c.shape[-1]
     ys = []
     for view in views:
-        y = _turn(view.narrow(-1, start, width).to(dtype), c, s, interleaved).to(view.dtype)
+        y = _turn(view.narrow(-1, start, width).to(dtype), c, s, what.interleaved).to(view.dtype)
         rest = view.shape[-1] - start - width
         if start or rest:
             tail = view.narrow(-1, start + width, rest)
             y = torch.cat((view.narrow(-1, 0, start), y, tail), -1)
-        ys.append(where.from_bhsd(y))
+        ys.append(layout.from_bhsd(y))
     return ys
-
-
-def _given(words: torch.Tensor | None) -> torch.Tensor:
-    if words is None:
-        raise RuntimeError("tightrope::rotate: neither words nor tables were given")
-    return words
 
 
 def _cos_sin(
@@ -110,24 +96,33 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
     return torch.cat((u * cos - v * sin, u * sin + v * cos), -1)
 
 
-def _rotate(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> list[torch.Tensor]:
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor | None, *arguments: Any, **named: Any
+) -> list[torch.Tensor]:
     # Outputs have the strides that empty_like gives, as every backend's and the fake kernel's do.
-    ys = compose(xs, *arguments, **named)  # type: ignore[arg-type]
-    return [torch.empty_like(x).copy_(y) for x, y in zip(xs, ys, strict=True)]
+    ys = compose(q, k, *arguments, **named)
+    return [torch.empty_like(x).copy_(y) for x, y in zip(present(q, k), ys, strict=True)]
 
 
-def _rotate_(xs: Sequence[torch.Tensor], *arguments: object, **named: object) -> None:
+def _rotate_(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any, **named: Any) -> None:
+    xs = present(q, k)
     if shares_memory(xs):
         raise RuntimeError("tightrope::rotate_: memory overlaps")
-    overwrite(xs, compose(xs, *arguments, **named))  # type: ignore[arg-type]
+    overwrite(xs, compose(q, k, *arguments, **named))
 
 
 def _rotate_into(
-    xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *arguments: object, **named: object
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor | None,
+    *arguments: Any,
+    **named: Any,
 ) -> None:
-    if shares_memory(outs, xs):
+    outs = present(out_q, out_k)
+    if shares_memory(outs, present(q, k)):
         raise RuntimeError("tightrope::rotate_into: memory overlaps")
-    overwrite(outs, compose(xs, *arguments, **named))  # type: ignore[arg-type]
+    overwrite(outs, compose(q, k, *arguments, **named))
 
 
 def register() -> None:

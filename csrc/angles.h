@@ -1,0 +1,237 @@
+// Cosines and sines of a token: from phase words, the definition's own arithmetic (angles.py), or from
+// a caller's tables.
+#pragma once
+
+#include "formats.h"
+
+namespace tightrope {
+namespace TIGHTROPE_ISA {
+namespace {
+
+// A position as an integer and a fraction in [-1/2, 1/2] in units of 2^-63.
+struct Split {
+  int64_t whole;
+  int64_t fraction;
+  bool lost;  // NaN, infinite, or too large for an integer
+};
+
+template <class T>
+inline Split split(T position) {
+  if (!(position < T(4611686018427387904.0) && position > T(-4611686018427387904.0))) {
+    return {0, 0, true};
+  }
+  // To nearest even, without a call that SSE2 has no instruction for.
+  int64_t whole = int64_t(position);
+  T rest = position - T(whole);
+  if (rest > T(0.5) || (rest == T(0.5) && (whole & 1))) {
+    whole += 1;
+    rest -= T(1);
+  } else if (rest < T(-0.5) || (rest == T(-0.5) && (whole & 1))) {
+    whole -= 1;
+    rest += T(1);
+  }
+  return {whole, int64_t(rest * T(9223372036854775808.0)), false};
+}
+
+inline Split position_at(const Problem& p, int64_t axis, int64_t row, int64_t token) {
+  const int64_t at = axis * p.position_axis + row * p.position_row + token * p.position_token;
+  Split s = {0, 0, false};
+  switch (p.position_dtype) {
+    case PositionDtype::kNone:
+      break;
+    case PositionDtype::kInt32:
+      s.whole = static_cast<const int32_t*>(p.positions)[at];
+      break;
+    case PositionDtype::kInt64:
+      s.whole = static_cast<const int64_t*>(p.positions)[at];
+      break;
+    case PositionDtype::kFloat:
+      s = split(static_cast<const float*>(p.positions)[at]);
+      break;
+    case PositionDtype::kDouble:
+      s = split(static_cast<const double*>(p.positions)[at]);
+      break;
+  }
+  s.whole = int64_t(uint64_t(s.whole) + uint64_t(p.offset) + uint64_t(p.ramp ? token : 0));
+  return s;
+}
+
+// floor(a * b / 2^64), at most 2 too small: the definition's own arithmetic (angles.py).
+inline uint64_t high_product(int64_t a, int64_t b) {
+  const int64_t a_high = a >> 32, a_low = a & 0xFFFFFFFF;
+  const int64_t b_high = b >> 32, b_low = b & 0xFFFFFFFF;
+  return uint64_t(a_high * b_high) + uint64_t((a_high * b_low) >> 32) +
+         uint64_t((a_low * b_high) >> 32);
+}
+
+// Phases of pairs [first, first + n) of one token; false if the position is no number.
+inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
+                   int64_t n, uint64_t* __restrict phase) {
+  bool found = true;
+  for (int64_t axis = 0; axis < p.axes; ++axis) {
+    const Split s = position_at(p, axis, row, token);
+    found = found && !s.lost;
+    const int64_t at = ((axis * p.word_rows + (p.word_rows == 1 ? 0 : row)) * p.word_heads +
+                        (p.word_heads == 1 ? 0 : head)) *
+                           p.pairs +
+                       first;
+    const int64_t* __restrict word = p.words + at;
+    const uint64_t whole = uint64_t(s.whole);
+    if (axis == 0) {
+      for (int64_t k = 0; k < n; ++k) phase[k] = whole * uint64_t(word[k]);
+    } else {
+      for (int64_t k = 0; k < n; ++k) phase[k] += whole * uint64_t(word[k]);
+    }
+    if (s.fraction != 0) {
+      for (int64_t k = 0; k < n; ++k) phase[k] += 2 * high_product(s.fraction, word[k]);
+      if (p.turns != nullptr) {
+        const int64_t* __restrict turn = p.turns + at;
+        for (int64_t k = 0; k < n; ++k) phase[k] += 2 * (uint64_t(s.fraction) * uint64_t(turn[k]));
+      }
+    }
+  }
+  return found;
+}
+
+// The remainder of a phase after its nearest quarter turn, in radians, in [-π/4, π/4]. In float the
+// 48 leading bits enter as two exact numbers, so only the constant and the sum round.
+inline void radians(uint64_t remainder, float* angle) {
+  const int32_t high = int32_t(uint32_t(remainder >> 32)) >> 8;
+  const int32_t low = int32_t(uint32_t(remainder >> 16) & 0xFFFFFFu);
+  const float lower = fma_(float(high), -1.04216075e-14f, float(low) * 2.23223584e-14f);
+  *angle = fma_(float(high), 3.74507039e-07f, lower);
+}
+inline void radians(uint64_t remainder, double* angle) {
+  *angle = double(int64_t(remainder)) * 3.40612158008655459e-19;
+}
+
+// Minimax polynomials on [-π/4, π/4]: 9.2e-9 and 7e-10 from sine and cosine in float, 9e-18 and
+// 4e-19 in double, before rounding.
+inline void polynomials(float x, float* cosine, float* sine) {
+  const float z = x * x;
+  float s = fma_(z, -1.95878657e-4f, 8.33274815e-3f);
+  s = fma_(z, s, -1.66666647e-1f);
+  *sine = fma_(x * z, s, x);
+  float c = fma_(z, 2.45479169e-5f, -1.38883029e-3f);
+  c = fma_(z, c, 4.16666647e-2f);
+  *cosine = fma_(z * z, c, fma_(z, -0.5f, 1.0f));
+}
+inline void polynomials(double x, double* cosine, double* sine) {
+  const double z = x * x;
+  double s = fma_(z, 1.59181152632659752e-10, -2.50511316502351815e-8);
+  s = fma_(z, s, 2.75573161016178744e-6);
+  s = fma_(z, s, -1.98412698367567725e-4);
+  s = fma_(z, s, 8.33333333333094729e-3);
+  s = fma_(z, s, -1.66666666666666646e-1);
+  *sine = fma_(x * z, s, x);
+  double c = fma_(z, -1.13826236474746046e-11, 2.08761461465586116e-9);
+  c = fma_(z, c, -2.7557317271145146e-7);
+  c = fma_(z, c, 2.48015872987645608e-5);
+  c = fma_(z, c, -1.38888888888873965e-3);
+  c = fma_(z, c, 4.16666666666666654e-2);
+  *cosine = fma_(z * z, c, fma_(z, -0.5, 1.0));
+}
+
+template <class T>
+inline void cos_sin(const uint64_t* __restrict phase, int64_t n, bool conjugate, T amplitude,
+                    T* __restrict cosine, T* __restrict sine) {
+  const T sine_amplitude = conjugate ? -amplitude : amplitude;
+  for (int64_t k = 0; k < n; ++k) {
+    const uint64_t shifted = phase[k] + (uint64_t(1) << 61);
+    const uint32_t quarter = uint32_t(shifted >> 62);
+    T x, c, s;
+    radians(phase[k] - (shifted & (uint64_t(3) << 62)), &x);
+    polynomials(x, &c, &s);
+    const T swapped_c = quarter & 1 ? s : c;
+    const T swapped_s = quarter & 1 ? c : s;
+    cosine[k] = ((quarter + 1) & 2 ? -swapped_c : swapped_c) * amplitude;
+    sine[k] = (quarter & 2 ? -swapped_s : swapped_s) * sine_amplitude;
+  }
+}
+
+// ---- cosines and sines of one tile ---------------------------------------------------------------
+
+// Whether cosines and sines are kept in the order that turn_twins takes.
+inline bool in_twos(const Problem& p) { return p.dtype == Dtype::kBFloat16 && !p.interleaved; }
+
+// Where pair k of n is kept.
+inline int64_t slot(bool twos, int64_t k, int64_t n) {
+  return twos ? k / 2 + (k % 2) * ((n + 1) / 2) : k;
+}
+
+template <class T>
+struct Angles {
+  alignas(64) T cosine[kAngles];
+  alignas(64) T sine[kAngles];
+};
+
+// Rows of a caller's tables.
+template <class Stored, class T>
+inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
+                    int64_t first, int64_t n, T scale, T* __restrict out) {
+  const typename Stored::Stored* from = static_cast<const typename Stored::Stored*>(table.data) +
+                                        row * table.stride.row + head * table.stride.head +
+                                        at * table.stride.token;
+  const int64_t step = p.table_step * table.stride.channel;
+  const bool twos = in_twos(p);
+  for (int64_t k = 0; k < n; ++k)
+    out[slot(twos, k, n)] = T(Stored::load(from[(first + k) * step])) * scale;
+}
+template <class T>
+inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
+                    int64_t first, int64_t n, T scale, T* out) {
+  switch (p.table_dtype) {
+    case Dtype::kFloat:
+      return look_up<Float>(p, table, row, head, at, first, n, scale, out);
+    case Dtype::kDouble:
+      return look_up<Double>(p, table, row, head, at, first, n, scale, out);
+    case Dtype::kBFloat16:
+      return look_up<BFloat16>(p, table, row, head, at, first, n, scale, out);
+    case Dtype::kHalf:
+      return look_up<Half>(p, table, row, head, at, first, n, scale, out);
+  }
+}
+
+// Cosines and sines of one token; false where its position is no number, or lies outside a table.
+template <class T>
+inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
+                      int64_t n, T* c, T* s) {
+  const T amplitude = T(p.amplitude);
+  if (p.cosine.data != nullptr) {
+    const int64_t at = position_at(p, 0, row, token).whole;
+    if (at < 0 || at >= p.table_length) return false;
+    look_up(p, p.cosine, row, head, at, first, n, amplitude, c);
+    look_up(p, p.sine, row, head, at, first, n, p.conjugate ? -amplitude : amplitude, s);
+    return true;
+  }
+  alignas(64) uint64_t phase[kAngles];
+  if (!phases(p, row, head, token, first, n, phase)) return false;
+  if (!in_twos(p)) {
+    cos_sin(phase, n, p.conjugate, amplitude, c, s);
+    return true;
+  }
+  alignas(64) uint64_t sorted[kAngles];
+  for (int64_t k = 0; k < n / 2; ++k) {
+    sorted[k] = phase[2 * k];
+    sorted[(n + 1) / 2 + k] = phase[2 * k + 1];
+  }
+  if (n % 2) sorted[n / 2] = phase[n - 1];
+  cos_sin(sorted, n, p.conjugate, amplitude, c, s);
+  return true;
+}
+
+template <class T>
+inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens,
+                 int64_t first, int64_t n, Angles<T>& angles) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    T* c = angles.cosine + t * n;
+    T* s = angles.sine + t * n;
+    if (!angles_of(p, row, head, token + t, first, n, c, s)) {
+      for (int64_t k = 0; k < n; ++k) c[k] = s[k] = T(__builtin_nan(""));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace TIGHTROPE_ISA
+}  // namespace tightrope

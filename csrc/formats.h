@@ -1,0 +1,111 @@
+// How a value in memory becomes the value that is computed with, and how a pair turns.
+//
+// Compiled once per instruction set, as everything that rotate_loops.h includes.
+#pragma once
+
+#include <string.h>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "rotate.h"
+
+namespace tightrope {
+namespace TIGHTROPE_ISA {
+namespace {
+
+#if defined(__FMA__) || defined(__aarch64__)
+inline float fma_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double fma_(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#else
+// Without the instruction a fused multiply-add is a library call; two roundings stay in tolerance.
+inline float fma_(float a, float b, float c) { return a * b + c; }
+inline double fma_(double a, double b, double c) { return a * b + c; }
+#endif
+
+template <class To, class From>
+inline To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// ---- storage formats: how a value in memory becomes the value that is computed with -------------
+
+struct Float {
+  using Stored = float;
+  using Value = float;
+  static inline Value load(Stored x) { return x; }
+  static inline Stored store(Value x) { return x; }
+};
+
+struct Double {
+  using Stored = double;
+  using Value = double;
+  static inline Value load(Stored x) { return x; }
+  static inline Stored store(Value x) { return x; }
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Value = float;
+  static inline Value load(Stored x) { return bits<float>(uint32_t(x) << 16); }
+  static inline Stored store(Value x) {
+    const uint32_t u = bits<uint32_t>(x);
+    // A NaN needs no care: none that arises from bfloat16 inputs has a bit in its lower half, so
+    // the addition cannot carry it into an infinity.
+    return Stored((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+  }
+};
+
+struct Half {
+  using Stored = uint16_t;
+  using Value = float;
+  static inline Value load(Stored x) {
+    const uint32_t sign = uint32_t(x & 0x8000u) << 16;
+    const uint32_t magnitude = x & 0x7FFFu;
+    // Multiplying by 2^112 moves the exponent and normalises subnormals, exactly.
+    const float scaled = bits<float>(magnitude << 13) * 5.192296858534828e33f;
+    const uint32_t special = (magnitude << 13) | 0x7F800000u;
+    return bits<float>((magnitude >= 0x7C00u ? special : bits<uint32_t>(scaled)) | sign);
+  }
+  static inline Stored store(Value x) {
+    const uint32_t u = bits<uint32_t>(x);
+    const uint32_t sign = (u >> 16) & 0x8000u;
+    const uint32_t magnitude = u & 0x7FFFFFFFu;
+    const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    // Below 2^-14, adding 1/2 lets the adder round to multiples of 2^-24.
+    const uint32_t small = bits<uint32_t>(bits<float>(magnitude) + 0.5f) - 0x3F000000u;
+    const uint32_t nan = 0x7E00u | ((magnitude >> 13) & 0x3FFu);
+    uint32_t r = magnitude < 0x38800000u ? small : normal;
+    r = magnitude >= 0x477FF000u ? 0x7C00u : r;
+    r = magnitude > 0x7F800000u ? nan : r;
+    return Stored(r | sign);
+  }
+};
+
+// ---- pairs ---------------------------------------------------------------------------------------
+
+template <class T>
+inline T turned_u(T u, T v, T c, T s) { return fma_(u, c, -(v * s)); }
+template <class T>
+inline T turned_v(T u, T v, T c, T s) { return fma_(v, c, u * s); }
+
+// Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes; so pairs are
+// handled in twos, and their cosines and sines are kept in the order (0, 2, 4, …, 1, 3, 5, …).
+typedef uint32_t __attribute__((aligned(2), may_alias)) Twin;
+
+inline float even(uint32_t twin) { return bits<float>(twin << 16); }
+inline float odd(uint32_t twin) { return bits<float>(twin & 0xFFFF0000u); }
+inline uint32_t twin(float even, float odd) {
+  const uint32_t e = bits<uint32_t>(even), o = bits<uint32_t>(odd);
+  const uint32_t low = (e + 0x7FFFu + ((e >> 16) & 1u)) >> 16;
+  const uint32_t high = (o + 0x7FFFu + ((o >> 16) & 1u)) & 0xFFFF0000u;
+  return low | high;
+}
+
+}  // namespace
+}  // namespace TIGHTROPE_ISA
+}  // namespace tightrope

@@ -1,0 +1,237 @@
+// Heads of one token, with its angles in registers: the loops that models spend their time in. Pairs
+// go through registers of 16, 8 and 4 lanes, the widest first, and each set of registers through all
+// heads before the next; what is left, three pairs at most, goes one by one. (Masked registers would
+// do for the rest, but the loads of the next head wait for masked stores.)
+//
+// Every tensor whose channels lie side by side comes here; the rest, and every other processor, takes
+// the loops of heads.h, which compute the same bits.
+#pragma once
+
+#include "heads.h"
+
+namespace tightrope {
+namespace TIGHTROPE_ISA {
+namespace {
+
+template <int lanes>
+struct Register;
+
+#define TIGHTROPE_REGISTER(lanes, f, i, p, si)                                                   \
+  template <>                                                                                    \
+  struct Register<lanes> {                                                                       \
+    using Floats = f;                                                                            \
+    using Words = i;                                                                             \
+    typedef uint32_t Shifted __attribute__((vector_size(4 * lanes)));                            \
+    static Floats read(const float* at) { return p##_loadu_ps(at); }                             \
+    static void write(float* at, Floats x) { p##_storeu_ps(at, x); }                             \
+    static Words read(const Twin* at) { return p##_loadu_epi32(at); }                            \
+    static void write(Twin* at, Words x) { p##_storeu_epi32(at, x); }                            \
+    static Floats turned_u(Floats u, Floats v, Floats c, Floats s) {                             \
+      return p##_fmsub_ps(u, c, p##_mul_ps(v, s));                                               \
+    }                                                                                            \
+    static Floats turned_v(Floats u, Floats v, Floats c, Floats s) {                             \
+      return p##_fmadd_ps(v, c, p##_mul_ps(u, s));                                               \
+    }                                                                                            \
+    /* The zero-masked forms here and below are the plain ones; in those GCC 12 sees             \
+       uninitialised values, as it does around the intrinsics of shifts. */                      \
+    static Floats swapped(Floats x) { return p##_maskz_permute_ps((1u << lanes) - 1, x, 0xB1); } \
+    static Words left(Words x) { return (Words)((Shifted)x << 16); }                             \
+    static Words right(Words x) { return (Words)((Shifted)x >> 16); }                            \
+    /* Of neighbours (u, v), with c twice and s as (-s, s): both of the above at once. */        \
+    static Floats turned(Floats x, Floats c, Floats s) {                                         \
+      return p##_fmadd_ps(x, c, p##_mul_ps(swapped(x), s));                                   \
+    }                                                                                            \
+    static Words upper() { return p##_set1_epi32(int(0xFFFF0000u)); }                            \
+    static Floats even(Words x) { return p##_cast##si##_ps(left(x)); }                           \
+    static Floats odd(Words x) { return p##_cast##si##_ps(p##_and_##si(x, upper())); }           \
+    /* Both are cut to their upper halves; those whose lower half is above one half, or at it    \
+       with an odd result, go up by one. No NaN can be carried into an infinity: see BFloat16. */ \
+    static Words twin(Floats a, Floats b) {                                                      \
+      const Words e = p##_castps_##si(a), o = p##_castps_##si(b);                                \
+      const Words ones = p##_set1_epi16(1);                                                      \
+      const Words cut = p##_ternarylogic_epi32(right(e), o, upper(), 0xF8);                     \
+      const Words rest =                                                                         \
+          p##_ternarylogic_epi32(left(o), e, p##_set1_epi32(0xFFFF), 0xF8);                       \
+      const Words sticky = p##_ternarylogic_epi32(rest, cut, ones, 0xF8);                        \
+      const auto up = p##_cmpgt_epu16_mask(sticky, p##_set1_epi16(-0x8000));                     \
+      return p##_mask_add_epi16(cut, up, cut, ones);                                             \
+    }
+#define TIGHTROPE_REGISTER_END };
+TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
+  static Floats read(const uint16_t* at) {
+    return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256((const __m256i*)at));
+  }
+  static void write(uint16_t* at, Floats x) {
+    _mm256_storeu_si256((__m256i*)at, _mm512_maskz_cvtps_ph(0xFFFF, x, 0));
+  }
+TIGHTROPE_REGISTER_END
+TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
+  static Floats read(const uint16_t* at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
+  }
+  static void write(uint16_t* at, Floats x) {
+    _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(x, 0));
+  }
+TIGHTROPE_REGISTER_END
+TIGHTROPE_REGISTER(4, __m128, __m128i, _mm, si128)
+  static Floats read(const uint16_t* at) {
+    return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)at));
+  }
+  static void write(uint16_t* at, Floats x) { _mm_storel_epi64((__m128i*)at, _mm_cvtps_ph(x, 0)); }
+TIGHTROPE_REGISTER_END
+#undef TIGHTROPE_REGISTER
+#undef TIGHTROPE_REGISTER_END
+
+// Pairs that go through registers together, with their angles. F is Float or Half here.
+template <class F, bool interleaved, int lanes>
+struct Block {
+  using R = Register<lanes>;
+  static constexpr int64_t kPairs = lanes;
+
+  void take(const float* cosine, const float* sine, int64_t at, int64_t) {
+    c = R::read(cosine + at), s = R::read(sine + at);
+  }
+  template <class T>
+  void turn(const T* u, const T* v, T* y, T* z) const {
+    const auto a = R::read(u), b = R::read(v);
+    R::write(y, R::turned_u(a, b, c, s));
+    R::write(z, R::turned_v(a, b, c, s));
+  }
+
+  typename R::Floats c, s;
+};
+
+template <class F, int lanes>
+struct Block<F, true, lanes> {
+  using R = Register<lanes>;
+  static constexpr int64_t kPairs = lanes;
+
+  void take(const float* cosine, const float* sine, int64_t at, int64_t) {
+    alignas(64) float twice[2 * lanes], signs[2 * lanes];
+    for (int k = 0; k < lanes; ++k) {
+      twice[2 * k] = twice[2 * k + 1] = cosine[at + k];
+      signs[2 * k] = -sine[at + k], signs[2 * k + 1] = sine[at + k];
+    }
+    c0 = R::read(twice), c1 = R::read(twice + lanes);
+    s0 = R::read(signs), s1 = R::read(signs + lanes);
+  }
+  template <class T>
+  void turn(const T* x, const T*, T* y, T*) const {
+    const auto a = R::read(x), b = R::read(x + lanes);
+    R::write(y, R::turned(a, c0, s0));
+    R::write(y + lanes, R::turned(b, c1, s1));
+  }
+
+  typename R::Floats c0, s0, c1, s1;
+};
+
+// Two bfloat16 to a lane; the cosines and sines of even and of odd pairs are kept apart.
+template <int lanes>
+struct Block<BFloat16, false, lanes> {
+  using R = Register<lanes>;
+  static constexpr int64_t kPairs = 2 * lanes;
+
+  void take(const float* cosine, const float* sine, int64_t at, int64_t n) {
+    const int64_t even = at / 2, odd = (n + 1) / 2 + at / 2;
+    c0 = R::read(cosine + even), s0 = R::read(sine + even);
+    c1 = R::read(cosine + odd), s1 = R::read(sine + odd);
+  }
+  void turn(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z) const {
+    const auto a = R::read((const Twin*)u), b = R::read((const Twin*)v);
+    const auto a0 = R::even(a), b0 = R::even(b), a1 = R::odd(a), b1 = R::odd(b);
+    R::write((Twin*)y, R::twin(R::turned_u(a0, b0, c0, s0), R::turned_u(a1, b1, c1, s1)));
+    R::write((Twin*)z, R::twin(R::turned_v(a0, b0, c0, s0), R::turned_v(a1, b1, c1, s1)));
+  }
+
+  typename R::Floats c0, s0, c1, s1;
+};
+
+template <int lanes>
+struct Block<BFloat16, true, lanes> {
+  using R = Register<lanes>;
+  static constexpr int64_t kPairs = lanes;
+
+  void take(const float* cosine, const float* sine, int64_t at, int64_t) {
+    c = R::read(cosine + at), s = R::read(sine + at);
+  }
+  void turn(const uint16_t* x, const uint16_t*, uint16_t* y, uint16_t*) const {
+    const auto pairs = R::read((const Twin*)x);
+    const auto a = R::even(pairs), b = R::odd(pairs);
+    R::write((Twin*)y, R::twin(R::turned_u(a, b, c, s), R::turned_v(a, b, c, s)));
+  }
+
+  typename R::Floats c, s;
+};
+
+// A number that a template can be chosen by.
+template <int n>
+struct Is {
+  static constexpr int value = n;
+};
+
+// `blocks` blocks of pairs of all heads, which start `at` pairs into the angles.
+template <class F, bool interleaved, int lanes, int blocks, class Stored>
+inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
+                        int64_t n, int64_t bytes, const float* c, const float* s) {
+  using B = Block<F, interleaved, lanes>;
+  constexpr int64_t kPair = interleaved ? 2 : 1;
+  B block[blocks];
+#pragma GCC unroll 8
+  for (int b = 0; b < blocks; ++b) block[b].take(c, s, at + b * B::kPairs, n);
+  const Stored* in = heads.in + channel + at * kPair;
+  Stored* out = heads.out + channel + at * kPair;
+  for (int64_t head = 0; head < heads.count; ++head) {
+    ask(in, out, heads.ahead, bytes);
+#pragma GCC unroll 8
+    for (int b = 0; b < blocks; ++b) {
+      constexpr int64_t kStep = kPair * B::kPairs;
+      block[b].turn(in + b * kStep, in + b * kStep + other, out + b * kStep,
+                    out + b * kStep + other);
+    }
+    in += heads.in_step;
+    out += heads.out_step;
+  }
+}
+
+// Pairs [first, first + n) of each head.
+template <class F, bool interleaved, class Stored>
+inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int64_t first,
+                              int64_t n, const float* c, const float* s) {
+  constexpr int64_t kPair = interleaved ? 2 : 1;
+  constexpr int64_t kPairs = Block<F, interleaved, 16>::kPairs;
+  const int64_t channel = p.start + first * kPair;
+  const int64_t other = interleaved ? 1 : p.pairs;
+  // Only the first to come through the heads asks for memory ahead.
+  const int64_t bytes = p.head_dim * int64_t(sizeof(Stored));
+  int64_t at = 0;
+  const auto turn = [&](auto lanes, auto blocks) {
+    constexpr int64_t kTaken = blocks.value * kPairs * lanes.value / 16;
+    if (n - at < kTaken) return false;
+    turn_blocks<F, interleaved, lanes.value, blocks.value>(heads, channel, other, at, n,
+                                                           at == 0 ? bytes : 0, c, s);
+    at += kTaken;
+    return true;
+  };
+  // Angles of four blocks leave registers for the work.
+  while (turn(Is<16>(), Is<4>())) {
+  }
+  turn(Is<16>(), Is<3>()) || turn(Is<16>(), Is<2>()) || turn(Is<16>(), Is<1>());
+  turn(Is<8>(), Is<1>());
+  turn(Is<4>(), Is<1>());
+  for (; at < n; ++at) {
+    const int64_t k = slot(in_twos(p), at, n);
+    const Stored* in = heads.in + channel + at * kPair;
+    Stored* out = heads.out + channel + at * kPair;
+    for (int64_t head = 0; head < heads.count; ++head) {
+      const float a = F::load(in[0]), b = F::load(in[other]);
+      out[0] = F::store(turned_u(a, b, c[k], s[k]));
+      out[other] = F::store(turned_v(a, b, c[k], s[k]));
+      in += heads.in_step;
+      out += heads.out_step;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace TIGHTROPE_ISA
+}  // namespace tightrope
