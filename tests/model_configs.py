@@ -54,13 +54,15 @@ def v4(model_type: str, hidden: int, heads: int, theta: float | None, **more: An
     }  # fmt: skip
     if theta is not None:
         made["rope_theta"] = theta
+    if "layer_types" in more:
+        made["num_hidden_layers"] = len(more["layer_types"])
     return {"max_position_embeddings": 8192, **made, **more}
 
 
 def v5(model_type: str, hidden: int, heads: int, rope: dict[str, Any], **more: Any) -> dict[str, Any]:
-    made = v4(model_type, hidden, heads, None, rope_parameters=rope)
+    made = v4(model_type, hidden, heads, None, rope_parameters=rope, **more)
     made["dtype"] = made.pop("torch_dtype")
-    return {**made, **more}
+    return made
 
 
 # microsoft/Phi-3.5-mini-instruct: 48 pairs.
@@ -209,13 +211,14 @@ PIXTRAL = {
     },
 }  # fmt: skip
 GLM41V = {
-    **v4(
-        "glm4v", 4096, 32, 10000.0, max_position_embeddings=65536, partial_rotary_factor=0.5,
-        rope_scaling={"type": "default", "mrope_section": [8, 12, 12]},
+    "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v",
+    "text_config": v4(
+        "glm4v_text", 4096, 32, 10000.0, max_position_embeddings=65536, partial_rotary_factor=0.5,
+        rope_scaling={"rope_type": "default", "mrope_section": [8, 12, 12]},
     ),
     "vision_config": {
-        "depth": 24, "hidden_size": 1536, "num_heads": 12, "out_hidden_size": 4096,
-        "patch_size": 14,
+        "depth": 24, "hidden_size": 1536, "model_type": "glm4v", "num_heads": 12,
+        "out_hidden_size": 4096, "patch_size": 14,
     },
 }  # fmt: skip
 
@@ -707,6 +710,7 @@ MODELS = [
     Model(
         "zai-org/GLM-4.1V-9B-Thinking", "v4", GLM41V,
         RopeSpec(128, rotary_dim=64, interleaved=True, axes=Axes.sections((8, 12, 12))),
+        {"section": "text_config"},
     ),
     Model(
         "zai-org/GLM-4.1V-9B-Thinking", "v4", GLM41V, RopeSpec(128, axes=Axes.blocks((32, 32))),
@@ -824,7 +828,7 @@ MODELS = [
     ),
     Model(
         "tiiuae/Falcon-H1-7B-Base", "v4",
-        v4("falcon_h1", 3072, 12, 100000000000.0, head_dim=128, mamba_n_heads=24),
+        v4("falcon_h1", 3072, 12, 100000000000.0, head_dim=128),
         RopeSpec(128, 1e11),
     ),
     Model(

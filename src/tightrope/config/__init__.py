@@ -114,14 +114,14 @@ def _load_file(path: Path) -> Mapping[str, Any]:
 
 def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     """The part of a configuration to read: itself, or one of its ``*_config``."""
-    values = _hoisted(values)
+    values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))
     if chosen is not None and chosen != "":
         if chosen not in nested:
             has = ", ".join(nested) or "none"
             fail(f"section must be one of the config's sections but got {chosen!r}; it has {has}")
         return nested[chosen]
-    outer = _source(values, values.get("model_type"), "")
+    outer = _source(values, values.get("model_type"), "", spelled)
     if chosen == "" or (outer.family is not None and outer.family.refused is not None):
         return outer
     speaking = [name for name, source in nested.items() if _has_rope(source)]
@@ -159,10 +159,16 @@ def _nested(
     return found
 
 
-def _source(values: Mapping[str, Any], model_type: object, prefix: str) -> Source:
+def _source(
+    values: Mapping[str, Any],
+    model_type: object,
+    prefix: str,
+    spelled: Mapping[str, str] | None = None,
+) -> Source:
     family: Family | None = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     name = "a config without model_type" if model_type is None else f"model_type {model_type!r}"
-    return Source(values, family, name, prefix=prefix, seen=tuple(f"{prefix}{key}" for key in values))
+    seen = tuple(f"{prefix}{key}" for key in values)
+    return Source(values, family, name, spelled or {}, prefix, seen)
 
 
 def _says_rope(values: Mapping[str, Any]) -> bool:
@@ -179,10 +185,12 @@ def _has_rope(source: Source) -> bool:
     return source.family is not None and source.family.refused is None
 
 
-def _hoisted(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _hoisted(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
     """DBRX keeps the base inside ``attn_config``."""
     inner = values.get("attn_config")
     if values.get("model_type") != "dbrx" or not isinstance(inner, Mapping):
-        return values
+        return values, {}
     base = inner.get("rope_theta")
-    return values if base is None or "rope_theta" in values else {**values, "rope_theta": base}
+    if base is None or "rope_theta" in values:
+        return values, {}
+    return {**values, "rope_theta": base}, {"rope_theta": "attn_config.rope_theta"}
