@@ -45,7 +45,9 @@ def llama3(factor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def v4(model_type: str, hidden: int, heads: int, theta: float | None, **more: Any) -> dict[str, Any]:
+def v4(
+    model_type: str, hidden: int, heads: int, theta: float | None, **more: Any
+) -> dict[str, Any]:
     """What nearly all files of that time have in common."""
     made: dict[str, Any] = {
         "architectures": ["ForCausalLM"], "hidden_size": hidden, "model_type": model_type,
@@ -59,7 +61,9 @@ def v4(model_type: str, hidden: int, heads: int, theta: float | None, **more: An
     return {"max_position_embeddings": 8192, **made, **more}
 
 
-def v5(model_type: str, hidden: int, heads: int, rope: dict[str, Any], **more: Any) -> dict[str, Any]:
+def v5(
+    model_type: str, hidden: int, heads: int, rope: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     made = v4(model_type, hidden, heads, None, rope_parameters=rope, **more)
     made["dtype"] = made.pop("torch_dtype")
     return made

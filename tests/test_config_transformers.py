@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-
 import transformers
+
 from model_configs import MODELS, Model
 from tightrope import RopeSpec
 from tightrope.config import LayerSpecs
@@ -36,7 +36,7 @@ PUBLISHED = {
 WIDTH = 8
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def functions_of(folder: str) -> dict[str, Callable[..., Any]]:
     """The functions of a modeling file and the methods of its classes, without running the file."""
     tree = ast.parse((PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8"))
@@ -139,7 +139,7 @@ def test_an_object_that_contradicts_itself_is_refused() -> None:
         RopeSpec.from_config(made)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def config_of(name: str) -> Any:
     config = dict(next(model.config for model in OBJECTS if model.name == name))
     return transformers.AutoConfig.for_model(config.pop("model_type"), **config)

@@ -16,7 +16,8 @@ from .._errors import sentence
 from ..spec import RopeSpec
 from . import formats, keys
 from .families import FAMILIES, SECTIONS, Family
-from .reading import OPERATION, Source, fail, read
+from .reading import read
+from .source import OPERATION, Source, fail
 from .specs import LayerSpecs as LayerSpecs, Provenance as Provenance
 
 FILES = ("config.json", "params.json")
@@ -142,9 +143,7 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     )
 
 
-def _nested(
-    values: Mapping[str, Any], model_type: object, prefix: str
-) -> list[tuple[str, Source]]:
+def _nested(values: Mapping[str, Any], model_type: object, prefix: str) -> list[tuple[str, Source]]:
     found: list[tuple[str, Source]] = []
     for key, inner in values.items():
         if not isinstance(inner, Mapping) or not str(key).endswith("_config"):

@@ -26,8 +26,8 @@ class Family:
             is another, so a configuration must say it.
         hidden: the key of the width that heads share, where ``hidden_size`` is something else.
         start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
-        axes: how positions of several coordinates turn the pairs, by name; see ``_axes`` in reading.py.
-        layers: how layers differ, by name; see ``_parts`` in reading.py.
+        axes: how positions of several coordinates turn the pairs, by name; see ``axes_of`` in heads.py.
+        layers: how layers differ, by name; see layers.py.
         needs_position_type: whether RoPE is one choice of ``position_embedding_type``.
         scaling: ``"turns"``: coordinates are counted in turns, so a frequency is 2π times the row's.
         refused: why this family cannot be one spec; None for all others.

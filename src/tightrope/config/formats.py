@@ -1,6 +1,6 @@
 """Formats other than transformers' own, told in the names of transformers.
 
-Each function takes the keys of a file and returns a :class:`tightrope.config.reading.Source`, which
+Each function takes the keys of a file and returns a :class:`tightrope.config.source.Source`, which
 remembers what the file itself calls everything, so that errors and provenance speak of the user's keys.
 """
 
@@ -17,7 +17,8 @@ from .families import (
     GGUF_SECTIONS,
     Family,
 )
-from .reading import Source, fail, given_by_factors
+from .scaling import given_by_factors
+from .source import Source, fail
 
 # --- Meta's params.json ---------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ def meta(values: Mapping[str, Any]) -> Source:
     if scaled is not None and not isinstance(scaled, bool):
         fail(f"use_scaled_rope must be true or false but got {scaled!r}")
     if scaled:
-        told["rope_scaling"] = section = {"rope_type": "llama3"}
+        told["rope_scaling"] = section = dict[str, Any](rope_type="llama3")
         section |= _META_SCALING_4 if fourth else _META_SCALING
         said = "the constant of Meta's code for use_scaled_rope"
         spelled |= {f"rope_scaling.{key}": said for key in section}
@@ -119,10 +120,30 @@ _GGUF_LATENT = frozenset({"deepseek2", "minicpm3", "plm"})
 # Architectures that rotate a part of a head, or whose heads are not hidden size / heads wide: their
 # files always say so, and one that does not has lost a key.
 _GGUF_PART = frozenset(
-    {"chatglm", "glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "qwen3next", "stablelm"}
+    {
+        "chatglm",
+        "glm4",
+        "glm4moe",
+        "gptneox",
+        "minimax-m2",
+        "nemotron",
+        "phi2",
+        "qwen3next",
+        "stablelm",
+    }
 )
 _GGUF_HEAD = frozenset(
-    {"gemma", "gemma2", "gemma3", "gemma3n", "gpt-oss", "qwen3", "qwen3moe", "qwen3next", "seed_oss"}
+    {
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3n",
+        "gpt-oss",
+        "qwen3",
+        "qwen3moe",
+        "qwen3next",
+        "seed_oss",
+    }
 )
 # Layers with a window have a base of their own, 10000 where no key says it.
 _GGUF_LOCAL_BASE = frozenset({"gemma3", "gemma3n"})
@@ -159,7 +180,9 @@ def gguf(values: Mapping[str, Any]) -> Source:
         value = values.get(key)
         if value is not None:
             if name in into and into[name] != value:
-                fail(f"{name} must be said once but got {spelled[path]} = {into[name]!r} and {key} = {value!r}")
+                fail(
+                    f"{name} must be said once but got {spelled[path]} = {into[name]!r} and {key} = {value!r}"
+                )
             into[name] = value
             spelled[path] = key
         return value
@@ -195,7 +218,10 @@ def gguf(values: Mapping[str, Any]) -> Source:
         base = told.pop("rope_theta", None)
         full = {**section, "rope_theta": base}
         told.pop("rope_scaling", None)
-        told["rope_parameters"] = {"full_attention": full, "sliding_attention": {"rope_theta": local}}
+        told["rope_parameters"] = {
+            "full_attention": full,
+            "sliding_attention": {"rope_theta": local},
+        }
         for key in full:
             spelled[f"rope_parameters.full_attention.{key}"] = spelled.get(
                 f"rope_scaling.{key}", spelled.get(key, key)
@@ -345,7 +371,9 @@ def megatron(values: Mapping[str, Any]) -> Source:
     if latent:
         # Its code takes the channels of latent attention as neighbours (`multi_latent_attention`).
         if told.pop("rotary_interleaved", False):
-            fail("rotary_interleaved must be False with latent attention, which pairs neighbours itself")
+            fail(
+                "rotary_interleaved must be False with latent attention, which pairs neighbours itself"
+            )
         family = Family(True, _MEGATRON_CODE, start="nope")
         move(_MEGATRON_LATENT, told, "")
         told.pop("kv_channels", None)

@@ -51,7 +51,9 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
         """
         if self.layers is None:
             raise ValueError(
-                sentence("LayerSpecs.of", "the config must list the type of each layer but does not")
+                sentence(
+                    "LayerSpecs.of", "the config must list the type of each layer but does not"
+                )
             )
         if not 0 <= layer < len(self.layers):
             raise ValueError(
