@@ -213,6 +213,27 @@ def test_no_dropped_key_turns_into_a_default(model: Model) -> None:
         check_a_change(model, path, None)
 
 
+JUNK = ["x", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, True, float("nan"), float("inf")]
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.data())
+def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
+    """Whatever stands where a number should: a spec, or an error that a person can read."""
+    model = data.draw(st.sampled_from(MODELS))
+    path = data.draw(st.sampled_from(sorted(paths(model.config))))
+    config = copy.deepcopy(model.config)
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = data.draw(st.sampled_from(JUNK))
+    try:
+        read(config, **model.options)
+    except (ValueError, TypeError) as error:
+        if not str(error).startswith("["):
+            raise
+
+
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_frequencies_are_never_made_up(model: Model) -> None:
     """Without its base, no configuration is read but those whose code has a constant."""

@@ -32,7 +32,7 @@ _META_SCALING = {
 }
 _META_SCALING_4 = {**_META_SCALING, "factor": 16.0, "high_freq_factor": 1.0}
 # (dim, n_layers) of Llama 3.2 1B and 3B: Meta's code scales them by 8, their hub configurations by 32.
-_META_AMBIGUOUS = {(2048, 16), (3072, 28)}
+_META_AMBIGUOUS = ((2048, 16), (3072, 28))
 
 
 def is_meta(values: Mapping[str, Any]) -> bool:
@@ -202,7 +202,9 @@ def gguf(values: Mapping[str, Any]) -> Source:
     sizes = values.get(f"{arch}.rope.dimension_sections")
     read.add(f"{arch}.rope.dimension_sections")
     if sizes is not None:
-        told["mrope_section"] = list(sizes)[:3] if not any(list(sizes)[3:]) else list(sizes)
+        # Four places, of which the last is unused by the models so far.
+        tail = isinstance(sizes, list | tuple) and len(sizes) == 4 and sizes[3] == 0
+        told["mrope_section"] = sizes[:3] if tail else sizes
         spelled["mrope_section"] = f"{arch}.rope.dimension_sections"
     factors = values.get("rope_freqs.weight")
     if factors is not None:
@@ -272,6 +274,8 @@ def _scaling(
         spelled["rope_scaling.attention_factor"] = f"{arch}.rope.scaling.attn_factor"
     holder: dict[str, Any] = {}
     share = take("rope.scaling.yarn_log_multiplier", holder, "mscale_all_dim", "")
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+        fail(f"{arch}.rope.scaling.yarn_log_multiplier must be a number but got {share!r}")
     if share is not None and kind == "yarn":
         key = f"{arch}.rope.scaling.yarn_log_multiplier"
         # DeepSeek's converter stores a tenth of mscale_all_dim, and its mscale is the same number, so

@@ -7,7 +7,7 @@ from ..axes import Axes
 from ..frequencies import Rule
 from . import keys
 from .scaling import Fact, claimed_by
-from .source import OPERATION, Found, Part, Source, agreed, fail
+from .source import OPERATION, Found, Part, Source, agreed, fail, whole
 
 
 def base_of(source: Source, part: Part) -> tuple[float, str]:
@@ -31,12 +31,12 @@ def slice_of(
 ) -> tuple[tuple[int, int, int], list[Fact]]:
     """(head_dim, rotary_dim, start) and where they come from."""
     family = source.family
-    rope, nope = source.outer(keys.ROPE_DIM), source.outer(keys.NOPE_DIM)
+    rope, nope = whole(source.outer(keys.ROPE_DIM)), whole(source.outer(keys.NOPE_DIM))
     last = family is not None and family.start == "last"
     if not last and (rope or nope or (family is not None and family.start == "nope")):
         return _latent_slice(source, part, rope, nope)
     head_dim, head_from = _head_dim(source, part)
-    found: list[Found] = list(source.outer(keys.ROTARY_DIM)) + list(rope)
+    found: list[Found] = list(whole(source.outer(keys.ROTARY_DIM))) + list(rope)
     claimed = claimed_by(rule)
     for path, fraction in _fractions(source, part, claimed):
         if (
@@ -81,14 +81,16 @@ def _latent_slice(
         )
     width, start = rope[0][1], nope[0][1]
     total = width + start
-    agreed("head_dim", [(f"{nope[0][0]} + {rope[0][0]}", total), *source.outer(["qk_head_dim"])])
-    for path, value in source.outer(keys.HEAD_DIM):
+    agreed(
+        "head_dim", [(f"{nope[0][0]} + {rope[0][0]}", total), *whole(source.outer(["qk_head_dim"]))]
+    )
+    for path, value in whole(source.outer(keys.HEAD_DIM)):
         if value not in (width, total):
             fail(
                 f"head_dim must be said once but got {path} = {value!r} and {nope[0][0]} + "
                 f"{rope[0][0]} = {total}"
             )
-    agreed("rotary_dim", [rope[0], *source.outer(keys.ROTARY_DIM)])
+    agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM))])
     for path, fraction in _fractions(source, part, set()):
         if fraction != 1 and int(total * fraction) != width:
             fail(
@@ -103,8 +105,9 @@ def _latent_slice(
 
 def _head_dim(source: Source, part: Part) -> tuple[int, str]:
     if part.head_dim is not None:
+        whole([part.head_dim])
         return part.head_dim[1], part.head_dim[0]
-    said = agreed("head_dim", source.outer(keys.HEAD_DIM))
+    said = agreed("head_dim", whole(source.outer(keys.HEAD_DIM)))
     if said is not None:
         return said[1], said[0]
     family = source.family
@@ -114,7 +117,10 @@ def _head_dim(source: Source, part: Part) -> tuple[int, str]:
             f"say {keys.HEAD_DIM[0]}"
         )
     widths = (family.hidden,) if family is not None and family.hidden else keys.HIDDEN
-    hidden, heads = agreed("hidden size", source.outer(widths)), source.outer(keys.HEADS)
+    hidden, heads = (
+        agreed("hidden size", whole(source.outer(widths))),
+        whole(source.outer(keys.HEADS)),
+    )
     count = agreed("the number of heads", heads)
     if hidden is None or count is None:
         fail(
@@ -122,7 +128,7 @@ def _head_dim(source: Source, part: Part) -> tuple[int, str]:
             f"{widths[0]} and {keys.HEADS[0]}, but the config has only the keys "
             f"{', '.join(sorted(source.seen))}"
         )
-    if count[1] < 1 or hidden[1] % count[1]:
+    if hidden[1] % count[1]:
         fail(f"{hidden[0]} must be a multiple of {count[0]} but got {hidden[1]!r} and {count[1]!r}")
     return hidden[1] // count[1], f"{hidden[0]} / {count[0]} = {hidden[1]} / {count[1]}"
 
@@ -190,7 +196,9 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     woven = flag[1] if kind is None and flag is not None else kind == "interleaved sections"
     if flag is not None and flag[1] != woven:
         fail(f"{flag[0]} must be {woven} for {source.name} but got {flag[1]!r}")
-    sizes = tuple(said[1])
+    if not isinstance(said[1], list | tuple):
+        raise TypeError(sentence(OPERATION, f"{said[0]} must be a list but got {said[1]!r}"))
+    sizes = tuple(whole([(said[0], size) for size in said[1]]) and said[1])
     if kind == "rows and columns, then time":
         if len(sizes) != 3 or sizes[0] != sizes[1]:
             fail(f"{said[0]} must give rows and columns equally many pairs but got {list(sizes)}")

@@ -163,6 +163,9 @@ def _only_nested(source: Source, flat: Entries, layers: tuple[str, ...] | None) 
 def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
     # Llama 4, SmolLM3: a list with 1 for each layer that rotates, or every n-th that does not.
     rotates = source.values.get("no_rope_layers")
+    if rotates is not None and not isinstance(rotates, list | tuple):
+        path = source.shown("no_rope_layers")
+        raise TypeError(sentence(OPERATION, f"{path} must be a list but got {rotates!r}"))
     if rotates:
         layers = tuple("rope" if flag else "no_rope" for flag in rotates)
     else:

@@ -119,7 +119,7 @@ def _refuse_without_rope(source: Source) -> None:
         return  # its code does not look at what follows, which is often a left-over
     said = source.outer(keys.POSITION_TYPE)
     for path, value in said:
-        if value not in keys.POSITION_TYPES_WITH_ROPE:
+        if not isinstance(value, str) or value not in keys.POSITION_TYPES_WITH_ROPE:
             fail(f"the config has no RoPE: {path} is {value!r}")
     if family is not None and not said:
         fail(
@@ -167,7 +167,7 @@ def _unknown_outside(source: Source) -> list[str]:
     for key, value in source.values.items():
         if not isinstance(key, str) or key in known or value is None or key.endswith("_config"):
             continue
-        if key == "no_rope_layers" and all(value):
+        if key == "no_rope_layers" and isinstance(value, list | tuple) and all(value):
             continue  # 1 for each layer that rotates, so the list says nothing
         if key == "no_rope_layer_interval" and "no_rope_layers" not in source.values:
             unknown.append(source.shown(key))

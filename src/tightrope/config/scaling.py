@@ -23,7 +23,7 @@ def kind_of_rule(part: Part) -> type[Rule] | None:
     """The class that a rope section names; None for no scaling."""
     said = part.said(keys.TYPE)
     for path, name in said:
-        if name not in keys.TYPES_WITHOUT_RULE and name not in RULES:
+        if not isinstance(name, str) or name not in keys.TYPES_WITHOUT_RULE | RULES.keys():
             known = ", ".join(sorted({*keys.TYPES_WITHOUT_RULE, *RULES}))
             fail(f"{path} must be one of {known} but got {name!r}")
     kinds = {RULES.get(name) for _, name in said}
@@ -117,6 +117,8 @@ def _ratio(source: Source, part: Part) -> Found | None:
         return None
     if not isinstance(original[1], int) or not isinstance(longest[0][1], int):
         return None
+    if original[1] < 1:
+        return None  # the rule will say so
     return f"{longest[0][0]} / {original[0]}", longest[0][1] / original[1]
 
 

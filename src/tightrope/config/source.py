@@ -87,3 +87,13 @@ def agreed(what: str, found: list[Found]) -> Found | None:
                 f"{what} must be said once but got {first[0]} = {first[1]!r} and {path} = {value!r}"
             )
     return first
+
+
+def whole(found: list[Found]) -> list[Found]:
+    """The same, once every value is known to be an int that can be a size."""
+    for path, value in found:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(sentence(OPERATION, f"{path} must be an int but got {value!r}"))
+        if value < 1:
+            fail(f"{path} must be at least 1 but got {value}")
+    return found
