@@ -178,7 +178,13 @@ def test_dynamic_ntk(d: int, base: float, factor: float, length: int | None) -> 
     assert made.attention_scaling == 1.0
 
 
+# So many turns that, of 64 channels with base 1e4, index 20 lies halfway into a ramp 0.001 wide.
+NARROW = 4096 / (2 * math.pi) * 1e4 ** (-2 * 19.9995 / 64)
+
 YARNS: dict[str, dict[str, Any]] = {
+    "narrow": {
+        "factor": 4.0, "trained": 4096, "beta_fast": NARROW, "beta_slow": NARROW, "truncate": False,
+    },
     "plain": {"factor": 4.0, "trained": 4096},
     "large": {"factor": 64.0, "trained": 65536},
     "none": {"factor": 1.0, "trained": 4096},
