@@ -417,20 +417,10 @@ class RopeSpec:
         self, where: positions_.Positions, device: torch.device, operation: str
     ) -> PreparedRotation:
         """As :meth:`at`, from canonical positions, with the operation that errors shall name."""
+        positions_.check_axes(operation, where, self.axis_count)
         ids = where.ids
-        if ids is not None:
-            if ids.shape[0] != self.axis_count:
-                raise ValueError(
-                    sentence(
-                        operation,
-                        f"positions must have {self.axis_count} "
-                        f"{'axis' if self.axis_count == 1 else 'axes'} for this spec but got "
-                        f"{ids.shape[0]}",
-                        positions=ids,
-                    )
-                )
-            if ids.device != device:
-                ids = ids.to(device)
+        if ids is not None and ids.device != device:
+            ids = ids.to(device)
         words, turns = self._table(device)
         return PreparedRotation(self, words, turns, ids, where.offset, where.ramp, device)
 

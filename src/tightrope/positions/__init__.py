@@ -1,0 +1,33 @@
+"""Positions: every way to say where tokens are, and the one form that the operator takes.
+
+The canonical form is ``(ids, offset, ramp)``. The position of token ``t`` of row ``r`` on an axis is::
+
+    offset + (ids[axis, r, 0 if ramp else t], or 0 without ids) + (t if ramp else 0)
+
+so that ``0..n-1``, an offset, one offset per row and explicit ids are the same thing to a kernel, and
+none of the first three allocates anything.
+
+Nothing here waits for a device: what depends on values is computed where they are, and values are
+checked on the CPU only.
+"""
+
+from __future__ import annotations
+
+from ._form import (
+    DTYPES as DTYPES,
+    ZERO as ZERO,
+    Positions as Positions,
+    PositionsLike as PositionsLike,
+    canonical as canonical,
+    check_axes as check_axes,
+)
+from ._line import left_padded as left_padded, packed as packed, per_row as per_row
+from ._rewrite import concatenate as concatenate, explicit as explicit, shard as shard
+from ._space import (
+    Segment as Segment,
+    grid as grid,
+    mrope as mrope,
+    mrope_next as mrope_next,
+    multi_axis as multi_axis,
+    text as text,
+)

@@ -1,0 +1,209 @@
+"""One coordinate: offsets per row, packed sequences, padding."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from .._errors import describe, sentence
+from ._form import (
+    Positions,
+    canonical,
+    check_dtype,
+    check_integers,
+    count,
+    is_readable,
+    widened,
+)
+
+
+def per_row(offsets: torch.Tensor) -> Positions:
+    """One offset per batch row: token ``t`` of row ``r`` is at ``offsets[r] + t``.
+
+    Args:
+        offsets: int32, int64, float32 or float64, shape ``(rows,)``; may be negative. On a device
+            they are read by the kernel, without a synchronisation.
+
+    >>> per_row(torch.tensor([0, 100])).ids.shape
+    torch.Size([1, 2, 1])
+    """
+    check_dtype("per_row", offsets)
+    if offsets.dim() != 1:
+        raise ValueError(sentence("per_row", "offsets must have shape (rows,)", offsets=offsets))
+    return Positions(offsets[None, :, None], ramp=True)
+
+
+def packed(
+    cu_seqlens: torch.Tensor,
+    offsets: torch.Tensor | int | None = None,
+    total: int | None = None,
+) -> Positions:
+    """Sequences packed end to end in one row (layout "thd"): positions restart at each of them.
+
+    Args:
+        cu_seqlens: int32 or int64 ``(sequences + 1,)``: where each sequence begins, and the end of
+            the last, as variable-length attention takes them; sequences may be empty.
+        offsets: where each sequence begins to count: 0, one int for all, or a tensor
+            ``(sequences,)`` on the device of ``cu_seqlens``, such as the lengths of what is cached.
+            Floating offsets are added in float64.
+        total: number of tokens. May be left out on the CPU, outside of compiled code; elsewhere only
+            the device knows it, and asking would wait. Tokens past the end, which nothing can refuse
+            there, count on from the last sequence.
+
+    Returns:
+        Positions of ``total`` tokens in one row, on the device of ``cu_seqlens``.
+
+    Raises:
+        ValueError: on the CPU, numbers that do not start with 0, decrease, or do not end with total.
+
+    >>> packed(torch.tensor([0, 3, 5])).ids.flatten().tolist()
+    [0, 1, 2, 0, 1]
+    >>> packed(torch.tensor([0, 3, 5]), offsets=torch.tensor([7, 100])).ids.flatten().tolist()
+    [7, 8, 9, 100, 101]
+    """
+    name = "packed"
+    total = check_cu_seqlens(name, cu_seqlens, total)
+    tokens, sequence = sequences(cu_seqlens, total)
+    starts = cu_seqlens[:-1]
+    if not isinstance(offsets, torch.Tensor):
+        ids = tokens - starts.index_select(0, sequence)
+        return Positions(ids[None, None], canonical(offsets, name).offset, ramp=False)
+    check_dtype(name, offsets)
+    if offsets.shape != starts.shape or offsets.device != cu_seqlens.device:
+        raise ValueError(
+            sentence(
+                name,
+                f"offsets must have shape ({starts.shape[0]},), one for each sequence, on the device "
+                "of cu_seqlens",
+                offsets=offsets,
+                cu_seqlens=cu_seqlens,
+            )
+        )
+    # One number per sequence turns its place in the pack into its position.
+    ids = tokens + (widened(offsets) - starts).index_select(0, sequence)
+    return Positions(ids[None, None], ramp=False)
+
+
+def left_padded(
+    attention_mask: torch.Tensor | None = None,
+    *,
+    lengths: torch.Tensor | None = None,
+    total: int | None = None,
+) -> Positions:
+    """Rows that are padded at their beginning, so that all of them end together.
+
+    The first real token of each row is at 0. Give either a mask or lengths. A mask may have padding
+    anywhere: the position of a real token is the number of real tokens before it. Padding tokens are
+    at 0 by a mask, and before 0 by lengths; attention must not look at them, and then their positions
+    do not matter.
+
+    Args:
+        attention_mask: bool, or integers 0 and 1, ``(rows, tokens)``; true for real tokens.
+        lengths: int32 or int64 ``(rows,)``: how many real tokens each row has. Then nothing is as
+            long as the rows, neither here nor in the kernel.
+        total: how long the padded rows are; with lengths only.
+
+    Raises:
+        ValueError: neither or both, shapes that do not fit, and on the CPU masks and lengths with
+            impossible values.
+        TypeError: a floating mask, or lengths that are no integers.
+
+    Source: by a mask, what generation in transformers does: cumsum − 1, and 0 for padding.
+
+    >>> left_padded(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).ids.tolist()
+    [[[0, 0, 0, 1], [0, 1, 2, 3]]]
+    >>> left_padded(lengths=torch.tensor([2, 4]), total=4).ids.flatten().tolist()
+    [-2, 0]
+    """
+    name = "left_padded"
+    if (attention_mask is None) == (lengths is None) or (lengths is None) != (total is None):
+        raise ValueError(
+            sentence(
+                name, "give either an attention_mask, or lengths and a total, and nothing else"
+            )
+        )
+    if lengths is not None and total is not None:
+        check_integers(name, "lengths", lengths)
+        total = count(name, "total", total)
+        if lengths.dim() != 1:
+            raise ValueError(sentence(name, "lengths must have shape (rows,)", lengths=lengths))
+        if lengths.numel() and is_readable(lengths):
+            low, high = (int(end) for end in torch.aminmax(lengths))
+            if low < 0 or high > total:
+                raise ValueError(
+                    sentence(
+                        name,
+                        f"lengths must lie in [0, {total}], total, but go from {low} to {high}",
+                    )
+                )
+        return per_row(lengths - total)
+    mask = attention_mask
+    if not isinstance(mask, torch.Tensor) or mask.is_floating_point() or mask.is_complex():
+        raise TypeError(
+            sentence(name, f"attention_mask must be bool or integers but got {describe(mask)}")
+        )
+    if mask.dim() != 2:
+        raise ValueError(
+            sentence(name, "attention_mask must have shape (rows, tokens)", attention_mask=mask)
+        )
+    if mask.dtype != torch.bool and mask.numel() and is_readable(mask):
+        low, high = (int(end) for end in torch.aminmax(mask))
+        if low < 0 or high > 1:
+            raise ValueError(
+                sentence(
+                    name,
+                    f"attention_mask must hold 0 and 1 but goes from {low} to {high}; for sequences "
+                    "numbered in one row call positions.packed",
+                )
+            )
+    real = mask != 0
+    ids = (real.to(torch.int64).cumsum(-1) - 1).masked_fill(~real, 0)
+    return Positions(ids[None], ramp=False)
+
+
+def check_cu_seqlens(operation: str, cu_seqlens: torch.Tensor, total: int | None) -> int:
+    """How many tokens there are."""
+    check_integers(operation, "cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            sentence(
+                operation,
+                "cu_seqlens must have shape (sequences + 1,) with at least one sequence",
+                cu_seqlens=cu_seqlens,
+            )
+        )
+    if total is not None:
+        total = count(operation, "total", total)
+    if not is_readable(cu_seqlens):
+        if total is None:
+            raise ValueError(
+                sentence(
+                    operation,
+                    "total must be given where reading cu_seqlens would wait for a device or break "
+                    "a graph",
+                    cu_seqlens=cu_seqlens,
+                )
+            )
+        return total
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
+        raise ValueError(
+            sentence(operation, f"cu_seqlens must start with 0 and never decrease but got {ends}")
+        )
+    if total is not None and ends[-1] != total:
+        raise ValueError(
+            sentence(
+                operation,
+                f"cu_seqlens must end with the number of tokens {total} but got {ends[-1]}",
+            )
+        )
+    return int(ends[-1])
+
+
+def sequences(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index of each token, and which sequence it is in."""
+    tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    ends = cu_seqlens[1:].contiguous()
+    sequence = torch.searchsorted(ends, tokens, right=True)
+    return tokens, sequence.clamp(max=ends.shape[0] - 1)

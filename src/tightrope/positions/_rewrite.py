@@ -1,0 +1,233 @@
+"""The same positions written otherwise: as ids, joined, or the share of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .._errors import describe, sentence
+from ._form import Positions, PositionsLike, canonical, count, integer, is_readable, widened
+from ._line import check_cu_seqlens, sequences
+
+
+def explicit(
+    positions: PositionsLike,
+    tokens: int | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Positions:
+    """The same positions, written out as one id for each token.
+
+    Args:
+        positions: anything that says positions.
+        tokens: how many tokens there are; may be left out where there is an id for each already.
+        device: for None and an int, where the ids are made.
+
+    Returns:
+        Positions without an offset or a ramp, int64 or float64.
+
+    >>> explicit(5, 3).ids.tolist()
+    [[[5, 6, 7]]]
+    """
+    name = "explicit"
+    where = canonical(positions, name)
+    tokens = _tokens_of(name, where, tokens)
+    ids = where.ids
+    if ids is None:
+        ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+    ids = widened(ids) + where.offset
+    if where.ramp:
+        ids = ids + torch.arange(tokens, device=ids.device)
+    return Positions(ids, ramp=False)
+
+
+def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Positions:
+    """Several runs of tokens one after the other, or several batches of rows.
+
+    Images of several sizes in one row, class tokens before an image, rows of M-RoPE positions.
+
+    Args:
+        parts: positions with an id for each token (see :func:`explicit` for others), all with the
+            same axes; along tokens with the same rows, or one row for all; along rows with the same
+            tokens, or all of them offsets per row.
+        along: "tokens" or "rows".
+
+    >>> concatenate([torch.tensor([0]), torch.tensor([7, 8])]).ids.tolist()
+    [[[0, 7, 8]]]
+    """
+    name = "concatenate"
+    if along not in ("tokens", "rows"):
+        raise ValueError(sentence(name, f"along must be 'tokens' or 'rows' but got {along!r}"))
+    if isinstance(parts, torch.Tensor) or not isinstance(parts, Iterable):
+        raise TypeError(
+            sentence(name, f"parts must be a sequence of positions but got {describe(parts)}")
+        )
+    wheres = [canonical(part, name) for part in parts]
+    if not wheres:
+        raise ValueError(sentence(name, "parts must be at least one but got none"))
+    ramp = along == "rows" and all(where.ramp and where.ids is not None for where in wheres)
+    tensors = []
+    for where in wheres:
+        if where.ids is None or where.ramp != ramp:
+            raise ValueError(
+                sentence(
+                    name,
+                    "parts must have an id for each token; call positions.explicit(part, tokens)",
+                    part=where.offset if where.ids is None else where.ids,
+                )
+            )
+        tensors.append(where.ids if _is_zero(where.offset) else widened(where.ids) + where.offset)
+    first = tensors[0]
+    fixed = (0, 1) if along == "tokens" else (0, 2)
+    rows = max(ids.shape[1] for ids in tensors)
+    if along == "tokens":
+        tensors = [ids.expand(-1, rows, -1) if ids.shape[1] == 1 else ids for ids in tensors]
+        first = tensors[0]
+    for ids in tensors:
+        if any(ids.shape[dim] != first.shape[dim] for dim in fixed):
+            what = "axes and rows" if along == "tokens" else "axes and tokens"
+            raise ValueError(
+                sentence(name, f"parts must have the same {what}", one=first, other=ids)
+            )
+    if any(ids.dtype != first.dtype for ids in tensors):
+        floating = any(ids.is_floating_point() for ids in tensors)
+        tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
+    return Positions(torch.cat(tensors, 2 if along == "tokens" else 1), ramp=ramp)
+
+
+def shard(
+    positions: PositionsLike,
+    rank: int,
+    size: int,
+    *,
+    kind: str = "contiguous",
+    tokens: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Positions:
+    """The positions of the tokens that one rank of a context-parallel group holds.
+
+    Args:
+        positions: those of the whole sequence, of any kind.
+        rank, size: which of how many.
+        kind: "contiguous": rank ``r`` holds the ``r``-th of ``size`` equal chunks. "zigzag": of
+            ``2 · size`` equal chunks it holds number ``r`` and number ``2 · size − 1 − r``, in this
+            order, which shares the work of causal attention out evenly.
+        tokens: how many tokens the whole sequence has; may be left out where there is an id for each.
+        cu_seqlens: with "zigzag" and packed sequences: each of them is cut up on its own, so that
+            its length must be a multiple of ``2 · size``.
+        device: for None and an int in zigzag, where the ids are made.
+
+    Returns:
+        Positions of ``tokens / size`` tokens. A contiguous shard of 0..n-1, of an offset and of
+        offsets per row is an offset, and allocates nothing.
+
+    Source: Llama 3 (arXiv 2407.21783), section 3.3.2, and TransformerEngine's context parallelism,
+    for packed sequences too.
+
+    >>> shard(None, 1, 4, tokens=16)
+    Positions(ids=None, offset=4, ramp=True)
+    >>> shard(None, 1, 2, kind="zigzag", tokens=8).ids.tolist()
+    [[[2, 3, 4, 5]]]
+    """
+    name = "shard"
+    where = canonical(positions, name)
+    size, rank = count(name, "size", size), integer(name, "rank", rank)
+    if not 0 <= rank < size:
+        raise ValueError(sentence(name, f"rank must lie in [0, size) but got {rank} of {size}"))
+    if kind not in ("contiguous", "zigzag"):
+        raise ValueError(sentence(name, f"kind must be 'contiguous' or 'zigzag' but got {kind!r}"))
+    tokens = _tokens_of(name, where, tokens)
+    if cu_seqlens is not None:
+        if kind != "zigzag":
+            raise ValueError(
+                sentence(
+                    name,
+                    "cu_seqlens must be None for kind 'contiguous', which cuts the whole row",
+                    cu_seqlens=cu_seqlens,
+                )
+            )
+        return _taken(where, _packed_zigzag(name, cu_seqlens, tokens, rank, size))
+    chunks = size if kind == "contiguous" else 2 * size
+    if tokens % chunks:
+        raise ValueError(
+            sentence(
+                name,
+                f"tokens must be a multiple of {chunks} for {size} {kind} shards but got {tokens}",
+            )
+        )
+    length = tokens // chunks
+    first, last = rank * length, (chunks - 1 - rank) * length
+    ids = where.ids
+    if ids is not None and not where.ramp:
+        own = ids.narrow(2, first, length)
+        if kind == "zigzag":
+            own = torch.cat((own, ids.narrow(2, last, length)), 2)
+        return Positions(own, where.offset, ramp=False)
+    if kind == "contiguous":
+        return Positions(ids, where.offset + first)
+    halves = (
+        torch.arange(begin, begin + length, device=device if ids is None else ids.device)
+        for begin in (first, last)
+    )
+    return _taken(where, torch.cat(tuple(halves)))
+
+
+def _taken(where: Positions, index: torch.Tensor) -> Positions:
+    """Positions of those tokens that an index names."""
+    if where.ids is None:
+        return Positions(index[None, None], where.offset, ramp=False)
+    if where.ramp:
+        return Positions(widened(where.ids) + index, where.offset, ramp=False)
+    return Positions(where.ids.index_select(2, index), where.offset, ramp=False)
+
+
+def _packed_zigzag(
+    name: str, cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int
+) -> torch.Tensor:
+    check_cu_seqlens(name, cu_seqlens, tokens)
+    if is_readable(cu_seqlens) and bool((cu_seqlens % (2 * size) != 0).any()):
+        raise ValueError(
+            sentence(
+                name,
+                f"every sequence must be a multiple of {2 * size} tokens for {size} zigzag shards "
+                f"but got cu_seqlens {cu_seqlens.tolist()}",
+            )
+        )
+    # This rank's share of each sequence is a sequence in the pack of this rank.
+    own = cu_seqlens // size
+    place, sequence = sequences(own, tokens // size)
+    begin = own.index_select(0, sequence)
+    half = (own.index_select(0, sequence + 1) - begin) // 2
+    place = place - begin
+    # The first half of the share is chunk `rank` of the sequence; the second is chunk
+    # 2·size − 1 − rank, to where it moves by as many chunks as lie between.
+    moved = torch.where(place < half, rank * half, (2 * size - 2 - rank) * half)
+    return (cu_seqlens.index_select(0, sequence) + place + moved).to(torch.int64)
+
+
+def _tokens_of(operation: str, where: Positions, tokens: int | None) -> int:
+    if tokens is not None:
+        tokens = count(operation, "tokens", tokens)
+    if where.ids is None or where.ramp:
+        if tokens is None:
+            raise ValueError(
+                sentence(operation, "tokens must be given for positions that do not have an end")
+            )
+        return tokens
+    if tokens is not None and tokens != where.ids.shape[2]:
+        raise ValueError(
+            sentence(
+                operation,
+                f"positions must say one position for each of {tokens} tokens but got "
+                f"{where.ids.shape[2]}",
+                positions=where.ids,
+            )
+        )
+    return where.ids.shape[2]
+
+
+def _is_zero(offset: int) -> bool:
+    # A symbol is not looked at: that would guard on it.
+    return type(offset) is int and not torch.compiler.is_compiling() and offset == 0

@@ -1,0 +1,294 @@
+"""Several coordinates: ids, text, grids, and text mixed with images and video."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from .._errors import sentence
+from ._form import Positions, PositionsLike, canonical, check_dtype, count, integer, number
+
+_Number: TypeAlias = "int | float"
+
+
+def multi_axis(ids: torch.Tensor) -> Positions:
+    """Several coordinates per token, whose angles add up.
+
+    Args:
+        ids: int32, int64, float32 or float64, shape ``(axes, tokens)`` or ``(axes, rows, tokens)``;
+            the latter is what transformers calls position_ids of a multimodal model.
+
+    >>> multi_axis(torch.zeros(2, 9, dtype=torch.int64)).ids.shape
+    torch.Size([2, 1, 9])
+    """
+    check_dtype("multi_axis", ids)
+    if ids.dim() not in (2, 3):
+        raise ValueError(
+            sentence(
+                "multi_axis", "ids must have shape (axes, tokens) or (axes, rows, tokens)", ids=ids
+            )
+        )
+    return Positions(ids if ids.dim() == 3 else ids[:, None], ramp=False)
+
+
+def text(
+    positions: PositionsLike = None, *, axes: int, device: torch.device | str | None = None
+) -> Positions:
+    """Text for a spec of several axes: all coordinates of a token are its one position.
+
+    Args:
+        positions: anything that says positions on one axis: None, an int offset, ids, or another
+            kind. Nothing is copied.
+        axes: how many coordinates.
+        device: for None and an int, where the rotated tensors live; without it one number goes there
+            with each call.
+
+    Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
+
+    >>> text(7, axes=3).ids.shape
+    torch.Size([3, 1, 1])
+    >>> text(torch.tensor([3, 1]), axes=2).ids.tolist()
+    [[[3, 1]], [[3, 1]]]
+    """
+    where = canonical(positions, "text")
+    axes = count("text", "axes", axes)
+    ids = where.ids
+    if ids is None:
+        ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+    if ids.shape[0] != 1:
+        raise ValueError(
+            sentence("text", f"positions must have 1 axis but got {ids.shape[0]}", positions=ids)
+        )
+    return Positions(ids.expand(axes, -1, -1), where.offset, where.ramp)
+
+
+def grid(
+    *sizes: int,
+    start: _Number | Sequence[_Number] = 0,
+    step: _Number | Sequence[_Number] = 1,
+    span: tuple[float, float] | Sequence[tuple[float, float]] | None = None,
+    ends: bool = False,
+    merge: int | Sequence[int] = 1,
+    device: torch.device | str | None = None,
+) -> Positions:
+    """The cells of a grid in row-major order: patches of an image, or of a video.
+
+    Args:
+        sizes: cells along each axis, such as ``grid(height, width)`` or ``grid(time, height,
+            width)``. The last axis varies fastest.
+        start, step: the coordinate of cell ``i`` is ``start + step · i``; one number, or one for
+            each axis. int64 where both are ints, else float64.
+        span: for normalised coordinates in place of start and step: ``(low, high)``, or one such
+            pair for each axis. The coordinate of cell ``i`` of ``n`` is the middle of the ``i``-th of
+            ``n`` equal parts, ``low + (high − low)·(i + 1/2)/n``.
+        ends: with span: the first cell is at low and the last at high, as linspace has it.
+        merge: tokens come in blocks of ``merge`` cells along each axis (one number, or one for each
+            axis), row-major among blocks and inside of each; for models that merge such blocks
+            later.
+        device: where the rotated tensors live.
+
+    Returns:
+        Positions ``[axes, 1, tokens]``.
+
+    Source: a normalised grid: DINOv3 (arXiv 2508.10104), which turns by 2π per unit, so its span is
+    ``(-2π, 2π)``; merged blocks: Qwen2-VL (arXiv 2409.12191).
+
+    >>> grid(2, 3).ids.tolist()
+    [[[0, 0, 0, 1, 1, 1]], [[0, 1, 2, 0, 1, 2]]]
+    >>> grid(4, span=(-1, 1)).ids.tolist()
+    [[[-0.75, -0.25, 0.25, 0.75]]]
+    >>> grid(2, 4, merge=2).ids[1].tolist()
+    [[0, 1, 0, 1, 2, 3, 2, 3]]
+    """
+    name = "grid"
+    counts = tuple(count(name, "a size", size) for size in sizes)
+    if not counts:
+        raise ValueError(sentence(name, "a grid must have a size for each axis but got none"))
+    axes = len(counts)
+    merges = tuple(count(name, "merge", value) for value in _each(name, "merge", merge, axes))
+    if any(cells < 1 or size % cells for size, cells in zip(counts, merges, strict=True)):
+        raise ValueError(
+            sentence(name, f"sizes must be multiples of merge but got {counts} and {merges}")
+        )
+    if span is None:
+        if ends:
+            raise ValueError(sentence(name, "ends must be False without a span but got True"))
+        starts = [number(name, "start", value) for value in _each(name, "start", start, axes)]
+        steps = [number(name, "step", value) for value in _each(name, "step", step, axes)]
+    else:
+        if start != 0 or step != 1:
+            raise ValueError(sentence(name, f"span must be None with start or step but got {span}"))
+        starts, steps = [], []
+        for (low, high), size in zip(_spans(name, span, axes), counts, strict=True):
+            parts = max(size - 1, 1) if ends else max(size, 1)
+            starts.append(low if ends else low + (high - low) / (2 * parts))
+            steps.append((high - low) / parts)
+    return Positions(_cells(counts, starts, steps, merges, device)[:, None], ramp=False)
+
+
+def _cells(
+    sizes: Sequence[int],
+    starts: Sequence[int | float],
+    steps: Sequence[int | float],
+    merges: Sequence[int],
+    device: torch.device | str | None,
+) -> torch.Tensor:
+    """The coordinates of cells as :func:`grid` orders them, ``[axes, cells]``."""
+    axes = len(sizes)
+    floating = any(isinstance(value, float) for value in (*starts, *steps))
+    dtype = torch.float64 if floating else torch.int64
+    lines = []
+    for axis, size in enumerate(sizes):
+        line = torch.arange(size, dtype=dtype, device=device) * steps[axis] + starts[axis]
+        shape = [1] * axes
+        shape[axis] = size
+        lines.append(line.reshape(shape).expand(sizes))
+    cells = torch.stack(lines)
+    if any(merge != 1 for merge in merges):
+        split = [part for size, m in zip(sizes, merges, strict=True) for part in (size // m, m)]
+        cells = cells.reshape(axes, *split).permute(
+            0, *range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2)
+        )
+    return cells.reshape(axes, math.prod(sizes))
+
+
+Segment: TypeAlias = "int | tuple[int, int, int] | tuple[int, int, int, float]"
+
+
+def mrope(
+    segments: Iterable[Segment],
+    *,
+    start: int = 0,
+    next_from: str = "all",
+    device: torch.device | str | None = None,
+) -> Positions:
+    """Text mixed with images and video, in coordinates (time, height, width).
+
+    Text counts on all three axes at once. The cells of an image or a video count from where it
+    begins on each axis, row-major. What follows begins one past the largest coordinate so far.
+
+    Args:
+        segments: what the row holds, in order: an int for that many text tokens; ``(t, h, w)`` for
+            an image (t = 1) or a video, counted after merging; ``(t, h, w, time_step)`` where a frame
+            takes ``time_step`` positions in time, rounded down (Qwen2.5-VL: tokens per second times
+            seconds per frame). A model that puts its frames among text, as Qwen3-VL does, has one
+            ``(1, h, w)`` for each frame.
+        start: where the row begins, on all axes.
+        next_from: "all": what follows an image or a video begins after its largest coordinate on any
+            axis, as the paper and the models' own code have it. "space": after its height and width,
+            whatever its time, as transformers 5 has it; the two differ for long videos only.
+        device: where the rotated tensors live.
+
+    Returns:
+        Positions ``[3, 1, tokens]``. For a batch, ``concatenate(rows, along="rows")``.
+
+    Source: Qwen2-VL (arXiv 2409.12191), section 2.1; time steps: Qwen2.5-VL (arXiv 2502.13923).
+
+    >>> mrope([2, (1, 2, 2), 1]).ids.squeeze(1).tolist()
+    [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
+    """
+    placed, _ = _walk("mrope", segments, start, next_from)
+    parts = [torch.zeros(3, 0, dtype=torch.int64, device=device)]
+    for begin, sizes, time_step in placed:
+        if len(sizes) == 1:
+            parts.append(torch.arange(begin, begin + sizes[0], device=device).expand(3, -1))
+            continue
+        cells = _cells(sizes, (0, 0, 0), (1, 1, 1), (1, 1, 1), device)
+        if time_step != 1:
+            # In float32, as the models' own code has it: a product just below an int counts.
+            time = (cells[:1].to(torch.float32) * time_step).to(torch.int64)
+            cells = torch.cat((time, cells[1:]))
+        parts.append(cells + begin)
+    return Positions(torch.cat(parts, 1)[:, None], ramp=False)
+
+
+def mrope_next(segments: Iterable[Segment], *, start: int = 0, next_from: str = "all") -> int:
+    """The position, on all axes, of the token that is generated after those of :func:`mrope`.
+
+    One past the largest coordinate. Less the number of tokens it is what transformers calls
+    ``rope_deltas``.
+
+    Args: as of :func:`mrope`.
+
+    >>> mrope_next([2, (1, 2, 2), 1])
+    5
+    """
+    return _walk("mrope_next", segments, start, next_from)[1]
+
+
+def _walk(
+    name: str, segments: object, start: object, next_from: object
+) -> tuple[list[tuple[int, tuple[int, ...], float]], int]:
+    """Where each segment begins, its sizes and its time step; and one past the largest position."""
+    if next_from not in ("all", "space"):
+        raise ValueError(
+            sentence(name, f"next_from must be 'all' or 'space' but got {next_from!r}")
+        )
+    begin = integer(name, "start", start)
+    largest = begin - 1
+    rule = "segments must be ints and tuples (t, h, w) or (t, h, w, time_step)"
+    if isinstance(segments, str) or not isinstance(segments, Iterable):
+        raise TypeError(sentence(name, f"{rule} but got {segments!r}"))
+    placed = []
+    for segment in segments:
+        if not isinstance(segment, (tuple, list)):
+            sizes: tuple[int, ...] = (count(name, "a number of text tokens", segment),)
+            time_step, last = 1.0, sizes[0] - 1
+            advance = sizes[0]
+        else:
+            if len(segment) not in (3, 4):
+                raise ValueError(sentence(name, f"{rule} but got {segment!r}"))
+            sizes = tuple(count(name, "t, h and w", size) for size in segment[:3])
+            if min(sizes) < 1:
+                raise ValueError(
+                    sentence(name, f"t, h and w must be positive but got {tuple(segment)}")
+                )
+            time_step = number(name, "time_step", segment[3]) if len(segment) == 4 else 1.0
+            if not 0 <= time_step < math.inf:
+                raise ValueError(
+                    sentence(name, f"time_step must be finite and not negative but got {time_step}")
+                )
+            space = max(sizes[1:])
+            last = max(int(_float32((sizes[0] - 1) * _float32(time_step))), space - 1)
+            advance = last + 1 if next_from == "all" else space
+        placed.append((begin, sizes, time_step))
+        largest = max(largest, begin + last)
+        begin += advance
+    return placed, largest + 1
+
+
+def _each(operation: str, name: str, value: object, axes: int) -> tuple[object, ...]:
+    """One value per axis, from one for all or a sequence of them."""
+    if not isinstance(value, (tuple, list)):
+        return (value,) * axes
+    if len(value) != axes:
+        raise ValueError(
+            sentence(
+                operation, f"{name} must be one, or one for each of {axes} axes, but got {value}"
+            )
+        )
+    return tuple(value)
+
+
+def _spans(operation: str, span: object, axes: int) -> list[tuple[float, float]]:
+    rule = f"span must be (low, high), or one such pair for each of {axes} axes, but got {span!r}"
+    if not isinstance(span, (tuple, list)) or not span:
+        raise TypeError(sentence(operation, rule))
+    pairs = list(span) if isinstance(span[0], (tuple, list)) else [span] * axes
+    if len(pairs) != axes:
+        raise ValueError(sentence(operation, rule))
+    result = []
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ValueError(sentence(operation, rule))
+        low, high = (float(number(operation, "an end of span", end)) for end in pair)
+        result.append((low, high))
+    return result
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
