@@ -45,7 +45,12 @@ RANKS: dict[str, tuple[int, int]] = {
 }
 
 # Imports that go up, from inside a function only: (from, to) -> why there is no other way.
-LAZY: dict[tuple[str, str], str] = {}
+LAZY: dict[tuple[str, str], str] = {
+    (
+        "spec",
+        "config",
+    ): "RopeSpec.from_config is where a user looks for it; what it reads builds specs",
+}
 
 # Modules that import by a name which they compute -> why, and what keeps it within the ranks.
 DYNAMIC: dict[str, str] = {}

@@ -762,10 +762,10 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "[LongRoPE] factor (the longest length / original_max_position), attention_factor, or "
         "short_mscale and long_mscale must be given but got none.",
     ),
-    "an empty band": (
-        lambda: Llama3(8.0, 4.0, 4.0, 8192),
+    "a band that ends before it begins": (
+        lambda: Llama3(8.0, 5.0, 4.0, 8192),
         ValueError,
-        "[Llama3] high_freq_factor must be above low_freq_factor but got 4.0 and 4.0.",
+        "[Llama3] high_freq_factor must be at least low_freq_factor but got 4.0 and 5.0.",
     ),
     "a fraction above 1": (
         lambda: Proportional(1.5),
@@ -862,3 +862,13 @@ def test_sentences(case: str) -> None:
     make, kind, text = REFUSED[case]
     with refused(kind, text):
         make()
+
+
+def test_llama3_without_a_band_is_a_step() -> None:
+    """Llama 4 Scout: both factors are 1, so pairs are kept or divided and none is blended."""
+    kept = frequencies.default(128, 5e5).exact
+    divided = Linear(16.0).frequencies(128, 5e5).exact
+    made = Llama3(16.0, 1.0, 1.0, 8192).frequencies(128, 5e5).exact
+    slow = [float(omega) * 8192 < 2 * math.pi for omega in kept]
+    assert made == tuple(b if s else a for a, b, s in zip(kept, divided, slow, strict=True))
+    assert 0 < sum(slow) < 64

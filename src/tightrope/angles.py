@@ -274,14 +274,14 @@ def real(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Positions as numbers, ``[axes, rows|1, tokens]``; NaN where they are lost."""
-    whole, fraction = _split(positions, device)
-    number = (whole + offset).to(dtype)
-    if fraction is not None:
-        number = number + fraction.to(dtype) * 2.0**-63
-    if ramp:
-        number = number + torch.arange(tokens, device=device)
-    lost = is_lost(positions)
-    return number if lost is None else torch.where(lost, torch.nan, number)
+    number = torch.zeros(1, 1, 1, dtype=dtype, device=device)
+    if positions is not None:
+        number = positions.to(dtype)
+        lost = is_lost(positions)
+        if lost is not None:
+            number = torch.where(lost, torch.nan, number)
+    number = number + offset
+    return number + torch.arange(tokens, device=device) if ramp else number
 
 
 def inv_freq(words: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -519,7 +519,8 @@ class Llama3(Rule):
         original_max_position: L0, the length that the model was first trained with.
 
     Raises:
-        ValueError, TypeError: parameters out of range; a high factor that is not above the low one.
+        ValueError, TypeError: parameters out of range; a high factor below the low one. Equal ones are a
+            step without a blend, as in Llama 4 Scout.
 
     Source: Llama 3 (arXiv 2407.21783), section 3.4.2, and ``apply_scaling`` in Meta's reference code
     for Llama 3.1.
@@ -549,11 +550,11 @@ class Llama3(Rule):
             high_freq_factor=self._positive("high_freq_factor"),
             original_max_position=self._length(),
         )
-        if self.high_freq_factor <= self.low_freq_factor:
+        if self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
                 sentence(
                     "Llama3",
-                    f"high_freq_factor must be above low_freq_factor but got "
+                    f"high_freq_factor must be at least low_freq_factor but got "
                     f"{self.high_freq_factor} and {self.low_freq_factor}",
                 )
             )
@@ -564,10 +565,13 @@ class Llama3(Rule):
         exact = []
         for omega in default(rotary_dim, base).exact:
             turns = self.original_max_position * omega / TWO_PI
-            s = (turns - low) / (high - low)
-            exact.append(
-                omega if s > 1 else omega / factor if s < 0 else omega * (s + (1 - s) / factor)
-            )
+            if turns > high or turns == low == high:
+                exact.append(omega)
+            elif turns < low:
+                exact.append(omega / factor)
+            else:
+                s = (turns - low) / (high - low)
+                exact.append(omega * (s + (1 - s) / factor))
         return Frequencies(tuple(exact))
 
 

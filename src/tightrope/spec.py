@@ -7,7 +7,7 @@ import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -133,6 +133,7 @@ class RopeSpec:
         put(self, "_tables", {})
         if not torch.compiler.is_compiling():
             self._table(torch.device("cpu"))
+        put(self, "_beyond", self._make_beyond() if self.by_length else None)
 
     def _check_axes(self, rotary_dim: int) -> None:
         if self.axes is None:
@@ -219,6 +220,50 @@ class RopeSpec:
             values["axes"] = Axes(**axes)
         return cls(**values)
 
+    @classmethod
+    def from_config(
+        cls,
+        config: object,
+        *,
+        layer_type: str | None = None,
+        section: str | None = None,
+        strict: bool = True,
+        interleaved: bool | None = None,
+    ) -> Any:
+        """The spec that somebody else's configuration describes; never a guess, never a default.
+
+        Reads transformers (v4 and v5, files and objects), Meta's ``params.json``, GGUF metadata, and
+        the names of vLLM and Megatron. :func:`tightrope.config.provenance` tells which key gave which
+        field.
+
+        Args:
+            config: a mapping, a config object, or the path of a JSON file or of its folder.
+            layer_type: which layers, where they differ; the specs of all types without it.
+            section: which part of a nested configuration, such as ``"text_config"``, where several
+                have RoPE; ``""`` is the outer level.
+            strict: whether an unknown key about RoPE is an error; else it is a warning.
+            interleaved: how channels are paired, where neither the config nor its family says it; it
+                overrules both.
+
+        Returns:
+            The spec. Where layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from the
+            type of a layer to its spec, or to None for layers without RoPE.
+
+        Raises:
+            ValueError: no frequencies are said, keys disagree or are unknown, the family is unknown or
+                has no RoPE.
+            TypeError: something other than a configuration, values of the wrong type.
+
+        >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
+        >>> RopeSpec.from_config(llama | {"rope_theta": 500000.0})
+        RopeSpec(head_dim=128, base=500000.0)
+        """
+        from . import config as reader  # config stands above spec, and few programs need it
+
+        return reader.from_config(
+            config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved
+        )
+
     @property
     def axis_count(self) -> int:
         """How many coordinates a position has."""
@@ -274,11 +319,11 @@ class RopeSpec:
             return self.amplitude
         if isinstance(seq_len, torch.Tensor) and not _is_known(seq_len):
             # Any length may be in it. Rules with more than two regimes have one factor for all.
-            beyond = self.scaling.original_max_position + 1  # type: ignore[union-attr]
-            regimes: set[int | None] = {None, self._regime(beyond)}
+            if self._beyond.amplitude == self._amplitude:  # type: ignore[attr-defined]
+                return self.amplitude
+            found = {self.amplitude, float.fromhex(self._beyond.amplitude)}  # type: ignore[attr-defined]
         else:
-            regimes = set(self._regimes(seq_len))
-        found = {self._made(regime).attention_scaling for regime in regimes}
+            found = {self._made(regime).attention_scaling for regime in self._regimes(seq_len)}
         if len(found) > 1:
             raise NotImplementedError(
                 sentence(
@@ -470,11 +515,15 @@ class RopeSpec:
         rule = self.scaling
         limit = rule.original_max_position  # type: ignore[union-attr]
         longer = (lengths > limit)[None, :, None, None]
+        long_turns: torch.Tensor | None
         short, short_turns = self._table(device)
         made = self._inv_freq_beyond(lengths.clamp(min=limit))
-        long, long_turns = (
-            self._table(device, self._regime(limit + 1)) if made is None else words_from(made)
-        )
+        if made is not None:
+            long, long_turns = words_from(made)
+        else:
+            beyond = self._ready()
+            long = beyond.words.to(device)
+            long_turns = None if beyond.turns is None else beyond.turns.to(device)
         words = torch.where(longer, long, short)
         if short_turns is None and (long_turns is None or made is not None):
             # What a rule makes of lengths turns no faster than what it starts from.
@@ -486,20 +535,44 @@ class RopeSpec:
             zero if short_turns is None else short_turns,
         )
 
+    def _dims(self) -> list[int]:
+        """The rotary dimensions that the rule makes frequencies for."""
+        if self.axes is None:
+            return [self.rotary_dim]
+        return sorted({dim for _, _, dim in self.axes.pairs})
+
+    def _ready(self) -> _Beyond:
+        """What is ready for unknown lengths; as of :meth:`_table`, a fake program has its own."""
+        if _is_tracing() and not torch.compiler.is_dynamo_compiling():
+            return self._make_beyond()
+        return self._beyond  # type: ignore[attr-defined, no-any-return]
+
+    def _make_beyond(self) -> _Beyond:
+        with torch.inference_mode(False):
+            regime = self._regime(self.scaling.original_max_position + 1)  # type: ignore[union-attr]
+            rows = {
+                dim: torch.tensor(
+                    words_.inv_freq(self.scaling, dim, self.base),
+                    dtype=torch.float64,
+                    device="cpu",
+                )
+                for dim in self._dims()
+            }
+            table = self._make_table(torch.device("cpu"), regime)
+            return _Beyond(rows, *table, self._made(regime).attention_scaling.hex())
+
     def _inv_freq_beyond(self, lengths: torch.Tensor) -> torch.Tensor | None:
         """As :meth:`Rule.inv_freq_beyond`, but ``[axes, rows, 1, pairs]``."""
         rule = self.scaling
 
         def row(dim: int) -> torch.Tensor | None:
-            within = torch.tensor(
-                words_.inv_freq(rule, dim, self.base), dtype=torch.float64, device=lengths.device
-            )
+            within = self._ready().rows[dim].to(lengths.device)
             return rule.inv_freq_beyond(within, lengths)  # type: ignore[union-attr]
 
         if self.axes is None:
             made = row(self.rotary_dim)
             return None if made is None else made[None, :, None]
-        rows = {dim: row(dim) for dim in sorted({dim for _, _, dim in self.axes.pairs})}
+        rows = {dim: row(dim) for dim in self._dims()}
         columns = []
         for axis, index, dim in self.axes.pairs:
             made = rows[dim]
@@ -574,6 +647,21 @@ class PreparedRotation:
                 self.by_tokens.clear()
                 self.by_tokens[tokens] = made
         return made
+
+
+class _Beyond(NamedTuple):
+    """What a rule that depends on the length has ready for lengths that nobody may read.
+
+    Attributes:
+        rows: for each rotary dimension, its frequencies within the original length.
+        words, turns: those just above the original length.
+        amplitude: the attention scaling there, in digits.
+    """
+
+    rows: dict[int, torch.Tensor]
+    words: torch.Tensor
+    turns: torch.Tensor | None
+    amplitude: str
 
 
 def _is_tracing() -> bool:

@@ -212,7 +212,8 @@ def _gradients(
 
     by_primary = by_secondary = by_position = by_frequency = None
     if ctx.by_position or ctx.by_frequency:
-        by_position, by_frequency = _by_angles(ctx, kept, grads, saved[:_FIXED], offset, packed)
+        source = saved[:_FIXED]
+        by_position, by_frequency = _by_angles(ctx, kept, grads, source, offset, packed, carried)
     if ctx.by_table:
         by_primary, by_secondary = gradients.by_tables(
             kept, grads, primary, secondary, positions, offset, form, amplitude
@@ -229,6 +230,7 @@ def _by_angles(
     source: Sequence[Any],
     offset: int,
     packed: int,
+    carried: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients by positions, shaped as they are, and by frequencies."""
     words, turns, positions = source
@@ -243,7 +245,7 @@ def _by_angles(
     if torch.is_grad_enabled() or in_functorch():
         # Somebody differentiates this too.
         form = schema.form_of(packed)
-        sums = gradients.by_angles(ys, gs, words, turns, positions, offset, form, *which)
+        sums = gradients.by_angles(ys, gs, words, turns, positions, offset, form, *which, *carried)
     else:
         both = (*pair(ys), *pair(gs))
         sums = schema.angle_gradients(*both, words, turns, positions, offset, packed, *which)

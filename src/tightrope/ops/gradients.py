@@ -37,6 +37,7 @@ def by_angles(
     form: Form,
     by_positions: bool,
     by_frequencies: bool,
+    learned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients by positions ``[axes, rows, tokens]`` and by frequencies, shaped as words.
 
@@ -44,6 +45,7 @@ def by_angles(
         outputs, grads: results of the operator and their gradients.
         words, turns, positions, offset, form: as in the schema.
         by_positions, by_frequencies: which are wanted; the other has no axes.
+        learned: the frequencies that words were made of, for whoever differentiates by them again.
 
     Returns:
         Both in the dtype of :func:`sum_dtype`.
@@ -58,7 +60,8 @@ def by_angles(
     of_frequencies = words.new_zeros(
         (axes if by_frequencies else 0, rows, heads, pairs), dtype=wide
     )
-    omega = angles.inv_freq(words, turns, wide)[:, :, :, None]
+    omega = angles.inv_freq(words, turns, wide) if learned is None else learned.to(wide)
+    omega = omega[:, :, :, None]
     where = angles.real(positions, offset, form.ramp, some.shape[2], words.device, wide)
     where = where[:, :, None, :, None]
     # One axis at a time keeps the peak at the size of x.

@@ -89,7 +89,7 @@ def _cos_sin(
         step = angles.position_angle(words, turns, positions, dtype)
     if learned is not None:
         wide = gradients.sum_dtype(words.device)
-        at = angles.real(positions, offset, ramp, tokens, words.device, wide).detach()
+        at = angles.real(positions, offset, ramp, tokens, words.device, wide)
         by_frequency = angles.frequency_angle(words, turns, learned, at, dtype)
         step = by_frequency if step is None else step + by_frequency
     if step is None:

@@ -1,0 +1,255 @@
+"""What a configuration never says: the facts that stand in the code of each family of models.
+
+A table of data, ``model_type`` -> :class:`Family`, each with the place where the fact was read. Config
+files do not say how channels are paired, which slice of a head rotates or which layers go without
+RoPE; the modeling code decides. `tests/test_config.py` runs the named functions of the installed
+transformers and compares their pairing with this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts about one ``model_type``.
+
+    Attributes:
+        interleaved: how channels are paired, as in :class:`tightrope.RopeSpec`.
+        source: where that was read: ``folder: function`` of transformers 5.23, or in words.
+        pairing_key: the key by which this family's own code lets a configuration choose.
+        base: a constant of the code, for families whose configurations have no key for it.
+        fraction: ``"optional"``: no key means that all channels rotate. ``"required"``: the family
+            rotates a part by default, so a configuration must say which.
+        head_dim: ``"derived"``: no key means hidden size / heads. ``"required"``: the family's default
+            is another, so a configuration must say it.
+        hidden: the key of the width that heads share, where ``hidden_size`` is something else.
+        start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
+        axes: how positions of several coordinates turn the pairs, by name; see ``axes_of`` in heads.py.
+        layers: how layers differ, by name; see layers.py.
+        needs_position_type: whether RoPE is one choice of ``position_embedding_type``.
+        scaling: ``"turns"``: coordinates are counted in turns, so a frequency is 2π times the row's.
+        refused: why this family cannot be one spec; None for all others.
+    """
+
+    interleaved: bool
+    source: str
+    pairing_key: str | None = None
+    base: float | None = None
+    fraction: str = "optional"
+    head_dim: str = "derived"
+    hidden: str | None = None
+    start: str = "first"
+    axes: str | None = None
+    layers: str | None = None
+    needs_position_type: bool = False
+    scaling: str | None = None
+    refused: str | None = None
+
+
+def _half(folder: str, function: str = "apply_rotary_pos_emb", **facts: object) -> Family:
+    return Family(False, f"{folder}: {function}", **facts)  # type: ignore[arg-type]
+
+
+def _pairs(folder: str, function: str = "apply_rotary_pos_emb", **facts: object) -> Family:
+    return Family(True, f"{folder}: {function}", **facts)  # type: ignore[arg-type]
+
+
+def _none(why: str) -> Family:
+    return Family(False, "", refused=why)
+
+
+# Where a family's default is a part of the channels, or another head, its configurations must say so.
+_PART = {"fraction": "required"}
+_HEAD = {"head_dim": "required"}
+
+_MLA_CHOICE = {"start": "nope", "pairing_key": "rope_interleave"}
+_DEEPSEEK_V3 = _pairs("deepseek_v3", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE)
+
+# Vision towers of the Qwen line and its relatives: half the pairs turn with the row, half with the
+# column; older configurations have no key for the base, and the code has 10000.
+_VISION = {"axes": "blocks", "base": 10000.0}
+
+FAMILIES: dict[str, Family] = {
+    # --- all channels, first half with second half ---
+    "apertus": _half("apertus"),
+    "arcee": _half("arcee"),
+    "bitnet": _half("bitnet"),
+    "cwm": _half("cwm"),
+    "dbrx": _half("dbrx"),
+    "diffllama": _half("diffllama"),
+    "dots1": _half("dots1"),
+    "emu3_text_model": _half("emu3"),
+    "eurobert": _half("eurobert"),
+    "falcon": _half("falcon"),
+    "falcon_h1": _half("falcon_h1"),
+    "flex_olmo": _half("flex_olmo"),
+    "gemma": _half("gemma", **_HEAD),
+    "gemma2": _half("gemma2", **_HEAD),
+    "gpt_oss": _half("gpt_oss", **_HEAD),
+    "granite": _half("granite"),
+    "granitemoe": _half("granitemoe"),
+    "granitemoeshared": _half("granitemoeshared"),
+    "granitemoehybrid": _half("granitemoehybrid", needs_position_type=True),
+    "hunyuan_v1_dense": _half("hunyuan_v1_dense"),
+    "hunyuan_v1_moe": _half("hunyuan_v1_moe"),
+    "internlm2": Family(False, "modeling_internlm2.py in the hub repository: rotate_half"),
+    "jetmoe": _half("jetmoe"),
+    "jina_embeddings_v3": _half("jina_embeddings_v3"),
+    "lfm2": _half("lfm2"),
+    "lfm2_moe": _half("lfm2_moe"),
+    "llama": _half("llama"),
+    "mimi": _half("mimi"),
+    "minicpm": Family(False, "modeling_minicpm.py in the hub repository: rotate_half"),
+    "ministral": _half("ministral"),
+    "ministral3": _half("ministral3"),
+    "mistral": _half("mistral"),
+    "mixtral": _half("mixtral"),
+    "mllama_text_model": _half("mllama"),
+    "nomic_bert": _half("nomic_bert"),
+    "olmo": _half("olmo"),
+    "olmo2": _half("olmo2"),
+    "olmoe": _half("olmoe"),
+    "phi3": _half("phi3"),
+    "phi4_multimodal": _half("phi4_multimodal"),
+    "phimoe": _half("phimoe"),
+    "qwen2": _half("qwen2"),
+    "qwen2_moe": _half("qwen2_moe"),
+    "qwen3": _half("qwen3", **_HEAD),
+    "qwen3_moe": _half("qwen3_moe", **_HEAD),
+    "seed_oss": _half("seed_oss", **_HEAD),
+    "solar": Family(False, "modeling_solar.py in the hub repository: rotate_half"),
+    "starcoder2": _half("starcoder2"),
+    # --- some channels, first half of them with second half ---
+    "bamba": _half("bamba", **_PART),
+    "glm4_moe": _half("glm4_moe", **_PART),
+    "gpt_neox": _half("gpt_neox", **_PART),
+    "minimax_m2": _half("minimax_m2", **_PART),
+    "nemotron": _half("nemotron", **_PART),
+    "persimmon": _half("persimmon", **_PART),
+    "phi": _half("phi", **_PART),
+    "qwen3_next": _half("qwen3_next", **_PART, **_HEAD),
+    "recurrent_gemma": _half("recurrent_gemma", **_PART),
+    "stablelm": _half("stablelm", **_PART),
+    # --- neighbours ---
+    "codegen": _pairs("codegen", base=10000.0, **_PART),
+    "cohere": _pairs("cohere"),
+    "ernie4_5": _pairs("ernie4_5"),
+    "ernie4_5_moe": _pairs("ernie4_5_moe"),
+    "glm": _pairs("glm", **_PART),
+    "glm4": _pairs("glm4", **_PART),
+    "gptj": _pairs("gptj", base=10000.0, **_PART),
+    "helium": _pairs("helium", **_HEAD),
+    "moonshine": _pairs("moonshine", **_PART),
+    "roformer": Family(
+        True, "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings", base=10000.0
+    ),
+    # --- a slice after channels that do not rotate: latent attention ---
+    "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", start="nope"),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _pairs("deepseek_v32", "apply_rotary_pos_emb_interleave", start="nope"),
+    "kimi_k2": Family(
+        True, "modeling_deepseek.py in the hub repository: apply_rotary_pos_emb", start="nope"
+    ),
+    "longcat_flash": _pairs("longcat_flash", "apply_rotary_pos_emb_interleave", start="nope"),
+    "glm_moe_dsa": _pairs("glm_moe_dsa", "apply_rotary_pos_emb_interleave", start="nope"),
+    "minicpm3": _half("minicpm3", start="nope"),
+    "mistral4": _pairs("mistral4", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
+    "youtu": _pairs("youtu", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
+    "deepseek_v4": _pairs("deepseek_v4", start="last", **_PART, **_HEAD),
+    # --- layers that differ ---
+    "cohere2": _pairs("cohere2", layers="sliding only"),
+    "exaone4": _half("exaone4", layers="sliding only, if windows"),
+    "gemma3_text": _half("gemma3", layers="local base", **_HEAD),
+    "gemma3n_text": _half("gemma3n", layers="local base", **_HEAD),
+    "gemma4_text": _half("gemma4", layers="wide where full", **_HEAD),
+    "laguna": _half("laguna", **_PART, **_HEAD),
+    "llama4_text": _pairs("llama4", "apply_rotary_emb", layers="no_rope_layers", **_HEAD),
+    "modernbert": _half("modernbert", layers="global and local base"),
+    "olmo3": _half("olmo3", layers="scaled where full"),
+    "smollm3": _half("smollm3", layers="no_rope_layers"),
+    # --- several axes: text with images ---
+    "qwen2_vl": _half("qwen2_vl", axes="sections"),
+    "qwen2_vl_text": _half("qwen2_vl", axes="sections"),
+    "qwen2_5_vl": _half("qwen2_5_vl", axes="sections"),
+    "qwen2_5_vl_text": _half("qwen2_5_vl", axes="sections"),
+    "qwen2_5_omni_text": _half("qwen2_5_omni", axes="sections"),
+    "qwen3_vl_text": _half("qwen3_vl", axes="interleaved sections", **_HEAD),
+    "qwen3_vl_moe_text": _half("qwen3_vl_moe", axes="interleaved sections", **_HEAD),
+    "qwen3_5_text": _half("qwen3_5", axes="interleaved sections", **_PART, **_HEAD),
+    "qwen3_5_moe_text": _half("qwen3_5_moe", axes="interleaved sections", **_PART, **_HEAD),
+    "glm4v": _pairs("glm4v", axes="sections", **_PART),
+    "glm4v_text": _pairs("glm4v", axes="sections", **_PART),
+    "ernie4_5_vl_moe_text": _pairs("ernie4_5_vl_moe", axes="rows and columns, then time"),
+    # --- several axes: images ---
+    "dinov3_vit": _half("dinov3_vit", axes="blocks", scaling="turns"),
+    "glm4v_vision": _half("glm4v", "apply_rotary_pos_emb_vision", **_VISION),
+    "llama4_vision_model": _pairs("llama4", "vision_apply_rotary_emb", axes="blocks"),
+    "pixtral": _half("pixtral", axes="strided"),
+    "qwen2_vl_vision": _half(
+        "qwen2_vl", "apply_rotary_pos_emb_vision", hidden="embed_dim", **_VISION
+    ),
+    "qwen2_5_vl_vision": _half("qwen2_5_vl", "apply_rotary_pos_emb_vision", **_VISION),
+    "qwen3_vl_vision": _half("qwen3_vl", "apply_rotary_pos_emb_vision", **_VISION),
+    "qwen3_vl_moe_vision": _half("qwen3_vl_moe", "apply_rotary_pos_emb_vision", **_VISION),
+    "qwen3_5_vision": _half("qwen3_5", "apply_rotary_pos_emb_vision", **_VISION),
+    # --- RoPE is one of their choices ---
+    "esm": _half("esm", base=10000.0, needs_position_type=True),
+    # --- no RoPE, or none that a spec can say ---
+    "baichuan": _none(
+        "its 7B rotates with a constant of its code and its 13B uses ALiBi, under one model_type"
+    ),
+    "bert": _none("it adds learned positions"),
+    "bloom": _none("it uses ALiBi"),
+    "gpt2": _none("it adds learned positions"),
+    "gpt_neo": _none("it adds learned positions"),
+    "gemma4_vision": _none("it pairs channels by halves within each of two blocks of a head"),
+    "jamba": _none("its attention layers use no positions"),
+    "kimi_linear": _none("its attention layers use no positions"),
+    "mamba": _none("it has no attention"),
+    "mllama_vision_model": _none("it adds learned positions"),
+    "mpt": _none("it uses ALiBi"),
+    "nanochat": _none("it turns the other way; negate the positions of its Llama-like spec"),
+    "nemotron_h": _none("its attention layers use no positions"),
+    "opt": _none("it adds learned positions"),
+    "qwen": _none("its scaling by logarithms of the length is not one of the rules here"),
+    "t5": _none("it adds a bias that depends on the distance"),
+    "vjepa2": _none("its code repeats frequencies by halves and pairs neighbours"),
+}
+
+# Sections of a configuration that name no model_type of their own -> the family they belong to.
+SECTIONS: dict[tuple[str, str], str] = {
+    ("llama4", "text_config"): "llama4_text",
+    ("llama4", "vision_config"): "llama4_vision_model",
+    ("gemma3", "text_config"): "gemma3_text",
+    ("mllama", "text_config"): "mllama_text_model",
+    ("mllama", "vision_config"): "mllama_vision_model",
+    ("glm4v", "text_config"): "glm4v_text",
+    ("glm4v", "vision_config"): "glm4v_vision",
+    ("qwen2_vl", "text_config"): "qwen2_vl_text",
+    ("qwen2_vl", "vision_config"): "qwen2_vl_vision",
+    ("qwen2_5_vl", "text_config"): "qwen2_5_vl_text",
+    ("qwen2_5_vl", "vision_config"): "qwen2_5_vl_vision",
+    ("qwen3_vl", "text_config"): "qwen3_vl_text",
+    ("qwen3_vl", "vision_config"): "qwen3_vl_vision",
+    ("qwen3_vl_moe", "text_config"): "qwen3_vl_moe_text",
+    ("qwen3_vl_moe", "vision_config"): "qwen3_vl_moe_vision",
+}
+
+# GGUF: the code of llama.cpp decides by architecture (`llama_model_rope_type`). Some families are
+# paired otherwise than in transformers: the converter permutes their weights.
+GGUF_NEIGHBOURS = frozenset(
+    """llama llama4 deci baichuan starcoder internlm2 minicpm xverse command-r cohere2 olmo arctic
+    deepseek deepseek2 plm chatglm glm4 granite granitemoe granitehybrid chameleon bailingmoe neo-bert
+    smollm3 arcee ernie4_5 ernie4_5-moe mistral3""".split()
+)
+GGUF_HALVES = frozenset(
+    """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet
+    qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
+    gemma3 gemma3n gemma4 gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
+    exaone4 minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe smallthinker
+    seed_oss apertus minimax-m2 qwen3next glm4moe afmoe""".split()
+)
+GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
+GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})

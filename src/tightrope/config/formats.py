@@ -1,0 +1,420 @@
+"""Formats other than transformers' own, told in the names of transformers.
+
+Each function takes the keys of a file and returns a :class:`tightrope.config.source.Source`, which
+remembers what the file itself calls everything, so that errors and provenance speak of the user's keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .families import (
+    GGUF_HALVES,
+    GGUF_INTERLEAVED_SECTIONS,
+    GGUF_NEIGHBOURS,
+    GGUF_SECTIONS,
+    Family,
+)
+from .scaling import given_by_factors
+from .source import Source, fail
+
+# --- Meta's params.json ---------------------------------------------------------------------------
+
+_META = "llama-models: models/llama3/model.py, apply_rotary_emb and apply_scaling"
+# What Meta's code scales by where `use_scaled_rope` is set: no file says it.
+_META_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_META_SCALING_4 = {**_META_SCALING, "factor": 16.0, "high_freq_factor": 1.0}
+# (dim, n_layers) of Llama 3.2 1B and 3B: Meta's code scales them by 8, their hub configurations by 32.
+_META_AMBIGUOUS = ((2048, 16), (3072, 28))
+
+
+def is_meta(values: Mapping[str, Any]) -> bool:
+    """Whether a file is Meta's ``params.json`` (Mistral's has the same names and pairing)."""
+    return "model_type" not in values and "dim" in values and "n_heads" in values
+
+
+def meta(values: Mapping[str, Any]) -> Source:
+    """Meta's ``params.json``: neighbours, and a switch in place of a rope section."""
+    fourth = "moe_args" in values or "nope_layer_interval" in values
+    family = Family(True, _META, layers="no_rope_layers" if fourth else None)
+    told = {
+        key: value
+        for key, value in values.items()
+        if key not in ("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor")
+    }
+    spelled = {"no_rope_layer_interval": "nope_layer_interval", "num_hidden_layers": "n_layers"}
+    if fourth and values.get("nope_layer_interval") is not None:
+        told["no_rope_layer_interval"] = told.pop("nope_layer_interval")
+        told["num_hidden_layers"] = values.get("n_layers")
+        told["no_rope_layers"] = []
+    scaled = values.get("use_scaled_rope")
+    if scaled is not None and not isinstance(scaled, bool):
+        fail(f"use_scaled_rope must be true or false but got {scaled!r}")
+    if scaled:
+        told["rope_scaling"] = section = dict[str, Any](rope_type="llama3")
+        section |= _META_SCALING_4 if fourth else _META_SCALING
+        said = "the constant of Meta's code for use_scaled_rope"
+        spelled |= {f"rope_scaling.{key}": said for key in section}
+        spelled["rope_scaling.rope_type"] = "use_scaled_rope"
+        given = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq_factor"}
+        for key, name in given.items():
+            if values.get(key) is not None:
+                section[name] = values[key]
+                spelled[f"rope_scaling.{name}"] = key
+        if values.get("rope_scaling_factor") is None and (
+            (values.get("dim"), values.get("n_layers")) in _META_AMBIGUOUS
+        ):
+            fail(
+                "use_scaled_rope must come with rope_scaling_factor for Llama 3.2 1B and 3B: Meta's "
+                "code scales them by 8, their hub configurations by 32"
+            )
+    return Source(told, family, "Meta's params.json", spelled, seen=tuple(values))
+
+
+# --- GGUF metadata --------------------------------------------------------------------------------
+
+_GGUF_CODE = "llama.cpp: llama_model_rope_type"
+_GGUF_KEY = re.compile(r"^([A-Za-z0-9_-]+)\.(rope|attention|embedding_length|context_length)(\.|$)")
+
+# Suffix of the key -> its name here.
+_GGUF_OUTER = {
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
+    "attention.sliding_window": "sliding_window",
+    "block_count": "num_hidden_layers",
+    "rope.dimension_count": "rotary_dim",
+    "rope.freq_base": "rope_theta",
+}
+_GGUF_SCALING = {
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scale_linear": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.attn_factor": "attn_factor",
+    "rope.scaling.finetuned": "finetuned",
+}
+_GGUF_TENSORS = {
+    "rope_factors_short.weight": "short_factor",
+    "rope_factors_long.weight": "long_factor",
+}
+# How layers differ is in llama.cpp's code, by architecture.
+_GGUF_LAYERS = {
+    "cohere2": "sliding only",
+    "exaone4": "sliding only, if windows",
+    "llama4": "no_rope_layers",
+    "smollm3": "no_rope_layers",
+}
+# Heads of latent attention: channels without positions come first.
+_GGUF_LATENT = frozenset({"deepseek2", "minicpm3", "plm"})
+# Architectures that rotate a part of a head, or whose heads are not hidden size / heads wide: their
+# files always say so, and one that does not has lost a key.
+_GGUF_PART = frozenset(
+    {
+        "chatglm",
+        "glm4",
+        "glm4moe",
+        "gptneox",
+        "minimax-m2",
+        "nemotron",
+        "phi2",
+        "qwen3next",
+        "stablelm",
+    }
+)
+_GGUF_HEAD = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3n",
+        "gpt-oss",
+        "qwen3",
+        "qwen3moe",
+        "qwen3next",
+        "seed_oss",
+    }
+)
+# Layers with a window have a base of their own, 10000 where no key says it.
+_GGUF_LOCAL_BASE = frozenset({"gemma3", "gemma3n"})
+
+
+def is_gguf(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping is the metadata of a GGUF file."""
+    if "general.architecture" in values:
+        return True
+    return any(isinstance(key, str) and ".rope." in key for key in values)
+
+
+def _architecture(values: Mapping[str, Any]) -> str:
+    said = values.get("general.architecture")
+    if said is not None:
+        return str(said)
+    found = {match[1] for key in values if (match := _GGUF_KEY.match(str(key)))}
+    if len(found) != 1:
+        fail(f"GGUF metadata must be of one architecture but got {', '.join(sorted(found))}")
+    return found.pop()
+
+
+def gguf(values: Mapping[str, Any]) -> Source:
+    """GGUF metadata: ``<arch>.rope.*`` and ``<arch>.attention.*``, and tensors of factors if given."""
+    arch = _architecture(values)
+    told: dict[str, Any] = {}
+    section: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    read = set(_GGUF_TENSORS) | {"rope_freqs.weight"}
+
+    def take(suffix: str, into: dict[str, Any], name: str, path: str) -> Any:
+        key = f"{arch}.{suffix}"
+        read.add(key)
+        value = values.get(key)
+        if value is not None:
+            if name in into and into[name] != value:
+                fail(
+                    f"{name} must be said once but got {spelled[path]} = {into[name]!r} and {key} = {value!r}"
+                )
+            into[name] = value
+            spelled[path] = key
+        return value
+
+    for suffix, name in _GGUF_OUTER.items():
+        # With latent attention key_length is the width of what is cached, for all heads together.
+        latent = f"{suffix}_mla"
+        take(latent if f"{arch}.{latent}" in values else suffix, told, name, name)
+    for suffix, name in _GGUF_SCALING.items():
+        take(suffix, section, name, f"rope_scaling.{name}")
+    if isinstance(told.get("num_attention_heads"), list | tuple):
+        # One number per layer; heads are equally wide, so the width must be said.
+        del told["num_attention_heads"]
+    if section.get("factor") == 0:
+        del section["factor"]  # llama.cpp writes 0 for "no scaling"
+    _scaling(values, arch, section, spelled, take)
+    sizes = values.get(f"{arch}.rope.dimension_sections")
+    read.add(f"{arch}.rope.dimension_sections")
+    if sizes is not None:
+        # Four places, of which the last is unused by the models so far.
+        tail = isinstance(sizes, list | tuple) and len(sizes) == 4 and sizes[3] == 0
+        told["mrope_section"] = sizes[:3] if tail else sizes
+        spelled["mrope_section"] = f"{arch}.rope.dimension_sections"
+    factors = values.get("rope_freqs.weight")
+    if factors is not None:
+        if section.get("rope_type", "none") != "none":
+            fail("rope_freqs.weight must not come with rope.scaling but the metadata has both")
+        section = {"rope_type": "given", "inv_freq": _divided(told, arch, list(factors))}
+        spelled["rope_scaling.rope_type"] = spelled["rope_scaling.inv_freq"] = "rope_freqs.weight"
+    family = _gguf_family(arch)
+    if section:
+        told["rope_scaling"] = section
+    local = _local(values, arch, told, spelled, read)
+    if local is not None:
+        base = told.pop("rope_theta", None)
+        full = {**section, "rope_theta": base}
+        told.pop("rope_scaling", None)
+        told["rope_parameters"] = {
+            "full_attention": full,
+            "sliding_attention": {"rope_theta": local},
+        }
+        for key in full:
+            spelled[f"rope_parameters.full_attention.{key}"] = spelled.get(
+                f"rope_scaling.{key}", spelled.get(key, key)
+            )
+    for key, value in values.items():
+        if ".rope." in str(key) and key not in read:
+            told[key] = value  # unknown, so that it is named
+    return Source(told, family, f"GGUF architecture {arch!r}", spelled, seen=tuple(values))
+
+
+def _gguf_family(arch: str) -> Family | None:
+    if arch in GGUF_NEIGHBOURS or arch in GGUF_HALVES:
+        return Family(
+            arch in GGUF_NEIGHBOURS,
+            _GGUF_CODE,
+            start="last" if arch in _GGUF_LATENT else "first",
+            layers=_GGUF_LAYERS.get(arch),
+            fraction="required" if arch in _GGUF_LATENT | _GGUF_PART else "optional",
+            head_dim="required" if arch in _GGUF_HEAD else "derived",
+        )
+    if arch in GGUF_SECTIONS:
+        return Family(False, _GGUF_CODE, axes="sections")
+    if arch in GGUF_INTERLEAVED_SECTIONS:
+        return Family(False, _GGUF_CODE, axes="interleaved sections")
+    return None
+
+
+def _scaling(
+    values: Mapping[str, Any],
+    arch: str,
+    section: dict[str, Any],
+    spelled: dict[str, str],
+    take: Any,
+) -> None:
+    """What GGUF says otherwise than transformers: an implied kind, a magnitude, tensors of factors."""
+    for tensor, name in _GGUF_TENSORS.items():
+        if values.get(tensor) is not None:
+            section[name] = list(values[tensor])
+            spelled[f"rope_scaling.{name}"] = tensor
+            section.setdefault("rope_type", "longrope")
+            spelled.setdefault("rope_scaling.rope_type", tensor)
+    kind = section.get("rope_type")
+    if kind is None and section.get("factor") is not None:
+        section["rope_type"] = "linear"
+        spelled["rope_scaling.rope_type"] = f"{arch}.rope.scaling.type, by its absence"
+    if kind == "longrope" and "attn_factor" in section:
+        section["attention_factor"] = section.pop("attn_factor")
+        spelled["rope_scaling.attention_factor"] = f"{arch}.rope.scaling.attn_factor"
+    holder: dict[str, Any] = {}
+    share = take("rope.scaling.yarn_log_multiplier", holder, "mscale_all_dim", "")
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+        fail(f"{arch}.rope.scaling.yarn_log_multiplier must be a number but got {share!r}")
+    if share is not None and kind == "yarn":
+        key = f"{arch}.rope.scaling.yarn_log_multiplier"
+        # DeepSeek's converter stores a tenth of mscale_all_dim, and its mscale is the same number, so
+        # they cancel on the rotated channels; the others store it whole, beside an mscale of 1.
+        latent = arch == "deepseek2"
+        section["mscale_all_dim"] = 10 * share if latent else share
+        section["mscale"] = section["mscale_all_dim"] if latent else 1.0
+        spelled["rope_scaling.mscale"] = spelled["rope_scaling.mscale_all_dim"] = key
+
+
+def _divided(told: dict[str, Any], arch: str, factors: list[float]) -> list[float]:
+    base = told.get("rope_theta")
+    if base is None:
+        fail(f"rope_freqs.weight must come with {arch}.rope.freq_base but the metadata has none")
+    return list(given_by_factors(2 * len(factors), base, factors).inv_freq)  # type: ignore[arg-type]
+
+
+def _local(
+    values: Mapping[str, Any],
+    arch: str,
+    told: dict[str, Any],
+    spelled: dict[str, str],
+    read: set[str],
+) -> float | None:
+    """The base of layers with a window, where it is another one."""
+    key = f"{arch}.rope.freq_base_swa"
+    read.add(key)
+    base = values.get(key)
+    path = "rope_parameters.sliding_attention.rope_theta"
+    if base is not None:
+        spelled[path] = key
+        return float(base)
+    if arch in _GGUF_LOCAL_BASE and told.get("rope_theta") is not None:
+        spelled[path] = f"constant of llama.cpp for {arch}"
+        return 10000.0
+    return None
+
+
+# --- Megatron's arguments -------------------------------------------------------------------------
+
+_MEGATRON = frozenset({"rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"})
+_MEGATRON_CODE = "megatron/core/models/common/embeddings/rope_utils.py"
+# `use_rope_scaling`: the rest of Llama 3.1's rule is in the code (`RotaryEmbedding._apply_scaling`).
+_MEGATRON_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_MEGATRON_LATENT = {
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+}
+_MEGATRON_YARN = {
+    "rotary_scaling_factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+_MEGATRON_YARN_DENSE = {
+    "yarn_rotary_scaling_factor": "factor",
+    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+    "yarn_correction_range_round_to_int": "truncate",
+}
+
+
+def is_megatron(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping has the names of Megatron's arguments."""
+    return not _MEGATRON.isdisjoint(values)
+
+
+def megatron(values: Mapping[str, Any]) -> Source:
+    """Megatron's arguments: ``rotary_*``, ``kv_channels`` and its three ways to scale."""
+    told = dict(values)
+    told.pop("model_type", None)  # an enumeration of its own
+    spelled: dict[str, str] = {}
+    section: dict[str, Any] = {}
+
+    def move(names: Mapping[str, str], into: dict[str, Any], prefix: str) -> None:
+        for key, name in names.items():
+            value = told.pop(key, None)
+            if value is not None:
+                into[name] = value
+                spelled[f"{prefix}{name}"] = key
+
+    latent = bool(values.get("multi_latent_attention")) or "qk_pos_emb_head_dim" in values
+    family = None
+    kinds = []
+    scaled = [key for key in ("use_rope_scaling", "rope_scaling") if told.pop(key, None) is True]
+    rope_type = told.pop("rope_type", None)
+    position = values.get("position_embedding_type")
+    if latent:
+        # Its code takes the channels of latent attention as neighbours (`multi_latent_attention`).
+        if told.pop("rotary_interleaved", False):
+            fail(
+                "rotary_interleaved must be False with latent attention, which pairs neighbours itself"
+            )
+        family = Family(True, _MEGATRON_CODE, start="nope")
+        move(_MEGATRON_LATENT, told, "")
+        told.pop("kv_channels", None)
+        told.pop("rotary_percent", None)
+        if rope_type == "yarn":
+            kinds.append("rope_type")
+            move(_MEGATRON_YARN, section, "rope_scaling.")
+            section["rope_type"], spelled["rope_scaling.rope_type"] = "yarn", "rope_type"
+        elif rope_type != "rope":
+            fail(f"rope_type must be 'rope' or 'yarn' with latent attention but got {rope_type!r}")
+        for key in _MEGATRON_YARN:
+            told.pop(key, None)
+    elif position == "yarn":
+        kinds.append("position_embedding_type")
+        move(_MEGATRON_YARN_DENSE, section, "rope_scaling.")
+        section["rope_type"], spelled["rope_scaling.rope_type"] = "yarn", "position_embedding_type"
+    if scaled:
+        kinds.append(scaled[0])
+        section |= {"rope_type": "llama3", **_MEGATRON_SCALING}
+        said = f"the constant of Megatron's code for {scaled[0]}"
+        spelled |= {f"rope_scaling.{key}": said for key in _MEGATRON_SCALING}
+        spelled["rope_scaling.rope_type"] = scaled[0]
+        move(
+            {"rotary_scaling_factor": "factor", "rope_scaling_factor": "factor"},
+            section,
+            "rope_scaling.",
+        )
+    for key in ("rope_scaling_factor", *_MEGATRON_YARN_DENSE):
+        told.pop(key, None)  # always there, and without a say where their switch is off
+    ratio = told.pop("rotary_seq_len_interpolation_factor", None)
+    if ratio is not None:
+        kinds.append("rotary_seq_len_interpolation_factor")
+        section |= {"rope_type": "linear", "factor": ratio}
+        spelled["rope_scaling.rope_type"] = "rotary_seq_len_interpolation_factor"
+        spelled["rope_scaling.factor"] = "rotary_seq_len_interpolation_factor"
+    if len(kinds) > 1:
+        fail(f"only one kind of scaling can apply but got {' and '.join(kinds)}")
+    if section:
+        told["rope_scaling"] = section
+    return Source(told, family, "Megatron's arguments", spelled, seen=tuple(values))

@@ -1,0 +1,109 @@
+"""How configurations spell things, and which of their keys have no say in the rotation."""
+
+from __future__ import annotations
+
+# --- fact -> its spellings at the outer level of a configuration ---
+
+BASE = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base")
+SECTION = ("rope_scaling", "rope_parameters")
+HEAD_DIM = ("head_dim", "kv_channels", "head_size")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "encoder_num_attention_heads",
+    "decoder_num_attention_heads",
+)
+ROTARY_DIM = ("rotary_dim",)
+FRACTION = (
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rope_pct",
+    "rotary_percent",
+    "rotary_emb_fraction",
+)
+NOPE_DIM = ("qk_nope_head_dim",)
+ROPE_DIM = ("qk_rope_head_dim",)
+MAX_POSITION = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_position",
+    "seq_length",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+)
+ORIGINAL_MAX_POSITION = ("original_max_position_embeddings",)
+# Spelling -> whether true means neighbours.
+PAIRING = {
+    "rope_interleaved": True,
+    "rope_interleave": True,
+    "rotary_interleaved": True,
+    "rotary_emb_interleaved": True,
+    "rope_traditional": True,
+    "is_neox_style": False,
+    "rope_is_neox_style": False,
+    "use_neox_rotary_style": False,
+}
+POSITION_TYPE = ("position_embedding_type", "position_embedding")
+POSITION_TYPES_WITH_ROPE = frozenset({"rope", "rope_gptj", "rotary", "mrope", "yarn"})
+
+# --- keys of a rope section that are not a rule's own ---
+
+TYPE = ("rope_type", "type")
+# Names of "no scaling": "mrope" only says that there are sections, "axial" that there are axes.
+TYPES_WITHOUT_RULE = frozenset({"default", "mrope", "axial", "none"})
+SECTIONS = ("mrope_section",)
+SECTIONS_INTERLEAVED = ("mrope_interleaved",)
+
+# Key -> why it may stand in a rope section without a say in the rotation.
+INERT: dict[str, str] = {
+    "original_max_position_embeddings": "where scaling begins, for the rules that scale from there; "
+    "others need no such point",
+    "max_position_embeddings": "the length of the context; the rules take it from the outer level",
+    "llama_4_scaling_beta": "a temperature of the attention, by position; it scales queries after they "
+    "are rotated",
+    "finetuned": "whether the model was trained with the scaling; a remark",
+}
+# The same, where only one value has no say: (key, value) -> why.
+INERT_VALUES: dict[tuple[str, object], str] = {
+    ("extrapolation_factor", 1): "weight of YaRN's ramp; with 1 it is the paper's",
+    ("attn_factor", 1): "multiplies the factor on the rotated channels",
+    ("apply_yarn_scaling", True): "vLLM's switch for that factor, on",
+}
+
+# --- keys of the outer level that look as if they spoke of RoPE ---
+
+# Key -> why it has no say. What is in neither list, and has rope, rotary or theta as one of its words,
+# is an error: a misspelt key must not turn into a default.
+INERT_OUTSIDE: dict[str, str] = {
+    "apply_rope_fusion": "which kernel runs",
+    "attention_rope_fusion": "which kernel runs",
+    "fused_rope": "which kernel runs",
+    "fused_single_qkv_rope": "which kernel runs",
+    "index_rope_interleave": "pairing inside an indexer, which is another attention",
+    "indexer_rope_interleave": "pairing inside an indexer, which is another attention",
+    "rotary_value": "whether values rotate too, by the same angles",
+    "use_rope_bias": "a bias of the attention",
+    "use_rotary_position_embeddings": "an older spelling of position_embedding_type",
+    "rope_finetuned": "whether the model was trained with the scaling; a remark",
+}
+# Outer keys that mean "no RoPE at all" when false.
+SWITCHES = ("rotary", "use_rotary_embedding", "use_mem_rope")
+# Outer keys that only some families read: how their layers differ (`Family.layers`) -> the keys.
+READ_BY_LAYERS: dict[str, frozenset[str]] = {
+    "local base": frozenset({"rope_local_base_freq"}),
+    "global and local base": frozenset({"global_rope_theta", "local_rope_theta"}),
+    "no_rope_layers": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+    # DeepSeek V4 says these again per layer type, inside its rope section.
+    "last": frozenset({"compress_rope_theta"}),
+}
+# Rules that may begin to scale at the length of the context, as transformers has it; all others must
+# say where, since that length often is the one after scaling.
+SCALED_FROM_MAX_POSITION = frozenset({"dynamic", "yarn"})
+# HunYuan writes YaRN's parameters beside the alpha of its static stretch; its code reads none of them.
+INERT_BESIDE_ALPHA = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+# Types of layers that attend to nothing, so that no rope section speaks of them.
+LAYERS_WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "recurrent"})

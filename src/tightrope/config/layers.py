@@ -1,0 +1,194 @@
+"""Which layer types a configuration has, and which of its keys speak of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from .._errors import sentence
+from . import keys
+from .source import OPERATION, Entries, Found, Part, Source, agreed, fail
+
+
+def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
+    """The rope section, and those per layer type where it is nested."""
+    flat: Entries = {}
+    nested: dict[str, Entries | None] = {}
+    labels = source.values.get("layer_types") or ()
+    for name in keys.SECTION:
+        section = source.values.get(name)
+        if section is None:
+            continue
+        if not isinstance(section, Mapping):
+            raise TypeError(
+                sentence(OPERATION, f"{source.shown(name)} must be a mapping but got {section!r}")
+            )
+        for key, value in section.items():
+            path = f"{name}.{key}"
+            if isinstance(value, Mapping):
+                inner = {k: (source.shown(f"{path}.{k}"), v) for k, v in value.items()}
+                nested[key] = _merged(nested.get(key) or {}, inner)
+            elif value is None and key in labels:
+                nested.setdefault(key, None)
+            else:
+                flat = _merged(flat, {key: (source.shown(path), value)})
+    if nested and any(value is not None for _, value in flat.values()):
+        fail(
+            f"a rope section must hold keys or layer types but got both: "
+            f"{', '.join(sorted(path for path, _ in flat.values()))} beside "
+            f"{', '.join(sorted(nested))}"
+        )
+    return flat, nested
+
+
+def _merged(one: Entries, other: Entries) -> Entries:
+    merged = dict(one)
+    for key, found in other.items():
+        if key in merged and merged[key][1] is not None and found[1] is not None:
+            agreed(key, [merged[key], found])
+        if key not in merged or merged[key][1] is None:
+            merged[key] = found
+    return merged
+
+
+def parts_of(source: Source) -> tuple[list[Part], tuple[str, ...] | None]:
+    """The layer types of a configuration, and the type of each layer where it lists them."""
+    flat, nested = _sections(source)
+    listed = source.values.get("layer_types")
+    layers = tuple(listed) if isinstance(listed, list | tuple) else None
+    if nested:
+        return _nested_parts(source, nested, layers), layers
+    kind = source.family.layers if source.family is not None else None
+    if kind is None:
+        return [Part(None, flat)], layers
+    return _LAYERS[kind](source, flat, layers)
+
+
+def _nested_parts(
+    source: Source, nested: dict[str, Entries | None], layers: tuple[str, ...] | None
+) -> list[Part]:
+    missing = sorted(set(layers or ()) - nested.keys() - keys.LAYERS_WITHOUT_ATTENTION)
+    # DeepSeek V4 names its sections otherwise than its layers, all of them.
+    if missing and not nested.keys().isdisjoint(layers or ()):
+        fail(
+            f"a rope section must be there for each layer type but the config has none for "
+            f"{', '.join(missing)}"
+        )
+    parts = []
+    for name, entries in nested.items():
+        if entries is None:
+            parts.append(Part(name, {}, rope=False))
+            continue
+        # Each layer type says its own base; the outer one is for those that do not.
+        has_base = any(entries.get(key, ("", None))[1] is not None for key in keys.BASE)
+        parts.append(
+            Part(name, entries, () if has_base else keys.BASE, _head_dim_of(source, name, layers))
+        )
+    return parts
+
+
+def _head_dim_of(source: Source, name: str, layers: tuple[str, ...] | None) -> Found | None:
+    """The width of the heads of one layer type, where layers differ in that too (Gemma 4)."""
+    found = source.outer(["global_head_dim"]) if name == "full_attention" else []
+    per_layer = source.values.get("per_layer_config")
+    if isinstance(per_layer, Mapping) and layers is not None:
+        for index, overrides in per_layer.items():
+            if layers[int(index)] == name and isinstance(overrides, Mapping):
+                width = overrides.get("head_dim")
+                if width is not None:
+                    found.append((source.shown(f"per_layer_config.{index}.head_dim"), width))
+    wide = source.family is not None and source.family.layers == "wide where full"
+    if wide and name == "full_attention" and not found:
+        _need(source, "global_head_dim")
+    return agreed("head_dim", found)
+
+
+Layers = tuple[list[Part], "tuple[str, ...] | None"]
+
+
+def _need(source: Source, key: str) -> None:
+    if key not in source.values:
+        fail(f"{source.name} has layers that differ, so the config must say {source.shown(key)}")
+
+
+def _local_base(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    # Gemma 3: scaling is for the layers that see everything.
+    _need(source, "rope_local_base_freq")
+    if layers is None:
+        layers = _by_interval(
+            source, "sliding_window_pattern", "full_attention", "sliding_attention"
+        )
+    return [
+        Part("full_attention", flat),
+        Part("sliding_attention", {}, ("rope_local_base_freq",)),
+    ], layers
+
+
+def _two_bases(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    # ModernBERT: windows without a base of their own use the global one.
+    for key in ("global_rope_theta", "local_rope_theta"):
+        _need(source, key)
+    local = "local_rope_theta" if source.values["local_rope_theta"] is not None else None
+    return [
+        Part("full_attention", flat, ("global_rope_theta",)),
+        Part("sliding_attention", flat, (local or "global_rope_theta",)),
+    ], layers
+
+
+def _scaled_where_full(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    # OLMo 3: the layers with a window keep the unscaled frequencies.
+    del source
+    unscaled = {key: found for key, found in flat.items() if key in keys.BASE}
+    return [Part("full_attention", flat), Part("sliding_attention", unscaled)], layers
+
+
+def _sliding_only(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    del source
+    return [Part("sliding_attention", flat), Part("full_attention", {}, rope=False)], layers
+
+
+def _sliding_only_if(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    _need(source, "sliding_window")
+    if source.values["sliding_window"] is None:
+        return [Part(None, flat)], layers
+    return _sliding_only(source, flat, layers)
+
+
+def _only_nested(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    del flat, layers
+    fail(
+        f"{source.name} has layers that differ, so rope_parameters must have a section for each type"
+    )
+
+
+def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    # Llama 4, SmolLM3: a list with 1 for each layer that rotates, or every n-th that does not.
+    rotates = source.values.get("no_rope_layers")
+    if rotates is not None and not isinstance(rotates, list | tuple):
+        path = source.shown("no_rope_layers")
+        raise TypeError(sentence(OPERATION, f"{path} must be a list but got {rotates!r}"))
+    if rotates:
+        layers = tuple("rope" if flag else "no_rope" for flag in rotates)
+    else:
+        layers = _by_interval(source, "no_rope_layer_interval", "no_rope", "rope")
+    if layers is not None and "no_rope" not in layers:
+        return [Part(None, flat)], layers
+    return [Part("rope", flat), Part("no_rope", {}, rope=False)], layers
+
+
+def _by_interval(source: Source, key: str, every: str, others: str) -> tuple[str, ...] | None:
+    """The type of each layer where every n-th is another; None if the config does not say."""
+    interval, count = source.values.get(key), source.values.get("num_hidden_layers")
+    if not isinstance(interval, int) or not isinstance(count, int) or interval < 1:
+        return None
+    return tuple(others if (layer + 1) % interval else every for layer in range(count))
+
+
+_LAYERS: dict[str, Callable[[Source, Entries, tuple[str, ...] | None], Layers]] = {
+    "local base": _local_base,
+    "global and local base": _two_bases,
+    "scaled where full": _scaled_where_full,
+    "sliding only": _sliding_only,
+    "sliding only, if windows": _sliding_only_if,
+    "no_rope_layers": _by_number,
+    "wide where full": _only_nested,
+}

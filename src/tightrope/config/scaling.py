@@ -1,0 +1,140 @@
+"""The scaling rule of a rope section, by what the rules themselves declare (``names``, ``keys``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from ..frequencies import NTK, RULES, Given, Linear, Rule, YaRN
+from ..spec import RopeSpec
+from . import keys
+from .source import Found, Part, Source, agreed, fail
+
+Fact = tuple[str, object, str]
+
+
+def claimed_by(rule: type[Rule] | None) -> set[str]:
+    """The keys of a rope section that belong to a rule."""
+    return {key for spelled in rule.keys.values() for key in spelled} if rule is not None else set()
+
+
+def kind_of_rule(part: Part) -> type[Rule] | None:
+    """The class that a rope section names; None for no scaling."""
+    said = part.said(keys.TYPE)
+    for path, name in said:
+        if not isinstance(name, str) or name not in keys.TYPES_WITHOUT_RULE | RULES.keys():
+            known = ", ".join(sorted({*keys.TYPES_WITHOUT_RULE, *RULES}))
+            fail(f"{path} must be one of {known} but got {name!r}")
+    kinds = {RULES.get(name) for _, name in said}
+    if len(kinds) > 1:
+        agreed("the kind of scaling", said)
+    kind = kinds.pop() if kinds else None
+    if kind is RULES["dynamic"] and part.value("alpha") is not None:
+        return NTK  # HunYuan's and vLLM's: a fixed stretch, whatever the length
+    if not said:
+        orphans = part.said(key for key in part.entries if _is_of_a_rule(key))
+        if orphans:
+            has = ", ".join(sorted(path for path, _ in orphans))
+            fail(f"a rope section must name its rope_type but has only {has}")
+    return kind
+
+
+def _is_of_a_rule(key: str) -> bool:
+    own = {key for rule in RULES.values() for key in claimed_by(rule)}
+    return key in own - {*keys.FRACTION, *keys.INERT}
+
+
+def scaling_of(
+    source: Source, part: Part, kind: type[Rule] | None
+) -> tuple[Rule | None, list[Fact]]:
+    """The rule with its parameters, and which key gave each."""
+    turns = source.family is not None and source.family.scaling == "turns"
+    said = " and ".join(f"{path} = {name!r}" for path, name in part.said(keys.TYPE))
+    if kind is None:
+        if turns:
+            why = f"{source.name} counts coordinates in turns"
+            return Linear(1 / (2 * math.pi)), [("scaling", "Linear", why)]
+        return None, [("scaling", None, said or "no rope section asks for it")]
+    if turns:
+        fail(f"{source.name} counts coordinates in turns, which no scaling rule here goes with")
+    facts: list[Fact] = [("scaling", kind.__name__, said)]
+    values: dict[str, Any] = {}
+    missing: list[str] = []
+    for one in dataclasses.fields(kind):  # type: ignore[arg-type]
+        spelled = kind.keys.get(one.name, (one.name,))
+        if kind is NTK and "alpha" in part.entries:
+            spelled = ("alpha",)
+        got = _value_of(source, part, kind, one.name, part.said(spelled))
+        if got is None and one.name == "factor" and _wants_ratio(part, one, spelled):
+            got = _ratio(source, part)
+        if got is not None:
+            values[one.name] = got[1]
+            facts.append((f"scaling.{one.name}", got[1], got[0]))
+        elif one.default is dataclasses.MISSING:
+            missing.append("/".join(spelled))
+    if missing:
+        has = ", ".join(sorted(key for key in part.entries if part.value(key) is not None))
+        fail(f"scaling by {kind.names[0]!r} must say {', '.join(missing)} but says only {has}")
+    multiplier = part.value("attn_factor")
+    if kind is YaRN and multiplier is not None and multiplier != 1:
+        path = part.entries["attn_factor"][0]
+        values["attention_factor"] = _times(values, path, multiplier)
+        facts.append(("scaling.attention_factor", values["attention_factor"], path))
+    return kind(**values), facts
+
+
+def _value_of(
+    source: Source, part: Part, kind: type[Rule], name: str, found: list[Found]
+) -> Found | None:
+    """What a rule's field is, with the outer level's say in where scaling begins."""
+    if name != "original_max_position":
+        return agreed(name, found)
+    got = _original(source, part, found)
+    if got is None and kind.names[0] in keys.SCALED_FROM_MAX_POSITION:
+        context = source.outer(keys.MAX_POSITION)
+        if context:
+            return f"{context[0][0]}, as nothing else says where scaling begins", context[0][1]
+    return got
+
+
+def _original(source: Source, part: Part, found: list[Found]) -> Found | None:
+    """Where scaling begins; Phi-3 says it at the outer level."""
+    inside = found or part.said(keys.ORIGINAL_MAX_POSITION)
+    return agreed("original_max_position", inside + source.outer(keys.ORIGINAL_MAX_POSITION))
+
+
+def _wants_ratio(part: Part, one: dataclasses.Field[Any], spelled: tuple[str, ...]) -> bool:
+    """Whether a missing factor is to be computed: it is null, or the rule can do without."""
+    null = any(key in part.entries and part.value(key) is None for key in spelled)
+    return null or one.default is None
+
+
+def _ratio(source: Source, part: Part) -> Found | None:
+    """The longest length divided by the original one, as transformers computes a missing factor."""
+    original, longest = _original(source, part, []), source.outer(keys.MAX_POSITION)
+    if original is None or not longest:
+        return None
+    if not isinstance(original[1], int) or not isinstance(longest[0][1], int):
+        return None
+    if original[1] < 1:
+        return None  # the rule will say so
+    return f"{longest[0][0]} / {original[0]}", longest[0][1] / original[1]
+
+
+def _times(values: dict[str, Any], path: str, multiplier: object) -> float:
+    """vLLM's and llama.cpp's ``attn_factor`` multiplies YaRN's own factor."""
+    if values.get("attention_factor") is not None:
+        fail(
+            f"attention_factor must be said once but got attention_factor = "
+            f"{values['attention_factor']!r} and {path} = {multiplier!r}"
+        )
+    if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
+        fail(f"{path} must be a number but got {multiplier!r}")
+    return multiplier * YaRN(**values).frequencies(2, 10000.0).attention_scaling
+
+
+def given_by_factors(rotary_dim: int, base: float, factors: list[float]) -> Given:
+    """The frequencies that result from one divisor per pair."""
+    exact = RopeSpec(rotary_dim, base).frequencies().exact
+    return Given(tuple(float(omega) / factor for omega, factor in zip(exact, factors, strict=True)))

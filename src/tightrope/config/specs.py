@@ -1,0 +1,115 @@
+"""What reading a configuration gives: a spec or one per layer type, and where each field came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._errors import sentence
+from ..spec import RopeSpec
+
+
+class LayerSpecs(Mapping[str, "RopeSpec | None"]):
+    """The specs of a model whose layers differ: layer type -> spec, None for layers without RoPE.
+
+    A mapping, equal to any other mapping with the same specs.
+
+    Args:
+        specs: layer type -> spec or None.
+        layers: the type of each layer, where the configuration lists them.
+
+    >>> specs = LayerSpecs({"local": RopeSpec(64), "global": None}, ("local", "local", "global"))
+    >>> specs["local"], specs.of(2)
+    (RopeSpec(head_dim=64), None)
+    """
+
+    def __init__(
+        self, specs: Mapping[str, RopeSpec | None], layers: tuple[str, ...] | None = None
+    ) -> None:
+        self._specs = dict(specs)
+        self.layers = layers
+
+    def __getitem__(self, layer_type: str) -> RopeSpec | None:
+        return self._specs[layer_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __repr__(self) -> str:
+        listed = "" if self.layers is None else f", layers={_runs(self.layers)}"
+        return f"LayerSpecs({self._specs!r}{listed})"
+
+    def of(self, layer: int) -> RopeSpec | None:
+        """The spec of one layer, by its number.
+
+        Raises:
+            ValueError: a configuration that does not list its layers, a layer that is not listed.
+        """
+        if self.layers is None:
+            raise ValueError(
+                sentence(
+                    "LayerSpecs.of", "the config must list the type of each layer but does not"
+                )
+            )
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(
+                sentence(
+                    "LayerSpecs.of", f"layer must lie in [0, {len(self.layers)}) but got {layer}"
+                )
+            )
+        return self._specs.get(self.layers[layer])
+
+
+def _runs(layers: tuple[str, ...]) -> str:
+    """A list of layer types that a person can read: ``3 × local, 1 × global, …``."""
+    runs: list[tuple[str, int]] = []
+    for name in layers:
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1] + 1)
+        else:
+            runs.append((name, 1))
+    shown = [f"{count} × {name}" for name, count in runs[:4]]
+    return f"<{', '.join([*shown, '…'] if len(runs) > 4 else shown)}>"
+
+
+class Row(NamedTuple):
+    """One fact: a field of a spec, its value, and what said so."""
+
+    layer: str | None
+    field: str
+    value: object
+    source: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """A spec and where each of its fields came from; ``print`` shows it as a table.
+
+    Attributes:
+        spec: what :meth:`tightrope.RopeSpec.from_config` returns.
+        rows: layer type, field, value, and the key or fact that gave it.
+    """
+
+    spec: RopeSpec | LayerSpecs | None
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        shown = [(row.field, _short(row.value), row.source) for row in self.rows]
+        widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
+        lines = []
+        layer = None
+        for row, (field, value, source) in zip(self.rows, shown, strict=True):
+            if row.layer != layer:
+                layer = row.layer
+                lines.append(f"{layer}:")
+            lines.append(f"{field:<{widths[0]}}  {value:<{widths[1]}}  {source}".rstrip())
+        return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:36]} …{text[-1]}"

@@ -1,0 +1,213 @@
+"""The table of families and the reading of configurations against transformers itself.
+
+Three checks that need the package: its rotation functions are run, and pair the channels that the table
+says; its configuration classes read every flat configuration here, and give the same spec as the file;
+its rotary modules, built from those, have the frequencies of the spec.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from model_configs import MODELS, Model
+from tightrope import RopeSpec
+from tightrope.config import LayerSpecs
+from tightrope.config.families import FAMILIES
+
+PACKAGE = Path(transformers.__file__).parent / "models"
+
+# --- pairing --------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    name: tuple(family.source.split(": "))
+    for name, family in FAMILIES.items()
+    if family.refused is None and "repository" not in family.source
+}
+WIDTH = 8
+
+
+@functools.cache
+def functions_of(folder: str) -> dict[str, Callable[..., Any]]:
+    """The functions of a modeling file and the methods of its classes, without running the file."""
+    tree = ast.parse((PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8"))
+    found: list[ast.FunctionDef] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = [node.name for node in found]
+    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef) and "rotary" in node.name:
+                found.append(node)
+                names.append(f"{owner.name}.{node.name}")
+    namespace: dict[str, Any] = {"torch": torch}
+    made: dict[str, Callable[..., Any]] = {}
+    for name, node in zip(names, found, strict=True):
+        node.decorator_list = []
+        future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
+        module = ast.fix_missing_locations(ast.Module([future, node], []))
+        try:
+            exec(compile(module, folder, "exec"), namespace)
+        except NameError:
+            continue  # a default argument from elsewhere; not a rotation
+        made[name] = namespace[node.name]
+    return made
+
+
+def partner_of_first(function: Callable[..., Any]) -> int:
+    """The channel that is rotated together with channel 0, found by rotating each channel alone."""
+    cos, sin = 0.6, 0.8
+    names = list(inspect.signature(function).parameters)
+    vision = function.__name__ == "apply_rotary_pos_emb_vision"
+    x = torch.eye(WIDTH).reshape((WIDTH, 1, WIDTH) if vision else (WIDTH, 1, 1, WIDTH))
+    if any(name.startswith("freqs_ci") for name in names):
+        return _partner(function(x, x, torch.full((1, 1, WIDTH // 2), complex(cos, sin)))[0])
+    if names[0] == "sinusoidal_pos":
+        half = torch.ones(WIDTH // 2)
+        return _partner(function(torch.cat((half * sin, half * cos))[None, None, None], x, x)[0])
+    for width in (WIDTH, WIDTH // 2):  # tables of full and of half width
+        tables = {
+            "cos": torch.full((1, width) if vision else (1, 1, width), cos),
+            "sin": torch.full((1, width) if vision else (1, 1, width), sin),
+        }
+        arguments = {"q": x, "k": x, "x": x, "tensor": x, **tables}
+        try:
+            made = function(**{name: arguments[name] for name in names if name in arguments})
+        except (RuntimeError, IndexError):
+            continue
+        made = made[0] if isinstance(made, tuple) else made
+        if made.shape == x.shape:
+            return _partner(made)
+    raise AssertionError(f"{function.__name__}{tuple(names)} takes no tables that are known here")
+
+
+def _partner(rotated: torch.Tensor) -> int:
+    """Which row of a rotated identity shares its channels with row 0."""
+    touched = rotated.reshape(WIDTH, WIDTH).abs() > 1e-6
+    assert (touched.sum(1) == 2).all(), touched
+    (other,) = [row for row in range(1, WIDTH) if (touched[row] == touched[0]).all()]
+    return other
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_function_pairs_as_the_table_says(name: str) -> None:
+    folder, function = PUBLISHED[name]
+    partner = partner_of_first(functions_of(folder)[function])
+    assert partner in (1, WIDTH // 2)
+    assert FAMILIES[name].interleaved == (partner == 1)
+
+
+def test_both_pairings_are_told_apart() -> None:
+    half = functions_of("llama")["apply_rotary_pos_emb"]
+    neighbours = functions_of("gptj")["apply_rotary_pos_emb"]
+    assert (partner_of_first(half), partner_of_first(neighbours)) == (WIDTH // 2, 1)
+
+
+# --- configuration objects ------------------------------------------------------------------------
+
+
+def known(config: dict[str, Any]) -> bool:
+    return config.get("model_type") in transformers.CONFIG_MAPPING
+
+
+# Its class leaves the base of attn_config where it is and adds rope_parameters with a default.
+CONTRADICTS_ITSELF = "databricks/dbrx-base"
+
+OBJECTS = [
+    model
+    for model in MODELS
+    if model.form in ("v4", "v5", "hub") and known(model.config)
+    and model.origin != CONTRADICTS_ITSELF
+]  # fmt: skip
+
+
+def test_an_object_that_contradicts_itself_is_refused() -> None:
+    config = dict(next(model.config for model in MODELS if model.origin == CONTRADICTS_ITSELF))
+    made = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    text = (
+        "[from_config] base must be said once but got rope_parameters.rope_theta = 10000.0 and "
+        "attn_config.rope_theta = 500000."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        RopeSpec.from_config(made)
+
+
+@functools.cache
+def config_of(name: str) -> Any:
+    config = dict(next(model.config for model in OBJECTS if model.name == name))
+    return transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+
+
+@pytest.mark.parametrize("model", OBJECTS, ids=lambda model: model.name)
+def test_an_object_of_transformers_reads_as_its_file(model: Model) -> None:
+    config = config_of(model.name)
+    options = dict(model.options)
+    nested = [key for key in ("text_config", "vision_config") if hasattr(config, key)]
+    if len(nested) == 2:
+        options.setdefault("section", "text_config")
+    for form in (config, config.to_dict()):
+        got = RopeSpec.from_config(form, **options)
+        assert specs_of(got) == specs_of(model.wanted)
+
+
+def specs_of(specs: Any) -> set[RopeSpec | None]:
+    """The specs without the names of the layer types, which are transformers' own in an object."""
+    return set(specs.values()) if not isinstance(specs, RopeSpec) else {specs}
+
+
+# --- frequencies ----------------------------------------------------------------------------------
+
+
+def modeling(config: Any) -> ModuleType:
+    name = type(config).__module__.replace("configuration_", "modeling_")
+    return importlib.import_module(name)
+
+
+def rotary_module(config: Any) -> torch.nn.Module | None:
+    """The module that holds the frequencies of a configuration's attention, if there is one."""
+    stem = type(config).__name__.removesuffix("Config")
+    for name in (stem, stem.removesuffix("Text")):
+        kind = getattr(modeling(config), f"{name}RotaryEmbedding", None)
+        if kind is not None:
+            return kind(config)  # type: ignore[no-any-return]
+    return None
+
+
+TEXT = [
+    model
+    for model in OBJECTS
+    if not model.options and "vision_config" not in model.config
+    and model.config["model_type"] not in ("gptj", "codegen", "roformer", "dinov3_vit")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", TEXT, ids=lambda model: model.name)
+def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None:
+    config = config_of(model.name)
+    module = rotary_module(config)
+    assert module is not None, type(config)
+    specs = RopeSpec.from_config(config)
+    named = dict(specs) if isinstance(specs, LayerSpecs) else {"": specs}
+    for layer, spec in named.items():
+        if spec is None:
+            continue
+        prefix = f"{layer}_" if hasattr(module, f"{layer}_inv_freq") else ""
+        if not hasattr(module, f"{prefix}inv_freq"):
+            prefix = "full_attention_"  # equal layers are one spec
+        inv_freq = getattr(module, f"{prefix}inv_freq").double()
+        made = spec.frequencies()
+        wanted = torch.tensor([float(omega) for omega in made.exact], dtype=torch.float64)
+        if model.config["model_type"] == "ernie4_5_vl_moe_text":
+            # Its module has rows first, then columns, and weaves them when it is called.
+            inv_freq = torch.cat((inv_freq[:44].reshape(2, 22).T.reshape(-1), inv_freq[44:]))
+        torch.testing.assert_close(inv_freq, wanted, rtol=1e-5, atol=1e-12)
+        if model.config["model_type"] != "phimoe":  # whose factor is chosen when it is called
+            scaling = getattr(module, f"{prefix}attention_scaling")
+            assert scaling == pytest.approx(made.attention_scaling, rel=1e-6)
