@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -623,23 +622,18 @@ def _call(
     rotation: PreparedRotation, layout: Layout, inverse: bool, learned: bool = False
 ) -> tuple[Any, ...]:
     spec = rotation.spec
-    # The compiler cannot see into a cache, and needs none.
-    form = _form if torch.compiler.is_compiling() else _cached_form
-    packed = form(layout.code, spec.start, spec.interleaved, inverse, rotation.ramp, learned)
+    form = schema.Form(
+        layout=layout.code,
+        start=spec.start,
+        interleaved=spec.interleaved,
+        direction=schema.INVERSE if inverse else schema.FORWARD,
+        ramp=rotation.ramp,
+        learned=learned,
+    )
     return (
         *(rotation.words, rotation.turns, rotation.ids, rotation.offset),
-        *(packed, rotation.amplitude, None),
+        *(form.pack(), rotation.amplitude, None),
     )
-
-
-def _form(
-    layout: int, start: int, interleaved: bool, inverse: bool, ramp: bool, learned: bool
-) -> int:
-    direction = schema.INVERSE if inverse else schema.FORWARD
-    return schema.Form(layout, start, interleaved, direction, ramp, learned=learned).pack()
-
-
-_cached_form = lru_cache(maxsize=1024)(_form)
 
 
 def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> bool:

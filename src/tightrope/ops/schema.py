@@ -6,6 +6,7 @@ dispatch key, and may be absent.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -55,13 +56,20 @@ class Form(NamedTuple):
 
     def pack(self) -> int:
         """One integer; the other side of the fence is `Form` in csrc/bind_torch.cpp."""
-        if not 0 <= self.start < 1 << _START_BITS:
-            raise RuntimeError(f"tightrope: start must lie in [0, 2^{_START_BITS})")
-        packed = 0
-        for value, bits in zip(self, _BITS):
-            packed = packed << bits | int(value)
-        return packed
+        # The compiler cannot see into a cache, and needs none.
+        return _pack(self) if torch.compiler.is_compiling() else _packed(self)
 
+
+def _pack(form: Form) -> int:
+    if not 0 <= form.start < 1 << _START_BITS:
+        raise RuntimeError(f"tightrope: start must lie in [0, 2^{_START_BITS})")
+    packed = 0
+    for value, bits in zip(form, _BITS):
+        packed = packed << bits | int(value)
+    return packed
+
+
+_packed = lru_cache(maxsize=1024)(_pack)
 
 # From the highest bits to the lowest, in the order of the fields.
 _BITS = (3, _START_BITS, 1, 2, 1, 2, 1, 8, 4, 8)
