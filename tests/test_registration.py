@@ -403,3 +403,25 @@ def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:
         assert torch.equal(rotate(x, spec, 3), rotate(x, RopeSpec(8, base=5.0), 3))
         compiled = torch.compile(lambda x, s=spec: rotate(x, s), backend="aot_eager")
         assert torch.equal(compiled(x), rotate(x, spec))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_definition_may_be_left_to_the_compiler(dynamic: bool | None) -> None:
+    """`backend="reference"` in a compiled function is what the compiler fuses with its neighbours."""
+
+    def function(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rotate_qk(q * 2, k, SPEC, 9, backend="reference")
+
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(str(graph.graph))
+        return graph
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    for tokens in (5, 7, 9):
+        q, k = noise(2, 3, tokens, 8), noise(2, 2, tokens, 8)
+        for got, expected in zip(compiled(q, k), rotate_qk(q * 2, k, SPEC, 9), strict=True):
+            assert_near(got, expected, "float32 ways")
+    assert len(graphs) <= 2
+    assert "tightrope.rotate" not in graphs[0], "no operator stands in the way"
