@@ -7,14 +7,16 @@ q and k of one call, which the gate compares with the definition in float64.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from tightrope import RopeSpec
+from tightrope import Axes, RopeSpec, positions
 from tightrope.functional import rotate_qk, rotate_qk_
+from tightrope.positions import PositionsLike
 
 from .cases import Case
 from .method import Call
@@ -42,16 +44,36 @@ class Contender:
         name: unique.
         why_not: why it cannot take part in a case; None if it can.
         make: from a case, its q, k and ids to something to time.
+        own_threads: whether it computes on threads of its own, not on torch's.
     """
 
     name: str
     why_not: Callable[[Case], str | None]
     make: Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Made]
+    own_threads: bool = False
 
 
 def spec_of(case: Case) -> RopeSpec:
     """The rotation of a case."""
-    return RopeSpec(case.head_dim, rotary_dim=case.rotary_dim, interleaved=case.interleaved)
+    axes = None
+    if case.positions == "M-RoPE":
+        pairs = (case.rotary_dim or case.head_dim) // 2
+        side = pairs * 3 // 8  # 16, 24, 24 of 64, as in Qwen2-VL
+        axes = Axes.sections((pairs - 2 * side, side, side))
+    return RopeSpec(
+        case.head_dim, rotary_dim=case.rotary_dim, interleaved=case.interleaved, axes=axes
+    )
+
+
+def positions_of(case: Case, ids: torch.Tensor) -> PositionsLike:
+    """The positions of a case.
+
+    Args:
+        ids: ``(rows, tokens)``, or ``(axes, rows, tokens)`` for M-RoPE.
+    """
+    if case.positions == "0..n-1":
+        return None
+    return positions.multi_axis(ids) if ids.dim() == 3 else ids
 
 
 def _always(_: Case) -> None:
@@ -93,7 +115,7 @@ def _functional(
 
 
 def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    rope = spec_of(case).at(ids if case.ids_per_row else None)
+    rope = spec_of(case).at(positions_of(case, ids))
     if case.work != "in place":
         return _functional(lambda q, k: rotate_qk(q, k, rope), case, q, k)  # type: ignore[arg-type, return-value]
     with torch.no_grad():
@@ -104,6 +126,30 @@ def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) 
         rotate_qk_(q, k, rope)
 
     return Made(call, result)  # type: ignore[arg-type]
+
+
+def _no_plain(case: Case) -> str | None:
+    return "the positions are plain" if case.positions == "0..n-1" else None
+
+
+def _plain(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    """The same tensors at 0..n-1: what the positions of the case cost beside them."""
+    made = _tightrope(replace(case, positions="0..n-1"), q, k, ids)
+    return Made(made.call, None)
+
+
+def _no_compiled(case: Case) -> str | None:
+    return None if case.compiled else "not a case about compiling"
+
+
+def _ours_compiled(
+    case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor, backend: str | None = None
+) -> Made:
+    """Our function inside a compiled one: the operator, or the definition for Inductor to fuse."""
+    torch._dynamo.reset()
+    rope = spec_of(case).at(positions_of(case, ids))
+    rotate = torch.compile(lambda q, k: rotate_qk(q, k, rope, backend=backend), fullgraph=True)
+    return _functional(rotate, case, q, k)
 
 
 # ---- floors: what memory alone costs --------------------------------------------------------------
@@ -127,9 +173,16 @@ def _copy(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Ma
 # ---- eager: what model files do -------------------------------------------------------------------
 
 
+def _angles(case: Case, ids: torch.Tensor) -> torch.Tensor:
+    spec = spec_of(case)
+    where = ids[..., None].double()
+    if spec.axes is not None:
+        where = torch.cat([where[axis] for axis, _, _ in spec.axes.pairs], -1)
+    return where * spec.frequencies().inv_freq
+
+
 def _tables(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
-    omega = spec_of(case).frequencies().inv_freq
-    angle = ids[:, None, :, None].double() * omega
+    angle = _angles(case, ids.unsqueeze(-2))
     if case.interleaved:
         angle = angle.repeat_interleave(2, -1)
     else:
@@ -199,7 +252,7 @@ def _transformers(
 
 
 def _no_rotary_embedding_torch(case: Case) -> str | None:
-    if not case.interleaved or case.ids_per_row:
+    if not case.interleaved or case.positions != "0..n-1":
         return "it rotates neighbours, at 0..n-1"
     return _missing("rotary_embedding_torch")
 
@@ -215,11 +268,161 @@ def _rotary_embedding_torch(
     return _functional(lambda q, k: (rotate(q), rotate(k)), case, q, k)
 
 
+# ---- other runtimes -------------------------------------------------------------------------------
+
+# They take no strides, yet neither layout needs a copy: both can be told that the heads come after
+# the tokens. So a strided case hands over the (batch, seq, heads, dim) that its views show, and they
+# work on the very memory of q and k. Handing over is done once, before the call: in their favour.
+
+
+def _laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """The contiguous tensor that x is a view of, or that view of it."""
+    return x.transpose(1, 2) if case.strided else x
+
+
+def _no_onnxruntime(case: Case) -> str | None:
+    if case.work == "training":
+        return "it has no backward"
+    if case.positions == "M-RoPE":
+        return "a position is one row of its tables"
+    if case.dtype not in ("float32", "float16"):
+        # Nor does com.microsoft, which has the operator that came before the standard one.
+        return f"its operator does not take {case.dtype} on the CPU"
+    return _missing("onnxruntime") or _missing("onnx")
+
+
+def _onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    def handed_over(x: torch.Tensor) -> torch.Tensor:
+        # Where the heads come last, the operator wants them flat, and their number as an attribute.
+        return _laid_out(case, x).flatten(2) if case.strided else x
+
+    angle = _angles(case, torch.arange(int(ids.max()) + 1))
+    inputs = {
+        "q": handed_over(q),
+        "k": handed_over(k),
+        "cos": angle.cos().to(q.dtype),
+        "sin": angle.sin().to(q.dtype),
+        "ids": ids.contiguous(),
+    }
+    # Also where the work is in place: the operator does not say that it may write where it reads.
+    y, z = torch.empty_like(q), torch.empty_like(k)
+    outputs = {"y": handed_over(y), "z": handed_over(z)}
+    types = {
+        torch.float32: TensorProto.FLOAT,
+        torch.float16: TensorProto.FLOAT16,
+        torch.int64: TensorProto.INT64,
+    }
+    declared = (
+        [helper.make_tensor_value_info(name, types[x.dtype], x.shape) for name, x in part.items()]
+        for part in (inputs, outputs)
+    )
+    nodes = [
+        helper.make_node(
+            "RotaryEmbedding",
+            [x, "cos", "sin", "ids"],
+            [rotated],
+            num_heads=heads,
+            interleaved=int(case.interleaved),
+            rotary_embedding_dim=spec_of(case).rotary_dim,
+        )
+        for x, rotated, heads in (("q", "y", case.q_heads), ("k", "z", case.k_heads))
+    ]
+    model = helper.make_model_gen_version(
+        helper.make_graph(nodes, "rotation", *declared),
+        opset_imports=[helper.make_opsetid("", 23)],
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = case.threads
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    binding = session.io_binding()
+    for name, x in inputs.items():
+        binding.bind_input(name, "cpu", 0, types[x.dtype], x.shape, x.data_ptr())
+    for name, x in outputs.items():
+        binding.bind_output(name, "cpu", 0, types[x.dtype], x.shape, x.data_ptr())
+
+    def call() -> object:
+        session.run_with_iobinding(binding)
+        return inputs, outputs  # the binding has their addresses only, so they are kept here
+
+    call()
+    return Made(call, (y, z))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _no_jax(case: Case) -> str | None:
+    if case.threads != _cores():
+        return f"the number of its threads is fixed when it starts: here {_cores()}"
+    return _missing("jax")
+
+
+def _jax(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    import jax
+    import jax.numpy as jnp
+
+    width = spec_of(case).rotary_dim
+
+    def turned(x: Any) -> Any:
+        if case.interleaved:
+            return jnp.stack((-x[..., 1::2], x[..., 0::2]), -1).reshape(x.shape)
+        u, v = jnp.split(x, 2, -1)
+        return jnp.concatenate((-v, u), -1)
+
+    def one(x: Any, cos: Any, sin: Any) -> Any:
+        head = x[..., :width]
+        y = head * cos + turned(head) * sin
+        return y if width == x.shape[-1] else jnp.concatenate((y, x[..., width:]), -1)
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return one(q, cos, sin), one(k, cos, sin)
+
+    def train(q: Any, k: Any, cos: Any, sin: Any, *grads: Any) -> Any:
+        rotated, backward = jax.vjp(lambda q, k: rotate(q, k, cos, sin), q, k)
+        # What is not returned is not computed, and a model needs the rotated q and k as well.
+        return *rotated, *backward(grads)
+
+    tensors = [q, k, *_tables(case, ids, q.dtype)]
+    function = rotate
+    if case.work == "training":
+        tensors += [torch.randn_like(q), torch.randn_like(k)]
+        function = train
+    tensors = [_laid_out(case, x).contiguous() for x in tensors]
+
+    # Compiled ahead, float64 need only be allowed here, and stays as it is for the process.
+    with jax.enable_x64(True):
+        arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
+        # Nothing is donated, whatever the work: a donated array is gone after one call, and a copy
+        # for the next would cost more than the memory that is saved.
+        compiled = jax.jit(function).lower(*arrays).compile()
+
+    def call() -> Any:
+        return jax.block_until_ready(compiled(*arrays))
+
+    y, z = (_laid_out(case, torch.utils.dlpack.from_dlpack(x)) for x in call()[:2])
+    return Made(call, (y, z))
+
+
 CONTENDERS = (
     Contender("tightrope", _always, _tightrope),
     Contender("neg_", lambda case: None if case.work == "in place" else "not in place", _neg),
     Contender("clone", lambda case: "in place" if case.work == "in place" else None, _clone),
     Contender("copy_", lambda case: None if case.work == "out of place" else case.work, _copy),
+    Contender("0..n-1", _no_plain, _plain),
+    Contender("tightrope, compiled", _no_compiled, _ours_compiled),
+    Contender(
+        "definition, compiled",
+        _no_compiled,
+        lambda case, q, k, ids: _ours_compiled(case, q, k, ids, backend="reference"),
+    ),
     Contender("eager", _always, _eager),
     Contender("compiled eager", _always, _compiled),
     Contender("transformers", _no_transformers, _transformers),
@@ -229,4 +432,6 @@ CONTENDERS = (
         lambda case, q, k, ids: _transformers(case, q, k, ids, compiled=True),
     ),
     Contender("rotary-embedding-torch", _no_rotary_embedding_torch, _rotary_embedding_torch),
+    Contender("onnxruntime", _no_onnxruntime, _onnxruntime, own_threads=True),
+    Contender("jax jit", _no_jax, _jax, own_threads=True),
 )

@@ -6,6 +6,9 @@ difference between two times taken minutes apart says nothing. Therefore:
 * contenders of one case take turns, call by call, in an order drawn anew each round;
 * a case reports medians, and ratios of medians taken in the same rounds;
 * `cold` flushes the caches before each call by touching 128 MB; `warm` calls follow one another;
+* threads spin for a while after their work, on cores that the next contender needs: where some
+  contender brings threads of its own, every turn waits until all of them sleep, before the one call
+  of `cold`, whose time then includes waking them, or before the calls that warm up for `warm`;
 * a run is repeated, and the range of each ratio over the runs is given with it;
 * a contender whose result is wrong is not timed (see `gate`).
 """
@@ -24,6 +27,30 @@ Call = Callable[[], object]
 FLUSH_BYTES = 128 * 2**20
 _flush = torch.zeros(FLUSH_BYTES // 4)
 
+# ONNX Runtime's threads spin for about 35 ms after their work, torch's for 5.
+REST_SECONDS = 0.04
+WAKE_SECONDS = 0.005
+
+
+def _rest() -> None:
+    """Wait until the threads of earlier calls sleep.
+
+    Busy, for a virtual core that has been idle may take milliseconds to come back.
+    """
+    end = time.perf_counter() + REST_SECONDS
+    while time.perf_counter() < end:
+        pass
+
+
+def _warm_up(call: Call, rest: bool) -> None:
+    """Call once or, after a rest, until the threads are awake."""
+    if rest:
+        _rest()
+    end = time.perf_counter() + WAKE_SECONDS
+    call()
+    while rest and time.perf_counter() < end:
+        call()
+
 
 def _warm_batch(call: Call) -> int:
     """How many calls to time together, so that a timing is far above the clock's own cost."""
@@ -34,7 +61,12 @@ def _warm_batch(call: Call) -> int:
 
 
 def medians(
-    calls: Mapping[str, Call], *, cold: bool, rounds: int, rng: random.Random
+    calls: Mapping[str, Call],
+    *,
+    cold: bool,
+    rounds: int,
+    rng: random.Random,
+    rest: bool = False,
 ) -> dict[str, float]:
     """Median seconds per call of each contender.
 
@@ -43,11 +75,12 @@ def medians(
         cold: whether to flush the caches before each call.
         rounds: how often each contender has its turn.
         rng: draws the order of each round.
+        rest: whether each turn waits until the threads of the one before sleep.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     batch = {}
     for name, call in calls.items():
-        call()
+        _warm_up(call, rest)
         batch[name] = 1 if cold else _warm_batch(call)
     for _ in range(rounds):
         order = list(calls)
@@ -56,8 +89,10 @@ def medians(
             call = calls[name]
             if cold:
                 _flush.add_(1)
+                if rest:
+                    _rest()
             else:
-                call()
+                _warm_up(call, rest)
             start = time.perf_counter()
             for _ in range(batch[name]):
                 call()

@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- benchmark table -->", "<!-- end of benchmark table -->"
-COLUMNS = ("neg_", "clone", "eager", "compiled eager", "transformers", "transformers, compiled")
+COLUMNS = (
+    "neg_",
+    "clone",
+    "0..n-1",
+    "eager",
+    "compiled eager",
+    "transformers",
+    "transformers, compiled",
+    "definition, compiled",
+    "onnxruntime",
+    "jax jit",
+)
 
 
 def span(values: list[float]) -> str:

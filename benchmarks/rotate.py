@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import tightrope
+from tightrope import positions
 from tightrope.backends import cpu
 from tightrope.functional import rotate_qk
 
@@ -43,8 +44,12 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return x if case.strided else x.contiguous()
 
     ids = torch.arange(case.tokens).expand(case.rows, -1)
-    if case.ids_per_row:
+    if case.positions == "ids per row":
         ids = (ids + torch.arange(case.rows)[:, None]).contiguous()
+    elif case.positions == "packed":
+        ids = ids % (case.tokens // 3 + 1)
+    elif case.positions == "M-RoPE":
+        ids = torch.stack((ids, ids // 7, ids % 31))
     return make(case.q_heads), make(case.k_heads), ids
 
 
@@ -53,7 +58,8 @@ def expected(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated q and k by the definition in float64."""
     with torch.no_grad():
-        return rotate_qk(q.double(), k.double(), spec_of(case), ids, backend="reference")
+        where = positions.multi_axis(ids) if ids.dim() == 3 else ids
+        return rotate_qk(q.double(), k.double(), spec_of(case), where, backend="reference")
 
 
 def gate(case: Case, made: Made, wanted: tuple[torch.Tensor, ...]) -> str | None:
@@ -86,7 +92,11 @@ def measure(case: Case, runs: int, rounds: int, wanted: re.Pattern[str]) -> dict
         else:
             absent[contender.name] = reason
     rng = random.Random(0)
-    results = [method.medians(calls, cold=case.cold, rounds=rounds, rng=rng) for _ in range(runs)]
+    rest = any(contender.own_threads for contender in CONTENDERS if contender.name in calls)
+    results = [
+        method.medians(calls, cold=case.cold, rounds=rounds, rng=rng, rest=rest)
+        for _ in range(runs)
+    ]
     return {
         "case": asdict(case),
         "seconds": {name: [run[name] for run in results] for name in calls},

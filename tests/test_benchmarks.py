@@ -1,8 +1,11 @@
 """The benchmarks: that they measure right results, refuse wrong ones, and write what they say."""
 
+import importlib.util
 import json
 import random
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import compare, method, report, rotate
+from benchmarks import baselines, compare, method, report, rotate
 from benchmarks.baselines import CONTENDERS, Made
 from benchmarks.cases import CASES, Case
 
@@ -18,9 +21,14 @@ SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
 VARIANTS = {
     "plain": Case("plain", **SMALL),
     "bf16": Case("bf16", **SMALL, dtype="bfloat16"),
+    "fp16": Case("fp16", **SMALL, dtype="float16"),
+    "fp64": Case("fp64", **SMALL, dtype="float64"),
+    "contiguous": Case("contiguous", **SMALL, rows=2, strided=False),
     "interleaved": Case("interleaved", **SMALL, interleaved=True),
     "partial": Case("partial", **SMALL, rotary_dim=8),
-    "ids": Case("ids", **SMALL, rows=3, ids_per_row=True),
+    "ids": Case("ids", **SMALL, rows=3, positions="ids per row"),
+    "packed": Case("packed", **SMALL, positions="packed"),
+    "M-RoPE": Case("M-RoPE", **SMALL, positions="M-RoPE"),
     "out of place": Case("out of place", **SMALL, work="out of place"),
     "training": Case("training", **SMALL, work="training"),
 }
@@ -55,6 +63,26 @@ def test_the_gate_refuses_wrong_results() -> None:
         assert "off by" in reason
 
 
+@pytest.mark.parametrize(
+    "name, case, reason",
+    [
+        ("transformers", VARIANTS["plain"], "transformers is not installed"),
+        ("rotary-embedding-torch", VARIANTS["interleaved"], "rotary_embedding_torch is not"),
+        ("onnxruntime", VARIANTS["plain"], "onnxruntime is not installed"),
+        ("onnxruntime", VARIANTS["bf16"], "does not take bfloat16"),
+        ("onnxruntime", VARIANTS["fp64"], "does not take float64"),
+        ("onnxruntime", VARIANTS["training"], "no backward"),
+        ("jax jit", VARIANTS["plain"], "jax is not installed"),
+        ("jax jit", replace(VARIANTS["plain"], threads=1), "fixed when it starts: here 2"),
+    ],
+)
+def test_who_is_absent_says_why(name: str, case: Case, reason: str, monkeypatch) -> None:
+    monkeypatch.setattr(baselines, "_cores", lambda: 2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    (contender,) = (contender for contender in CONTENDERS if contender.name == name)
+    assert reason in str(contender.why_not(case))
+
+
 def test_names_are_unique() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     assert len({contender.name for contender in CONTENDERS}) == len(CONTENDERS)
@@ -74,6 +102,23 @@ def test_medians_take_every_contender_equally_often() -> None:
     assert counts == {"a": 4, "b": 4}
     assert set(medians) == {"a", "b"}
     assert all(value > 0 for value in medians.values())
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+@pytest.mark.parametrize("own_threads", [True, False])
+def test_turns_wait_only_where_threads_differ(cold: bool, own_threads: bool, monkeypatch) -> None:
+    rests: list[None] = []
+    monkeypatch.setattr(method, "_rest", lambda: rests.append(None))
+    ours = CONTENDERS[0]
+    other = replace(ours, name="other", own_threads=own_threads)
+    monkeypatch.setattr(rotate, "CONTENDERS", (ours, other))
+    threads = torch.get_num_threads()
+    case = replace(VARIANTS["plain"], cold=cold)
+    result = rotate.measure(case, runs=1, rounds=3, wanted=re.compile(""))
+    torch.set_num_threads(threads)
+    assert set(result["seconds"]) == {"tightrope", "other"}
+    # Both once to warm up, and in each of three rounds.
+    assert len(rests) == (8 if own_threads else 0)
 
 
 def test_from_run_to_table(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -442,6 +443,12 @@ def _out_of_place(
     seq_len: SeqLen = None,
     wider: bool = False,
 ) -> Sequence[torch.Tensor]:
+    plain = backend is None and positions is None and inv_freq is None and seq_len is None
+    ready = _ready(q, k, spec, layout, inverse) if plain and outs is None else None
+    if ready is not None:
+        # On an error the long way says what is wrong.
+        with suppress(RuntimeError):
+            return autograd.raw(q, k, ready)
     arguments = _arguments(
         operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, wider
     )
@@ -506,30 +513,35 @@ def _in_place(
     seq_len: SeqLen = None,
 ) -> None:
     plain = backend is None and positions is None and inv_freq is None and seq_len is None
-    if plain and _at_once(q, k, spec, layout, inverse):
-        return
+    ready = _ready(q, k, spec, layout, inverse) if plain else None
+    if ready is not None:
+        # On an error the long way says what is wrong.
+        with suppress(RuntimeError):
+            autograd.raw_in_place(q, k, ready)
+            return
     arguments = _arguments(
         operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len
     )
     _run_in_place(operation, names, q, k, arguments, backend)
 
 
-def _at_once(
+def _ready(
     q: torch.Tensor,
     k: torch.Tensor | None,
     rotation: RopeSpec | PreparedRotation,
     layout: str,
     inverse: bool,
-) -> bool:
-    """Rotate in place by a prepared rotation with one look at each thing that the kernel cannot
-    see. A decoded token is a few microseconds of memory, and checks in Python would be most of it.
+) -> tuple[Any, ...] | None:
+    """What a prepared rotation calls the kernel with at once, with one look at each thing that the
+    kernel cannot see. A decoded token is a few microseconds of memory, and checks in Python would be
+    most of its time. All else that the long way checks the kernel refuses, before it writes.
 
     Returns:
-        False, with nothing changed, where the long way must be taken: for what it does, or for its
-        sentence about what is wrong.
+        None where the long way must be taken: for what it does, or for its sentence about what is
+        wrong.
     """
     if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
-        return False
+        return None
     call = rotation.calls.get((layout, inverse))
     if (
         call is None
@@ -541,13 +553,8 @@ def _at_once(
         or autograd.in_functorch()
         or forward_ad._current_level >= 0
     ):
-        return False
-    try:
-        autograd.raw_in_place(q, k, call)
-    except RuntimeError:
-        # The kernel refuses, before it changes anything, all else that the long way checks.
-        return False
-    return True
+        return None
+    return call
 
 
 def _run_in_place(

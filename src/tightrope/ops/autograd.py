@@ -26,9 +26,15 @@ def differentiable(
         return schema.rotate(q, k, *arguments)  # type: ignore[no-any-return]
     if transform is not None or needs_grad(q, k, arguments):
         return OutOfPlace.apply(q, k, *_flat(arguments))  # type: ignore[no-any-return, no-untyped-call]
-    # Nothing wants a gradient, so the autograd formula, which is Python, need not be asked.
+    return raw(q, k, arguments)
+
+
+def raw(
+    q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]
+) -> Sequence[torch.Tensor]:
+    """The operator where nothing needs a gradient: its formula, which is Python, is not asked."""
     with torch._C._AutoDispatchBelowAutograd():
-        return schema.rotate(q, k, *arguments)
+        return schema.rotate(q, k, *arguments)  # type: ignore[no-any-return]
 
 
 def in_place(
