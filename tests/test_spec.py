@@ -33,6 +33,7 @@ from tightrope.frequencies import (
 )
 from tightrope.functional import rotate, rotate_
 from tightrope.spec import PreparedRotation
+from tightrope.spec._tables import Tables
 from tolerances import value
 
 CPU = torch.device("cpu")
@@ -463,9 +464,15 @@ def test_attention_scaling_by_length() -> None:
         "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
         "short and long rows apart."
     )
-    for lengths in ([100, 101], torch.tensor([101], device="meta")):
-        with refused(NotImplementedError, text):
-            spec.attention_scaling(lengths)
+    with refused(NotImplementedError, text):
+        spec.attention_scaling([100, 101])
+    text = (
+        "[RopeSpec] seq_len must be ints that can be read, as the attention scaling of LongRoPE is "
+        "1.25 for short rows and 1.5 for long ones, but got lengths that are traced or on a device "
+        "(seq_len: float64[1])."
+    )
+    with refused(NotImplementedError, text):
+        spec.attention_scaling(torch.tensor([101], device="meta"))
 
 
 def test_softmax_scaling_is_the_rules() -> None:
@@ -589,8 +596,11 @@ def tables_of(spec: RopeSpec) -> list[torch.Tensor]:
         elif isinstance(value, (tuple, list)):
             for item in value:
                 walk(item)
+        elif isinstance(value, Tables):
+            walk(vars(value))
 
     walk(vars(spec))
+    assert found
     return found
 
 

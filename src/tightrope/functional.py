@@ -537,7 +537,7 @@ def _at_once(
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or not q.is_cpu
-        or q.shape[-1] != rotation.spec.head_dim
+        or q.shape[-1] != rotation.channels.head_dim
         or autograd.needs_grad(q, k, call)
         or autograd.in_functorch()
         or forward_ad._current_level >= 0
@@ -622,10 +622,12 @@ def _arguments(
 def _call(
     rotation: PreparedRotation, layout: Layout, inverse: bool, learned: bool = False
 ) -> tuple[Any, ...]:
-    spec = rotation.spec
+    channels = rotation.channels
     # The compiler cannot see into a cache, and needs none.
     form = _form if torch.compiler.is_compiling() else _cached_form
-    packed = form(layout.code, spec.start, spec.interleaved, inverse, rotation.ramp, learned)
+    packed = form(
+        layout.code, channels.start, channels.interleaved, inverse, rotation.ramp, learned
+    )
     return (
         *(rotation.words, rotation.turns, rotation.ids, rotation.offset),
         *(packed, rotation.amplitude, None),

@@ -48,7 +48,7 @@ def prepare(
     x = xs[0]
     shape = shape_of(operation, names[0], x, layout)
     rotation = _rotation(operation, x, spec, positions, seq_len).for_tokens(shape[layout.token])
-    width = rotation.spec.head_dim
+    width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
         raise _wrong_width(operation, names[0], x, width)
     for name, other in zip(names[1:], xs[1:]):
@@ -58,11 +58,11 @@ def prepare(
         check_partner(operation, names[0], name, x, other, layout)
     if rotation.ids is not None:
         _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout)
-    word_rows, word_heads = rotation.words.shape[1:3]
+    word_heads = rotation.words.shape[2]
     if word_heads != 1:
         check_heads(operation, "spec", word_heads, names, xs, layout)
-    if word_rows != 1:
-        _check_rows(operation, names[0], x, word_rows, layout)
+    if rotation.rows != 1:
+        _check_rows(operation, names[0], x, rotation.rows, layout)
     return rotation
 
 
@@ -71,7 +71,10 @@ def _check_rows(operation: str, name: str, x: torch.Tensor, rows: int, layout: L
     if rows != own:
         raise ValueError(
             sentence(
-                operation, f"seq_len must be for 1 or {own} rows but is for {rows}", **{name: x}
+                operation,
+                f"seq_len must be one length, or one for each of {own} rows, but is {rows} lengths"
+                + ("" if layout.row is not None else f" (layout {layout.name!r} has no rows)"),
+                **{name: x},
             )
         )
 

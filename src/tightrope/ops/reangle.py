@@ -43,7 +43,9 @@ def prepared(
     words, turns = _side_by_side(operation, after, before)
     ids = _ids(operation, _explicit(new, tokens, k.device), _explicit(old, tokens, k.device))
     amplitude = after.amplitude / before.amplitude
-    return PreparedRotation(to_spec, words, turns, ids, 0, False, k.device, amplitude.hex())
+    return PreparedRotation(
+        to_spec.channels, words, turns, ids, 0, False, k.device, amplitude.hex()
+    )
 
 
 def _check_specs(operation: str, from_spec: RopeSpec, to_spec: RopeSpec) -> None:
