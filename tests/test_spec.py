@@ -467,9 +467,8 @@ def test_attention_scaling_by_length() -> None:
     with refused(NotImplementedError, text):
         spec.attention_scaling([100, 101])
     text = (
-        "[RopeSpec] seq_len must be ints that can be read, as the attention scaling of LongRoPE is "
-        "1.25 for short rows and 1.5 for long ones, but got lengths that are traced or on a device "
-        "(seq_len: float64[1])."
+        "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; what is "
+        "traced or on a device may be either, so say seq_len as an int."
     )
     with refused(NotImplementedError, text):
         spec.attention_scaling(torch.tensor([101], device="meta"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -103,21 +104,27 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> S
     raise ValueError(
         sentence(
             operation,
-            f"positions must not start again within a row (packed sequences?) where "
-            f"{type(rule).__name__} gives each length its own frequencies; say seq_len for all of them, or rotate them apart",
+            "positions must not start again within a row (packed sequences?) where "
+            f"{type(rule).__name__} gives each length its own frequencies; say seq_len for all of "
+            "them, or rotate them apart",
             positions=ids,
         )
     )
 
 
 def _last(ids: torch.Tensor) -> torch.Tensor:
-    """The last position of each row, float64; those that are lost (NaN, infinite) left out."""
-    ids = ids.detach()
-    lost = is_lost(ids)
-    if lost is not None:
-        ids = torch.where(lost, -math.inf, ids)
+    """The last position of each row, float64; those that are lost left out."""
+    ids = _found(ids)
+    if ids.is_floating_point():
+        ids = ids.nan_to_num(-math.inf)
     # In 64 bits before anything is added: int32 would wrap, and float32 drop what is added.
     return ids.amax((0, 2)).to(torch.float64)
+
+
+def _found(ids: torch.Tensor) -> torch.Tensor:
+    """Ids with NaN for all that are lost, which is behind nothing and ahead of nothing."""
+    lost = is_lost(ids)
+    return ids.detach() if lost is None else torch.where(lost, math.nan, ids.detach())
 
 
 def _starts_again(ids: torch.Tensor) -> torch.Tensor:
@@ -125,6 +132,7 @@ def _starts_again(ids: torch.Tensor) -> torch.Tensor:
 
     Within an image one coordinate goes back only as another goes on.
     """
+    ids = _found(ids)
     before, after = ids[..., :-1], ids[..., 1:]
     behind = (after <= before).all(0) & (after < before).any(0)
     # Some code puts padding in front of a row at 1, and the row itself at 0, 1, 2, …
@@ -141,10 +149,12 @@ def length(value: object) -> int:
     >>> length(5)
     5
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
+    number = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value  # while compiling perhaps a symbol, which `index` would turn into a constant
+    elif not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
     if number is None:
         raise TypeError(
             sentence("seq_len", f"a length must be an int, or one per row, but got {value!r}")

@@ -272,16 +272,17 @@ class RopeSpec:
 
         Args:
             seq_len: None or an int for all rows; one int per row; or a tensor ``(rows,)`` or ``()``
-                of int32, int64 or float64. A tensor on another device than the CPU, or one that is
-                being traced, is not read: nothing synchronises. Ignored by rules that do not depend
-                on it.
+                of int32, int64 or float64, fractions counting as the next whole length. A tensor on
+                another device than the CPU, or one that is being traced, is not read: nothing
+                synchronises. Nor is an int while compiling: one graph serves all lengths. Ignored by
+                rules that do not depend on it.
             device: where the words shall be.
 
         Returns:
             Words and turns, int64 ``[axes, rows|1, heads|1, pairs]``, zeros where an axis does not
             turn a pair; one row where all have the same words. Turns are None where all are zero.
             Words are the nearest integers, except those of :class:`tightrope.frequencies.DynamicNTK`
-            for a tensor that is not read: they come from float64, off by at most 5e-14 · ω
+            for a length that is not read: they come from float64, off by at most 5e-14 · ω
             radians per position for scales up to 1e7.
         """
         device = torch.device(device)
@@ -300,12 +301,19 @@ class RopeSpec:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
                 :class:`tightrope.positions.Positions`. Ids are not copied: do not change them.
             device: where the rotated tensors live; by default where the ids are, else the CPU.
-            seq_len: the length of each sequence, for rules that depend on it: an int, one per row,
-                or a tensor of them. By default it is the row's own: its last position + 1.
+            seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
+                an int, one per row, or a tensor of them. By default it is the row's own: its last
+                position + 1, on whichever axis. A rank that holds a share of a sequence must say
+                the length of the whole. Keys that were cached under another length need
+                :func:`tightrope.functional.rerotate` before queries of this one meet them; see
+                docs/rerotate.md.
 
         Raises:
             ValueError: positions that do not fit the spec; or positions that start again within a
                 row beyond the original length of such a rule, where no one length fits the row.
+                Packed sequences that nothing may read (on a device, while compiling) count as such.
+            NotImplementedError: rows of one call whose attention scaling differs, which only a
+                :class:`tightrope.frequencies.LongRoPE` with unequal mscales can give.
 
         Returns:
             An object that every function takes in place of a spec and positions.

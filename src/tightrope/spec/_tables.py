@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ class Tables:
     def __init__(self, rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None) -> None:
         self.rule = rule
         self.by_length = rule is not None and rule.by_length
-        self._of = rotary_dim, base, axes
+        self._of = rotary_dim, base.hex(), axes
         said: Any = rule
         if rule is not None and torch.compiler.is_dynamo_compiling():
             # A rule made inside a compiled function is none yet that could be handed to a constant.
@@ -47,7 +48,15 @@ class Tables:
         self._kept: dict[Any, Table] = {}
         if not torch.compiler.is_compiling():
             self._table(torch.device("cpu"))
-        self._beyond = self._make_beyond() if self.by_length else None
+        # The regime just above the original length, and its attention scaling.
+        self._first = None
+        self._first_hex = self.amplitude_hex
+        if rule is not None and rule.by_length:
+            self._first = rule.regime(rule.original_max_position + 1)
+            self._first_hex = self._made(self._first).attention_scaling.hex()
+        self._beyond: _Beyond | None = None
+        if self.by_length and not is_tracing():
+            self._ready()
 
     def read(self, seq_len: SeqLen, device: torch.device) -> Lengths | None:
         """What a caller says of lengths, as the other functions take it; None where it is no matter.
@@ -84,45 +93,44 @@ class Tables:
         """
         if lengths is None or self._has_one_amplitude:
             return self.amplitude_hex
-        if isinstance(lengths, torch.Tensor):
-            raise NotImplementedError(
-                sentence(
-                    "RopeSpec",
-                    f"seq_len must be ints that can be read, as the attention scaling of "
-                    f"{type(self.rule).__name__} is {self._said(None)} for short rows and "
-                    f"{self._said(self._first_beyond)} for long ones, but got lengths that are "
-                    "traced or on a device",
-                    seq_len=lengths,
-                )
+        known = not isinstance(lengths, torch.Tensor)
+        regimes = [self._regime(length) for length in lengths] if known else [None, self._first]
+        found = {self._amplitude(regime) for regime in regimes} or {self.amplitude_hex}
+        if len(found) == 1:
+            return found.pop()
+        factors = ", ".join(str(factor) for factor in sorted(map(float.fromhex, found)))
+        advice = (
+            "rotate short and long rows apart"
+            if known
+            else "what is traced or on a device may be either, so say seq_len as an int"
+        )
+        raise NotImplementedError(
+            sentence(
+                "RopeSpec",
+                f"all rows of one call must have one attention scaling but got {factors}; {advice}",
             )
-        found = {self._made(self._regime(length)).attention_scaling for length in lengths}
-        if len(found) > 1:
-            raise NotImplementedError(
-                sentence(
-                    "RopeSpec",
-                    "all rows of one call must have one attention scaling but got "
-                    f"{', '.join(map(str, sorted(found)))}; rotate short and long rows apart",
-                )
-            )
-        return found.pop().hex() if found else self.amplitude_hex
+        )
 
     @property
     def _has_one_amplitude(self) -> bool:
         # Rules with more than two regimes have one factor for all.
-        return self._beyond is None or self._beyond.amplitude == self.amplitude_hex
+        return self._first_hex == self.amplitude_hex
 
-    @property
-    def _first_beyond(self) -> int | None:
-        return self._regime(self.rule.original_max_position + 1)  # type: ignore[union-attr]
-
-    def _said(self, regime: int | None) -> float:
-        return self._made(regime).attention_scaling
+    def _amplitude(self, regime: int | None) -> str:
+        if regime is None:
+            return self.amplitude_hex
+        if regime == self._first:
+            return self._first_hex
+        return self._made(regime).attention_scaling.hex()
 
     def _regime(self, length: int | None) -> int | None:
         return None if self.rule is None else self.rule.regime(length)
 
     def _made(self, regime: int | None) -> words_.Made:
-        return self._within if regime is None else words_.made(self.rule, *self._of, regime)
+        if regime is None:
+            return self._within
+        rotary_dim, base, axes = self._of
+        return words_.made(self.rule, rotary_dim, float.fromhex(base), axes, regime)
 
     def _table(self, device: torch.device, regime: int | None = None) -> Table:
         """Words and turns on a device, ``[axes, 1, heads|1, pairs]``.
@@ -136,6 +144,8 @@ class Tables:
         key = device if regime is None else (device, regime)
         table = self._kept.get(key)
         if table is None:
+            if tracing and regime is not None and regime == self._first:
+                return self._ready().on(device)
             if tracing:
                 return self._make_table(device, regime)
             with torch.inference_mode(False):
@@ -165,9 +175,7 @@ class Tables:
         if made is not None:
             long, long_turns = words_from(made)
         else:
-            beyond = self._ready()
-            long = beyond.words.to(device)
-            long_turns = None if beyond.turns is None else beyond.turns.to(device)
+            long, long_turns = self._ready().on(device)
         words = torch.where(longer, long, short)
         if short_turns is None and (long_turns is None or made is not None):
             # What a rule makes of lengths turns no faster than what it starts from.
@@ -181,23 +189,26 @@ class Tables:
 
     def _ready(self) -> _Beyond:
         """What is ready for unknown lengths; as of :meth:`_table`, a fake program has its own."""
-        if self._beyond is None or (is_tracing() and not torch.compiler.is_dynamo_compiling()):
-            return self._make_beyond()
-        return self._beyond
-
-    def _make_beyond(self) -> _Beyond:
+        tracing = is_tracing()
+        if self._beyond is not None and not (tracing and not torch.compiler.is_dynamo_compiling()):
+            return self._beyond
         rotary_dim, base, axes = self._of
-        dims = [rotary_dim] if axes is None else sorted({dim for _, _, dim in axes.pairs})
-        with torch.inference_mode(False):
+        # The compiler takes a number that it read from an object for a constant only in a sum.
+        dims = {rotary_dim + 0} if axes is None else {dim for _, _, dim in axes.pairs}
+        cpu = torch.device("cpu")
+        with nullcontext() if tracing else torch.inference_mode(False):
             rows = {
                 dim: torch.tensor(
-                    words_.inv_freq(self.rule, dim, base), dtype=torch.float64, device="cpu"
+                    words_.inv_freq(self.rule, dim, float.fromhex(base)),
+                    dtype=torch.float64,
+                    device=cpu,
                 )
                 for dim in dims
             }
-            regime = self._first_beyond
-            table = self._make_table(torch.device("cpu"), regime)
-            return _Beyond(rows, *table, self._said(regime).hex())
+            made = _Beyond(rows, *self._make_table(cpu, self._first))
+        if not tracing:
+            self._beyond = made
+        return made
 
     def _inv_freq_beyond(self, lengths: torch.Tensor) -> torch.Tensor | None:
         """As :meth:`Rule.inv_freq_beyond`, but ``[axes, rows, 1, pairs]``."""
@@ -228,10 +239,12 @@ class _Beyond(NamedTuple):
     Attributes:
         rows: for each rotary dimension, its frequencies within the original length.
         words, turns: those just above the original length.
-        amplitude: the attention scaling there, in digits.
     """
 
     rows: dict[int, torch.Tensor]
     words: torch.Tensor
     turns: torch.Tensor | None
-    amplitude: str
+
+    def on(self, device: torch.device) -> Table:
+        """Words and turns on a device."""
+        return self.words.to(device), None if self.turns is None else self.turns.to(device)
