@@ -47,7 +47,7 @@ RANKS: dict[str, tuple[int, int]] = {
 # Imports that go up, from inside a function only: (from, to) -> why there is no other way.
 LAZY: dict[tuple[str, str], str] = {
     (
-        "spec",
+        "spec._rope",
         "config",
     ): "RopeSpec.from_config is where a user looks for it; what it reads builds specs",
 }

@@ -33,6 +33,7 @@ from tightrope.frequencies import (
 )
 from tightrope.functional import rotate, rotate_
 from tightrope.spec import PreparedRotation
+from tightrope.spec._tables import Tables
 from tolerances import value
 
 CPU = torch.device("cpu")
@@ -463,9 +464,14 @@ def test_attention_scaling_by_length() -> None:
         "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
         "short and long rows apart."
     )
-    for lengths in ([100, 101], torch.tensor([101], device="meta")):
-        with refused(NotImplementedError, text):
-            spec.attention_scaling(lengths)
+    with refused(NotImplementedError, text):
+        spec.attention_scaling([100, 101])
+    text = (
+        "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; what is "
+        "traced or on a device may be either, so say seq_len as an int."
+    )
+    with refused(NotImplementedError, text):
+        spec.attention_scaling(torch.tensor([101], device="meta"))
 
 
 def test_softmax_scaling_is_the_rules() -> None:
@@ -589,8 +595,11 @@ def tables_of(spec: RopeSpec) -> list[torch.Tensor]:
         elif isinstance(value, (tuple, list)):
             for item in value:
                 walk(item)
+        elif isinstance(value, Tables):
+            walk(vars(value))
 
     walk(vars(spec))
+    assert found
     return found
 
 

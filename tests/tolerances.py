@@ -110,6 +110,12 @@ TABLE = {
         "a miss lies beside a tie. Where a pair cancels to less than 2^-10 of its length, float32 "
         "inside has the coarser step, and the bound is 'float32 rotation' as for float32",
     ),
+    "16-bit ways": Tolerance(
+        1.75,
+        "steps of the type at |pair|, of a channel",
+        "one way rounds at the end, by half a step; the other there and once before, where the errors "
+        "of both channels, half a step each, turn into one of √2 / 2: 1.71",
+    ),
     # --- gradients (DESIGN 6) ---
     "position gradient": Tolerance(
         2e-6,

@@ -139,6 +139,8 @@ class NTK(Rule):
 
 def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, ...]:
     """The row of base · scale^(d/(d−2)): ω_k = base^(−2k/d) · scale^(−2k/(d−2))."""
+    if rotary_dim == 0:
+        return ()
     step = Decimal(base).ln() * -2 / rotary_dim
     if rotary_dim > 2:
         step -= 2 * scale.ln() / (rotary_dim - 2)

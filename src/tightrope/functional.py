@@ -548,7 +548,7 @@ def _ready(
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or not q.is_cpu
-        or q.shape[-1] != rotation.spec.head_dim
+        or q.shape[-1] != rotation.channels.head_dim
         or autograd.needs_grad(q, k, call)
         or autograd.in_functorch()
         or forward_ad._current_level >= 0
@@ -628,11 +628,11 @@ def _arguments(
 def _call(
     rotation: PreparedRotation, layout: Layout, inverse: bool, learned: bool = False
 ) -> tuple[Any, ...]:
-    spec = rotation.spec
+    channels = rotation.channels
     form = schema.Form(
         layout=layout.code,
-        start=spec.start,
-        interleaved=spec.interleaved,
+        start=channels.start,
+        interleaved=channels.interleaved,
         direction=schema.INVERSE if inverse else schema.FORWARD,
         ramp=rotation.ramp,
         learned=learned,

@@ -48,7 +48,7 @@ def prepare(
     x = xs[0]
     shape = shape_of(operation, names[0], x, layout)
     rotation = _rotation(operation, x, spec, positions, seq_len).for_tokens(shape[layout.token])
-    width = rotation.spec.head_dim
+    width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
         raise _wrong_width(operation, names[0], x, width)
     for name, other in zip(names[1:], xs[1:]):
@@ -56,22 +56,46 @@ def prepare(
         if other_shape[-1] != shape[-1]:
             raise _wrong_width(operation, name, other, width)
         check_partner(operation, names[0], name, x, other, layout)
-    if rotation.ids is not None:
-        _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout)
-    word_rows, word_heads = rotation.words.shape[1:3]
-    if word_heads != 1:
-        check_heads(operation, "spec", word_heads, names, xs, layout)
-    if word_rows != 1:
-        _check_rows(operation, names[0], x, word_rows, layout)
+    check_rotation(operation, names, xs, rotation, layout)
     return rotation
 
 
-def _check_rows(operation: str, name: str, x: torch.Tensor, rows: int, layout: Layout) -> None:
+def check_rotation(
+    operation: str,
+    names: Sequence[str],
+    xs: Sequence[torch.Tensor],
+    rotation: PreparedRotation,
+    layout: Layout,
+    said: tuple[str, str, str] = ("spec", "positions", "seq_len"),
+) -> None:
+    """Refuse a rotation whose rows, tokens or heads are not those of what it turns.
+
+    Args:
+        said: what the user calls the spec, the positions and the lengths of it.
+    """
+    spec, positions, seq_len = said
+    x = xs[0]
+    if rotation.ids is not None:
+        _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout, positions)
+    heads = rotation.words.shape[2]
+    if heads != 1:
+        check_heads(operation, spec, heads, names, xs, layout)
+    if rotation.rows != 1:
+        _check_rows(operation, names[0], x, rotation.rows, layout, seq_len)
+
+
+def _check_rows(
+    operation: str, name: str, x: torch.Tensor, rows: int, layout: Layout, seq_len: str
+) -> None:
     own = 1 if layout.row is None else x.shape[layout.row]
     if rows != own:
+        fits = f", or one for each of {own} rows," if layout.row is not None else ""
+        without = "" if layout.row is not None else f" (layout {layout.name!r} has no rows)"
         raise ValueError(
             sentence(
-                operation, f"seq_len must be for 1 or {own} rows but is for {rows}", **{name: x}
+                operation,
+                f"{seq_len} must be one length{fits} but is {rows}{without}",
+                **{name: x},
             )
         )
 
@@ -213,17 +237,23 @@ def check_heads(
 
 
 def _check_fit(
-    operation: str, name: str, x: torch.Tensor, ids: torch.Tensor, ramp: bool, layout: Layout
+    operation: str,
+    name: str,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    ramp: bool,
+    layout: Layout,
+    positions: str,
 ) -> None:
     tokens = x.shape[layout.token]
     if not ramp and ids.shape[2] != tokens:
         raise ValueError(
             sentence(
                 operation,
-                f"positions must say one position for each of {tokens} tokens but got "
+                f"{positions} must say one position for each of {tokens} tokens but got "
                 f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
                 f"{layout.token})",
-                **{name: x, "positions": ids},
+                **{name: x, positions: ids},
             )
         )
     rows = 1 if layout.row is None else x.shape[layout.row]
@@ -231,9 +261,9 @@ def _check_fit(
         raise ValueError(
             sentence(
                 operation,
-                f"positions must have 1 or {rows} rows but got {ids.shape[1]}"
+                f"{positions} must have 1 or {rows} rows but got {ids.shape[1]}"
                 + ("" if layout.row is not None else f" (layout {layout.name!r} has no rows)"),
-                **{name: x, "positions": ids},
+                **{name: x, positions: ids},
             )
         )
 

@@ -29,8 +29,7 @@ def source(
         primary, secondary and carried of the schema.
     """
     check_floating(operation, "inv_freq", inv_freq)
-    spec = rotation.spec
-    axes, pairs = spec.axis_count, spec.rotary_dim // 2
+    axes, pairs = rotation.words.shape[0], rotation.channels.rotary_dim // 2
     dims = inv_freq.dim()
     fits = dims in (1, 2) if axes == 1 else dims == 3 and inv_freq.shape[0] == axes
     if not fits or inv_freq.shape[-1] != pairs:

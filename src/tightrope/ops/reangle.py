@@ -3,6 +3,9 @@
 Phases of several axes add up before any cosine is taken. So the new angle minus the old one is a
 rotation with twice the axes: the new frequencies at the new positions, and the old ones at the old
 positions with their sign changed. It is exact modulo a turn, like each of the two.
+
+Where both have the same frequencies and integer positions, as in a context shift, that is a rotation
+by the difference of the positions; an offset, if that is what they differ by.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from .. import positions as positions_
 from .._errors import sentence
 from ..positions import Positions, PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
-from .checks import shape_of
+from .checks import check_rotation, shape_of
 from .layouts import Layout
 
 
@@ -35,15 +38,23 @@ def prepared(
     tokens = shape_of(operation, "k", k, layout)[layout.token]
     _check_specs(operation, from_spec, to_spec)
     old = positions_.canonical(positions, operation)
-    new = old if new_positions is None else positions_.canonical(new_positions, operation)
-    before, after = (
-        spec.on(where, k.device, operation, seq_len).for_tokens(tokens)
-        for spec, where, seq_len in ((from_spec, old, from_seq_len), (to_spec, new, to_seq_len))
-    )
-    words, turns = _side_by_side(operation, after, before)
-    ids = _ids(operation, _explicit(new, tokens, k.device), _explicit(old, tokens, k.device))
-    amplitude = after.amplitude / before.amplitude
-    return PreparedRotation(to_spec, words, turns, ids, 0, False, k.device, amplitude.hex())
+    stays = new_positions is None or new_positions is positions
+    new = old if stays else positions_.canonical(new_positions, operation)
+    before = from_spec.on(old, k.device, operation, from_seq_len).for_tokens(tokens)
+    after = to_spec.on(new, k.device, operation, to_seq_len).for_tokens(tokens)
+    said = ("from_spec", "positions", "from_seq_len")
+    check_rotation(operation, ("k",), (k,), before, layout, said)
+    said = ("to_spec", "positions" if stays else "new_positions", "to_seq_len")
+    check_rotation(operation, ("k",), (k,), after, layout, said)
+    amplitude = (after.amplitude / before.amplitude).hex()
+    same = after.words is before.words or (from_spec == to_spec and not to_spec.by_length)
+    if same and (stays or not (_is_fractional(after) or _is_fractional(before))):
+        words, turns = after.words, after.turns
+        ids, offset = _moved(after, before, tokens)
+    else:
+        words, turns = _side_by_side(after, before)
+        ids, offset = _opposed(_explicit(after, tokens), _explicit(before, tokens)), 0
+    return PreparedRotation(to_spec.channels, words, turns, ids, offset, False, k.device, amplitude)
 
 
 def _check_specs(operation: str, from_spec: RopeSpec, to_spec: RopeSpec) -> None:
@@ -64,59 +75,51 @@ def _check_specs(operation: str, from_spec: RopeSpec, to_spec: RopeSpec) -> None
             )
 
 
+def _is_fractional(rotation: PreparedRotation) -> bool:
+    return rotation.ids is not None and rotation.ids.is_floating_point()
+
+
+def _moved(
+    after: PreparedRotation, before: PreparedRotation, tokens: int
+) -> tuple[torch.Tensor | None, int]:
+    """By how much each token moves: ids, or none, and an offset."""
+    ramps = after.ramp and before.ramp
+    if ramps and after.ids is None and before.ids is None:
+        offset = after.offset - before.offset
+        if not torch.compiler.is_compiling():
+            # Angles are the same modulo 2^64, and an offset has 64 bits.
+            offset = (offset + 2**63) % 2**64 - 2**63
+        return None, offset
+    # What both count from, or each token of each.
+    one, other = (_explicit(each, 1 if ramps else tokens) for each in (after, before))
+    return (one - other).expand(-1, -1, tokens), 0
+
+
 def _side_by_side(
-    operation: str, after: PreparedRotation, before: PreparedRotation
+    after: PreparedRotation, before: PreparedRotation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Words and turns of both, one after the other along the axes."""
-    shape = []
-    for dim, what in ((1, "rows"), (2, "heads")):
-        one, other = after.words.shape[dim], before.words.shape[dim]
-        if one != other and 1 not in (one, other):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"from_spec and to_spec must have angles for the same {what} but have them for "
-                    f"{other} and {one}",
-                )
-            )
-        shape.append(max(one, other))
-
-    def whole(x: torch.Tensor) -> torch.Tensor:
-        return x.expand(-1, *shape, -1)
-
-    words = torch.cat((whole(after.words), whole(before.words)))
+    shape = torch.broadcast_shapes(after.words.shape[1:], before.words.shape[1:])
+    both = (after, before)
+    words = torch.cat([each.words.expand(-1, *shape) for each in both])
     if after.turns is None and before.turns is None:
         return words, None
-    both = (
-        torch.zeros_like(each.words) if each.turns is None else each.turns
-        for each in (after, before)
-    )
-    return words, torch.cat([whole(each) for each in both])
+    turns = (torch.zeros_like(each.words) if each.turns is None else each.turns for each in both)
+    return words, torch.cat([each.expand(-1, *shape) for each in turns])
 
 
-def _explicit(where: Positions, tokens: int, device: torch.device) -> torch.Tensor:
-    ids = positions_.explicit(where, tokens, device=device).ids
+def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
+    """Positions in 64 bits, one for each token."""
+    where = Positions(rotation.ids, rotation.offset, rotation.ramp)
+    ids = positions_.explicit(where, tokens, device=rotation.device).ids
     if ids is None:
         raise RuntimeError("explicit positions have ids")
-    return ids.to(device)
+    return ids
 
 
-def _ids(operation: str, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+def _opposed(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """New positions and the negative of the old ones, ``[axes of both, rows|1, tokens]``."""
-    if new.shape[2] != old.shape[2] or (
-        new.shape[1] != old.shape[1] and 1 not in (new.shape[1], old.shape[1])
-    ):
-        raise ValueError(
-            sentence(
-                operation,
-                "positions and new_positions must be for the same rows and tokens",
-                positions=old,
-                new_positions=new,
-            )
-        )
     if new.is_floating_point() or old.is_floating_point():
         new, old = new.to(torch.float64), old.to(torch.float64)
-    else:
-        new, old = new.to(torch.int64), old.to(torch.int64)
     rows = max(new.shape[1], old.shape[1])
     return torch.cat((new.expand(-1, rows, -1), -old.expand(-1, rows, -1)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -24,11 +24,13 @@ class Positions:
             when ``ramp``; None stands for zeros on one axis.
         offset: added to every position.
         ramp: whether the index of the token in its row is added.
+        packed: whether a row is known to hold several sequences, which have lengths of their own.
     """
 
     ids: torch.Tensor | None = None
     offset: int = 0
     ramp: bool = True
+    packed: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.ids is None:

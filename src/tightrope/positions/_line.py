@@ -66,9 +66,11 @@ def packed(
     total = check_cu_seqlens(name, cu_seqlens, total)
     tokens, sequence = sequences(cu_seqlens, total)
     starts = cu_seqlens[:-1]
+    several = starts.shape[0] > 1
     if not isinstance(offsets, torch.Tensor):
         ids = tokens - starts.index_select(0, sequence)
-        return Positions(ids[None, None], canonical(offsets, name).offset, ramp=False)
+        offset = canonical(offsets, name).offset
+        return Positions(ids[None, None], offset, ramp=False, packed=several)
     check_dtype(name, offsets)
     if offsets.shape != starts.shape or offsets.device != cu_seqlens.device:
         raise ValueError(
@@ -82,7 +84,7 @@ def packed(
         )
     # One number per sequence turns its place in the pack into its position.
     ids = tokens + (widened(offsets) - starts).index_select(0, sequence)
-    return Positions(ids[None, None], ramp=False)
+    return Positions(ids[None, None], ramp=False, packed=several)
 
 
 def left_padded(

@@ -39,7 +39,7 @@ def explicit(
     ids = widened(ids) + where.offset
     if where.ramp:
         ids = ids + torch.arange(tokens, device=ids.device)
-    return Positions(ids, ramp=False)
+    return Positions(ids, ramp=False, packed=where.packed)
 
 
 def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Positions:
@@ -93,7 +93,8 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     if any(ids.dtype != first.dtype for ids in tensors):
         floating = any(ids.is_floating_point() for ids in tensors)
         tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
-    return Positions(torch.cat(tensors, 2 if along == "tokens" else 1), ramp=ramp)
+    ids = torch.cat(tensors, 2 if along == "tokens" else 1)
+    return Positions(ids, ramp=ramp, packed=any(where.packed for where in wheres))
 
 
 def shard(
@@ -164,7 +165,7 @@ def shard(
         own = ids.narrow(2, first, length)
         if kind == "zigzag":
             own = torch.cat((own, ids.narrow(2, last, length)), 2)
-        return Positions(own, where.offset, ramp=False)
+        return Positions(own, where.offset, ramp=False, packed=where.packed)
     if kind == "contiguous":
         return Positions(ids, where.offset + first)
     halves = (
@@ -180,7 +181,8 @@ def _taken(where: Positions, index: torch.Tensor) -> Positions:
         return Positions(index[None, None], where.offset, ramp=False)
     if where.ramp:
         return Positions(widened(where.ids) + index, where.offset, ramp=False)
-    return Positions(where.ids.index_select(2, index), where.offset, ramp=False)
+    ids = where.ids.index_select(2, index)
+    return Positions(ids, where.offset, ramp=False, packed=where.packed)
 
 
 def _packed_zigzag(

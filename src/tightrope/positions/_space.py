@@ -63,7 +63,7 @@ def text(
         raise ValueError(
             sentence("text", f"positions must have 1 axis but got {ids.shape[0]}", positions=ids)
         )
-    return Positions(ids.expand(axes, -1, -1), where.offset, where.ramp)
+    return Positions(ids.expand(axes, -1, -1), where.offset, where.ramp, where.packed)
 
 
 def grid(

@@ -1,0 +1,169 @@
+"""How long sequences are: what a caller says, or what their positions tell.
+
+A rule that depends on the length has one of its own for every row. A length that can be read is an
+int, and gives the exact words. One that cannot, since it is on a device or being traced, stays a
+tensor: nothing here waits for a device or breaks a graph.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+import torch
+
+from .._errors import sentence
+from ..angles import is_lost
+from ..frequencies import Rule
+from ..positions import Positions
+
+SeqLen: TypeAlias = "int | Sequence[int] | torch.Tensor | None"
+
+# One int per row, or one for all rows; or a tensor ``(rows,)`` or ``(1,)`` that nothing may read.
+Lengths: TypeAlias = "tuple[int, ...] | torch.Tensor"
+
+# No tensor has more tokens, and as a float64 it is exact.
+_LONGEST = 2**62
+
+
+def is_tracing() -> bool:
+    """Whether something looks on that wants symbols, fakes or wrapped tensors in place of values."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
+    """What a caller says of lengths, in one of two forms.
+
+    Raises:
+        ValueError, TypeError: what is no length.
+
+    >>> read(5), read(torch.tensor([3, 4]))
+    ((5,), (3, 4))
+    """
+    if isinstance(seq_len, torch.Tensor):
+        if seq_len.dtype not in (torch.int32, torch.int64, torch.float64):
+            raise TypeError(
+                sentence("seq_len", "lengths must be int32, int64 or float64", seq_len=seq_len)
+            )
+        if seq_len.dim() > 1:
+            raise ValueError(
+                sentence("seq_len", "lengths must have shape (rows,)", seq_len=seq_len)
+            )
+        # Rows before position 0 are short, too.
+        lengths = seq_len.detach().reshape(-1).to(torch.float64).nan_to_num(0.0)
+        lengths = lengths.clamp(0, _LONGEST).ceil()
+        if not _is_readable(seq_len):
+            return lengths
+        return tuple(lengths.to(torch.int64).tolist())
+    if isinstance(seq_len, Iterable):
+        return tuple(length(value) for value in seq_len)
+    return (length(seq_len),)
+
+
+def of_ramp(offset: int, ids: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
+    """The length of rows of that many tokens that count from an offset, or from one of their own.
+
+    Args:
+        offset, ids: as of :class:`tightrope.positions.Positions`.
+    """
+    return max(0, offset + tokens) if ids is None else _last(ids) + (offset + tokens)
+
+
+def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> SeqLen:
+    """The length of each row: its last position + 1, on whichever axis that is.
+
+    Args:
+        where: positions with an id for each token.
+        ids: theirs, on the device of what rotates.
+        rule: what gives sequences up to its original length the same frequencies.
+        operation: named in the error.
+
+    Raises:
+        ValueError: rows beyond that length in which positions start again: no one length fits them.
+    """
+    if ids.shape[2] == 0:
+        return None
+    lengths = _last(ids) + (where.offset + 1)
+    if _is_readable(ids):
+        unfit = lengths > rule.original_max_position
+        if not where.packed:
+            unfit &= _starts_again(ids)
+        fits = not bool(unfit.any())
+    else:
+        # Any length may be in there. Of a pack it is known that no one fits.
+        fits = not where.packed
+    if fits:
+        return lengths
+    raise ValueError(
+        sentence(
+            operation,
+            "positions must not start again within a row (packed sequences?) where "
+            f"{type(rule).__name__} gives each length its own frequencies; say seq_len for all of "
+            "them, or rotate them apart",
+            positions=ids,
+        )
+    )
+
+
+def _last(ids: torch.Tensor) -> torch.Tensor:
+    """The last position of each row, float64; those that are lost left out."""
+    ids = _found(ids)
+    if ids.is_floating_point():
+        ids = ids.nan_to_num(-math.inf)
+    # In 64 bits before anything is added: int32 would wrap, and float32 drop what is added.
+    return ids.amax((0, 2)).to(torch.float64)
+
+
+def _found(ids: torch.Tensor) -> torch.Tensor:
+    """Ids with NaN for all that are lost, which is behind nothing and ahead of nothing."""
+    lost = is_lost(ids)
+    return ids.detach() if lost is None else torch.where(lost, math.nan, ids.detach())
+
+
+def _starts_again(ids: torch.Tensor) -> torch.Tensor:
+    """Which rows have a token that is behind the one before it: on no axis ahead, on some behind.
+
+    Within an image one coordinate goes back only as another goes on.
+    """
+    ids = _found(ids)
+    before, after = ids[..., :-1], ids[..., 1:]
+    behind = (after <= before).all(0) & (after < before).any(0)
+    # Some code puts padding in front of a row at 1, and the row itself at 0, 1, 2, …
+    padding = (ids == 1).all(0).cumprod(1)[:, :-1].bool()
+    return (behind & ~padding).any(1)
+
+
+def length(value: object) -> int:
+    """A length that is said as a number.
+
+    Raises:
+        ValueError, TypeError: what is none.
+
+    >>> length(5)
+    5
+    """
+    number = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value  # while compiling perhaps a symbol, which `index` would turn into a constant
+    elif not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+    if number is None:
+        raise TypeError(
+            sentence("seq_len", f"a length must be an int, or one per row, but got {value!r}")
+        )
+    if number < 0:
+        raise ValueError(sentence("seq_len", f"a length must not be negative but got {number}"))
+    return number
+
+
+def _is_readable(values: torch.Tensor) -> bool:
+    """Whether the numbers in a tensor can be read without waiting for a device."""
+    return values.device.type == "cpu" and not is_tracing()

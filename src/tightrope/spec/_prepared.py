@@ -1,0 +1,126 @@
+"""A rotation at given positions, validated once: what all layers of a forward pass share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .. import positions as positions_
+from ..positions import Positions
+from . import _lengths
+from ._channels import Channels
+from ._lengths import SeqLen, is_tracing
+from ._tables import Tables
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRotation:
+    """A spec at given positions on a device: what :meth:`tightrope.RopeSpec.at` returns.
+
+    Attributes:
+        channels: which channels rotate.
+        words: phase words, int64 ``[axes, rows|1, heads|1, pairs]``.
+        turns: None, or shaped as words: whole turns per position, where some |ω| >= π.
+        ids, offset, ramp: as in :class:`tightrope.positions.Positions`.
+        device: where the rotated tensors must live.
+        amplitude_hex: :attr:`amplitude`, in digits: a float would be a symbol to the compiler.
+        rows: for how many rows there are lengths; 1 for any number.
+        awaits: where words come from once it is known how many tokens there will be, on which they
+            depend; None where they do not. See :meth:`for_tokens`.
+        calls: what the operator is called with, by layout and direction, once it was.
+        by_tokens: what :meth:`for_tokens` returned.
+    """
+
+    channels: Channels
+    words: torch.Tensor
+    turns: torch.Tensor | None
+    ids: torch.Tensor | None
+    offset: int
+    ramp: bool
+    device: torch.device
+    amplitude_hex: str = "0x1p+0"
+    rows: int = 1
+    awaits: Tables | None = None
+    calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
+    by_tokens: dict[int, PreparedRotation] = field(default_factory=dict, repr=False)
+
+    @property
+    def amplitude(self) -> float:
+        """The factor on the rotated channels."""
+        return float.fromhex(self.amplitude_hex)
+
+    def for_tokens(self, tokens: int) -> PreparedRotation:
+        """The rotation of rows of that many tokens: itself, unless the words depend on their number.
+
+        Args:
+            tokens: how many tokens each row has.
+        """
+        if self.awaits is None:
+            return self
+        tracing = is_tracing()
+        made = None if tracing else self.by_tokens.get(tokens)
+        if made is None:
+            made = self._for_length(self.awaits, _lengths.of_ramp(self.offset, self.ids, tokens))
+            if not tracing:
+                # The next step of decoding has another number; the layers of this one share it.
+                self.by_tokens.clear()
+                self.by_tokens[tokens] = made
+        return made
+
+    def _for_length(self, tables: Tables, seq_len: SeqLen) -> PreparedRotation:
+        lengths = tables.read(seq_len, self.device)
+        words, turns = tables.words(lengths, self.device)
+        return replace(
+            self,
+            words=words,
+            turns=turns,
+            amplitude_hex=tables.amplitude(lengths),
+            awaits=None,
+            calls={},
+            by_tokens={},
+        )
+
+
+def prepare(
+    channels: Channels,
+    tables: Tables,
+    where: Positions,
+    device: torch.device,
+    operation: str,
+    seq_len: SeqLen,
+) -> PreparedRotation:
+    """Check positions against what they turn, and find the words of their lengths.
+
+    Args:
+        channels, tables: of a spec.
+        where: canonical positions.
+        device: where the rotated tensors live.
+        operation: named in errors.
+        seq_len: as of :meth:`tightrope.RopeSpec.at`.
+    """
+    positions_.check_axes(operation, where, tables.axis_count)
+    ids = where.ids
+    if ids is not None and ids.device != device:
+        ids = ids.to(device)
+    awaits = None
+    if tables.by_length and seq_len is None:
+        if ids is None or where.ramp:
+            awaits = tables
+        else:
+            seq_len = _lengths.of_ids(where, ids, tables.rule, operation)  # type: ignore[arg-type]
+    lengths = tables.read(seq_len, device)
+    words, turns = tables.words(lengths, device)
+    return PreparedRotation(
+        channels,
+        words,
+        turns,
+        ids,
+        where.offset,
+        where.ramp,
+        device,
+        tables.amplitude(lengths),
+        1 if lengths is None else len(lengths),
+        awaits,
+    )

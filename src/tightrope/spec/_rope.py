@@ -1,0 +1,406 @@
+"""RopeSpec: the value that users write, with its checks and its dictionaries."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from .. import positions as positions_, words as words_
+from .._errors import sentence
+from ..axes import Axes
+from ..frequencies import Frequencies, Given, Rule
+from ..positions import Positions, PositionsLike
+from . import _lengths
+from ._channels import Channels
+from ._lengths import SeqLen
+from ._prepared import PreparedRotation, prepare
+from ._tables import Tables
+
+# How to_dict writes; from_dict reads this and whatever older ones there will be.
+VERSION = 1
+
+
+@dataclass(frozen=True, repr=False)
+class RopeSpec:
+    """A rotary position embedding: which channels rotate, by which coordinate, and how fast.
+
+    Two specs are equal when all their fields are, in the normal form that the constructor gives them
+    (``rotary_dim=None`` is resolved, numbers are floats or ints). Equal specs rotate equally, to the
+    last bit. Unequal ones may do so too: ``scaling=Linear(1.0)`` is None by another name, and a
+    :class:`tightrope.frequencies.Given` does not look at ``base``.
+
+    A spec holds no tensor that a module could cast, move or save; it hashes in constant time and can
+    be shared by any number of layers, threads and processes. ``dataclasses.replace`` works; it hands
+    over the resolved ``rotary_dim``, so with another ``head_dim`` or ``start`` say
+    ``rotary_dim=None`` as well to have it follow.
+
+    Args:
+        head_dim: channels of one head.
+        base: base of the geometric row of frequencies, a positive number.
+        rotary_dim: how many channels rotate; even; all from ``start`` on by default.
+        start: first channel that rotates.
+        interleaved: pair channels (0, 1), (2, 3), … if true, as GPT-J and the first paper do; pair
+            channel i with i + rotary_dim / 2 if false, as GPT-NeoX and Llama in transformers do.
+        scaling: a rule of :mod:`tightrope.frequencies`; None for the geometric row as it is.
+        axes: which coordinate of a position turns each pair, for positions that have several.
+
+    Raises:
+        ValueError: values that describe no rotation.
+        TypeError: values of the wrong type.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864); partial rotation: Black et al., GPT-NeoX-20B
+    (arXiv 2204.06745), section 2.1; the rules and axes name theirs.
+
+    >>> spec = RopeSpec(head_dim=64, base=500_000.0)
+    >>> spec.frequencies().inv_freq.shape
+    torch.Size([32])
+    >>> spec
+    RopeSpec(head_dim=64, base=500000.0)
+    """
+
+    head_dim: int
+    base: float = 10000.0
+    rotary_dim: int = None  # type: ignore[assignment]  # resolved to head_dim - start
+    start: int = 0
+    interleaved: bool = False
+    scaling: Rule | None = None
+    axes: Axes | None = None
+
+    def __post_init__(self) -> None:
+        channels = Channels.checked(self.head_dim, self.rotary_dim, self.start, self.interleaved)
+        base = _base(self.base)
+        if self.scaling is not None and not isinstance(self.scaling, Rule):
+            raise TypeError(
+                sentence(
+                    "RopeSpec",
+                    f"scaling must be a rule of tightrope.frequencies but got {self.scaling!r}",
+                )
+            )
+        _check_axes(self.axes, self.scaling, channels.rotary_dim)
+        put = object.__setattr__
+        put(self, "head_dim", channels.head_dim)
+        put(self, "start", channels.start)
+        put(self, "rotary_dim", channels.rotary_dim)
+        put(self, "base", base)
+        put(self, "_hash", hash(self._values()))
+        put(self, "_channels", channels)
+        put(self, "_tables", Tables(self.scaling, channels.rotary_dim, base, self.axes))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Words and device tables are derived; a copy derives its own.
+        return RopeSpec, self._values()
+
+    def __repr__(self) -> str:
+        usual = {each.name: each.default for each in fields(self)}
+        usual["rotary_dim"] = self.head_dim - self.start
+        shown = [
+            f"{name}={value!r}"
+            for name, value in zip(usual, self._values(), strict=True)
+            if value != usual[name]
+        ]
+        return f"RopeSpec({', '.join(shown)})"
+
+    def _values(self) -> tuple[Any, ...]:
+        return (
+            self.head_dim, self.base, self.rotary_dim, self.start, self.interleaved, self.scaling,
+            self.axes,
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec in types that JSON has, floats exact, with the version of this form.
+
+        >>> RopeSpec(4).to_dict()["version"]
+        1
+        >>> RopeSpec.from_dict(RopeSpec(4).to_dict())
+        RopeSpec(head_dim=4)
+        """
+        made: dict[str, Any] = {"version": VERSION}
+        made |= zip((each.name for each in fields(self)), self._values(), strict=True)
+        if self.scaling is not None:
+            made["scaling"] = self.scaling.to_dict()
+        if self.axes is not None:
+            pairs = [list(pair) for pair in self.axes.pairs]
+            made["axes"] = {"count": self.axes.count, "pairs": pairs}
+        return made
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> RopeSpec:
+        """The inverse of :meth:`to_dict`. For other people's configurations: :meth:`from_config`.
+
+        Raises:
+            ValueError: another version, unknown or missing keys, values that describe no rotation.
+            TypeError: values of the wrong type.
+        """
+        values = _dictionary("a spec", saved)
+        version = values.pop("version", None)
+        if version != VERSION or isinstance(version, bool):
+            raise ValueError(
+                sentence("from_dict", f"version must be {VERSION} but got {version!r}")
+            )
+        _check_keys("a spec", values, [each.name for each in fields(cls)], ["head_dim"])
+        if values.get("scaling") is not None:
+            values["scaling"] = Rule.from_dict(_dictionary("scaling", values["scaling"]))
+        if values.get("axes") is not None:
+            axes = _dictionary("axes", values["axes"])
+            _check_keys("axes", axes, ["count", "pairs"], ["count", "pairs"])
+            values["axes"] = Axes(**axes)
+        return cls(**values)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: object,
+        *,
+        layer_type: str | None = None,
+        section: str | None = None,
+        strict: bool = True,
+        interleaved: bool | None = None,
+    ) -> Any:
+        """The spec that somebody else's configuration describes; never a guess, never a default.
+
+        Reads transformers (v4 and v5, files and objects), Meta's ``params.json``, GGUF metadata, and
+        the names of vLLM and Megatron. :func:`tightrope.config.provenance` tells which key gave which
+        field.
+
+        Args:
+            config: a mapping, a config object, or the path of a JSON file or of its folder.
+            layer_type: which layers, where they differ; the specs of all types without it.
+            section: which part of a nested configuration, such as ``"text_config"``, where several
+                have RoPE; ``""`` is the outer level.
+            strict: whether an unknown key about RoPE is an error; else it is a warning.
+            interleaved: how channels are paired, where neither the config nor its family says it; it
+                overrules both.
+
+        Returns:
+            The spec. Where layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from the
+            type of a layer to its spec, or to None for layers without RoPE.
+
+        Raises:
+            ValueError: no frequencies are said, keys disagree or are unknown, the family is unknown or
+                has no RoPE.
+            TypeError: something other than a configuration, values of the wrong type.
+
+        >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
+        >>> RopeSpec.from_config(llama | {"rope_theta": 500000.0})
+        RopeSpec(head_dim=128, base=500000.0)
+        """
+        from .. import config as reader  # config stands above spec, and few programs need it
+
+        return reader.from_config(
+            config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved
+        )
+
+    @property
+    def channels(self) -> Channels:
+        """Which channels rotate, and how they are paired: what an operator needs of a spec."""
+        return self._channels  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def axis_count(self) -> int:
+        """How many coordinates a position has."""
+        return self._words.axis_count
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return self._words.by_length
+
+    @property
+    def amplitude(self) -> float:
+        """The factor on the rotated channels within the original length."""
+        return float.fromhex(self._words.amplitude_hex)
+
+    @property
+    def _words(self) -> Tables:
+        return self._tables  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def softmax_scaling(self) -> float:
+        """What the model multiplies its softmax scale by, and nothing here does; 1.0 for most.
+
+        See :attr:`tightrope.frequencies.YaRN.softmax_scaling`.
+        """
+        return 1.0 if self.scaling is None else self.scaling.softmax_scaling
+
+    def frequencies(self, seq_len: int | None = None) -> Frequencies:
+        """The frequencies of the pairs and the factor on the rotated channels.
+
+        Args:
+            seq_len: length of the sequence, for rules that depend on it; None for any length that
+                the model was trained with.
+
+        Returns:
+            One frequency per pair, whichever axis it belongs to; per head, and per axis and head,
+            where the given frequencies are. Radians per position.
+
+        >>> RopeSpec(8, axes=Axes.blocks((2, 2))).frequencies().inv_freq.tolist()
+        [1.0, 0.01, 1.0, 0.01]
+        """
+        regime = None
+        if self.scaling is not None and seq_len is not None:
+            regime = self.scaling.regime(_lengths.length(seq_len))
+        return words_.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
+
+    def attention_scaling(self, seq_len: SeqLen = None) -> float:
+        """The factor on the rotated channels, for a length or for rows of these lengths.
+
+        Args:
+            seq_len: as of :meth:`words_for`.
+
+        Raises:
+            NotImplementedError: rows of one call whose factors differ, which only a
+                :class:`tightrope.frequencies.LongRoPE` with unequal mscales can give.
+        """
+        lengths = self._words.read(seq_len, torch.device("cpu"))
+        return float.fromhex(self._words.amplitude(lengths))
+
+    def words_for(
+        self, seq_len: SeqLen = None, device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Phase words for sequences of given lengths: what a prepared rotation holds.
+
+        Internal to the library. Each row gets what it would get alone: words depend on this spec and
+        the row's own length, and are kept by everything that they depend on.
+
+        Args:
+            seq_len: None or an int for all rows; one int per row; or a tensor ``(rows,)`` or ``()``
+                of int32, int64 or float64, fractions counting as the next whole length. A tensor on
+                another device than the CPU, or one that is being traced, is not read: nothing
+                synchronises. Nor is an int while compiling: one graph serves all lengths. Ignored by
+                rules that do not depend on it.
+            device: where the words shall be.
+
+        Returns:
+            Words and turns, int64 ``[axes, rows|1, heads|1, pairs]``, zeros where an axis does not
+            turn a pair; one row where all have the same words. Turns are None where all are zero.
+            Words are the nearest integers, except those of :class:`tightrope.frequencies.DynamicNTK`
+            for a length that is not read: they come from float64, off by at most 5e-14 · ω
+            radians per position for scales up to 1e7.
+        """
+        device = torch.device(device)
+        return self._words.words(self._words.read(seq_len, device), device)
+
+    def at(
+        self,
+        positions: PositionsLike = None,
+        device: torch.device | str | None = None,
+        *,
+        seq_len: SeqLen = None,
+    ) -> PreparedRotation:
+        """Validate positions once, for all layers of a forward pass.
+
+        Args:
+            positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
+                :class:`tightrope.positions.Positions`. Ids are not copied: do not change them.
+            device: where the rotated tensors live; by default where the ids are, else the CPU.
+            seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
+                an int, one per row, or a tensor of them. By default it is the row's own: its last
+                position + 1, on whichever axis. A rank that holds a share of a sequence must say
+                the length of the whole. Keys that were cached under another length need
+                :func:`tightrope.functional.rerotate` before queries of this one meet them; see
+                docs/rerotate.md.
+
+        Raises:
+            ValueError: positions that do not fit the spec; or positions that start again within a
+                row beyond the original length of such a rule, where no one length fits the row.
+                Packed sequences that nothing may read (on a device, while compiling) count as such.
+            NotImplementedError: rows of one call whose attention scaling differs, which only a
+                :class:`tightrope.frequencies.LongRoPE` with unequal mscales can give.
+
+        Returns:
+            An object that every function takes in place of a spec and positions.
+
+        >>> rope = RopeSpec(64).at(5)
+        """
+        where = positions_.canonical(positions, "at")
+        if device is None:
+            target = torch.device("cpu") if where.ids is None else where.ids.device
+        else:
+            target = torch.device(device)
+            if target.type == "cpu":
+                target = torch.device("cpu")
+            elif target.index is None:
+                # Tensors say which of several devices they are on; only the device knows.
+                target = torch.empty(0, device=target).device
+        return self.on(where, target, "at", seq_len)
+
+    def on(
+        self,
+        where: Positions,
+        device: torch.device,
+        operation: str,
+        seq_len: SeqLen = None,
+    ) -> PreparedRotation:
+        """As :meth:`at`, from canonical positions, with the operation that errors shall name."""
+        return prepare(self.channels, self._words, where, device, operation, seq_len)
+
+
+def _base(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(sentence("RopeSpec", f"base must be a number but got {value!r}"))
+    try:
+        base = float(value)
+    except OverflowError:
+        base = math.inf
+    # A float64 holds bases up to 1e308; below 1e-18 a pair would turn 2^57 times per position.
+    if not 1e-18 < base < 1e300:
+        raise ValueError(
+            sentence(
+                "RopeSpec",
+                f"base must be positive and finite, above 1e-18 and below 1e300, but got {value}",
+            )
+        )
+    return base
+
+
+def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:
+    if axes is None:
+        return
+    if not isinstance(axes, Axes):
+        raise TypeError(sentence("RopeSpec", f"axes must be an Axes but got {axes!r}"))
+    if axes.rotary_dim != rotary_dim:
+        raise ValueError(
+            sentence(
+                "RopeSpec",
+                f"axes must assign the {rotary_dim // 2} pairs that rotate but got "
+                f"{len(axes.pairs)}; rotary_dim={axes.rotary_dim} would fit",
+            )
+        )
+    if isinstance(scaling, Given) and len(scaling.shape) == 3:
+        raise ValueError(
+            sentence(
+                "RopeSpec",
+                f"axes must be None where the given frequencies have axes of their own but got "
+                f"{axes!r}",
+            )
+        )
+
+
+def _dictionary(what: str, values: object) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise TypeError(sentence("from_dict", f"{what} must be a dictionary but got {values!r}"))
+    return dict(values)
+
+
+def _check_keys(what: str, values: Mapping[str, Any], known: list[str], needed: list[str]) -> None:
+    unknown, missing = values.keys() - set(known), set(needed) - values.keys()
+    if unknown:
+        raise ValueError(
+            sentence(
+                "from_dict",
+                f"{what} must have no keys but {', '.join(known)} but got "
+                f"{', '.join(sorted(map(str, unknown)))}",
+            )
+        )
+    if missing:
+        raise ValueError(
+            sentence("from_dict", f"{what} must have the keys {', '.join(sorted(missing))}")
+        )

@@ -1,0 +1,250 @@
+"""Phase words as tensors: kept per device and length, or made of lengths that nothing may read."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from .. import words as words_
+from .._errors import sentence
+from ..angles import words_from
+from ..axes import Axes
+from ..frequencies import Rule
+from . import _lengths
+from ._lengths import Lengths, SeqLen, is_tracing
+
+# Words and turns, int64 ``[axes, rows|1, heads|1, pairs]``; turns are None where all are zero.
+Table: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
+
+# Tables that a spec keeps, over devices and lengths. Decoding under a rule that depends on the length
+# meets a new one with every token, so there is an end to what is kept.
+_KEPT = 64
+
+
+class Tables:
+    """The words of one set of frequencies, for any length and on any device.
+
+    Attributes:
+        rule: the rule that makes them, or None.
+        by_length: whether they depend on the length.
+        axis_count: how many coordinates a position has.
+        amplitude_hex: the attention scaling within the original length, in digits: a float would be a
+            symbol to the compiler.
+    """
+
+    def __init__(self, rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None) -> None:
+        self.rule = rule
+        self.by_length = rule is not None and rule.by_length
+        self._of = rotary_dim, base.hex(), axes
+        said: Any = rule
+        if rule is not None and torch.compiler.is_dynamo_compiling():
+            # A rule made inside a compiled function is none yet that could be handed to a constant.
+            said = type(rule), rule._values()
+        self._within = words_.made(said, rotary_dim, base, axes, None)
+        self.axis_count = self._within.shape[0]
+        self.amplitude_hex = self._within.attention_scaling.hex()
+        self._kept: dict[Any, Table] = {}
+        if not torch.compiler.is_compiling():
+            self._table(torch.device("cpu"))
+        # The regime just above the original length, and its attention scaling.
+        self._first = None
+        self._first_hex = self.amplitude_hex
+        if rule is not None and rule.by_length:
+            self._first = rule.regime(rule.original_max_position + 1)
+            self._first_hex = self._made(self._first).attention_scaling.hex()
+        self._beyond: _Beyond | None = None
+        if self.by_length and not is_tracing():
+            self._ready()
+
+    def read(self, seq_len: SeqLen, device: torch.device) -> Lengths | None:
+        """What a caller says of lengths, as the other functions take it; None where it is no matter.
+
+        While compiling, a length that is a number would be a constant, and each another graph. It
+        becomes a tensor, unless the attention scaling, which is a number too, hangs on it.
+        """
+        if not self.by_length or seq_len is None:
+            return None
+        if torch.compiler.is_compiling() and isinstance(seq_len, int) and self._has_one_amplitude:
+            seq_len = torch.full((1,), seq_len, dtype=torch.int64, device=device)
+        return _lengths.read(seq_len)
+
+    def words(self, lengths: Lengths | None, device: torch.device) -> Table:
+        """Words for rows of such lengths; one row where all have the same."""
+        if lengths is None:
+            return self._table(device)
+        if isinstance(lengths, torch.Tensor):
+            return self._unread_table(lengths.to(device), device)
+        regimes = [self._regime(length) for length in lengths]
+        if len(set(regimes)) <= 1:
+            return self._table(device, regimes[0] if regimes else None)
+        tables = [self._table(device, regime) for regime in regimes]
+        if is_tracing():
+            return words_.joined(tables)
+        with torch.inference_mode(False):
+            return words_.joined(tables)
+
+    def amplitude(self, lengths: Lengths | None) -> str:
+        """The attention scaling of rows of such lengths, in digits.
+
+        Raises:
+            NotImplementedError: rows whose factors differ, or may.
+        """
+        if lengths is None or self._has_one_amplitude:
+            return self.amplitude_hex
+        known = not isinstance(lengths, torch.Tensor)
+        regimes = [self._regime(length) for length in lengths] if known else [None, self._first]
+        found = {self._amplitude(regime) for regime in regimes} or {self.amplitude_hex}
+        if len(found) == 1:
+            return found.pop()
+        factors = ", ".join(str(factor) for factor in sorted(map(float.fromhex, found)))
+        advice = (
+            "rotate short and long rows apart"
+            if known
+            else "what is traced or on a device may be either, so say seq_len as an int"
+        )
+        raise NotImplementedError(
+            sentence(
+                "RopeSpec",
+                f"all rows of one call must have one attention scaling but got {factors}; {advice}",
+            )
+        )
+
+    @property
+    def _has_one_amplitude(self) -> bool:
+        # Rules with more than two regimes have one factor for all.
+        return self._first_hex == self.amplitude_hex
+
+    def _amplitude(self, regime: int | None) -> str:
+        if regime is None:
+            return self.amplitude_hex
+        if regime == self._first:
+            return self._first_hex
+        return self._made(regime).attention_scaling.hex()
+
+    def _regime(self, length: int | None) -> int | None:
+        return None if self.rule is None else self.rule.regime(length)
+
+    def _made(self, regime: int | None) -> words_.Made:
+        if regime is None:
+            return self._within
+        rotary_dim, base, axes = self._of
+        return words_.made(self.rule, rotary_dim, float.fromhex(base), axes, regime)
+
+    def _table(self, device: torch.device, regime: int | None = None) -> Table:
+        """Words and turns on a device, ``[axes, 1, heads|1, pairs]``.
+
+        Kept per device and regime, but never while something traces or transforms: a cache must not
+        hold a fake or wrapped tensor, nor may the words of a fake program be real ones.
+        """
+        tracing = is_tracing()
+        if tracing and not torch.compiler.is_dynamo_compiling():
+            return self._make_table(device, regime)
+        key = device if regime is None else (device, regime)
+        table = self._kept.get(key)
+        if table is None:
+            if tracing and regime is not None and regime == self._first:
+                return self._ready().on(device)
+            if tracing:
+                return self._make_table(device, regime)
+            with torch.inference_mode(False):
+                table = self._make_table(device, regime)
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            self._kept[key] = table
+        return table
+
+    def _make_table(self, device: torch.device, regime: int | None) -> Table:
+        made = self._made(regime)
+        axes, heads, pairs = made.shape
+        words = torch.tensor(made.words, dtype=torch.int64, device=device)
+        words = words.reshape(axes, 1, heads, pairs)
+        if not any(made.turns):
+            return words, None
+        turns = torch.tensor(made.turns, dtype=torch.int64, device=device)
+        return words, turns.reshape(words.shape)
+
+    def _unread_table(self, lengths: torch.Tensor, device: torch.device) -> Table:
+        """Words and turns of rows whose lengths only the device knows, or nobody yet."""
+        limit = self.rule.original_max_position  # type: ignore[union-attr]
+        longer = (lengths > limit)[None, :, None, None]
+        long_turns: torch.Tensor | None
+        short, short_turns = self._table(device)
+        made = self._inv_freq_beyond(lengths.clamp(min=limit))
+        if made is not None:
+            long, long_turns = words_from(made)
+        else:
+            long, long_turns = self._ready().on(device)
+        words = torch.where(longer, long, short)
+        if short_turns is None and (long_turns is None or made is not None):
+            # What a rule makes of lengths turns no faster than what it starts from.
+            return words, None
+        zero = torch.zeros_like(short)
+        return words, torch.where(
+            longer,
+            zero if long_turns is None else long_turns,
+            zero if short_turns is None else short_turns,
+        )
+
+    def _ready(self) -> _Beyond:
+        """What is ready for unknown lengths; as of :meth:`_table`, a fake program has its own."""
+        tracing = is_tracing()
+        if self._beyond is not None and not (tracing and not torch.compiler.is_dynamo_compiling()):
+            return self._beyond
+        rotary_dim, base, axes = self._of
+        # The compiler takes a number that it read from an object for a constant only in a sum.
+        dims = {rotary_dim + 0} if axes is None else {dim for _, _, dim in axes.pairs}
+        cpu = torch.device("cpu")
+        with nullcontext() if tracing else torch.inference_mode(False):
+            rows = {
+                dim: torch.tensor(
+                    words_.inv_freq(self.rule, dim, float.fromhex(base)),
+                    dtype=torch.float64,
+                    device=cpu,
+                )
+                for dim in dims
+            }
+            made = _Beyond(rows, *self._make_table(cpu, self._first))
+        if not tracing:
+            self._beyond = made
+        return made
+
+    def _inv_freq_beyond(self, lengths: torch.Tensor) -> torch.Tensor | None:
+        """As :meth:`Rule.inv_freq_beyond`, but ``[axes, rows, 1, pairs]``."""
+        rotary_dim, _, axes = self._of
+        rows = {
+            dim: self.rule.inv_freq_beyond(within.to(lengths.device), lengths)  # type: ignore[union-attr]
+            for dim, within in self._ready().rows.items()
+        }
+        if axes is None:
+            made = rows[rotary_dim]
+            return None if made is None else made[None, :, None]
+        columns = []
+        for axis, index, dim in axes.pairs:
+            made = rows[dim]
+            if made is None:
+                return None
+            omega = made[:, index]
+            zero = torch.zeros_like(omega)
+            columns.append(
+                torch.stack([omega if a == axis else zero for a in range(self.axis_count)])
+            )
+        return torch.stack(columns, -1)[:, :, None] if columns else None
+
+
+class _Beyond(NamedTuple):
+    """What a rule that depends on the length has ready for lengths that nobody may read.
+
+    Attributes:
+        rows: for each rotary dimension, its frequencies within the original length.
+        words, turns: those just above the original length.
+    """
+
+    rows: dict[int, torch.Tensor]
+    words: torch.Tensor
+    turns: torch.Tensor | None
+
+    def on(self, device: torch.device) -> Table:
+        """Words and turns on a device."""
+        return self.words.to(device), None if self.turns is None else self.turns.to(device)

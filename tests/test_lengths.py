@@ -1,0 +1,744 @@
+"""Rules that depend on the length: each row gets what it would get alone, and what the papers say."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import oracle
+import oracle_frequencies as truth
+from matrix import every_backend
+from tightrope import RopeSpec, positions
+from tightrope.axes import Axes
+from tightrope.frequencies import DynamicNTK, LongRoPE, Rule, YaRN
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    rerotate,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
+from tolerances import Case, assert_near, assert_rotated, assert_rotations, assert_same_bits
+
+TRAINED = 4096
+SHORT, LONG = (1.0, 1.05, 1.1, 2.0), (1.0, 3.0, 17.5, 64.0)
+RULES: dict[str, Rule] = {
+    "dynamic": DynamicNTK(2.0, TRAINED),
+    "longrope": LongRoPE(SHORT, LONG, TRAINED, factor=32.0),
+}
+# Unequal mscales, as PhiMoE has them.
+UNEQUAL = LongRoPE(SHORT, LONG, TRAINED, short_mscale=1.25, long_mscale=1.5)
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def spec_of(rule: str | Rule, interleaved: bool = False) -> RopeSpec:
+    """Eight channels of twelve rotate: two pass on either side."""
+    made = RULES[rule] if isinstance(rule, str) else rule
+    return RopeSpec(12, 10000.0, 8, 2, interleaved, made)
+
+
+def omegas(rule: Rule | None, length: int) -> list[Any]:
+    if isinstance(rule, DynamicNTK):
+        return truth.dynamic_ntk(8, 10000.0, rule.factor, rule.original_max_position, length)
+    if isinstance(rule, YaRN):
+        return truth.yarn(8, 10000.0, rule.factor, rule.original_max_position)
+    if isinstance(rule, LongRoPE):
+        trained = rule.original_max_position
+        return truth.longrope(8, 10000.0, rule.short_factor, rule.long_factor, trained, length)
+    return truth.plain(8, 10000.0)
+
+
+def amplitude(rule: Rule | None, length: int) -> float:
+    if isinstance(rule, YaRN):
+        return float(truth.yarn_attention(rule.factor, rule.attention_factor))
+    if not isinstance(rule, LongRoPE):
+        return 1.0
+    if rule.factor is not None:
+        return float(truth.longrope_attention(rule.factor, rule.original_max_position))
+    mscale = rule.short_mscale if length <= rule.original_max_position else rule.long_mscale
+    assert mscale is not None
+    return mscale
+
+
+def exact(
+    x: torch.Tensor, spec: RopeSpec, ids: list[float], length: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row as the papers have it, in float64, and the lengths of its pairs."""
+    place = {"start": spec.start, "interleaved": spec.interleaved}
+    layout = "bhsd"[-x.dim() :]
+    y = oracle.rotate(x, ids, omegas(spec.scaling, length), layout=layout, **place, **options)
+    lengths = oracle.pair_lengths(x, 8, **place)
+    scale = amplitude(spec.scaling, length)
+    scale = 1 / scale if options.get("inverse") else scale
+    return torch.where(lengths > 0, y * scale, y), lengths * scale
+
+
+def assert_exact(
+    got: torch.Tensor,
+    x: torch.Tensor,
+    spec: RopeSpec,
+    ids: list[float],
+    length: int,
+    **options: Any,
+) -> None:
+    wanted, lengths = exact(x, spec, ids, length, **options)
+    reach = max(map(abs, ids), default=0.0)
+    assert_rotated([Case(got, wanted, lengths, reach)])
+
+
+def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
+    return pytest.raises(kind, match=f"^{re.escape(text)}$")
+
+
+# --- rows of 3,000 and 6,000 tokens ---------------------------------------------------------------
+
+LENGTHS = (3000, 6000)
+OWN = torch.tensor(LENGTHS)
+TAIL = 3
+LAST = OWN[:, None] - TAIL + torch.arange(TAIL)  # the last positions of each row
+
+# How a batch says where its rows are: (positions, seq_len) -> the last TAIL tokens of each row are
+# its last positions, whatever stands before them.
+SAID: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
+    "ids per row": lambda: (LAST, None),
+    "ids of 32 bits": lambda: (LAST.int(), None),
+    "floating ids": lambda: (LAST.float(), None),
+    "offsets per row": lambda: (positions.per_row(OWN - TAIL), None),
+    "floating offsets": lambda: (positions.per_row((OWN - TAIL).double()), None),
+    "padded by lengths": lambda: (positions.left_padded(lengths=OWN, total=6000), None),
+    "padded by a mask": lambda: (
+        positions.left_padded(torch.arange(6000) >= 6000 - OWN[:, None]), None
+    ),
+    "padded with ones": lambda: (
+        (torch.arange(6000) - (6000 - OWN[:, None])).masked_fill(
+            torch.arange(6000) < 6000 - OWN[:, None], 1
+        ), None,
+    ),
+    "a list": lambda: (positions.explicit(positions.per_row(OWN - TAIL), TAIL), [3000, 6000]),
+    "a tensor": lambda: (positions.per_row(OWN - TAIL), OWN),
+    "a tensor of 32 bits": lambda: (positions.per_row(OWN - TAIL), OWN.int()),
+    "a fractional tensor": lambda: (positions.per_row(OWN - TAIL), OWN.double() - 0.5),
+    "numbers of numpy": lambda: (LAST, list(numpy.array(LENGTHS))),
+    "an iterator": lambda: (LAST, iter(LENGTHS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("said", SAID)
+@every_rule
+def test_each_row_gets_what_it_would_get_alone(rule: str, said: str, prepared: bool) -> None:
+    spec = spec_of(rule)
+    where, seq_len = SAID[said]()
+    tokens = 6000 if "padded" in said else TAIL
+    x = torch.randn(2, 2, tokens, 12, dtype=torch.float64)
+    if prepared:
+        y = rotate(x, spec.at(where, seq_len=seq_len))  # type: ignore[arg-type]
+    else:
+        y = rotate(x, spec, where, seq_len=seq_len)  # type: ignore[arg-type]
+    fresh = spec_of(rule)  # has seen nothing
+    for row, length in enumerate(LENGTHS):
+        tail = x[row : row + 1, :, -TAIL:]
+        assert_same_bits(y[row : row + 1, :, -TAIL:], rotate(tail, fresh, length - TAIL))
+        assert_exact(y[row, :, -TAIL:], tail[0], spec, LAST[row].tolist(), length)
+
+
+@every_rule
+def test_what_was_called_before_changes_nothing(rule: str) -> None:
+    spec, x = spec_of(rule), torch.randn(1, 1, 5, 12)
+    first = {offset: rotate(x, spec_of(rule), offset) for offset in (2995, 5995, 4091, 4092, 0)}
+    for offset in (5995, 2995, 0, 4092, 4091, 5995, 2995):
+        assert_same_bits(rotate(x, spec, offset), first[offset])
+    rotation = spec.at(2995)
+    for tokens in (5, 3000, 1, 5):  # 3,000 tokens end at 5,995
+        y = torch.randn(1, 1, tokens, 12)
+        assert_same_bits(rotate(y, rotation), rotate(y, spec_of(rule), 2995))
+
+
+@every_rule
+def test_all_four_functions_and_every_layout(rule: str) -> None:
+    spec, where = spec_of(rule), positions.per_row(OWN - TAIL)
+    q, k = torch.randn(2, 4, TAIL, 12), torch.randn(2, 2, TAIL, 12)
+    wanted = rotate(q, spec, where), rotate(k, spec, where)
+    for made in (
+        rotate_qk(q, k, spec, where, seq_len=OWN),
+        rotate_qk_(q.clone(), k.clone(), spec, where, seq_len=[3000, 6000]),
+        (rotate_(q.clone(), spec, where), rotate_(k.clone(), spec, where, seq_len=OWN)),
+        (rotate(q, spec, where, out=torch.empty_like(q)), wanted[1]),
+        rotate_qk(q, k, spec.at(where)),
+    ):
+        for got, want in zip(made, wanted, strict=True):
+            assert_same_bits(got, want)
+    for layout, dims in (("bshd", (0, 2, 1, 3)), ("sbhd", (2, 0, 1, 3))):
+        y = rotate(q.permute(dims), spec, where, layout=layout)
+        assert_same_bits(y, wanted[0].permute(dims))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 3 * TRAINED), min_size=1, max_size=5),
+    rule=st.sampled_from(sorted(RULES)),
+    interleaved=st.booleans(),
+    width=st.sampled_from([torch.int64, torch.int32, torch.float64]),
+)
+def test_any_rows(lengths: list[int], rule: str, interleaved: bool, width: torch.dtype) -> None:
+    spec = spec_of(rule, interleaved)
+    x = torch.randn(len(lengths), 1, 2, 12)
+    own = torch.tensor(lengths)
+    by_ids = rotate(x, spec, (own[:, None] - 2 + torch.arange(2)).to(width))
+    by_offset = rotate(x, spec, positions.per_row((own - 2).to(width)))
+    said = rotate(x, spec, positions.per_row(own - 2), seq_len=lengths)
+    for row, length in enumerate(lengths):
+        alone = rotate(x[row : row + 1], spec_of(rule, interleaved), length - 2, seq_len=length)
+        for batch in (by_ids, by_offset, said):
+            assert_same_bits(batch[row : row + 1], alone)
+
+
+# --- the switch -----------------------------------------------------------------------------------
+
+
+@every_rule
+def test_the_original_length_is_short_and_one_more_is_long(rule: str) -> None:
+    spec = spec_of(rule)
+    x = torch.randn(3, 12, dtype=torch.float64)
+    for last in (TRAINED - 1, TRAINED):
+        ids = [float(last - 2 + token) for token in range(3)]
+        length = last + 1
+        forms: dict[str, torch.Tensor] = {
+            "an offset": rotate(x, spec, last - 2, layout="sd"),
+            "ids": rotate(x, spec, torch.tensor(ids).long(), layout="sd"),
+            "an int": rotate(x, spec, last - 2, layout="sd", seq_len=length),
+            "a number of no dimensions": rotate(
+                x, spec, last - 2, layout="sd", seq_len=torch.tensor(length)
+            ),
+        }
+        for y in forms.values():
+            assert_exact(y, x, spec, ids, length)
+            assert_same_bits(y, forms["an int"])
+    assert not torch.equal(
+        rotate(x, spec, layout="sd", seq_len=TRAINED),
+        rotate(x, spec, layout="sd", seq_len=TRAINED + 1),
+    )
+
+
+@every_rule
+def test_fractions_count_as_the_next_whole_length(rule: str) -> None:
+    spec, x = spec_of(rule), torch.randn(2, 12, dtype=torch.float64)
+    for last, length in ((TRAINED - 1.0, TRAINED), (TRAINED - 0.75, TRAINED + 1)):
+        ids = torch.tensor([0.5, last], dtype=torch.float64)
+        y = rotate(x, spec, ids, layout="sd")
+        assert_exact(y, x, spec, ids.tolist(), length)
+        assert_same_bits(y, rotate(x, spec, ids, layout="sd", seq_len=length))
+
+
+@every_rule
+def test_negative_positions_are_short(rule: str) -> None:
+    spec, x = spec_of(rule), torch.randn(2, 1, 2, 12, dtype=torch.float64)
+    for where in (-9000, torch.tensor([-9000, -8999]), positions.per_row(torch.tensor([-9000]))):
+        y = rotate(x, spec, where)
+        assert_exact(y[0, 0], x[0, 0], spec, [-9000, -8999], 0)
+    y = rotate(x, spec, torch.tensor([[-9000, 5], [-9000, 5000]]))
+    assert_exact(y[0, 0], x[0, 0], spec, [-9000, 5], 6)
+    assert_exact(y[1, 0], x[1, 0], spec, [-9000, 5000], 5001)
+
+
+@every_rule
+def test_lost_positions_spoil_nothing_but_their_token(rule: str) -> None:
+    spec, x = spec_of(rule), torch.randn(1, 1, 4, 12)
+    for lost in (float("nan"), float("inf"), -float("inf")):
+        y = rotate(x, spec, torch.tensor([[4999.0, lost, 5000.0, 5001.0]]))
+        wanted = rotate(x, spec, torch.tensor([[4999.0, 4999.0, 5000.0, 5001.0]]))
+        assert y[:, :, 1, 2:10].isnan().all()
+        keep = [0, 2, 3]
+        assert_same_bits(y[:, :, keep], wanted[:, :, keep])
+
+
+@every_rule
+def test_last_positions_are_taken_in_64_bits(rule: str) -> None:
+    """int32 would wrap to a negative length, and float32 forget the token that is one too many."""
+    trained = 2**24
+    kind = DynamicNTK(2.0, trained)
+    spec = RopeSpec(8, scaling=kind if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0))
+    x = torch.randn(1, 1, 1, 8)
+    for ids in (torch.tensor([[2.0**24]]), torch.tensor([[2**31 - 1]], dtype=torch.int32)):
+        last = int(ids)
+        wanted = rotate(x, spec, last, seq_len=last + 1)
+        assert not torch.equal(wanted, rotate(x, spec, last, seq_len=5))
+        assert_same_bits(rotate(x, spec, ids), wanted)
+        assert_same_bits(rotate(x, spec, positions.per_row(ids[0])), wanted)
+    far = positions.Positions(torch.tensor([[[2**31 - 1]]], dtype=torch.int32), 10, ramp=False)
+    last = 2**31 + 9
+    assert_same_bits(rotate(x, spec, far), rotate(x, spec, last, seq_len=last + 1))
+
+
+@every_rule
+def test_nothing_to_rotate(rule: str) -> None:
+    spec = spec_of(rule)
+    for shape, where in (
+        ((0, 1, 3, 12), torch.zeros(0, 3, dtype=torch.int64)),
+        ((0, 1, 3, 12), positions.per_row(torch.zeros(0, dtype=torch.int64))),
+        ((0, 1, 3, 12), 5000),
+        ((2, 1, 0, 12), None),
+        ((2, 1, 0, 12), torch.zeros(2, 0)),
+        ((2, 1, 0, 12), positions.per_row(OWN)),
+        ((2, 0, 3, 12), 5000),
+    ):
+        assert rotate(torch.zeros(shape), spec, where).shape == shape  # type: ignore[arg-type]
+    assert rotate(torch.zeros(0, 1, 3, 12), spec, seq_len=[]).shape == (0, 1, 3, 12)
+    still = RopeSpec(8, rotary_dim=0, scaling=DynamicNTK(2.0, TRAINED))
+    x = torch.randn(2, 8)
+    assert_same_bits(rotate(x, still, 9000, layout="sd"), x)
+
+
+# --- several axes ---------------------------------------------------------------------------------
+
+
+@every_rule
+def test_the_largest_coordinate_is_the_last_position(rule: str) -> None:
+    spec = RopeSpec(8, scaling=RULES[rule], axes=Axes.sections((2, 1, 1)))
+    assert spec.axis_count == 3
+    x = torch.randn(1, 1, 2, 8, dtype=torch.float64)
+    ids = torch.tensor([[0, 1], [5000, 5999], [7, 8]])
+    y = rotate(x, spec, positions.multi_axis(ids))
+    rates = omegas(spec.scaling, 6000)
+    still = oracle.MP.mpf(0)
+    per_axis = [
+        [rate if owner == axis else still for rate, (owner, _, _) in zip(rates, spec.axes.pairs)]  # type: ignore[union-attr]
+        for axis in range(3)
+    ]
+    wanted = oracle.rotate(x, ids[:, None], per_axis) * amplitude(spec.scaling, 6000)
+    lengths = oracle.pair_lengths(x, 8) * amplitude(spec.scaling, 6000)
+    assert_rotated([Case(y, wanted, lengths, 3 * 6000.0)])
+    offset = positions.text(positions.per_row(torch.tensor([5998])), axes=3)
+    text = positions.text(torch.tensor([5998, 5999]), axes=3)
+    assert_same_bits(rotate(x, spec, offset), rotate(x, spec, text))
+
+
+def test_coordinates_of_an_image_go_back_and_start_nothing() -> None:
+    spec = RopeSpec(8, scaling=DynamicNTK(2.0, 16), axes=Axes.sections((2, 1, 1)))
+    where = positions.mrope([10, (1, 4, 6), 5])
+    tokens = where.ids.shape[2]  # type: ignore[union-attr]
+    x = torch.randn(1, 1, tokens, 8)
+    last = int(where.ids.max())  # type: ignore[union-attr]
+    assert last > 16
+    assert_same_bits(rotate(x, spec, where), rotate(x, spec, where, seq_len=last + 1))
+    twice = positions.concatenate([where, where])
+    with pytest.raises(ValueError, match="start again"):
+        rotate(torch.cat((x, x), 2), spec, twice)
+
+
+# --- packed sequences -----------------------------------------------------------------------------
+
+AGAIN = (
+    "positions must not start again within a row (packed sequences?) where DynamicNTK gives each "
+    "length its own frequencies; say seq_len for all of them, or rotate them apart"
+)
+# Sequences that share a row, of which one is longer than 100.
+PACKED: dict[str, positions.PositionsLike] = {
+    "two": positions.packed(torch.tensor([0, 5, 125])),
+    "decoding, one token each": positions.packed(
+        torch.tensor([0, 1, 2, 3]), torch.tensor([30, 35, 600])
+    ),
+    "one and many": positions.packed(torch.tensor([0, 1, 121])),
+    "an offset": positions.packed(torch.tensor([0, 3, 6]), 120),
+    "written out": positions.explicit(
+        positions.packed(torch.tensor([0, 1, 2]), torch.tensor([30, 600]))
+    ),
+    "joined": positions.concatenate(
+        [positions.packed(torch.tensor([0, 1, 2]), torch.tensor([30, 600])), torch.tensor([601])]
+    ),
+    "a share": positions.shard(
+        positions.packed(torch.tensor([0, 1, 2]), torch.tensor([30, 600])), 0, 1
+    ),
+    "a zigzag share": positions.shard(
+        positions.packed(torch.tensor([0, 4, 8]), torch.tensor([30, 600])),
+        1, 2, kind="zigzag", cu_seqlens=torch.tensor([0, 4, 8]),
+    ),
+    "ids": torch.cat((torch.arange(5), torch.arange(120))),
+    "ids, two tokens first": torch.cat((torch.arange(2), torch.arange(120))),
+    "ids, backwards": torch.arange(120).flip(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name: str) -> None:
+    where = positions.canonical(PACKED[name])
+    assert where.ids is not None
+    tokens = where.ids.shape[2]
+    x = torch.randn(tokens, 1, 8)
+    spec = RopeSpec(8, scaling=DynamicNTK(2.0, 100))
+    ids = f"(positions: int64[1, 1, {tokens}])"
+    with refused(ValueError, f"[rotate] {AGAIN} {ids}."):
+        rotate(x, spec, where, layout="thd")
+    with refused(ValueError, f"[at] {AGAIN} {ids}."):
+        spec.at(where)
+    with refused(ValueError, f"[rotate_qk_] {AGAIN} {ids}."):
+        rotate_qk_(x.clone(), x.clone(), spec, where, layout="thd")
+    # With a length for all of them it is that of a row with the same ids.
+    wanted = rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 50)), layout="thd", seq_len=1)
+    assert wanted.shape == x.shape
+    told = rotate(x, spec, where, layout="thd", seq_len=700)
+    flat = (where.ids + where.offset).flatten()
+    for token in (0, tokens - 1):
+        alone = rotate(x[token : token + 1], spec, int(flat[token]), layout="thd", seq_len=700)
+        assert_same_bits(told[token : token + 1], alone)
+    # And where all of them are short there is but one length.
+    plain = rotate(x, RopeSpec(8), where, layout="thd")
+    assert_same_bits(
+        rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 9999)), where, layout="thd"), plain
+    )
+
+
+def test_one_sequence_is_no_pack() -> None:
+    spec, x = RopeSpec(8, scaling=DynamicNTK(2.0, 100)), torch.randn(120, 1, 8)
+    where = positions.packed(torch.tensor([0, 120]))
+    assert_same_bits(rotate(x, spec, where, layout="thd"), rotate(x, spec, layout="thd"))
+
+
+def test_a_pack_that_nothing_may_read_is_refused() -> None:
+    """Which sequence is how long only the device knows, so no length fits them for sure."""
+    spec = RopeSpec(8, scaling=DynamicNTK(2.0, 100))
+    x = torch.empty(6, 1, 8, device="meta")
+    where = positions.packed(torch.tensor([0, 3, 6], device="meta"), total=6)
+    with refused(ValueError, f"[rotate] {AGAIN} (positions: int64[1, 1, 6])."):
+        rotate(x, spec, where, layout="thd")
+    assert rotate(x, spec, where, layout="thd", seq_len=700).shape == x.shape
+    one = positions.packed(torch.tensor([0, 6], device="meta"), total=6)
+    assert rotate(x, spec, one, layout="thd").shape == x.shape
+
+
+# --- lengths that nothing reads -------------------------------------------------------------------
+
+
+def compiled(
+    function: Callable[..., torch.Tensor], dynamic: bool | None
+) -> tuple[Callable[..., torch.Tensor], list[object]]:
+    """A compiled function, and the graphs that it needed so far."""
+    torch.compiler.reset()
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic), graphs
+
+
+def steps(kind: str) -> Iterator[tuple[torch.Tensor, Any, Any]]:
+    """x, positions and seq_len of a few calls, on both sides of 100 tokens."""
+    for number in (3, 4, 94, 95, 96, 97, 250, 1000):
+        x = torch.randn(2, 1, 5, 12)
+        if kind == "offset":
+            yield x, number, None
+        elif kind == "seq_len":
+            yield x, 3, number
+        elif kind == "a tensor of lengths":
+            yield x, 3, torch.tensor([number, 5])
+        elif kind == "offsets per row":
+            yield x, positions.per_row(torch.tensor([number, 5])), None
+        elif kind == "ids per row":
+            yield x, torch.arange(5) + torch.tensor([[number], [5]]), None
+        else:
+            yield torch.randn(2, 1, number, 12), 0, None
+
+
+UNREAD = ["offset", "seq_len", "a tensor of lengths", "offsets per row", "ids per row", "tokens"]
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+@pytest.mark.parametrize("dynamic", [True, None])
+@every_rule
+def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -> None:
+    short = DynamicNTK(2.0, 100) if rule == "dynamic" else LongRoPE(SHORT, LONG, 100, factor=4.0)
+    spec = spec_of(short)
+
+    def turn(x: torch.Tensor, where: Any, seq_len: Any) -> torch.Tensor:
+        return rotate(x, spec, where, seq_len=seq_len)
+
+    run, graphs = compiled(turn, dynamic)
+    for x, where, seq_len in steps(kind):
+        got, wanted = run(x, where, seq_len), turn(x, where, seq_len)
+        if rule == "longrope":
+            assert_same_bits(got, wanted)
+        else:
+            # Words come from float64, and are off by less than float32 can show.
+            lengths = oracle.pair_lengths(x, 8, start=2)
+            assert_rotations(got, wanted, lengths, 2, 1000.0)
+    # Without `dynamic` the first call is one of its own, where a number differs in the second.
+    assert len(graphs) == (1 if dynamic or "row" in kind or "tensor" in kind else 2)
+
+
+def test_unequal_factors_take_a_graph_for_short_and_one_for_long_rows() -> None:
+    short = LongRoPE(SHORT, LONG, 100, short_mscale=1.25, long_mscale=1.5)
+    spec = spec_of(short)
+
+    def turn(x: torch.Tensor, where: Any, seq_len: Any) -> torch.Tensor:
+        return rotate(x, spec, where, seq_len=seq_len)
+
+    for kind in ("offset", "seq_len", "tokens"):
+        run, graphs = compiled(turn, True)
+        for call in steps(kind):
+            assert_same_bits(run(*call), turn(*call))
+        assert len(graphs) == 2, kind
+
+
+@pytest.mark.parametrize("rule", [*RULES, "unequal"])
+def test_lengths_on_a_device_are_not_read(rule: str) -> None:
+    spec = spec_of(UNEQUAL if rule == "unequal" else rule)
+    x = torch.empty(2, 1, 3, 12, device="meta")
+    ids = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    lengths = torch.empty(2, dtype=torch.int64, device="meta")
+
+    def unread() -> None:
+        for where, seq_len in ((ids, None), (positions.per_row(lengths), None), (0, lengths)):
+            y = rotate(x, spec, where, seq_len=seq_len)
+            assert y.shape == x.shape
+            assert y.device.type == "meta"
+
+    if rule == "unequal":
+        text = (
+            "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; "
+            "what is traced or on a device may be either, so say seq_len as an int."
+        )
+        with refused(NotImplementedError, text):
+            unread()
+    else:
+        unread()
+    assert rotate(x, spec, ids, seq_len=6000).shape == x.shape
+    assert rotate(x, spec, 5000).shape == x.shape
+    if rule != "unequal":
+        with FakeTensorMode():
+            y = rotate(torch.empty(2, 1, 3, 12), spec, torch.empty(2, 3, dtype=torch.int64))
+            assert y.shape == x.shape
+    assert_same_bits(
+        rotate(torch.ones(3, 12), spec, 5000, layout="sd"),
+        rotate(
+            torch.ones(3, 12), spec_of(UNEQUAL if rule == "unequal" else rule), 5000, layout="sd"
+        ),
+    )
+
+
+def in_a_grad(make: Callable[[], RopeSpec]) -> RopeSpec:
+    made: list[RopeSpec] = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        made.append(make())
+        return rotate(x, made[0], 5000, layout="sd").sum()
+
+    torch.func.grad(loss)(torch.ones(3, 12))
+    return made[0]
+
+
+@pytest.mark.parametrize("mode", ["fake", "inference", "meta", "grad"])
+@pytest.mark.parametrize("rule", [*RULES, "unequal"])
+def test_a_spec_made_in_a_mode_works_after_it(rule: str, mode: str) -> None:
+    def make() -> RopeSpec:
+        return spec_of(UNEQUAL if rule == "unequal" else rule)
+
+    modes = {"fake": FakeTensorMode, "inference": torch.inference_mode}
+    if mode == "grad":
+        spec = in_a_grad(make)
+    else:
+        with modes.get(mode, lambda: torch.device("meta"))():  # type: ignore[operator]
+            spec = make()
+            rotate(torch.ones(3, 12), spec, 5000, layout="sd")
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, spec, 5000, layout="sd")
+
+    x = torch.randn(3, 12)
+    wanted = rotate(x, make(), 5000, layout="sd")
+    assert_same_bits(turn(x), wanted)
+    leaf = x.clone().requires_grad_()
+    turn(leaf).sum().backward()
+    run, _ = compiled(turn, True)
+    assert_rotations(run(x), wanted, oracle.pair_lengths(x, 8, start=2) * 1.5, 2, 5000.0)
+
+
+@every_rule
+def test_transforms(rule: str) -> None:
+    spec, x = spec_of(rule), torch.randn(1, 1, 3, 12, dtype=torch.float64)
+    ids = torch.tensor([[5.0, 6.0, 7.0], [5997.0, 5998.0, 5999.0]], dtype=torch.float64)
+    batch = torch.func.vmap(lambda where: rotate(x, spec, where))(ids)
+    for got, where in zip(batch, ids, strict=True):
+        assert_near(got, rotate(x, spec, where), "float64 ways")
+    for where in ids:
+        wanted = where.clone().requires_grad_()
+        (rotate(x, spec, wanted) ** 3).sum().backward()
+        grad = torch.func.grad(lambda p: (rotate(x, spec, p) ** 3).sum())(where)
+        assert_near(grad, wanted.grad, "float64 ways, higher order")
+
+
+# --- attention scaling ----------------------------------------------------------------------------
+
+SCALED: dict[str, tuple[Rule, int]] = {
+    "yarn": (YaRN(4.0, TRAINED), 12),
+    "yarn, given": (YaRN(4.0, TRAINED, attention_factor=0.7), 12),
+    "longrope": (RULES["longrope"], 12),
+    "unequal, short": (UNEQUAL, 4096),
+    "unequal, long": (UNEQUAL, 4097),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", SCALED)
+def test_the_rotated_channels_are_scaled(name: str, interleaved: bool, backend: str) -> None:
+    rule, length = SCALED[name]
+    spec = spec_of(rule, interleaved)
+    assert spec.attention_scaling(length) == amplitude(rule, length) != 1.0
+    x = torch.randn(2, 3, 4, 12, dtype=torch.float64)
+    ids = [float(length - 4 + token) for token in range(4)]
+    where = length - 4
+    still = [0, 1, 10, 11]
+    y = rotate(x, spec, where, backend=backend)
+    assert_exact(y, x, spec, ids, length)
+    assert_same_bits(y[..., still], x[..., still])
+    assert_same_bits(rotate_(x.clone(), spec, where, backend=backend), y)
+    assert_same_bits(rotate(x, spec, where, out=torch.empty_like(x), backend=backend), y)
+    assert_same_bits(rotate(x, spec.at(where), backend=backend), y)
+    back = rotate(x, spec, where, inverse=True, backend=backend)
+    assert_exact(back, x, spec, ids, length, inverse=True)
+    assert_same_bits(rotate_(x.clone(), spec, where, inverse=True, backend=backend), back)
+    assert_near(rotate(y, spec, where, inverse=True, backend=backend), x, "float64 ways")
+
+
+@every_backend
+@pytest.mark.parametrize("name", SCALED)
+def test_gradients_are_scaled(name: str, backend: str) -> None:
+    """The gradient of a scaled rotation is scaled too, and turned back: not the inverse."""
+    rule, length = SCALED[name]
+    spec = spec_of(rule)
+    x, weight = (torch.randn(4, 12, dtype=torch.float64) for _ in range(2))
+    ids = [float(length - 4 + token) for token in range(4)]
+    scale = amplitude(rule, length)
+    wanted, lengths = exact(weight, spec, ids, length, inverse=True)
+    wanted = torch.where(lengths > 0, wanted * scale**2, wanted)
+    for change in (rotate, lambda y, *rest, **named: rotate_(y.clone(), *rest, **named)):
+        leaf = x.clone().requires_grad_()
+        y = change(leaf, spec, length - 4, layout="sd", backend=backend)  # type: ignore[operator]
+        (grad,) = torch.autograd.grad(y, leaf, weight)
+        assert_rotated([Case(grad, wanted, lengths * scale**2, float(length))])
+    where = torch.tensor(ids, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda p, z: rotate(z, spec, p, layout="sd", seq_len=length, backend=backend),
+        (where, x.clone().requires_grad_()),
+    )
+
+
+def test_given_tables_are_not_scaled() -> None:
+    """Tables of the field hold the factor already."""
+    q = torch.randn(1, 2, 3, 8, dtype=torch.float64)
+    angle = torch.randn(3, 4, dtype=torch.float64)
+    cos, sin = 1.5 * angle.cos(), 1.5 * angle.sin()
+    y, _ = apply_rotary_pos_emb(q, None, cos, sin, tables="half")
+    u, v = q[..., :4], q[..., 4:]
+    assert_near(y, torch.cat((u * cos - v * sin, u * sin + v * cos), -1), "float64 ways")
+
+
+def test_rows_of_unequal_factors_are_refused_together() -> None:
+    spec, x = spec_of(UNEQUAL), torch.randn(2, 1, 3, 12)
+    text = (
+        "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
+        "short and long rows apart."
+    )
+    for where, seq_len in (
+        (positions.per_row(torch.tensor([0, 5000])), None),
+        (torch.tensor([[1, 2, 3], [4094, 4095, 4096]]), None),
+        (0, [4096, 4097]),
+        (0, torch.tensor([4096, 4097])),
+    ):
+        with refused(NotImplementedError, text):
+            rotate(x, spec, where, seq_len=seq_len)
+    # Within itself a row has one length, and rows of one kind go together.
+    y = rotate(x, spec, positions.per_row(torch.tensor([4999, 5000])))
+    assert_same_bits(y[1:], rotate(x[1:], spec, 5000))
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+@every_rule
+def test_decoding_step_by_step(rule: str) -> None:
+    """Each token is rotated by the length at which it is last; keys are moved on with each length."""
+    trained = 6
+    kind = DynamicNTK(2.0, trained) if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0)
+    spec = spec_of(kind)
+    tokens = 12
+    k = torch.randn(1, 1, tokens, 12, dtype=torch.float64)
+    cache = torch.zeros_like(k)
+    for step in range(tokens):
+        new = k[:, :, step : step + 1]
+        turned = rotate(new, spec, step)
+        assert_exact(turned[0, 0], new[0, 0], spec, [float(step)], step + 1)
+        held = cache[:, :, :step]
+        # What is cached belongs to the sequence of one token less.
+        moved = rerotate(held, spec, spec, from_seq_len=step, to_seq_len=step + 1)
+        cache[:, :, : step + 1] = torch.cat((moved, turned), 2)
+        if step < trained:
+            assert_same_bits(moved, held)
+    wanted, lengths = exact(k[0, 0], spec, [float(at) for at in range(tokens)], tokens)
+    assert_rotations(cache[0, 0], wanted, lengths, tokens, float(tokens))
+    stale = torch.cat([rotate(k[:, :, at : at + 1], spec, at) for at in range(tokens)], 2)
+    assert (stale - cache).abs().max() > 0.01  # keys under lengths of their own are others
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "lengths of other rows": (
+        lambda: rotate(torch.zeros(2, 1, 5, 12), spec_of("dynamic"), seq_len=[5000, 6000, 7000]),
+        ValueError,
+        "[rotate] seq_len must be one length, or one for each of 2 rows, but is 3 "
+        "(x: float32[2, 1, 5, 12]).",
+    ),
+    "lengths of other rows that are all short": (
+        lambda: rotate(torch.zeros(2, 1, 5, 12), spec_of("dynamic"), seq_len=[5, 6, 7]),
+        ValueError,
+        "[rotate] seq_len must be one length, or one for each of 2 rows, but is 3 "
+        "(x: float32[2, 1, 5, 12]).",
+    ),
+    "a length for each sequence of a pack": (
+        lambda: rotate(
+            torch.zeros(5, 1, 12), spec_of("longrope"), seq_len=torch.tensor([2, 3]), layout="thd"
+        ),
+        ValueError,
+        "[rotate] seq_len must be one length but is 2 (layout 'thd' has no rows) "
+        "(x: float32[5, 1, 12]).",
+    ),
+    "a length beside a prepared rotation": (
+        lambda: rotate(torch.zeros(5, 12), spec_of("dynamic").at(), seq_len=5, layout="sd"),
+        ValueError,
+        "[rotate] seq_len must be None with a prepared rotation, which brings its own; call "
+        "spec.at(positions, seq_len=…).",
+    ),
+    "a length that is none": (
+        lambda: rotate(torch.zeros(5, 12), spec_of("dynamic"), seq_len="long", layout="sd"),  # type: ignore[arg-type]
+        TypeError,
+        "[seq_len] a length must be an int, or one per row, but got 'l'.",
+    ),
+    "a negative length": (
+        lambda: spec_of("longrope").at(seq_len=[5, -5]),
+        ValueError,
+        "[seq_len] a length must not be negative but got -5.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sentences(case: str) -> None:
+    make, kind, text = REFUSED[case]
+    with refused(kind, text):
+        make()
+
+
+def test_rules_that_do_not_depend_on_the_length_ignore_it() -> None:
+    spec, x = spec_of(YaRN(4.0, TRAINED)), torch.randn(2, 1, 5, 12)
+    assert_same_bits(rotate(x, spec, 3, seq_len=[5, 6, 7]), rotate(x, spec, 3))

@@ -1,0 +1,610 @@
+"""Keys that are rotated already, moved to other positions or other frequencies in one pass."""
+
+import math
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import oracle
+import oracle_frequencies as truth
+from matrix import both_pairings, every_backend, every_dtype
+from tightrope import RopeSpec, positions
+from tightrope.axes import Axes
+from tightrope.frequencies import DynamicNTK, Given, Linear, LongRoPE, YaRN
+from tightrope.functional import rerotate, rerotate_, rotate
+from tolerances import ENOUGH, Case, assert_rotated, assert_rotations, assert_same_bits, value
+
+MILLION = 1_000_000
+TRAINED = 4096
+YARN = YaRN(4.0, TRAINED)
+OTHER_YARN = YaRN(16.0, TRAINED, attention_factor=0.7)
+DYNAMIC = DynamicNTK(2.0, TRAINED)
+LONGROPE = LongRoPE((1.0,) * 6, (1.0, 2.0, 3.0, 9.0, 30.0, 64.0), TRAINED, factor=32.0)
+UNEQUAL = LongRoPE(
+    LONGROPE.short_factor, LONGROPE.long_factor, TRAINED, short_mscale=1.25, long_mscale=1.5
+)
+SECTIONS = Axes.sections((2, 2, 2))
+TOKENS = 4
+
+
+def spec_of(scaling: Any = None, base: float = 1e4, axes: Axes | None = None) -> RopeSpec:
+    """Twelve channels of sixteen rotate: two pass on either side."""
+    return RopeSpec(16, base, 12, 2, scaling=scaling, axes=axes)
+
+
+def rates(spec: RopeSpec, length: int | None) -> list[list[Any]]:
+    """ω of each [axis][pair], by the papers."""
+    rule, base = spec.scaling, spec.base
+    if isinstance(rule, YaRN):
+        row = truth.yarn(12, base, rule.factor, TRAINED)
+    elif isinstance(rule, DynamicNTK):
+        row = truth.dynamic_ntk(12, base, rule.factor, TRAINED, length)
+    elif isinstance(rule, LongRoPE):
+        row = truth.longrope(12, base, rule.short_factor, rule.long_factor, TRAINED, length)
+    elif isinstance(rule, Linear):
+        row = truth.linear(12, base, rule.factor)
+    else:
+        assert rule is None
+        row = truth.plain(12, base)
+    if spec.axes is None:
+        return [row]
+    owners = [axis for axis, _, _ in spec.axes.pairs]
+    zero = oracle.MP.mpf(0)
+    return [
+        [omega if owner == axis else zero for omega, owner in zip(row, owners, strict=True)]
+        for axis in range(spec.axes.count)
+    ]
+
+
+def amplitude(spec: RopeSpec, length: int | None) -> float:
+    rule = spec.scaling
+    if isinstance(rule, YaRN):
+        return float(truth.yarn_attention(rule.factor, rule.attention_factor))
+    if isinstance(rule, LongRoPE) and rule.factor is not None:
+        return float(truth.longrope_attention(rule.factor, TRAINED))
+    if isinstance(rule, LongRoPE):
+        mscale = rule.short_mscale if length is None or length <= TRAINED else rule.long_mscale
+        assert mscale is not None
+        return mscale
+    return 1.0
+
+
+class Move(NamedTuple):
+    """A rotation and another; ids are [axes, rows|1, TOKENS], and lengths what rows are told."""
+
+    before: RopeSpec
+    after: RopeSpec
+    old: positions.PositionsLike
+    new: positions.PositionsLike = None
+    lengths: tuple[int | None, int | None] = (None, None)
+
+
+def written(where: positions.PositionsLike) -> torch.Tensor:
+    ids = positions.explicit(where, TOKENS).ids
+    assert ids is not None
+    return ids
+
+
+ROWS = torch.tensor([3, MILLION])
+IDS = torch.tensor([[5, 1, 9, 700], [MILLION, 0, 77, 12345]])
+MOVES: dict[str, Move] = {
+    "a shift": Move(spec_of(), spec_of(), MILLION, 17),
+    "a shift of a scaled spec": Move(spec_of(YARN), spec_of(YARN), MILLION, 17),
+    "to the beginning": Move(spec_of(), spec_of(), 9000, 0),
+    "rows apart": Move(spec_of(), spec_of(), positions.per_row(ROWS), positions.per_row(ROWS + 9)),
+    "rows together": Move(spec_of(), spec_of(), positions.per_row(ROWS), 100),
+    "from ids": Move(spec_of(), spec_of(), IDS, 100),
+    "to ids": Move(spec_of(), spec_of(), 100, IDS),
+    "ids of 32 bits": Move(spec_of(), spec_of(), IDS.int(), IDS.flip(1)),
+    "fractions": Move(spec_of(), spec_of(), IDS.double() / 7, IDS.double() / 3),
+    "from fractions": Move(spec_of(), spec_of(), IDS.float() / 8, 50),
+    "another base": Move(spec_of(), spec_of(base=5e5), MILLION),
+    "another base and place": Move(spec_of(), spec_of(base=5e5), MILLION, IDS),
+    "another base, fractions": Move(spec_of(), spec_of(base=5e5), IDS.double() / 7),
+    "interpolated": Move(spec_of(), spec_of(Linear(4.0)), IDS),
+    "yarn to default": Move(spec_of(YARN), spec_of(), MILLION, 5),
+    "default to yarn": Move(spec_of(), spec_of(YARN), MILLION),
+    "yarn to yarn": Move(spec_of(YARN), spec_of(OTHER_YARN), IDS, 3),
+    "dynamic, longer": Move(spec_of(DYNAMIC), spec_of(DYNAMIC), 5000, lengths=(5004, 9000)),
+    "dynamic, over the switch": Move(spec_of(DYNAMIC), spec_of(DYNAMIC), 50, lengths=(4096, 4097)),
+    "dynamic, shifted too": Move(spec_of(DYNAMIC), spec_of(DYNAMIC), 5000, 7, (8192, 3199)),
+    "longrope's switch": Move(spec_of(LONGROPE), spec_of(LONGROPE), 50, lengths=(4096, 4097)),
+    "longrope's switch back": Move(spec_of(LONGROPE), spec_of(LONGROPE), 5000, 7, (6000, 999)),
+    "unequal factors": Move(spec_of(UNEQUAL), spec_of(UNEQUAL), 50, lengths=(4096, 4097)),
+    "several axes": Move(
+        spec_of(axes=SECTIONS), spec_of(axes=SECTIONS),
+        positions.multi_axis(torch.randint(0, MILLION, (3, 2, TOKENS))),
+        positions.multi_axis(torch.randint(0, MILLION, (3, 1, TOKENS))),
+    ),
+    "text to several axes": Move(
+        spec_of(YARN), spec_of(YARN, axes=SECTIONS), 9000, positions.mrope([(1, 2, 2)], start=7)
+    ),
+    "a grid": Move(
+        spec_of(axes=Axes.sections((3, 3))), spec_of(axes=Axes.sections((3, 3))),
+        positions.grid(2, 2), positions.grid(2, 2, step=0.5, start=3.0),
+    ),
+    "a grid among text": Move(spec_of(), spec_of(axes=Axes.sections((3, 3))), 9, positions.grid(2, 2)),
+    "a pack": Move(
+        spec_of(), spec_of(base=5e5), positions.packed(torch.tensor([0, 1, 4])), positions.packed(
+            torch.tensor([0, 1, 4]), torch.tensor([MILLION, 3])
+        ),
+    ),
+    "very far": Move(spec_of(), spec_of(), 2**62, -(2**62) - 7),
+}  # fmt: skip
+
+every_move = pytest.mark.parametrize("name", MOVES)
+
+
+def with_pairing(move: Move, interleaved: bool) -> Move:
+    before, after = (
+        RopeSpec(16, spec.base, 12, 2, interleaved, spec.scaling, spec.axes)
+        for spec in (move.before, move.after)
+    )
+    return move._replace(before=before, after=after)
+
+
+def told(move: Move) -> dict[str, int | None]:
+    return {"from_seq_len": move.lengths[0], "to_seq_len": move.lengths[1]}
+
+
+def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Keys as they are, turned by the exact difference of two angles; lengths of pairs; reach."""
+    old = written(move.old)
+    new = old if move.new is None else written(move.new)
+    rows = k.shape[0]
+    old, new = (ids.expand(-1, rows, -1) for ids in (old, new))
+    exact_ids = [*new.tolist(), *[[[-p for p in row] for row in axis] for axis in old.tolist()]]
+    omegas = [*rates(move.after, move.lengths[1]), *rates(move.before, move.lengths[0])]
+    place = {"start": 2, "interleaved": move.after.interleaved}
+    by_pair = [tuple(pair) for pair in zip(*omegas, strict=True)]
+    values = [
+        oracle.cos_sin_at(tuple(axis[row][token] for axis in exact_ids), pair)
+        for row in range(rows)
+        for token in range(TOKENS)
+        for pair in by_pair
+    ]
+    cos, sin = torch.tensor(values, dtype=torch.float64).reshape(rows, 1, TOKENS, 6, 2).unbind(-1)
+    ratio = amplitude(move.after, move.lengths[1]) / amplitude(move.before, move.lengths[0])
+    first, second = oracle.channels(12, 2, move.after.interleaved)
+    wanted = k.double().clone()
+    u, v = wanted[..., first], wanted[..., second]
+    wanted[..., first] = (u * cos - v * sin) * ratio
+    wanted[..., second] = (u * sin + v * cos) * ratio
+    reach = sum(max(abs(p) for row in axis for p in row) for axis in exact_ids)
+    lengths = oracle.pair_lengths(k, 12, **place) * max(1.0, ratio)  # type: ignore[arg-type]
+    return wanted, lengths, float(reach)
+
+
+def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
+    return pytest.raises(kind, match=f"^{re.escape(text)}$")
+
+
+def assert_ways(
+    got: torch.Tensor, wanted: torch.Tensor, lengths: torch.Tensor, rotations: int, reach: float
+) -> None:
+    """Two ways to one result, of which one rounds once more than the other."""
+    assert got.dtype == wanted.dtype
+    if got.dtype in (torch.float32, torch.float64):
+        assert_rotations(got, wanted, lengths, rotations, reach)
+        return
+    step = oracle.step_sizes(lengths.clamp(min=2.0**-10), got.dtype)
+    error = (got.double() - wanted.double()).abs()
+    assert bool((error <= value("16-bit ways") * step * (lengths > 0)).all())
+
+
+# --- against the truth ----------------------------------------------------------------------------
+
+
+@every_backend
+@both_pairings
+@every_dtype
+@every_move
+def test_keys_lose_one_rounding(
+    name: str, dtype: torch.dtype, interleaved: bool, backend: str
+) -> None:
+    """What is stored is turned by the exact difference of two angles, and rounded once."""
+    move = with_pairing(MOVES[name], interleaved)
+    heads = 2 if dtype in (torch.float32, torch.float64) else math.ceil(ENOUGH / (2 * TOKENS * 16))
+    k = torch.randn(2, heads, TOKENS, 16).to(dtype)
+    moved = rerotate(k, *move[:4], **told(move), backend=backend)
+    wanted, lengths, reach = exact(k, move)
+    if dtype == torch.float64:
+        # Words of two specs are off, and two fractions are cut.
+        lengths = lengths * 2
+    assert_rotated([Case(moved, wanted, lengths, reach)])
+    still = [0, 1, 14, 15]
+    assert_same_bits(moved[..., still], k[..., still])
+    again = rerotate_(k.clone(), *move[:4], **told(move), backend=backend)
+    assert_same_bits(again, moved)
+    out = torch.empty_like(k)
+    assert rerotate(k, *move[:4], **told(move), out=out, backend=backend) is out
+    assert_same_bits(out, moved)
+
+
+@every_dtype
+@every_move
+def test_it_is_the_inverse_and_then_the_rotation(name: str, dtype: torch.dtype) -> None:
+    move = MOVES[name]
+    k = torch.randn(2, 3, TOKENS, 16).to(dtype)
+    moved = rerotate(k, *move[:4], **told(move))
+    plain = rotate(k, move.before, move.old, inverse=True, seq_len=move.lengths[0])
+    new = move.old if move.new is None else move.new
+    wanted = rotate(plain, move.after, new, seq_len=move.lengths[1])
+    _, lengths, reach = exact(k, move)
+    ratio = max(1.0, 1 / amplitude(move.before, move.lengths[0]))
+    assert_ways(moved, wanted, lengths * ratio, 3, reach)
+
+
+@every_dtype
+def test_keys_around_a_million(dtype: torch.dtype) -> None:
+    """No more error than a fresh rotation, and one rounding for having been rotated before."""
+    spec = RopeSpec(64, 500_000.0)
+    old = [MILLION + 7 * token for token in range(8)]
+    new = [position - 524_287 for position in old]
+    k = torch.randn(1, 24, 8, 64).to(dtype)
+    cached = rotate(k, spec, torch.tensor(old))
+    moved = rerotate(cached, spec, spec, torch.tensor(old), torch.tensor(new))
+    omegas = oracle.frequencies(500_000.0, 64)
+    lengths = oracle.pair_lengths(k, 64)
+    wanted = oracle.rotate(k, new, omegas)
+    fresh = rotate(k, spec, torch.tensor(new))
+    assert_rotated([Case(fresh, wanted, lengths, float(MILLION))])
+    if dtype in (torch.float32, torch.float64):
+        assert_rotations(moved, wanted, lengths, 2, float(2 * MILLION))
+    else:
+        step = oracle.step_sizes(lengths, dtype)
+        error = (moved.double() - wanted).abs()
+        # Half a step for each of two roundings, the first turned: less than the two ways apart.
+        assert bool((error <= value("16-bit ways") * step).all())
+        # And of what was stored it is the rounding itself.
+        difference = [after - before for before, after in zip(old, new, strict=True)]
+        turned = oracle.rotate(cached, difference, omegas)
+        assert_rotated([Case(moved, turned, oracle.pair_lengths(cached, 64), float(2 * MILLION))])
+
+
+# --- the group ------------------------------------------------------------------------------------
+
+STAYS: dict[str, positions.PositionsLike] = {
+    "nothing": None,
+    "an offset": MILLION,
+    "far": 2**62,
+    "rows": positions.per_row(ROWS),
+    "ids": IDS,
+    "fractions": IDS.double() / 7,
+    "fractions of 32 bits": IDS.float() / 7,
+    "fractional rows": positions.per_row(ROWS.double() / 3),
+}
+
+
+@every_backend
+@every_dtype
+@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("rule", [None, YARN, DYNAMIC, LONGROPE, UNEQUAL], ids=repr)
+def test_to_where_they_are_changes_no_bit(
+    rule: Any, name: str, dtype: torch.dtype, backend: str
+) -> None:
+    spec, where = spec_of(rule), STAYS[name]
+    if rule is UNEQUAL and "row" in name:
+        where = positions.per_row(torch.tensor([5000, 6000]))
+    if rule in (DYNAMIC, LONGROPE, UNEQUAL) and isinstance(where, torch.Tensor):
+        where = where.sort(1).values
+    if rule is UNEQUAL and isinstance(where, torch.Tensor):
+        where = where[1:]
+    k = torch.randn(2, 3, TOKENS, 16).to(dtype)
+    assert_same_bits(rerotate(k, spec, spec, where, backend=backend), k)
+    if where is not None:
+        assert_same_bits(rerotate(k, spec, spec, where, where, backend=backend), k)
+    assert_same_bits(rerotate_(k.clone(), spec, spec, where, backend=backend), k)
+    if not spec.by_length:
+        twin = spec_of(rule)
+        assert_same_bits(rerotate(k, spec, twin, where, backend=backend), k)
+
+
+wheres = st.one_of(
+    st.integers(-(2**31), 2**31),
+    st.lists(st.integers(-MILLION, MILLION), min_size=TOKENS, max_size=TOKENS).map(torch.tensor),
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=TOKENS, max_size=TOKENS).map(
+        lambda ids: torch.tensor(ids, dtype=torch.float64)
+    ),
+    st.lists(st.integers(-MILLION, MILLION), min_size=2, max_size=2).map(
+        lambda ids: positions.per_row(torch.tensor(ids))
+    ),
+)
+rules = st.sampled_from(
+    [None, YARN, OTHER_YARN, Linear(4.0), Given((1.0, -2.0, 9.0, 0.0, 0.1, 3.0))]
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    a=st.tuples(rules, wheres),
+    b=st.tuples(rules, wheres),
+    c=st.tuples(rules, wheres),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+)
+def test_group_law_and_inverse(a: Any, b: Any, c: Any, dtype: torch.dtype, seed: int) -> None:
+    specs = [spec_of(rule) for rule, _ in (a, b, c)]
+    at = [where for _, where in (a, b, c)]
+    k = torch.randn(2, 2, TOKENS, 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    there = rerotate(k, specs[0], specs[1], at[0], at[1])
+    onwards = rerotate(there, specs[1], specs[2], at[1], at[2])
+    direct = rerotate(k, specs[0], specs[2], at[0], at[2])
+    lengths = oracle.pair_lengths(k, 12, start=2)
+    # Between YaRN's 1.28 and the other's 0.7.
+    largest = max(spec.amplitude for spec in specs) / min(spec.amplitude for spec in specs)
+    assert_ways(onwards, direct, lengths * largest, 3, 4 * 2.0**31)
+    back = rerotate(there, specs[1], specs[0], at[1], at[0])
+    assert_ways(back, k, lengths * largest, 2, 4 * 2.0**31)
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "thd", "bsd", "sd"])
+def test_layouts(layout: str) -> None:
+    spec, other = spec_of(), spec_of(YARN, 5e5)
+    letters = layout.replace("t", "s")
+    k = torch.randn([{"b": 2, "h": 3, "s": TOKENS, "d": 16}[letter] for letter in letters])
+    whole = oracle.as_bhsd(k, layout)
+    for to in (spec, other):
+        moved = rerotate(k, spec, to, 500, 3, layout=layout)
+        wanted = rerotate(whole, spec, to, 500, 3)
+        assert_same_bits(oracle.as_bhsd(moved, layout), wanted)
+
+
+def test_a_slice_of_a_cache_in_place() -> None:
+    """A context shift: some tokens at the beginning stay, some after them go, the rest move up."""
+    spec = RopeSpec(16, 500_000.0)
+    keys = torch.randn(1, 2, 100, 16)
+    cache = rotate(keys, spec)
+    before = cache.clone()
+    kept, gone = 4, 30
+    window = cache[:, :, kept + gone :]
+    assert rerotate_(window, spec, spec, kept + gone, kept) is window
+    assert_same_bits(cache[:, :, : kept + gone], before[:, :, : kept + gone])
+    cache = torch.cat((cache[:, :, :kept], window), 2)
+    fresh = rotate(torch.cat((keys[:, :, :kept], keys[:, :, kept + gone :]), 2), spec)
+    lengths = oracle.pair_lengths(fresh, 16)
+    assert_rotations(cache, fresh, lengths, 3, 100.0)
+
+
+def test_keys_with_frequencies_per_head() -> None:
+    row = ((1.0, 0.1), (0.5, 0.01))
+    spec, plain = RopeSpec(4, scaling=Given(row)), RopeSpec(4)
+    k = torch.randn(2, 2, TOKENS, 4)
+    for before, after in ((spec, spec), (spec, plain), (plain, spec)):
+        moved = rerotate(k, before, after, 500, 3)
+        wanted = rotate(rotate(k, before, 500, inverse=True), after, 3)
+        assert_rotations(moved, wanted, oracle.pair_lengths(k, 4), 3, 500.0)
+
+
+def test_rows_of_their_own_lengths() -> None:
+    for rule in (DYNAMIC, LONGROPE):
+        spec = spec_of(rule)
+        k = torch.randn(2, 2, TOKENS, 16)
+        where = positions.per_row(torch.tensor([100, 5000]))
+        moved = rerotate(k, spec, spec, where, from_seq_len=[104, 5004], to_seq_len=[9000, 9000])
+        by_default = rerotate(k, spec, spec, where, to_seq_len=9000)
+        assert_same_bits(moved, by_default)
+        for row, (offset, length) in enumerate(((100, 104), (5000, 5004))):
+            alone = rerotate(
+                k[row : row + 1], spec_of(rule), spec, offset, from_seq_len=length, to_seq_len=9000
+            )
+            assert_same_bits(moved[row : row + 1], alone)
+
+
+def test_no_keys() -> None:
+    spec = spec_of()
+    for shape in ((2, 2, 0, 16), (0, 2, TOKENS, 16), (2, 0, TOKENS, 16)):
+        for after in (spec, spec_of(YARN)):
+            k = torch.zeros(shape)
+            assert rerotate(k, spec, after, 5, 3).shape == shape
+            assert rerotate_(k, spec, after, 5, 3) is k
+
+
+# --- gradients and compilers ----------------------------------------------------------------------
+
+
+@every_backend
+@pytest.mark.parametrize("name", ["a shift", "another base and place", "yarn to yarn", "fractions"])
+def test_gradients_by_keys(name: str, backend: str) -> None:
+    move = MOVES[name]
+    k, weight = (torch.randn(2, 2, TOKENS, 16, dtype=torch.float64) for _ in range(2))
+    ratio = amplitude(move.after, None) / amplitude(move.before, None)
+    back = Move(move.after, move.before, move.old if move.new is None else move.new, move.old)
+    turned, lengths, reach = exact(weight, back)
+    wanted = torch.where(lengths > 0, turned * ratio**2, turned)  # the transpose, not the inverse
+    leaf = k.clone().requires_grad_()
+    y = rerotate(leaf, *move[:4], backend=backend)
+    (grad,) = torch.autograd.grad(y, leaf, weight)
+    bound = 2 * lengths * max(1.0, ratio**2)
+    assert_rotated([Case(grad, wanted, bound, reach)])
+    leaf = k.clone().requires_grad_()
+    y = rerotate_(leaf.clone(), *move[:4], backend=backend)
+    assert_rotated([Case(torch.autograd.grad(y, leaf, weight)[0], wanted, bound, reach)])
+
+
+@every_backend
+@pytest.mark.parametrize("after", [spec_of(), spec_of(YARN, 5e5)], ids=repr)
+def test_gradients_by_positions(after: RopeSpec, backend: str) -> None:
+    k = torch.randn(2, 1, TOKENS, 16, dtype=torch.float64, requires_grad=True)
+    old, new = (torch.rand(2, TOKENS, dtype=torch.float64) * 9 for _ in range(2))
+    old.requires_grad_()
+    new.requires_grad_()
+
+    def turn(k: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return rerotate(k, spec_of(), after, old, new, backend=backend)
+
+    assert torch.autograd.gradcheck(turn, (k, old, new))
+    # Where they stay, an angle is p · (ω' − ω): nothing, if the frequencies are the same.
+    y = rerotate(k, spec_of(), after, old, backend=backend)
+    (grad,) = torch.autograd.grad((y**3).sum(), old)
+    assert bool(grad.any()) == (after != spec_of())
+    assert torch.autograd.gradcheck(
+        lambda p: rerotate(k.detach(), spec_of(), after, p, backend=backend), (old,)
+    )
+
+
+@pytest.mark.parametrize("after", [spec_of(), spec_of(YARN, 5e5)], ids=repr)
+@pytest.mark.parametrize("change", [rerotate, rerotate_])
+def test_one_graph_for_all_offsets(change: Callable[..., torch.Tensor], after: RopeSpec) -> None:
+    torch.compiler.reset()
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    before = spec_of()
+
+    @torch.compile(fullgraph=True, backend=backend, dynamic=True)
+    def shift(k: torch.Tensor, old: int, new: int) -> torch.Tensor:
+        return change(k, before, after, old, new)
+
+    for old, new, tokens in ((90, 80, 5), (91, 70, 5), (3000, 11, 7), (12, 4000, 16)):
+        k = torch.randn(1, 2, tokens, 16)
+        wanted = rerotate(k, before, after, old, new)
+        assert_same_bits(shift(k, old, new), wanted)
+    assert len(graphs) == 1
+
+
+def test_a_shift_makes_no_positions() -> None:
+    """An offset by an offset is an offset: the kernel needs one angle per pair for all tokens."""
+    from tightrope.ops import reangle
+    from tightrope.ops.layouts import BY_NAME
+
+    k, spec = torch.randn(1, 2, TOKENS, 16), spec_of()
+    rope = reangle.prepared("rerotate", k, spec, spec, 900, 7, None, None, BY_NAME["bhsd"])
+    assert (rope.ids, rope.offset, rope.ramp) == (None, -893, False)
+    assert rope.words is spec.at().words
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+K = torch.zeros(2, 3, TOKENS, 16)
+SPEC = spec_of()
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no tensor": (
+        lambda: rerotate(None, SPEC, SPEC, 5, 0),  # type: ignore[arg-type]
+        TypeError,
+        "[rerotate] k must be a tensor but got None.",
+    ),
+    "another rank": (
+        lambda: rerotate_(K[0], SPEC, SPEC, 5, 0),
+        ValueError,
+        "[rerotate_] k must have 4 dimensions for layout 'bhsd' but got 3; layouts of that rank: "
+        "'thd', 'bsd' (k: float32[3, 4, 16]).",
+    ),
+    "another width": (
+        lambda: rerotate(K[..., :12], SPEC, SPEC, 5, 0),
+        ValueError,
+        "[rerotate] k must have head_dim 16 in its last dimension but got 12 "
+        "(k: float32[2, 3, 4, 12]).",
+    ),
+    "a prepared rotation": (
+        lambda: rerotate(K, SPEC.at(5), SPEC, 0),  # type: ignore[arg-type]
+        TypeError,
+        "[rerotate] from_spec must be a RopeSpec but got PreparedRotation.",
+    ),
+    "no spec": (
+        lambda: rerotate_(K, SPEC, 5, 0),  # type: ignore[arg-type]
+        TypeError,
+        "[rerotate_] to_spec must be a RopeSpec but got int.",
+    ),
+    "other channels": (
+        lambda: rerotate(K, SPEC, RopeSpec(16, rotary_dim=8, start=2), 5, 0),
+        ValueError,
+        "[rerotate] from_spec and to_spec must have the same rotary_dim but have 12 and 8; rotate "
+        "with inverse=True by the one and then by the other.",
+    ),
+    "another start": (
+        lambda: rerotate(K, SPEC, RopeSpec(16, rotary_dim=12, start=4), 5, 0),
+        ValueError,
+        "[rerotate] from_spec and to_spec must have the same start but have 2 and 4; rotate with "
+        "inverse=True by the one and then by the other.",
+    ),
+    "another pairing": (
+        lambda: rerotate(K, SPEC, RopeSpec(16, 1e4, 12, 2, True), 5, 0),
+        ValueError,
+        "[rerotate] from_spec and to_spec must have the same interleaved but have False and True; "
+        "rotate with inverse=True by the one and then by the other.",
+    ),
+    "too few positions": (
+        lambda: rerotate(K, SPEC, SPEC, torch.arange(3), 0),
+        ValueError,
+        "[rerotate] positions must say one position for each of 4 tokens but got 3 (layout 'bhsd' "
+        "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[1, 1, 3]).",
+    ),
+    "too few positions, staying": (
+        lambda: rerotate(K, SPEC, SPEC, torch.arange(3)),
+        ValueError,
+        "[rerotate] positions must say one position for each of 4 tokens but got 3 (layout 'bhsd' "
+        "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[1, 1, 3]).",
+    ),
+    "too few new positions": (
+        lambda: rerotate_(K, SPEC, spec_of(YARN), 0, torch.arange(3)),
+        ValueError,
+        "[rerotate_] new_positions must say one position for each of 4 tokens but got 3 (layout "
+        "'bhsd' has its tokens in dimension 2) (k: float32[2, 3, 4, 16], new_positions: "
+        "int64[1, 1, 3]).",
+    ),
+    "other rows": (
+        lambda: rerotate(K, SPEC, SPEC, 0, positions.per_row(torch.arange(3))),
+        ValueError,
+        "[rerotate] new_positions must have 1 or 2 rows but got 3 (k: float32[2, 3, 4, 16], "
+        "new_positions: int64[1, 3, 1]).",
+    ),
+    "other heads": (
+        lambda: rerotate(
+            torch.zeros(2, 3, TOKENS, 4),
+            RopeSpec(4),
+            RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2)),
+            0,
+        ),
+        ValueError,
+        "[rerotate] to_spec must be for 1 or 3 heads of k but is for 2 (k: float32[2, 3, 4, 4]).",
+    ),
+    "other axes": (
+        lambda: rerotate(K, SPEC, spec_of(axes=SECTIONS), 5),
+        ValueError,
+        "[rerotate] positions must have 3 axes for this spec but got 1; call positions.multi_axis "
+        "with ids (3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) where all "
+        "coordinates of a token are equal.",
+    ),
+    "lengths of other rows": (
+        lambda: rerotate(K, spec_of(DYNAMIC), spec_of(DYNAMIC), 5, to_seq_len=[1, 2, 3]),
+        ValueError,
+        "[rerotate] to_seq_len must be one length, or one for each of 2 rows, but is 3 "
+        "(k: float32[2, 3, 4, 16]).",
+    ),
+    "lengths of other rows before": (
+        lambda: rerotate(K, spec_of(DYNAMIC), spec_of(DYNAMIC), 5, from_seq_len=[1, 2, 3]),
+        ValueError,
+        "[rerotate] from_seq_len must be one length, or one for each of 2 rows, but is 3 "
+        "(k: float32[2, 3, 4, 16]).",
+    ),
+    "a layout that is none": (
+        lambda: rerotate(K, SPEC, SPEC, 5, layout="bdsh"),
+        ValueError,
+        "[rerotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bdsh'.",
+    ),
+    "its own memory": (
+        lambda: rerotate(K, SPEC, SPEC, 5, 0, out=K),
+        ValueError,
+        "[rerotate] out must not overlap k in memory; call the form in place (k: "
+        "float32[2, 3, 4, 16], out: float32[2, 3, 4, 16]).",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sentences(case: str) -> None:
+    make, kind, text = REFUSED[case]
+    with refused(kind, text):
+        make()
