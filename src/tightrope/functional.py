@@ -56,7 +56,7 @@ def rotate(
         inv_freq: frequencies in place of the spec's own, in radians per position: floating
             ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
             pairs)``; given or learned. Their phase words are made on the device at each call, off
-            by at most 2^-53 of a frequency per position; see docs/numerics.md.
+            by at most 2^-52 · ω radians per position; see docs/numerics.md.
         seq_len: length of the sequences, for rules that depend on it; as of :meth:`RopeSpec.at`.
         inverse: undo the rotation instead.
         out: where the result goes, without another pass: of the shape, dtype and device of x, any
@@ -448,7 +448,8 @@ def _out_of_place(
     )
     if outs is None:
         return _run(operation, q, k, arguments, backend)
-    check_out(operation, names, schema.present(q, k), outs)
+    by_angles = torch.is_grad_enabled() and autograd.needs_angles(arguments)
+    check_out(operation, names, schema.present(q, k), outs, by_angles)
     _run_into(operation, q, k, outs, arguments, backend)
     return outs
 
