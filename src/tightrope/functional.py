@@ -575,9 +575,10 @@ def _run_in_place(
             check_in_place(operation, names, xs)
             if autograd.needs_grad(q, k, arguments):
                 check_in_place_grad(operation, names, xs)
-        autograd.overwrite(xs, reference.compose(q, k, *arguments))
+        # Gradients by angles need what this overwrites.
+        autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
     elif autograd.in_functorch():
-        autograd.overwrite(xs, autograd.differentiable(q, k, arguments))
+        autograd.overwrite(xs, autograd.differentiable(*autograd.copies(q, k), arguments))
     else:
         try:
             autograd.in_place(operation, names, q, k, arguments)

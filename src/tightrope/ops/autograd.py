@@ -51,7 +51,7 @@ def in_place(
     check_in_place_grad(operation, names, xs)
     if needs_angles(arguments):
         # Gradients by positions and tables need what a rotation in place overwrites.
-        overwrite(xs, differentiable(q.clone(), None if k is None else k.clone(), arguments))
+        overwrite(xs, differentiable(*copies(q, k), arguments))
         return
     # Autograd refuses one function that returns two views, so each is a call of its own.
     for x in xs:
@@ -80,6 +80,13 @@ def into(
 def pair(outs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One or two outputs as the schema takes them."""
     return outs[0], outs[1] if len(outs) > 1 else None
+
+
+def copies(
+    q: torch.Tensor, k: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What gradients may keep, where q and k themselves are about to change."""
+    return q.clone(), None if k is None else k.clone()
 
 
 def overwrite(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
