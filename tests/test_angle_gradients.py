@@ -181,9 +181,7 @@ def make(
 @every_operator
 @both_pairings
 @every_dtype
-def test_every_dtype_and_pairing(
-    dtype: torch.dtype, interleaved: bool, operator: Operator
-) -> None:
+def test_every_dtype_and_pairing(dtype: torch.dtype, interleaved: bool, operator: Operator) -> None:
     # Whole registers of every width and what is left of them.
     for pairs in (1, 2, 7, 8, 9, 16, 24, 33, 64, 111):
         check(make(dtype=dtype, pairs=pairs, interleaved=interleaved, at=torch.float64), operator)
@@ -521,10 +519,9 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         "a gate": {"form": schema.Form(start=1, gate=1).pack()},
         "a negative form": {"form": -1},
     }  # fmt: skip
-    for name, change in bad.items():
+    for change in bad.values():
         with pytest.raises(RuntimeError, match="tightrope: "):
             schema.angle_gradients(**{**good, **change})
-            pytest.fail(f"{name} was accepted")
 
 
 def test_no_gradient_is_lost_through_the_raw_operator() -> None:

@@ -150,8 +150,12 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
 
     def published(u: torch.Tensor) -> torch.Tensor:
         if not interleaved:
-            return torch.cat((lambda z: (z.real, z.imag))(torch.complex(*u.chunk(2, -1)) * turn), -1)
-        return torch.view_as_real(torch.view_as_complex(u.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+            return torch.cat(
+                (lambda z: (z.real, z.imag))(torch.complex(*u.chunk(2, -1)) * turn), -1
+            )
+        return torch.view_as_real(torch.view_as_complex(u.unflatten(-1, (-1, 2))) * turn).flatten(
+            -2
+        )
 
     got = rotate_qk(q, k, spec, positions.Positions(torch.stack((x, y))[:, None], ramp=False),
                     inv_freq=theta)  # fmt: skip
@@ -453,7 +457,9 @@ def test_checkpoint_and_accumulation(
     assert torch.equal(theta.grad, 2 * once[1])
 
 
-@pytest.mark.parametrize("function", [rotate_qk, lambda q, k, *a, **n: rotate_qk_(q * 1, k * 1, *a, **n)])
+@pytest.mark.parametrize(
+    "function", [rotate_qk, lambda q, k, *a, **n: rotate_qk_(q * 1, k * 1, *a, **n)]
+)
 @pytest.mark.parametrize("used", ["q", "k", "both"])
 @pytest.mark.parametrize("needing", ["q", "k", "neither", "both"])
 def test_one_of_two(needing: str, used: str, function: Callable[..., Any]) -> None:

@@ -89,9 +89,7 @@ TABLE = {
         "times |pair|, of a rotated channel, besides the error of the angle",
         "two cosines off by 'float64 rounding', two products and a sum, here and in the oracle",
     ),
-    "float32 rounding": Tolerance(
-        2.0**-24, "relative", "a value is stored as the nearest float32"
-    ),
+    "float32 rounding": Tolerance(2.0**-24, "relative", "a value is stored as the nearest float32"),
     "float32 subnormal": Tolerance(
         2.0**-149,
         "absolute, of a rotated channel",

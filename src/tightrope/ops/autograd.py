@@ -82,9 +82,7 @@ def pair(outs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | Non
     return outs[0], outs[1] if len(outs) > 1 else None
 
 
-def copies(
-    q: torch.Tensor, k: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def copies(q: torch.Tensor, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What gradients may keep, where q and k themselves are about to change."""
     return q.clone(), None if k is None else k.clone()
 
