@@ -2,108 +2,177 @@
 //
 // With (y, z) a rotated pair and (dy, dz) the gradient of it, the angle of the pair has the gradient
 // y·dz − z·dy. A position sums it over heads and pairs, times ω; a frequency sums it over tokens,
-// times the position. Sums have one order, whatever the number of threads: pairs and heads in that of
-// the tensor, tokens within the chunks that the shapes alone decide.
+// times the position. Every sum has one order, whatever the number of threads: pairs and heads in
+// that of the tensor, tokens within runs that the shapes alone decide. Few products are added in
+// float before they go on to a double, so a sum is as good for many heads as for few.
 #pragma once
 
-#include "angles.h"
+#include "heads.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
+// So many heads add up in the type of the values.
+constexpr int64_t kHeadsTogether = 8;
+
+// Pairs with (y, z) and (dy, dz) at distances y, z, c and d from those pointers, step by step.
+template <class F>
+inline void add_pairs(const typename F::Stored* __restrict out,
+                      const typename F::Stored* __restrict grad, int64_t y, int64_t z, int64_t c,
+                      int64_t d, int64_t step, int64_t grad_step, int64_t n,
+                      typename F::Value* __restrict sum) {
+  for (int64_t k = 0; k < n; ++k) {
+    const int64_t i = k * step, j = k * grad_step;
+    sum[k] = fma_(F::load(out[i + y]), F::load(grad[j + d]), sum[k]);
+    sum[k] = fma_(-F::load(out[i + z]), F::load(grad[j + c]), sum[k]);
+  }
+}
+
+template <class F>
+inline void add_halves(const typename F::Stored* out, const typename F::Stored* grad, int64_t other,
+                       int64_t n, typename F::Value* sum) {
+  add_pairs<F>(out, grad, 0, other, 0, other, 1, 1, n, sum);
+}
+template <class F>
+inline void add_neighbours(const typename F::Stored* out, const typename F::Stored* grad, int64_t n,
+                           typename F::Value* sum) {
+  add_pairs<F>(out, grad, 0, 1, 0, 1, 2, 2, n, sum);
+}
+
+#if defined(__F16C__)
+// The same operations through the conversion instructions.
+inline void add_lanes(HalfLanes y, HalfLanes z, HalfLanes dy, HalfLanes dz, float* sum) {
+  const Lanes one = _mm256_fmadd_ps(widen(y), widen(dz), read(sum));
+  _mm256_storeu_ps(sum, _mm256_fnmadd_ps(widen(z), widen(dy), one));
+}
+template <>
+inline void add_halves<Half>(const uint16_t* out, const uint16_t* grad, int64_t other, int64_t n,
+                             float* sum) {
+  int64_t k = 0;
+  for (; k + kLanes <= n; k += kLanes)
+    add_lanes(read(out + k), read(out + other + k), read(grad + k), read(grad + other + k), sum + k);
+  add_pairs<Half>(out + k, grad + k, 0, other, 0, other, 1, 1, n - k, sum + k);
+}
+template <>
+inline void add_neighbours<Half>(const uint16_t* out, const uint16_t* grad, int64_t n, float* sum) {
+  int64_t k = 0;
+  for (; k + kLanes <= n; k += kLanes) {
+    HalfLanes y, z, dy, dz;
+    read_pairs(out + 2 * k, &y, &z);
+    read_pairs(grad + 2 * k, &dy, &dz);
+    add_lanes(y, z, dy, dz, sum + k);
+  }
+  add_pairs<Half>(out + 2 * k, grad + 2 * k, 0, 1, 0, 1, 2, 2, n - k, sum + k);
+}
+#endif
+
 // Adds the gradients by the angles of pairs [first, first + n) of one head.
 template <class F>
-inline void add_by_angle(const Problem& p, const Operand& o, int64_t row, int64_t head,
-                         int64_t token, int64_t first, int64_t n,
-                         typename F::Value* __restrict sum) {
+inline void add_head(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t token,
+                     int64_t first, int64_t n, typename F::Value* sum) {
   using Stored = typename F::Stored;
   const Strides& i = o.in_stride;
   const Strides& j = o.out_stride;
   const int64_t pair = p.interleaved ? 2 : 1, other = p.interleaved ? 1 : p.pairs;
   const int64_t at = p.start + first * pair;
-  const Stored* y = static_cast<const Stored*>(o.in) + row * i.row + head * i.head +
-                    token * i.token + at * i.channel;
-  const Stored* dy = static_cast<const Stored*>(o.out) + row * j.row + head * j.head +
-                     token * j.token + at * j.channel;
-  const auto add = [&](int64_t k, int64_t a, int64_t b, int64_t c, int64_t d) {
-    sum[k] = fma_(F::load(y[a]), F::load(dy[d]), sum[k]);
-    sum[k] = fma_(-F::load(y[b]), F::load(dy[c]), sum[k]);
-  };
+  const Stored* out = static_cast<const Stored*>(o.in) + row * i.row + head * i.head +
+                      token * i.token + at * i.channel;
+  const Stored* grad = static_cast<const Stored*>(o.out) + row * j.row + head * j.head +
+                       token * j.token + at * j.channel;
   if (i.channel != 1 || j.channel != 1) {
-    for (int64_t k = 0; k < n; ++k)
-      add(k, k * pair * i.channel, (k * pair + other) * i.channel, k * pair * j.channel,
-          (k * pair + other) * j.channel);
+    add_pairs<F>(out, grad, 0, other * i.channel, 0, other * j.channel, pair * i.channel,
+                 pair * j.channel, n, sum);
   } else if (p.interleaved) {
-    for (int64_t k = 0; k < n; ++k) add(k, 2 * k, 2 * k + 1, 2 * k, 2 * k + 1);
+    add_neighbours<F>(out, grad, n, sum);
   } else {
-    for (int64_t k = 0; k < n; ++k) add(k, k, k + other, k, k + other);
+    add_halves<F>(out, grad, other, n, sum);
   }
 }
 
-// Σ ω·sum in units of one phase word, in eight lanes that add up in pairs.
+// Adds a sum to another, and clears it.
 template <class T>
+inline void flush(T* __restrict sum, double* __restrict total, int64_t n) {
+  for (int64_t k = 0; k < n; ++k) {
+    total[k] += double(sum[k]);
+    sum[k] = 0;
+  }
+}
+
+// Σ ω·total in units of one phase word, in eight lanes that add up in pairs.
 inline double by_position(const int64_t* __restrict word, const int64_t* __restrict turn,
-                          const T* __restrict sum, int64_t n) {
+                          const double* __restrict total, int64_t n) {
   double lane[8] = {};
   for (int64_t k = 0; k + 8 <= n; k += 8)
-    for (int64_t l = 0; l < 8; ++l) lane[l] += double(word[k + l]) * double(sum[k + l]);
-  for (int64_t k = n / 8 * 8; k < n; ++k) lane[k % 8] += double(word[k]) * double(sum[k]);
-  double total = ((lane[0] + lane[1]) + (lane[2] + lane[3])) +
-                 ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+    for (int64_t l = 0; l < 8; ++l) lane[l] += double(word[k + l]) * total[k + l];
+  for (int64_t k = n / 8 * 8; k < n; ++k) lane[k % 8] += double(word[k]) * total[k];
+  double sum = ((lane[0] + lane[1]) + (lane[2] + lane[3])) +
+               ((lane[4] + lane[5]) + (lane[6] + lane[7]));
   if (turn != nullptr)
-    for (int64_t k = 0; k < n; ++k) total += double(turn[k]) * kTurn * double(sum[k]);
-  return total;
+    for (int64_t k = 0; k < n; ++k) sum += double(turn[k]) * kTurn * total[k];
+  return sum;
 }
 
 // What the angles of one token and head (or of all heads, where they share them) add to both sums.
-template <class T>
-inline void spread(const Problem& p, const AngleSums& sums, int64_t item, int64_t row, int64_t head,
-                   int64_t token, int64_t first, int64_t n, const T* __restrict sum) {
+inline void spread(const Problem& p, const AngleSums& sums, int64_t run, int64_t row, int64_t head,
+                   int64_t token, int64_t first, int64_t n, const double* __restrict total) {
   const double sign = p.conjugate ? -1.0 : 1.0;
   for (int64_t axis = 0; axis < p.axes; ++axis) {
-    const Split at = position_at(p, axis, row, token);
-    const int64_t from =
-        ((axis * p.word_rows + (p.word_rows == 1 ? 0 : row)) * p.word_heads + head) * p.pairs +
-        first;
     if (sums.by_position != nullptr) {
+      const int64_t from = word_at(p, axis, row, head, first);
       const int64_t* turn = p.turns == nullptr ? nullptr : p.turns + from;
-      const double found = by_position(p.words + from, turn, sum, n) * (sign * kRadians);
+      const double found = by_position(p.words + from, turn, total, n) * (sign * kRadians);
       sums.by_position[(axis * p.rows + row) * p.tokens + token] += found;
     }
     if (sums.by_frequency != nullptr) {
+      const Split at = position_at(p, axis, row, token);
       const double position =
           sign * (at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange);
-      double* __restrict total =
-          sums.by_frequency + ((item * p.axes + axis) * p.word_heads + head) * p.pairs + first;
-      for (int64_t k = 0; k < n; ++k) total[k] += position * double(sum[k]);
+      double* __restrict to =
+          sums.by_frequency + ((run * p.axes + axis) * p.word_heads + head) * p.pairs + first;
+      for (int64_t k = 0; k < n; ++k) to[k] += position * total[k];
     }
   }
 }
 
 template <class F>
-void add_angles(const Problem& p, const AngleSums& sums, int64_t begin, int64_t end) {
+inline void add_token(const Problem& p, const AngleSums& sums, int64_t run, int64_t row,
+                      int64_t token) {
   using T = typename F::Value;
   alignas(64) T sum[kAngles];
-  for (int64_t item = begin; item < end; ++item) {
-    const int64_t row = item / p.tiles_per_row;
-    const int64_t from = (item - row * p.tiles_per_row) * p.tile;
-    const int64_t to = p.tokens - from < p.tile ? p.tokens : from + p.tile;
-    for (int64_t token = from; token < to; ++token) {
-      for (int64_t first = 0; first < p.pairs; first += kAngles) {
-        const int64_t n = p.pairs - first < kAngles ? p.pairs - first : kAngles;
-        for (int64_t k = 0; k < n; ++k) sum[k] = 0;
-        for (int32_t index = 0; index < p.operands; ++index) {
-          for (int64_t head = 0; head < p.operand[index].heads; ++head) {
-            add_by_angle<F>(p, p.operand[index], row, head, token, first, n, sum);
-            if (!p.angles_per_head) continue;
-            spread(p, sums, item, row, head, token, first, n, sum);
-            for (int64_t k = 0; k < n; ++k) sum[k] = 0;
-          }
+  alignas(64) double total[kAngles];
+  for (int64_t first = 0; first < p.pairs; first += kAngles) {
+    const int64_t n = p.pairs - first < kAngles ? p.pairs - first : kAngles;
+    for (int64_t k = 0; k < n; ++k) sum[k] = 0, total[k] = 0;
+    int64_t together = 0;
+    for (int32_t index = 0; index < p.operands; ++index) {
+      const Operand& o = p.operand[index];
+      for (int64_t head = 0; head < o.heads; ++head) {
+        add_head<F>(p, o, row, head, token, first, n, sum);
+        if (p.angles_per_head) {
+          flush(sum, total, n);
+          spread(p, sums, run, row, head, token, first, n, total);
+          for (int64_t k = 0; k < n; ++k) total[k] = 0;
+        } else if (++together == kHeadsTogether) {
+          flush(sum, total, n);
+          together = 0;
         }
-        if (!p.angles_per_head) spread(p, sums, item, row, 0, token, first, n, sum);
       }
     }
+    if (p.angles_per_head) continue;
+    flush(sum, total, n);
+    spread(p, sums, run, row, 0, token, first, n, total);
+  }
+}
+
+template <class F>
+void add_angles(const Problem& p, const AngleSums& sums, int64_t begin, int64_t end) {
+  for (int64_t run = begin; run < end; ++run) {
+    const int64_t sequence = run / sums.runs;
+    const int64_t from = (run - sequence * sums.runs) * sums.run;
+    const int64_t to = sums.sequence - from < sums.run ? sums.sequence : from + sums.run;
+    for (int64_t i = sequence * sums.sequence + from; i < sequence * sums.sequence + to; ++i)
+      add_token<F>(p, sums, run, i / p.tokens, i % p.tokens);
   }
 }
 

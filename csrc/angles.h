@@ -12,6 +12,9 @@ constexpr double kHalfRange = 9223372036854775808.0;  // 2^63
 constexpr double kTurn = 18446744073709551616.0;      // one turn, in units of a phase
 constexpr double kRadians = 3.40612158008655459e-19;  // 2π / 2^64
 
+// What stands for the turns of a frequency that is no number (angles.py).
+constexpr int64_t kNoTurns = INT64_MIN;
+
 // A position as an integer and a fraction in [-1/2, 1/2] in units of 2^-63.
 struct Split {
   int64_t whole;
@@ -68,6 +71,14 @@ inline uint64_t high_product(int64_t a, int64_t b) {
          uint64_t((a_low * b_high) >> 32);
 }
 
+// Where the words of pairs from `first` on of one head are.
+inline int64_t word_at(const Problem& p, int64_t axis, int64_t row, int64_t head, int64_t first) {
+  return ((axis * p.word_rows + (p.word_rows == 1 ? 0 : row)) * p.word_heads +
+          (p.word_heads == 1 ? 0 : head)) *
+             p.pairs +
+         first;
+}
+
 // Phases of pairs [first, first + n) of one token; false if the position is no number.
 inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
                    int64_t n, uint64_t* __restrict phase) {
@@ -75,10 +86,7 @@ inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, i
   for (int64_t axis = 0; axis < p.axes; ++axis) {
     const Split s = position_at(p, axis, row, token);
     found = found && !s.lost;
-    const int64_t at = ((axis * p.word_rows + (p.word_rows == 1 ? 0 : row)) * p.word_heads +
-                        (p.word_heads == 1 ? 0 : head)) *
-                           p.pairs +
-                       first;
+    const int64_t at = word_at(p, axis, row, head, first);
     const int64_t* __restrict word = p.words + at;
     const uint64_t whole = uint64_t(s.whole);
     if (axis == 0) {
@@ -196,6 +204,19 @@ inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t h
   }
 }
 
+// Puts NaN where a frequency is no number.
+template <class T>
+inline void lose(const Problem& p, int64_t row, int64_t head, int64_t first, int64_t n, bool twos,
+                 T* __restrict c, T* __restrict s) {
+  for (int64_t axis = 0; axis < p.axes; ++axis) {
+    const int64_t* __restrict turn = p.turns + word_at(p, axis, row, head, first);
+    int64_t lost = 0;
+    for (int64_t k = 0; k < n; ++k) lost |= turn[k] == kNoTurns;
+    for (int64_t k = 0; lost && k < n; ++k)
+      if (turn[k] == kNoTurns) c[slot(twos, k, n)] = s[slot(twos, k, n)] = T(__builtin_nan(""));
+  }
+}
+
 // Cosines and sines of one token; false where its position is no number, or lies outside a table.
 template <class T>
 inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
@@ -210,17 +231,19 @@ inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token
   }
   alignas(64) uint64_t phase[kAngles];
   if (!phases(p, row, head, token, first, n, phase)) return false;
-  if (!in_twos(p)) {
+  const bool twos = in_twos(p);
+  if (!twos) {
     cos_sin(phase, n, p.conjugate, amplitude, c, s);
-    return true;
+  } else {
+    alignas(64) uint64_t sorted[kAngles];
+    for (int64_t k = 0; k < n / 2; ++k) {
+      sorted[k] = phase[2 * k];
+      sorted[(n + 1) / 2 + k] = phase[2 * k + 1];
+    }
+    if (n % 2) sorted[n / 2] = phase[n - 1];
+    cos_sin(sorted, n, p.conjugate, amplitude, c, s);
   }
-  alignas(64) uint64_t sorted[kAngles];
-  for (int64_t k = 0; k < n / 2; ++k) {
-    sorted[k] = phase[2 * k];
-    sorted[(n + 1) / 2 + k] = phase[2 * k + 1];
-  }
-  if (n % 2) sorted[n / 2] = phase[n - 1];
-  cos_sin(sorted, n, p.conjugate, amplitude, c, s);
+  if (p.turns != nullptr) lose(p, row, head, first, n, twos, c, s);
   return true;
 }
 

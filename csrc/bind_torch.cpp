@@ -337,8 +337,8 @@ const tightrope::Loops& loops() {
 
 // Calls work(begin, end) for all items, on several threads where there is enough to do.
 template <class Work>
-void share(const Problem& p, int64_t items, const Work& work) {
-  const int64_t per_item = heads_of(p) * p.tile * p.head_dim;
+void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
+  const int64_t per_item = heads_of(p) * tokens_per_item * p.head_dim;
   if (items * per_item <= kElementsPerThread) return work(0, items);
   const int64_t grain = per_item >= kElementsPerThread ? 1 : kElementsPerThread / per_item;
   torch::stable::parallel_for(0, items, grain, work);
@@ -351,7 +351,7 @@ void run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& 
   const int64_t fits = p.pairs == 0 ? 16 : tightrope::kAngles / p.pairs;
   const int64_t items = divide(p, fits < 1 ? 1 : fits > 16 ? 16 : fits);
   const tightrope::Loop loop = loops().rotate;
-  share(p, items, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
+  share(p, items, p.tile, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
 }
 
 using Tensors = std::optional<std::vector<Tensor>>;
@@ -398,8 +398,8 @@ void rotate_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<
   run(xs, outs, Outs::kGiven, TIGHTROPE_ARGUMENTS);
 }
 
-// Items of a row over whose tokens frequencies are summed: the more tokens, the longer.
-constexpr int64_t kItemsPerRow = 64, kTokensPerItem = 64;
+// Tokens that share their words are summed in so many runs at most, of so many tokens at least.
+constexpr int64_t kRuns = 128, kTokensPerRun = 32;
 
 Tensor zeros(const Tensor& like, std::vector<int64_t> sizes) {
   return torch::stable::new_zeros(like, {sizes.data(), sizes.size()},
@@ -419,30 +419,33 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
   const Arguments a{words, turns, positions, offset, Form(form), 1.0};
   STD_TORCH_CHECK(a.form.source == kWords, "tightrope: tables have gradients of their own");
   Problem p = problem_of(ys, grads, a);
-  const int64_t longest = (p.tokens + kItemsPerRow - 1) / kItemsPerRow;
   const bool empty = is_empty(p);
-  const int64_t items = empty ? 0 : divide(p, longest > kTokensPerItem ? longest : kTokensPerItem);
+  const int64_t sequences = p.word_rows;
+  const int64_t sequence = p.word_rows == 1 ? p.rows * p.tokens : p.tokens;
+  const int64_t run = std::max((sequence + kRuns - 1) / kRuns, kTokensPerRun);
+  const int64_t runs = empty ? 0 : (sequence + run - 1) / run;
 
   Tensor of_positions = zeros(words, {by_positions ? p.axes : 0, p.rows, p.tokens});
-  Tensor of_items = zeros(words, {by_frequencies ? items : 0, p.axes, p.word_heads, p.pairs});
+  Tensor of_runs = zeros(words, {by_frequencies ? sequences * runs : 0, p.axes, p.word_heads, p.pairs});
   Tensor of_frequencies =
       zeros(words, {by_frequencies ? p.axes : 0, p.word_rows, p.word_heads, p.pairs});
   if (empty) return {of_positions, of_frequencies};
   const tightrope::AngleSums sums{
       by_positions ? static_cast<double*>(of_positions.mutable_data_ptr()) : nullptr,
-      by_frequencies ? static_cast<double*>(of_items.mutable_data_ptr()) : nullptr};
+      by_frequencies ? static_cast<double*>(of_runs.mutable_data_ptr()) : nullptr,
+      sequence, run, runs};
   const tightrope::AngleLoop loop = loops().add_angles;
-  share(p, items, [&](int64_t begin, int64_t end) { loop(p, sums, begin, end); });
+  share(p, sequences * runs, run < sequence ? run : sequence,
+        [&](int64_t begin, int64_t end) { loop(p, sums, begin, end); });
   if (!by_frequencies) return {of_positions, of_frequencies};
 
   auto* total = static_cast<double*>(of_frequencies.mutable_data_ptr());
   const int64_t size = p.word_heads * p.pairs;
-  for (int64_t item = 0; item < items; ++item) {
-    const int64_t row = p.word_rows == 1 ? 0 : item / p.tiles_per_row;
+  for (int64_t i = 0; i < sequences * runs; ++i) {
     for (int64_t axis = 0; axis < p.axes; ++axis) {
-      const double* part = sums.by_frequency + (item * p.axes + axis) * size;
-      double* to = total + (axis * p.word_rows + row) * size;
-      for (int64_t i = 0; i < size; ++i) to[i] += part[i];
+      const double* part = sums.by_frequency + (i * p.axes + axis) * size;
+      double* to = total + (axis * p.word_rows + i / runs) * size;
+      for (int64_t k = 0; k < size; ++k) to[k] += part[k];
     }
   }
   return {of_positions, of_frequencies};

@@ -63,21 +63,26 @@ struct Problem {
   int64_t offset;
   bool ramp;
 
-  int64_t tile;           // tokens of one row that are handled together
-  int64_t tiles_per_row;  // work items are rows * tiles_per_row
+  int64_t tile;           // tokens of one row that are handled together, of a rotation
+  int64_t tiles_per_row;  // its work items are rows * tiles_per_row
 };
 
 // Handles work items [begin, end).
 using Loop = void (*)(const Problem&, int64_t begin, int64_t end);
 
 // Where gradients by angles go, or null: sums over heads and pairs, [axes, rows, tokens], and sums
-// over the tokens of each work item, [items, axes, word_heads, pairs]. Both start as zeros.
+// over the tokens of each run, [runs of all sequences, axes, word_heads, pairs]. Both start as zeros.
+// A sequence is the tokens that share their words: those of one row, or of all.
 struct AngleSums {
   double* by_position;
   double* by_frequency;
+  int64_t sequence;  // tokens of a sequence
+  int64_t run;       // tokens of a run
+  int64_t runs;      // of a sequence
 };
 
-// As Loop, of a problem whose operands are results (in) and their gradients (out, not written).
+// As Loop over runs, of a problem whose operands are results (in) and their gradients (out, not
+// written).
 using AngleLoop = void (*)(const Problem&, const AngleSums&, int64_t begin, int64_t end);
 
 // Cosines and sines of one tile live on the stack of the loop: this many of each.

@@ -4,7 +4,6 @@
 // multiply-adds written out and contraction switched off, so a result does not depend on where the
 // vector body ends, on strides, on threads or on being in place.
 #include "angle_sums.h"
-#include "heads.h"
 #if defined(__AVX512F__)
 #include "heads_avx512.h"
 #endif

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
+from matrix import every_backend
 from tightrope import RopeSpec, positions
-from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
 from tolerances import assert_near, value
 
 LAYOUT_SHAPES = {
@@ -279,6 +287,34 @@ def test_by_position_in_place_on_slices_of_one_projection() -> None:
 
     assert gradcheck(function, (base, p))
     assert gradgradcheck(function, (base, p), fast_mode=True)
+
+
+@every_backend
+def test_by_position_in_place_on_every_backend(backend: str) -> None:
+    """What is overwritten is what the gradient by positions needs."""
+    x, p = noise(2, 2, 3, 8).requires_grad_(), (10 * noise(3, seed=1)).requires_grad_()
+
+    def function(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return rotate_(x * 1, RopeSpec(8), p, backend=backend).mul_(2)
+
+    assert gradcheck(function, (x, p))
+    assert gradgradcheck(function, (x, p), fast_mode=True)
+    got, want = (
+        torch.func.hessian(lambda p, f=f: f(x.detach() * 1, RopeSpec(8), p, backend=backend)
+                           .pow(3).sum())(p.detach())
+        for f in (rotate_, rotate)
+    )  # fmt: skip
+    assert_near(got, want, "float64 ways, higher order")
+
+
+def test_by_tables_in_place_in_functorch() -> None:
+    x, cos, sin = noise(1, 2, 3, 8), noise(3, 8, seed=1), noise(3, 8, seed=2)
+    for transform in (torch.func.grad, torch.func.hessian):
+        got, want = (
+            transform(lambda c, f=f: f(x * 1, None, c, sin)[0].pow(3).sum())(cos)
+            for f in (apply_rotary_pos_emb_, apply_rotary_pos_emb)
+        )
+        assert_near(got, want, "float64 ways, higher order")
 
 
 def test_batched_gradients() -> None:

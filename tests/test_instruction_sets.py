@@ -95,6 +95,7 @@ def test_an_unknown_set_is_an_import_error(name: str) -> None:
         "test_tables.py",
         "test_out.py",
         "test_gradients.py",
+        "test_angle_gradients.py",
         "test_aliasing.py",
     ],
 )

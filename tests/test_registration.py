@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tightrope import RopeSpec, nn, positions
+from tightrope import RopeSpec, angles, nn, positions
 from tightrope.backends import reference
 from tightrope.functional import (
     rotary_pos_embedding,
@@ -73,6 +73,56 @@ def test_opcheck_of_every_layout(layout: int, shape: tuple[int, ...], dtype: tor
     torch.library.opcheck(schema.rotate_, (x.detach(), None, *arguments(layout=layout)))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fractional", [False, True])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interleaved: bool) -> None:
+    theta = noise(2, 1, heads, 3, dtype=torch.float64).requires_grad_()
+    words, turns = angles.words_from(theta.detach())
+    ids = torch.rand(2, 2, 5, dtype=torch.float64, requires_grad=True) if fractional else None
+    form = schema.Form(0, 1, interleaved, ramp=ids is None, learned=True).pack()
+    for k in (None, noise(2, 5, heads, 8).transpose(1, 2)):
+        call = (noise(2, 3, 5, 8).requires_grad_(), k, words, turns, ids, 3, form, 1.25, [theta])
+        torch.library.opcheck(schema.rotate, call)
+        fixed = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
+        torch.library.opcheck(schema.rotate, (*fixed[:-1], [theta.detach()]))
+        torch.library.opcheck(schema.rotate_, (*fixed[:-1], [theta.detach()]))
+
+
+@pytest.mark.parametrize("layout, shape", list(enumerate(
+    [(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)]
+)))  # fmt: skip
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
+def test_opcheck_of_angle_gradients(
+    wanted: tuple[bool, bool], layout: int, shape: tuple[int, ...]
+) -> None:
+    y, dy = noise(*shape), noise(*shape, dtype=torch.float32).flip(0)
+    words = torch.ones(2, 1, 1, 3, dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16):
+        for ids in (None, torch.rand(2, 1, 5), torch.arange(10).reshape(2, 1, 5)):
+            form = schema.Form(layout, 1, ramp=ids is None).pack()
+            for z, dz in ((None, None), (y.to(dtype), dy.to(dtype))):
+                call = (y.to(dtype), z, dy.to(dtype), dz, words, None, ids, 3, form, *wanted)
+                torch.library.opcheck(schema.angle_gradients, call)
+
+
+def test_raw_operators_see_gradients_in_lists_too() -> None:
+    """Learned frequencies come in a list, and their gradient would be lost."""
+    x, theta = noise(2, 3, 5, 8), noise(1, 1, 1, 3, dtype=torch.float64).requires_grad_()
+    words, turns = angles.words_from(theta.detach())
+    call = (words, turns, None, 0, schema.Form(start=1, learned=True).pack(), 1.0, [theta])
+    before = x.clone()
+    for run in (
+        lambda: schema.rotate_(x, None, *call),
+        lambda: schema.rotate_into(x, None, torch.empty_like(x), None, *call),
+    ):
+        with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
+            run()
+        with torch.no_grad():
+            run()
+        x.copy_(before)
+
+
 def test_reserved_arguments_are_refused_and_not_ignored() -> None:
     x = noise(2, 3, 5, 8)
     words, *_ = arguments()
@@ -83,6 +133,9 @@ def test_reserved_arguments_are_refused_and_not_ignored() -> None:
     for call in (
         *calls,
         {"form": 0, "carried": [x], "eps": 0.0},
+        {"form": schema.Form(learned=True).pack(), "carried": None, "eps": 0.0},
+        {"form": schema.Form(learned=True).pack(), "carried": [], "eps": 0.0},
+        {"form": schema.Form(learned=True).pack(), "carried": [x, x], "eps": 0.0},
         {"form": 0, "carried": None, "eps": 1.0},
     ):
         form, *rest = call.values()
@@ -207,6 +260,17 @@ def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> No
     # The first graph is for the first length alone, as torch.compile does it; the second for all.
     assert graphs_for(function, calls) <= 2
     torch._dynamo.reset()
+    assert graphs_for(function, calls, dynamic=True) == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_one_graph_for_all_lengths_with_learned_frequencies(in_place: bool) -> None:
+    call = rotate_qk_ if in_place else rotate_qk
+
+    def function(q, k, theta):
+        return call(q, k, SPEC, 3, inv_freq=theta)
+
+    calls = [(noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), noise(3)) for tokens, _ in LENGTHS]
     assert graphs_for(function, calls, dynamic=True) == 1
 
 
@@ -350,6 +414,18 @@ def test_vmap_over_positions_and_both() -> None:
         assert torch.equal(only, torch.stack([rotate(x[0], SPEC, b) for b in ids]))
 
 
+@pytest.mark.parametrize("dims", [(0, None), (None, 0), (0, 0), (1, 1), (-1, 2)])
+def test_vmap_over_learned_frequencies(dims: tuple[int | None, int | None]) -> None:
+    x, theta = noise(4, 2, 3, 5, 8), noise(4, 3, 3, dtype=torch.float64)
+    both = tuple(t[0] if dim is None else t.movedim(0, dim) for t, dim in zip((x, theta), dims))
+    got = torch.vmap(lambda x, t: rotate(x, SPEC, 3, inv_freq=t), in_dims=dims)(*both)
+    each = [
+        rotate(x[0 if dims[0] is None else i], SPEC, 3, inv_freq=theta[0 if dims[1] is None else i])
+        for i in range(4)
+    ]
+    assert torch.equal(got, torch.stack(each))
+
+
 def test_vmap_of_two_levels_and_of_gradients() -> None:
     x = noise(2, 3, 2, 5, 8)
     got = torch.vmap(torch.vmap(lambda x: rotate(x, SPEC, 3, layout="bsd")))(x)
@@ -383,8 +459,13 @@ def test_devices_are_not_mixed() -> None:
     x, words = noise(2, 3, 5, 8), SPEC.at().words
     rest = (None, None, 0, schema.Form(start=1).pack(), 1.0)
     for k, other in ((None, words.to("meta")), (x.to("meta"), words)):
-        with pytest.raises(RuntimeError, match="several devices"):
-            schema.rotate(x, k, other, *rest)
+        for operator, outs in (
+            (schema.rotate, ()),
+            (schema.rotate_, ()),
+            (schema.rotate_into, (x.clone(), k)),
+        ):
+            with pytest.raises(RuntimeError, match="several devices"):
+                operator(x, k, *outs, other, *rest)
 
 
 def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:

@@ -308,13 +308,34 @@ def test_assert_same_bits_rejects() -> None:
             tolerances.assert_same_bits(x, other)
 
 
-def test_assert_position_gradient_rejects() -> None:
+@pytest.mark.parametrize("dtype", [*SIXTEEN, *PLAIN])
+def test_assert_angle_gradient_rejects(dtype: torch.dtype) -> None:
     exact = torch.ones(4, dtype=torch.float64)
     scale = torch.full((4,), 2.0, dtype=torch.float64)
-    tolerances.assert_position_gradient(exact.float(), exact, scale)
-    for wrong in (exact + 5e-6, torch.full_like(exact, math.nan), exact[:3], exact[:, None]):
+    bound = 2 * tolerances.value(f"angle gradient, {dtype}")
+    tolerances.assert_angle_gradient(exact + 0.9 * bound, exact, scale, dtype)
+    tolerances.assert_angle_gradient((exact + 0.5 * bound).float(), exact, scale, dtype)
+    tenth = torch.full_like(exact, 0.1)  # not a float32
+    tolerances.assert_angle_gradient(tenth.float(), tenth, scale, dtype)
+    nan = torch.full_like(exact, math.nan)
+    for wrong in (exact + 1.1 * bound, nan, exact[:3], exact[:, None], None):
         with pytest.raises(AssertionError):
-            tolerances.assert_position_gradient(wrong, exact, scale)
+            tolerances.assert_angle_gradient(wrong, exact, scale, dtype)
+    with pytest.raises(AssertionError):
+        tolerances.assert_angle_gradient(exact + 0.1 * bound, exact, 0 * scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*SIXTEEN, *PLAIN])
+def test_assert_angle_sums_rejects(dtype: torch.dtype) -> None:
+    exact = torch.tensor([1.0, math.nan, -3.0], dtype=torch.float64)
+    scale = torch.tensor([2.0, math.nan, 4.0], dtype=torch.float64)
+    wide = "float64" if dtype == torch.float64 else "float32"
+    bound = tolerances.value(f"angle sums, {wide}") * scale.nan_to_num()
+    tolerances.assert_angle_sums(exact + 0.9 * bound, exact, scale, dtype)
+    nan = torch.full_like(exact, math.nan)
+    for wrong in (exact + 1.1 * bound, nan, exact.nan_to_num(), exact[:2], exact.float()):
+        with pytest.raises(AssertionError):
+            tolerances.assert_angle_sums(wrong, exact, scale, dtype)
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ TABLE = {
         "exponential turns the error of its argument, up to ln(scale), into a relative one",
     ),
     "word of a float64": Tolerance(
-        4e-16,
+        2.0**-52,
         "relative, of a word before its modulo, besides half a unit",
-        "1 / 2π and its product with ω are rounded to float64, by 1.1e-16 each",
+        "the product of ω and 1 / 2π rounds by 2^-53; 1 / 2π itself, in float64, is off by 9e-17",
     ),
     # --- rotation (DESIGN 6) ---
     "float32 rotation": Tolerance(
@@ -89,6 +89,7 @@ TABLE = {
         "times |pair|, of a rotated channel, besides the error of the angle",
         "two cosines off by 'float64 rounding', two products and a sum, here and in the oracle",
     ),
+    "float32 rounding": Tolerance(2.0**-24, "relative", "a value is stored as the nearest float32"),
     "float32 subnormal": Tolerance(
         2.0**-149,
         "absolute, of a rotated channel",
@@ -117,11 +118,36 @@ TABLE = {
         "of both channels, half a step each, turn into one of √2 / 2: 1.71",
     ),
     # --- gradients (DESIGN 6) ---
-    "position gradient": Tolerance(
+    "angle gradient, torch.float32": Tolerance(
         2e-6,
-        "times Σ ω · |pair| · |gradient pair| over heads and pairs",
-        "float32: output and gradient off by 'float32 rotation' each, and a blocked sum of 6e-8 per "
-        "level",
+        "times Σ |ω| · |pair| · |gradient pair| over what a position sums, or |position| for ω",
+        "the output is off by 'float32 rotation', products of 8 heads round 16 times by 6e-8 before "
+        "they go on to a float64, and a float32 gradient once more",
+    ),
+    "angle gradient, torch.float64": Tolerance(
+        1e-12,
+        "as for torch.float32",
+        "the output is off by 'float64 rotation' and an angle of 1000 rad; up to 3000 sums by 1.1e-16",
+    ),
+    "angle gradient, torch.bfloat16": Tolerance(
+        2.0**-9 + 2e-6,
+        "as for torch.float32",
+        "each channel of the output is stored with an error of 2^-9 of itself, so y·dz − z·dy is off "
+        "by 2^-9 · |pair| · |gradient pair| at most (Cauchy-Schwarz); the rest is as in float32",
+    ),
+    "angle gradient, torch.float16": Tolerance(
+        2.0**-12 + 2e-6, "as for torch.float32", "as for bfloat16, with 3 more digits"
+    ),
+    "angle sums, float32": Tolerance(
+        1.1e-6,
+        "times the sum of the moduli of the products",
+        "of given outputs and gradients: 16 roundings by 6e-8, or two products and a difference, "
+        "before they go on to a float64",
+    ),
+    "angle sums, float64": Tolerance(
+        1e-12,
+        "times the sum of the moduli of the products",
+        "up to 6000 products of float64 in another order, 1.1e-16 each",
     ),
     "narrow position gradient": Tolerance(
         32,
@@ -294,15 +320,40 @@ def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
     )
 
 
-def assert_position_gradient(got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
-    """A float32 gradient by fractional positions.
+def assert_angle_gradient(
+    got: torch.Tensor | None, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """A gradient by positions or frequencies.
 
     Args:
-        scale: Σ ω · |pair| · |gradient pair| of each position.
+        scale: Σ |ω| · |pair| · |gradient pair| of each position, or with |position| of each frequency.
+        dtype: of what was rotated.
     """
+    assert got is not None
     assert got.shape == exact.shape == scale.shape
+    bound = value(f"angle gradient, {dtype}") * scale
+    if got.dtype == torch.float32:
+        bound = bound + value("float32 rounding") * exact.abs()
     error = (got.double() - exact).abs()
-    assert bool((error <= value("position gradient") * scale).all())
+    assert bool((error <= bound).all()), f"{(error / bound).max().item():.3g} times the bound"
+
+
+def assert_angle_sums(
+    got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Sums by the raw operator against those of a plain formula; NaN where that has NaN.
+
+    Args:
+        scale: the same sums of moduli.
+        dtype: of the outputs.
+    """
+    assert got.dtype == torch.float64
+    assert got.shape == exact.shape == scale.shape
+    bound = value("angle sums, float64" if dtype == torch.float64 else "angle sums, float32")
+    assert torch.equal(got.isnan(), exact.isnan())
+    error = (got - exact).abs()
+    fits = (error <= bound * scale) | exact.isnan()
+    assert bool(fits.all()), f"{(error / scale).nan_to_num().max().item():.3g} of the moduli"
 
 
 def _assert_close(

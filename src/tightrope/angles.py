@@ -20,6 +20,7 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 _TURN = 2.0**-64  # one phase unit, in turns
 _RADIANS = float(TWO_PI) * _TURN
 _TURNS = float(CONTEXT.divide(decimal.Decimal(1), TWO_PI))  # of one radian
+_NO_TURNS = -(2**63)  # of a frequency that is no number; kernels know it too
 
 
 @dataclass(frozen=True)
@@ -57,25 +58,33 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Phase words of frequencies that are a tensor, made where it lives, without a synchronisation.
 
     A float64 has fewer digits than a word: of ω radians per position a word is off by at most
-    4e-16 · ω and half a unit, which is 4e-16 · ω · |position| of an angle.
+    2^-52 · ω and half a unit, which is 2^-52 · ω · |position| of an angle.
 
     Args:
-        inv_freq: floating, radians per position, finite; taken as float64.
+        inv_freq: floating, radians per position; taken as float64.
 
     Returns:
-        Words and turns as of :class:`Words`, int64, in the shape of ``inv_freq``.
+        Words and turns as of :class:`Words`, int64, in the shape of ``inv_freq``. What is no number, or
+        2^62 turns and more, has turns of which every kernel makes NaN.
 
     >>> words_from(torch.tensor([0.0, 2 * float(TWO_PI)]))[1].tolist()
     [0, 2]
     """
     scaled = inv_freq.to(torch.float64) * _TURNS
     turns = torch.round(scaled)
+    lost = ~(turns.abs() < 2.0**62)
     fraction = scaled - turns
     # Converting a whole half turn, 2^63 units, would overflow: it is the turn before, and minus half.
     half = fraction >= 0.5
     turns = torch.where(half, turns + 1, turns)
     fraction = torch.where(half, fraction - 1, fraction)
-    return torch.round(fraction * 2.0**64).to(torch.int64), turns.to(torch.int64)
+    words = torch.where(lost, 0.0, torch.round(fraction * 2.0**64))
+    return words.to(torch.int64), torch.where(lost, float(_NO_TURNS), turns).to(torch.int64)
+
+
+def without_frequency(turns: torch.Tensor) -> torch.Tensor:
+    """Which pairs have a frequency that is no number, ``[rows|1, heads|1, 1, pairs]``."""
+    return (turns == _NO_TURNS).any(0)[:, :, None]
 
 
 def phases(

@@ -56,7 +56,7 @@ def rotate(
         inv_freq: frequencies in place of the spec's own, in radians per position: floating
             ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
             pairs)``; given or learned. Their phase words are made on the device at each call, off
-            by at most 2^-53 of a frequency per position; see docs/numerics.md.
+            by at most 2^-52 · ω radians per position; see docs/numerics.md.
         seq_len: length of the sequences, for rules that depend on it; as of :meth:`RopeSpec.at`.
         inverse: undo the rotation instead.
         out: where the result goes, without another pass: of the shape, dtype and device of x, any
@@ -454,7 +454,8 @@ def _out_of_place(
     )
     if outs is None:
         return _run(operation, q, k, arguments, backend)
-    check_out(operation, names, schema.present(q, k), outs)
+    by_angles = torch.is_grad_enabled() and autograd.needs_angles(arguments)
+    check_out(operation, names, schema.present(q, k), outs, by_angles)
     _run_into(operation, q, k, outs, arguments, backend)
     return outs
 
@@ -580,9 +581,10 @@ def _run_in_place(
             check_in_place(operation, names, xs)
             if autograd.needs_grad(q, k, arguments):
                 check_in_place_grad(operation, names, xs)
-        autograd.overwrite(xs, reference.compose(q, k, *arguments))
+        # Gradients by angles need what this overwrites.
+        autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
     elif autograd.in_functorch():
-        autograd.overwrite(xs, autograd.differentiable(q, k, arguments))
+        autograd.overwrite(xs, autograd.differentiable(*autograd.copies(q, k), arguments))
     else:
         try:
             autograd.in_place(operation, names, q, k, arguments)

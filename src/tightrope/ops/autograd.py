@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,9 @@ def in_place(
     xs = present(q, k)
     check_in_place(operation, names, xs)
     check_in_place_grad(operation, names, xs)
-    if _needs_angles(arguments):
+    if needs_angles(arguments):
         # Gradients by positions and tables need what a rotation in place overwrites.
-        overwrite(xs, differentiable(q.clone(), None if k is None else k.clone(), arguments))
+        overwrite(xs, differentiable(*copies(q, k), arguments))
         return
     # Autograd refuses one function that returns two views, so each is a call of its own.
     for x in xs:
@@ -88,6 +88,11 @@ def pair(outs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | Non
     return outs[0], outs[1] if len(outs) > 1 else None
 
 
+def copies(q: torch.Tensor, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What gradients may keep, where q and k themselves are about to change."""
+    return q.clone(), None if k is None else k.clone()
+
+
 def overwrite(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
     """Put each result where it belongs, with gradients and transforms following as they do."""
     for x, y in zip(xs, ys, strict=True):
@@ -97,11 +102,12 @@ def overwrite(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
 def needs_grad(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> bool:
     """Whether autograd must follow."""
     return torch.is_grad_enabled() and (
-        q.requires_grad or (k is not None and k.requires_grad) or _needs_angles(arguments)
+        q.requires_grad or (k is not None and k.requires_grad) or needs_angles(arguments)
     )
 
 
-def _needs_angles(arguments: Sequence[Any]) -> bool:
+def needs_angles(arguments: Sequence[Any]) -> bool:
+    """Whether what angles come from wants a gradient."""
     primary, secondary, positions = arguments[:_FIXED]
     return (
         primary.requires_grad
@@ -279,38 +285,55 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]
     return (by_q, by_k, *found[:_CARRIED], *rest)
 
 
-def _raw(operator: Any, written: slice) -> Callable[..., None]:
-    """The Autograd kernel of a raw operator that writes into its arguments.
+def _raw(operator: Any, instead: str, written: slice = slice(0)) -> Callable[..., Any]:
+    """The Autograd kernel of a raw operator that has no gradient.
 
     Without it a tensor that requires grad would be changed under an identity gradient, and no
-    version counter would tell.
+    version counter would tell; or its gradient would be lost.
 
     Args:
         operator: the operator.
+        instead: what to call.
         written: which arguments it writes.
     """
 
-    def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> None:
+    def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and any(
-            isinstance(t, torch.Tensor) and t.requires_grad for t in arguments
+            t.requires_grad for t in _tensors((*arguments, *named.values()))
         ):
-            name = operator.name()
             raise RuntimeError(
-                f"[{name}] the raw operator has no gradient; call tightrope.functional.rotate or "
-                "rotate_, which have."
+                f"[{operator.name()}] the raw operator has no gradient; call {instead}."
             )
         with torch._C._AutoDispatchBelowAutograd():
-            operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments, **named)
-        if not torch.compiler.is_compiling():
-            torch.autograd.graph.increment_version(
-                tuple(t for t in arguments[written] if t is not None)
+            result = operator.redispatch(
+                keyset & torch._C._after_autograd_keyset, *arguments, **named
             )
+        changed = tuple(_tensors(arguments[written]))
+        if changed and not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(changed)
+        return result
 
     return kernel
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in lists among them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors(argument)
 
 
 def register() -> None:
     """Register the gradients; once, at import."""
     torch.library.register_autograd("tightrope::rotate", _backward, setup_context=_setup)
-    library.impl("rotate_", _raw(schema.rotate_, slice(0, 2)), "Autograd", with_keyset=True)
-    library.impl("rotate_into", _raw(schema.rotate_into, slice(2, 4)), "Autograd", with_keyset=True)
+    own = "tightrope.functional.rotate or rotate_, which have"
+    for name, kernel in {
+        "rotate_": _raw(schema.rotate_, own, slice(0, 2)),
+        "rotate_into": _raw(schema.rotate_into, own, slice(2, 4)),
+        "angle_gradients": _raw(
+            schema.angle_gradients, "torch.autograd.grad with create_graph=True"
+        ),
+    }.items():
+        library.impl(name, kernel, "Autograd", with_keyset=True)

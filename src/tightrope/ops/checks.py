@@ -303,9 +303,25 @@ def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tens
 
 
 def check_out(
-    operation: str, names: Sequence[str], xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    operation: str,
+    names: Sequence[str],
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    by_angles: bool,
 ) -> None:
-    """Refuse memory that does not fit what goes there, or that autograd would have to follow."""
+    """Refuse memory that does not fit what goes there, or that autograd would have to follow.
+
+    Args:
+        by_angles: whether positions or frequencies want a gradient.
+    """
+    if by_angles:
+        raise ValueError(
+            sentence(
+                operation,
+                "out has no gradient, and positions or inv_freq require one; call it under "
+                "torch.no_grad(), or without out",
+            )
+        )
     if len(outs) != len(xs):
         raise ValueError(
             sentence(

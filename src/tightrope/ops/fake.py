@@ -12,15 +12,20 @@ from .schema import form_of, present
 def _rotate(
     q: torch.Tensor, k: torch.Tensor | None, *arguments: object, **named: object
 ) -> list[torch.Tensor]:
-    # A single meta tensor brings the dispatcher here, whatever the others are.
-    for tensor in (k, *arguments):
-        if isinstance(tensor, torch.Tensor) and tensor.device != q.device:
-            raise RuntimeError("tightrope::rotate: tensors on several devices")
+    _check_devices("rotate", q, k, *arguments)
     return [torch.empty_like(x) for x in present(q, k)]
+
+
+def _check_devices(operator: str, *arguments: object) -> None:
+    """A single meta tensor brings the dispatcher here, whatever the others are."""
+    devices = {x.device for x in arguments if isinstance(x, torch.Tensor)}
+    if len(devices) > 1:
+        raise RuntimeError(f"tightrope::{operator}: tensors on several devices")
 
 
 def _in_memory(*arguments: object, **named: object) -> None:
     """Kernels that write into their arguments make nothing."""
+    _check_devices("rotate_", *arguments)
 
 
 def _angle_gradients(
@@ -36,6 +41,7 @@ def _angle_gradients(
     by_positions: bool,
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_devices("angle_gradients", y, z, grad_y, grad_z, words, turns, positions)
     layout = BY_CODE[form_of(form).layout]
     axes, *shape = words.shape
     rows = 1 if layout.row is None else y.shape[layout.row]

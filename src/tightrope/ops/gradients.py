@@ -63,7 +63,8 @@ def by_angles(
     omega = angles.inv_freq(words, turns, wide) if learned is None else learned.to(wide)
     omega = omega[:, :, :, None]
     where = angles.real(positions, offset, form.ramp, some.shape[2], words.device, wide)
-    where = where[:, :, None, :, None]
+    # Without ids all axes are at the same positions.
+    where = where[:, :, None, :, None].expand(axes, -1, -1, -1, -1)
     # One axis at a time keeps the peak at the size of x.
     for output, grad in zip(outputs, grads):
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32

@@ -43,9 +43,8 @@ def source(
         raise ValueError(
             sentence(operation, f"inv_freq is on {inv_freq.device} but {names[0]} is on {q.device}")
         )
-    full = inv_freq.reshape(axes, 1, -1, pairs)
+    full = inv_freq.reshape(axes, 1, 1 if dims == 1 else inv_freq.shape[-2], pairs)
     check_heads(operation, "inv_freq", full.shape[2], names, (q, k), layout)
     words, turns = angles.words_from(full.detach())
-    # Only a fractional position can see whole turns.
-    fractional = rotation.ids is not None and rotation.ids.is_floating_point()
-    return words.contiguous(), turns.contiguous() if fractional else None, (full,)
+    # Turns say of a frequency that it is no number, even where positions are whole.
+    return words.contiguous(), turns.contiguous(), (full,)

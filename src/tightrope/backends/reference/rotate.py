@@ -82,6 +82,9 @@ def _cos_sin(
     cos, sin = angles.cos_sin(phase, dtype)
     # d(cos, sin)/dφ = (-sin, cos): a step of size zero along the circle, with its derivatives.
     step = None
+    if turns is not None:
+        gone = angles.without_frequency(turns)
+        cos, sin = torch.where(gone, torch.nan, cos), torch.where(gone, torch.nan, sin)
     lost = angles.is_lost(positions)
     if positions is not None and lost is not None:
         gone = lost.any(0)[:, None, :, None]

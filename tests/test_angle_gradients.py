@@ -1,0 +1,550 @@
+"""The operator that sums gradients by angles, against a plain float64 formula."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import oracle
+import tightrope
+from matrix import both_pairings, every_dtype
+from tightrope.backends import cpu
+from tightrope.backends.reference import rotate as definition
+from tightrope.ops import schema
+from tolerances import assert_angle_sums, assert_same_bits
+
+OPERATORS = {"operator": schema.angle_gradients, "definition": definition._angle_gradients}
+every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+native = pytest.mark.skipif(tightrope.backends()["cpu"] is not None, reason="no native library")
+
+Operator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+# --- truth ----------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """What the operator takes, and what of it a form would hide."""
+
+    ys: Sequence[torch.Tensor]
+    grads: Sequence[torch.Tensor]
+    words: torch.Tensor
+    turns: torch.Tensor | None
+    positions: torch.Tensor | None
+    offset: int
+    form: schema.Form
+
+    def run(
+        self, operator: Operator, by_positions: bool = True, by_frequencies: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        none = [None] * (2 - len(self.ys))
+        return operator(
+            *(*self.ys, *none), *(*self.grads, *none),
+            *(self.words, self.turns, self.positions, self.offset, self.form.pack()),
+            *(by_positions, by_frequencies),
+        )  # fmt: skip
+
+
+def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frequencies [axes, rows|1, heads|1, pairs] and positions [axes, rows, tokens] in float64."""
+    omega = call.words.double() * (2 * math.pi * 2.0**-64)
+    if call.turns is not None:
+        omega = omega + call.turns.double() * (2 * math.pi)
+    at = torch.zeros(len(omega), rows, tokens, dtype=torch.float64)
+    if call.positions is not None:
+        at = at + call.positions.double()
+        at = torch.where(at.abs() < 2.0**62, at, math.nan)
+    at = at + call.offset
+    return omega, at + torch.arange(tokens) if call.form.ramp else at
+
+
+def formula(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Both sums, each with the same sum of moduli."""
+    layout = schema.LAYOUTS[call.form.layout]
+    rows, _, tokens, _ = oracle.as_bhsd(call.ys[0], layout).shape
+    pairs = call.words.shape[3]
+    first, second = oracle.channels(2 * pairs, call.form.start, call.form.interleaved)
+    omega, at = numbers(call, rows, tokens)
+    sign = 1.0 if call.form.direction == schema.FORWARD else -1.0
+    results = []
+    for modulus in (False, True):
+        clean: Callable[[torch.Tensor], torch.Tensor] = torch.abs if modulus else lambda x: x
+        by_position = torch.zeros(len(omega), rows, tokens, dtype=torch.float64)
+        by_frequency = torch.zeros(omega.shape, dtype=torch.float64)
+        for y, grad in zip(call.ys, call.grads):
+            y, grad = (oracle.as_bhsd(x, layout).double() for x in (y, grad))
+            one, other = y[..., first] * grad[..., second], y[..., second] * grad[..., first]
+            each = one.abs() + other.abs() if modulus else sign * (one - other)
+            heads = each.shape[1]
+            wide = clean(omega).expand(-1, rows, heads, -1)
+            by_position += torch.einsum("bhsp,abhp->abs", each, wide)
+            found = torch.einsum("bhsp,abs->abhp", each, clean(at))
+            for dim in (1, 2):
+                if omega.shape[dim] == 1:
+                    found = found.sum(dim, keepdim=True)
+            by_frequency += found
+        results.append((by_position, by_frequency))
+    return tuple(zip(*results))
+
+
+def check(call: Call, operator: Operator) -> None:
+    got = call.run(operator)
+    for found, (exact, scale) in zip(got, formula(call), strict=True):
+        assert_angle_sums(found, exact, scale, call.ys[0].dtype)
+
+
+# --- what calls are made of ---------------------------------------------------------------------
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """[rows, heads, tokens, channels] as a layout has it; what it lacks must be 1."""
+    letters = layout.replace("t", "s")
+    dims = [at for at, letter in enumerate("bhsd") if letter not in letters]
+    for dim in dims:
+        assert x.shape[dim] == 1
+    order = ["bhsd".index(letter) for letter in letters]
+    return x.permute(*dims, *order)[(0,) * len(dims)]
+
+
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "reversed dimensions": lambda x: (
+        x.permute(*range(x.dim())[::-1]).contiguous().permute(*range(x.dim())[::-1])
+    ),
+    "every second channel": lambda x: torch.stack((x, x + 1), -1).flatten(-2)[..., ::2],
+    "a slice": lambda x: torch.nn.functional.pad(x, (3, 2, 1, 1))[..., 1:-1, 3:-2],
+    "one value": lambda x: x.mean().expand(x.shape) if x.numel() else x,
+    "one for all tokens": lambda x: x[..., :1, :].expand(x.shape) if x.numel() else x,
+}
+
+
+def make(
+    *,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "bhsd",
+    rows: int = 2,
+    heads: Sequence[int] = (3,),
+    tokens: int = 5,
+    pairs: int = 4,
+    start: int = 0,
+    rest: int = 0,
+    interleaved: bool = False,
+    direction: int = schema.FORWARD,
+    axes: int = 1,
+    word_rows: bool = False,
+    word_heads: bool = False,
+    turns: bool = False,
+    at: torch.dtype | None = torch.int64,
+    rows_of_positions: bool = True,
+    ramp: bool = False,
+    offset: int = 0,
+    strides: tuple[str, str] = ("contiguous", "contiguous"),
+    seed: int = 0,
+) -> Call:
+    ys, grads = (
+        [
+            STRIDES[how](
+                in_layout(
+                    noise(rows, n, tokens, start + 2 * pairs + rest, seed=seed + 9 * i + j, dtype=dtype),
+                    layout,
+                )
+            )
+            for i, n in enumerate(heads)
+        ]
+        for j, how in enumerate(strides)
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    shape = (axes, rows if word_rows else 1, heads[0] if word_heads else 1, pairs)
+    words = torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
+    whole = torch.randint(-3, 4, shape, generator=generator) if turns else None
+    positions = None
+    if at is not None:
+        where = (axes, rows if rows_of_positions else 1, 1 if ramp else tokens)
+        spread = 1000 * torch.randn(where, generator=generator, dtype=torch.float64)
+        positions = spread.to(at)
+    code = schema.LAYOUTS.index(layout)
+    form = schema.Form(code, start, interleaved, direction, ramp or at is None)
+    return Call(ys, grads, words, whole, positions, offset, form)
+
+
+# --- against the formula ------------------------------------------------------------------------
+
+
+@every_operator
+@both_pairings
+@every_dtype
+def test_every_dtype_and_pairing(dtype: torch.dtype, interleaved: bool, operator: Operator) -> None:
+    # Whole registers of every width and what is left of them.
+    for pairs in (1, 2, 7, 8, 9, 16, 24, 33, 64, 111):
+        check(make(dtype=dtype, pairs=pairs, interleaved=interleaved, at=torch.float64), operator)
+
+
+@every_operator
+@both_pairings
+@pytest.mark.parametrize("strides", list(itertools.product(STRIDES, STRIDES)), ids=" and ".join)
+def test_every_stride(strides: tuple[str, str], interleaved: bool, operator: Operator) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        many = {"dtype": dtype, "interleaved": interleaved, "strides": strides, "pairs": 11}
+        check(make(**many, heads=(3, 2), start=3, rest=1), operator)
+
+
+@every_operator
+@pytest.mark.parametrize(
+    "layout, rows, heads",
+    [
+        *(("bhsd", 2, (3, 1)), ("bshd", 2, (3, 1)), ("sbhd", 2, (3, 1))),
+        *(("thd", 1, (3, 1)), ("bsd", 2, (1,)), ("sd", 1, (1,))),
+    ],
+)
+def test_every_layout(layout: str, rows: int, heads: Sequence[int], operator: Operator) -> None:
+    check(make(layout=layout, rows=rows, heads=heads, start=1, rest=2), operator)
+
+
+@every_operator
+@pytest.mark.parametrize("direction", [schema.FORWARD, schema.TRANSPOSE, schema.INVERSE])
+@pytest.mark.parametrize("ramp", [False, True])
+@pytest.mark.parametrize("at", [None, torch.int32, torch.int64, torch.float32, torch.float64])
+def test_every_position(
+    at: torch.dtype | None, ramp: bool, direction: int, operator: Operator
+) -> None:
+    for offset, rows_of_positions, axes in itertools.product((0, 12345), (False, True), (1, 3)):
+        check(
+            make(
+                at=at,
+                ramp=ramp,
+                direction=direction,
+                offset=offset,
+                rows_of_positions=rows_of_positions,
+                axes=axes,
+                turns=True,
+            ),
+            operator,
+        )
+
+
+@every_operator
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 64, 65, 128, 4095, 4096, 4097, 5000])
+@pytest.mark.parametrize("words", ["shared", "per row", "per head", "per row and head"])
+def test_many_tokens(tokens: int, words: str, operator: Operator) -> None:
+    """Around the ends of the runs in which tokens are summed."""
+    for rows in (1, 3):
+        call = make(
+            tokens=tokens, rows=rows, heads=(2, 2), pairs=3, word_rows="row" in words,
+            word_heads="head" in words, axes=2, at=torch.float32, dtype=torch.float64,
+        )  # fmt: skip
+        check(call, operator)
+
+
+@every_operator
+@pytest.mark.parametrize("heads", [(1,), (7,), (8,), (9,), (16, 8), (5, 3), (64, 8)])
+def test_many_heads(heads: Sequence[int], operator: Operator) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check(make(heads=heads, dtype=dtype, pairs=9), operator)
+
+
+@every_operator
+def test_a_sum_over_many_heads_is_as_good_as_over_few(operator: Operator) -> None:
+    """Products of one sign, where float32 sums would lose a digit for every ten heads."""
+    call = make(heads=(5000,), rows=1, tokens=3, pairs=8)
+    for x in (*call.ys, *call.grads):
+        x.abs_()
+    call.ys[0][..., 8:] *= -1
+    check(call, operator)
+
+
+@every_operator
+@both_pairings
+@pytest.mark.parametrize("pairs", [2047, 2048, 2049, 4100])
+def test_more_pairs_than_go_through_at_once(
+    pairs: int, interleaved: bool, operator: Operator
+) -> None:
+    for word_heads in (False, True):
+        check(
+            make(
+                pairs=pairs, rows=1, heads=(2,), interleaved=interleaved, word_heads=word_heads,
+                turns=True, at=torch.float64, start=1, rest=1,
+            ),
+            operator,
+        )  # fmt: skip
+
+
+@every_operator
+@pytest.mark.parametrize("empty", ["rows", "heads", "tokens", "pairs"])
+def test_nothing_to_sum(empty: str, operator: Operator) -> None:
+    sizes: dict[str, Any] = {"heads": (0,)} if empty == "heads" else {empty: 0}
+    for word_rows, word_heads in itertools.product((False, True), (False, True)):
+        call = make(**sizes, rest=2, word_rows=word_rows, word_heads=word_heads)
+        by_position, by_frequency = call.run(operator)
+        rows, _, tokens, _ = call.ys[0].shape
+        assert by_position.shape == (1, rows, tokens)
+        assert by_frequency.shape == call.words.shape
+        assert not by_position.any()
+        assert not by_frequency.any()
+
+
+@every_operator
+def test_what_is_not_wanted_has_no_axes(operator: Operator) -> None:
+    call = make(axes=2, at=torch.float64)
+    both = call.run(operator)
+    for wanted in itertools.product((False, True), (False, True)):
+        got = call.run(operator, *wanted)
+        for found, full, want in zip(got, both, wanted):
+            if want:
+                assert_same_bits(found, full)
+            else:
+                assert found.shape == (0, *full.shape[1:])
+
+
+@every_operator
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 2.0**62, -(2.0**62), 1e38])
+@pytest.mark.parametrize("at", [torch.float32, torch.float64])
+def test_a_lost_position_is_lost_to_frequencies(
+    at: torch.dtype, lost: float, operator: Operator
+) -> None:
+    """It is NaN in the output, so that its own gradient is, too; others do not see it."""
+    call = make(at=at, axes=2, word_rows=True)
+    assert call.positions is not None
+    call.positions[1, 1, 3] = lost
+    call.ys[0][1, :, 3] = math.nan
+    check(call, operator)
+    by_position, by_frequency = call.run(operator)
+    assert by_position[:, 1, 3].isnan().all()
+    assert by_frequency[:, 1].isnan().all()
+    assert not by_frequency[:, 0].isnan().any()
+
+
+@every_operator
+def test_what_is_not_rotated_is_not_read(operator: Operator) -> None:
+    call = make(start=3, rest=2)
+    clean = call.run(operator)
+    for x in (*call.ys, *call.grads):
+        x[..., :3] = math.nan
+        x[..., -2:] = math.inf
+    for got, want in zip(call.run(operator), clean, strict=True):
+        assert_same_bits(got, want)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    layout = draw(st.sampled_from(schema.LAYOUTS))
+    rows = draw(st.integers(0, 3)) if "b" in layout else 1
+    head = st.integers(0, 9) if "h" in layout else st.just(1)
+    at = draw(st.sampled_from([None, torch.int32, torch.int64, torch.float32, torch.float64]))
+    word_heads = draw(st.booleans())
+    heads = [draw(head)]
+    if draw(st.booleans()):
+        heads.append(heads[0] if word_heads else draw(head))
+    return make(
+        dtype=draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
+        layout=layout,
+        rows=rows,
+        heads=heads,
+        tokens=draw(st.integers(0, 70)),
+        pairs=draw(st.integers(0, 40)),
+        start=draw(st.integers(0, 5)),
+        rest=draw(st.integers(1, 5)),
+        interleaved=draw(st.booleans()),
+        direction=draw(st.integers(0, 2)),
+        axes=draw(st.integers(1, 3)),
+        word_rows=draw(st.booleans()) and rows > 0,
+        word_heads=word_heads,
+        turns=draw(st.booleans()),
+        at=at,
+        rows_of_positions=draw(st.booleans()),
+        ramp=draw(st.booleans()),
+        offset=draw(st.integers(-(2**31), 2**31)),
+        strides=(draw(st.sampled_from(list(STRIDES))), draw(st.sampled_from(list(STRIDES)))),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+@settings(
+    derandomize=True, database=None, deadline=None, max_examples=300,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+@given(call=calls())
+def test_generated_calls(call: Call) -> None:
+    for operator in OPERATORS.values():
+        check(call, operator)
+
+
+# --- the same bits --------------------------------------------------------------------------------
+
+
+@every_operator
+@pytest.mark.parametrize("words", ["shared", "per row", "per head"])
+def test_threads_change_no_bit(words: str, operator: Operator) -> None:
+    big = make(
+        rows=3, heads=(9, 2) if words != "per head" else (3, 3), tokens=700, pairs=32, axes=2,
+        at=torch.float64, word_rows=words == "per row", word_heads=words == "per head",
+    )  # fmt: skip
+    one = make(rows=1, heads=(640,), tokens=1, pairs=64, at=torch.float64)
+    before = torch.get_num_threads()
+    try:
+        for call in (big, one):
+            results = []
+            for threads in (1, 2, 4, 3):
+                torch.set_num_threads(threads)
+                results.append(call.run(operator))
+            for result in results[1:]:
+                for got, want in zip(result, results[0], strict=True):
+                    assert_same_bits(got, want)
+    finally:
+        torch.set_num_threads(before)
+
+
+@native
+@both_pairings
+@every_dtype
+def test_strides_and_calls_change_no_bit(dtype: torch.dtype, interleaved: bool) -> None:
+    call = make(dtype=dtype, interleaved=interleaved, pairs=27, heads=(9, 4), at=torch.float64)
+    want = call.run(schema.angle_gradients)
+    for how in ("reversed dimensions", "every second channel", "a slice"):
+        other = call._replace(
+            ys=[STRIDES[how](y) for y in call.ys], grads=[STRIDES[how](g) for g in call.grads]
+        )
+        for got, first in zip(other.run(schema.angle_gradients), want, strict=True):
+            assert_same_bits(got, first)
+    # A position does not see its neighbours.
+    for row, token in ((0, 0), (1, 4)):
+        alone = call._replace(
+            ys=[y[row : row + 1, :, token : token + 1] for y in call.ys],
+            grads=[g[row : row + 1, :, token : token + 1] for g in call.grads],
+            positions=call.positions[:, row : row + 1, token : token + 1],
+        )
+        by_position, _ = alone.run(schema.angle_gradients)
+        assert_same_bits(by_position[:, 0, 0], want[0][:, row, token])
+
+
+@native
+@every_dtype
+def test_sets_with_fused_arithmetic_give_the_same_bits(dtype: torch.dtype) -> None:
+    """AVX2 and AVX-512 do the same operations in the same order; the baseline has no FMA."""
+    before = cpu.instruction_set()
+    assert before is not None
+    try:
+        for pairs, interleaved in itertools.product((1, 7, 8, 17, 64, 90, 2100), (False, True)):
+            call = make(
+                dtype=dtype, pairs=pairs, interleaved=interleaved, heads=(9,), tokens=40,
+                at=torch.float64, turns=True, rows=1,
+            )  # fmt: skip
+            results = {}
+            for name in cpu.instruction_sets():
+                cpu.use_instruction_set(name)
+                check(call, schema.angle_gradients)
+                results[name] = call.run(schema.angle_gradients)
+            fused = [result for name, result in results.items() if name != "baseline"]
+            for result in fused[1:]:
+                for got, want in zip(result, fused[0], strict=True):
+                    assert_same_bits(got, want)
+    finally:
+        cpu.use_instruction_set(before)
+
+
+# --- the raw operator is safe -------------------------------------------------------------------
+
+
+def test_gradients_are_only_read() -> None:
+    call = make(heads=(3, 2), at=torch.float64)
+    everything = (*call.ys, *call.grads, call.words, call.positions)
+    kept = [x.clone() for x in everything]
+    versions = [x._version for x in everything]
+    call.run(schema.angle_gradients)
+    assert all(torch.equal(x, y) for x, y in zip(everything, kept))
+    assert versions == [x._version for x in everything]
+
+
+@native
+def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
+    y, grad = noise(2, 3, 5, 8, dtype=torch.float32), noise(2, 3, 5, 8, dtype=torch.float32, seed=1)
+    words = torch.ones(1, 1, 1, 3, dtype=torch.int64)
+    ramp, ids = schema.Form(start=1).pack(), schema.Form(start=1, ramp=False).pack()
+    good = {
+        "y": y, "z": None, "grad_y": grad, "grad_z": None, "words": words, "turns": None,
+        "positions": None, "offset": 0, "form": ramp, "by_positions": True, "by_frequencies": True,
+    }  # fmt: skip
+    schema.angle_gradients(**good)
+    bad: dict[str, dict[str, Any]] = {
+        "a gradient of fewer rows": {"grad_y": grad[:1]},
+        "a gradient of more rows": {"grad_y": grad.repeat(2, 1, 1, 1)},
+        "a gradient of fewer heads": {"grad_y": grad[:, :1]},
+        "a gradient of fewer tokens": {"grad_y": grad[:, :, :4]},
+        "a gradient of fewer channels": {"grad_y": grad[..., :4]},
+        "a gradient of fewer dimensions": {"grad_y": grad[0]},
+        "a gradient of more dimensions": {"grad_y": grad[None]},
+        "a gradient of another dtype": {"grad_y": grad.double()},
+        "a gradient of a narrower dtype": {"grad_y": grad.half()},
+        "a gradient too many": {"grad_z": grad},
+        "a result too many": {"z": y},
+        "a second gradient of another dtype": {"z": y, "grad_z": grad.half()},
+        "a second gradient of fewer heads": {"z": y, "grad_z": grad[:, :2]},
+        "a second result of other rows": {"z": y[:1], "grad_z": grad[:1]},
+        "a second result of other tokens": {"z": y[:, :, :4], "grad_z": grad[:, :, :4]},
+        "a second result of other channels": {"z": y[..., :7], "grad_z": grad[..., :7]},
+        "a second result of another dtype": {"z": y.half(), "grad_z": grad.half()},
+        "integers": {"y": y.long(), "grad_y": grad.long()},
+        "pairs": {"words": words.repeat(1, 1, 1, 2)},
+        "start": {"form": schema.Form(start=3).pack()},
+        "huge start": {"form": schema.Form(start=2**20 - 1).pack()},
+        "rows of words": {"words": words.repeat(1, 3, 1, 1)},
+        "heads of words": {"words": words.repeat(1, 1, 2, 1)},
+        "heads of words, of a second result": {
+            "words": words.repeat(1, 1, 3, 1), "z": y[:, :1], "grad_z": grad[:, :1],
+        },
+        "dtype of words": {"words": words.int()},
+        "dimensions of words": {"words": words[0]},
+        "strided words": {"words": torch.ones(1, 1, 1, 6, dtype=torch.int64)[..., ::2]},
+        "no axes": {"words": words[:0]},
+        "turns": {"turns": words[..., :1]},
+        "dtype of turns": {"turns": words.float()},
+        "strided turns": {"turns": torch.ones(1, 1, 1, 6, dtype=torch.int64)[..., ::2]},
+        "tokens of ids": {"positions": torch.zeros(1, 1, 4), "form": ids},
+        "tokens of a ramp": {"positions": torch.zeros(1, 1, 5)},
+        "rows of ids": {"positions": torch.zeros(1, 3, 5), "form": ids},
+        "axes of ids": {"positions": torch.zeros(2, 1, 5), "form": ids},
+        "dimensions of ids": {"positions": torch.zeros(1, 5), "form": ids},
+        "dtype of ids": {"positions": torch.zeros(1, 1, 5).half(), "form": ids},
+        "layout": {"form": schema.Form(layout=6, start=1).pack()},
+        "rank of the layout": {"form": schema.Form(layout=3, start=1).pack()},
+        "direction": {"form": schema.Form(start=1, direction=3).pack()},
+        "tables": {"form": schema.Form(start=1, source=1).pack()},
+        "a gate": {"form": schema.Form(start=1, gate=1).pack()},
+        "a negative form": {"form": -1},
+    }  # fmt: skip
+    for change in bad.values():
+        with pytest.raises(RuntimeError, match="tightrope: "):
+            schema.angle_gradients(**{**good, **change})
+
+
+def test_no_gradient_is_lost_through_the_raw_operator() -> None:
+    """It has none; a caller who wants a second derivative gets the formula instead."""
+    call = make(at=torch.float64)
+    for x in (call.ys[0], call.grads[0], call.positions):
+        x.requires_grad_()
+        rule = r"\[tightrope::angle_gradients\] the raw operator has no gradient; call torch\."
+        with pytest.raises(RuntimeError, match=rule):
+            call.run(schema.angle_gradients)
+        with torch.no_grad():
+            call.run(schema.angle_gradients)
+        x.requires_grad_(False)
+
+
+def test_devices_are_not_mixed() -> None:
+    """One meta tensor sends a call to the fake kernel, which must not hand out empty memory."""
+    call = make(at=torch.float64, turns=True)
+    for change in (
+        {"grads": [call.grads[0].to("meta")]},
+        {"words": call.words.to("meta")},
+        {"turns": call.turns.to("meta")},
+        {"positions": call.positions.to("meta")},
+    ):
+        with pytest.raises(RuntimeError, match="several devices"):
+            call._replace(**change).run(schema.angle_gradients)

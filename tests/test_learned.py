@@ -1,0 +1,745 @@
+"""Frequencies that a caller gives or learns: what they turn, their gradients, what is refused."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import oracle
+import tolerances
+from matrix import both_pairings, every_backend, every_dtype
+from tightrope import RopeSpec, angles, positions
+from tightrope.axes import Axes
+from tightrope.frequencies import DynamicNTK, Given
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.ops import autograd, learned, schema
+from tolerances import assert_near, assert_same_bits
+
+SPEC = RopeSpec(8, rotary_dim=6, start=1)
+PLANE = RopeSpec(8, axes=Axes.blocks((2, 2)))
+TOKENS = torch.arange(5)
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return noise(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+# --- truth ----------------------------------------------------------------------------------------
+
+
+def formula(
+    x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, spec: RopeSpec, inverse: bool = False
+) -> torch.Tensor:
+    """x (rows, heads, tokens, channels) turned by ordinary float64 functions.
+
+    Args:
+        theta: (axes, heads or 1, pairs).
+        at: (axes, rows or 1, tokens).
+    """
+    angle = torch.einsum("abs,ahp->bhsp", at.double(), theta.double())
+    cos, sin = angle.cos(), -angle.sin() if inverse else angle.sin()
+    first, second = oracle.channels(2 * theta.shape[-1], spec.start, spec.interleaved)
+    x = x.double()
+    u, v = x[..., first], x[..., second]
+    rest = [channel for channel in range(x.shape[-1]) if channel not in (*first, *second)]
+    y = torch.cat((u * cos - v * sin, u * sin + v * cos, x[..., rest]), -1)
+    order = [*first, *second, *rest]
+    return y[..., [order.index(channel) for channel in range(x.shape[-1])]]
+
+
+def exact_gradients(
+    x: torch.Tensor, cotangent: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, spec: RopeSpec
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients by theta and positions of :func:`formula`, and the moduli that they sum."""
+    theta, at = (t.detach().double().requires_grad_() for t in (theta, at))
+    y = formula(x, theta, at, spec)
+    found = torch.autograd.grad(y, (theta, at), cotangent.double())
+    first, second = oracle.channels(2 * theta.shape[-1], spec.start, spec.interleaved)
+    y, dy = y.detach(), cotangent.double()
+    each = torch.hypot(y[..., first], y[..., second]) * torch.hypot(dy[..., first], dy[..., second])
+    rows, heads = x.shape[:2]
+    by_theta = torch.einsum("bhsp,abs->ahp", each, at.detach().abs().expand(-1, rows, -1))
+    by_at = torch.einsum("bhsp,ahp->abs", each, theta.detach().abs().expand(-1, heads, -1))
+    if theta.shape[1] == 1:
+        by_theta = by_theta.sum(1, keepdim=True)
+    if at.shape[1] == 1:
+        by_at = by_at.sum(1, keepdim=True)
+    return list(zip(found, (by_theta, by_at)))
+
+
+SHAPES: dict[str, tuple[RopeSpec, tuple[int, ...]]] = {
+    "pairs": (SPEC, (3,)),
+    "heads": (SPEC, (2, 3)),
+    "one head": (SPEC, (1, 3)),
+    "axes": (PLANE, (2, 1, 4)),
+    "axes and heads": (PLANE, (2, 2, 4)),
+    "interleaved": (RopeSpec(8, rotary_dim=6, start=2, interleaved=True), (2, 3)),
+}
+every_shape = pytest.mark.parametrize("spec, shape", SHAPES.values(), ids=SHAPES)
+
+
+def where(
+    spec: RopeSpec, rows: int = 1, tokens: int = 5, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Fractional positions (axes, rows, tokens)."""
+    return 10 * noise(spec.axis_count, rows, tokens, seed=7, dtype=dtype)
+
+
+def ids(at: torch.Tensor) -> positions.Positions:
+    """The same as a user says them."""
+    return positions.Positions(at, ramp=False)
+
+
+def full(theta: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    return theta.reshape(spec.axis_count, -1, theta.shape[-1])
+
+
+# --- what given frequencies turn ------------------------------------------------------------------
+
+
+@every_backend
+@every_dtype
+@pytest.mark.parametrize("inverse", [False, True])
+@every_shape
+def test_against_the_formula(
+    spec: RopeSpec, shape: tuple[int, ...], inverse: bool, dtype: torch.dtype, backend: str
+) -> None:
+    x, theta, at = noise(2, 2, 5, 8, dtype=dtype), noise(*shape, seed=1), where(spec, rows=2)
+    got = rotate(x, spec, ids(at), inv_freq=theta, inverse=inverse, backend=backend)
+    want = formula(x, full(theta, spec), at, spec, inverse)
+    bound = tolerances.value(f"table rotation, {dtype}")
+    torch.testing.assert_close(got, want.to(dtype), rtol=bound, atol=bound)
+    again = rotate(x, spec.at(ids(at)), inv_freq=theta, inverse=inverse, backend=backend)
+    assert_same_bits(again, got)
+    y = x.clone()
+    call = {"inv_freq": theta, "inverse": inverse, "backend": backend}
+    assert rotate_(y, spec, ids(at), **call) is y
+    assert_same_bits(y, got)
+    out = torch.empty_like(x)
+    assert rotate(x, spec, ids(at), out=out, **call) is out
+    assert_same_bits(out, got)
+    both = rotate_qk(x, x + 1, spec, ids(at), **call)
+    assert_same_bits(both[0], got)
+    assert_same_bits(both[1], rotate(x + 1, spec, ids(at), **call))
+    both = rotate_qk_(x.clone(), x + 1, spec, ids(at), **call)
+    assert_same_bits(both[0], got)
+
+
+@both_pairings
+def test_mixed_frequencies_as_published(interleaved: bool) -> None:
+    """RoPE-mixed (arXiv 2403.13298, equation 14): R = exp(i (θx · px + θy · py)), per head."""
+    heads, pairs, height, width = 3, 8, 4, 6
+    spec = RopeSpec(2 * pairs, interleaved=interleaved, axes=Axes.blocks((4, 4)))
+    theta = noise(2, heads, pairs, seed=1).requires_grad_()
+    q, k = noise(2, heads, height * width, 2 * pairs), noise(2, heads, height * width, 2 * pairs)
+    y, x = (t.flatten().double() for t in torch.meshgrid(
+        torch.arange(height), torch.arange(width), indexing="ij"
+    ))  # fmt: skip
+    angle = x[:, None] * theta[0][:, None] + y[:, None] * theta[1][:, None]
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def published(u: torch.Tensor) -> torch.Tensor:
+        if not interleaved:
+            return torch.cat(
+                (lambda z: (z.real, z.imag))(torch.complex(*u.chunk(2, -1)) * turn), -1
+            )
+        return torch.view_as_real(torch.view_as_complex(u.unflatten(-1, (-1, 2))) * turn).flatten(
+            -2
+        )
+
+    got = rotate_qk(q, k, spec, positions.Positions(torch.stack((x, y))[:, None], ramp=False),
+                    inv_freq=theta)  # fmt: skip
+    cotangent = noise(*q.shape, seed=3)
+    for one, other in zip(got, (published(q), published(k)), strict=True):
+        assert_near(one, other, "float64 ways")
+        assert_near(
+            *(torch.autograd.grad(t, theta, cotangent, retain_graph=True)[0] for t in (one, other)),
+            "float64 ways",
+        )
+    grid = rotate(q, spec, positions.grid(height, width), inv_freq=theta.flip(0))
+    assert_near(grid, got[0], "float64 ways")
+
+
+@pytest.mark.parametrize("base", [10.0, 1e4, 1e6])
+def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
+    """They are off by 2^-53 of themselves as float64, and their words by 2^-52 more."""
+    spec = RopeSpec(16, base)
+    theta = torch.tensor(list(map(float, oracle.frequencies(base, 16))), dtype=torch.float64)
+    for reach in (1, 2**10, 2**20, 2**31):
+        generator = torch.Generator().manual_seed(0)
+        at = torch.randint(-reach, reach + 1, (64,), generator=generator)
+        x = noise(1, 2, 64, 16)
+        exact = rotate(x, spec, at)
+        got = rotate(x, spec, at, inv_freq=theta)
+        relative = tolerances.value("word of a float64") + 2.0**-53
+        angle = reach * (relative * theta + 2 * tolerances.value("word"))
+        angle = angle + 2 * tolerances.value("float64 rounding")
+        bound = math.sqrt(2) * angle.repeat(2) * oracle.pair_lengths(x, 16)
+        bound = bound + 2 * tolerances.value("float64 rotation") * oracle.pair_lengths(x, 16)
+        assert bool(((got - exact).abs() <= bound).all())
+    # Up to 2^20 a float32 does not see it.
+    x, at = noise(1, 2, 64, 16, dtype=torch.float32), at % 2**20
+    got, exact = rotate(x, spec, at, inv_freq=theta), rotate(x, spec, at)
+    difference = (got.double() - exact.double()).abs()
+    lengths = oracle.pair_lengths(x, 16)
+    assert bool((difference <= 2 * tolerances.value("float32 rotation") * lengths).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_frequencies_are_taken_as_the_numbers_that_they_are(dtype: torch.dtype) -> None:
+    theta = noise(3, seed=1, dtype=dtype)
+    x = noise(1, 2, 5, 8)
+    assert_same_bits(
+        rotate(x, SPEC, 7, inv_freq=theta), rotate(x, SPEC, 7, inv_freq=theta.double())
+    )
+    theta.requires_grad_()
+    rotate(x, SPEC, 7, inv_freq=theta).sum().backward()
+    assert theta.grad is not None
+    assert theta.grad.dtype == dtype
+
+
+@every_backend
+@pytest.mark.parametrize("at", [None, 3, TOKENS, TOKENS.double() / 3, TOKENS.float() + 0.5])
+def test_zero_negative_and_huge_frequencies(at: Any, backend: str) -> None:
+    x = noise(2, 2, 5, 8)
+    kept = rotate(x, SPEC, at, inv_freq=torch.zeros(3), backend=backend)
+    assert torch.equal(kept, x)
+    theta = noise(3, seed=1)
+    forth = rotate(x, SPEC, at, inv_freq=theta, backend=backend)
+    back = rotate(forth, SPEC, at, inv_freq=-theta, backend=backend)
+    assert_near(back, x, "float64 ways")
+    assert_near(back, rotate(forth, SPEC, at, inv_freq=theta, inverse=True), "float64 ways")
+    if at is None or not isinstance(at, torch.Tensor) or not at.is_floating_point():
+        # Whole turns per position, and half ones at even positions, are no turn at all.
+        turn = 2 * math.pi * torch.tensor([1.0, -1000.0, 12345.0]).double()
+        assert_near(rotate(x, SPEC, at, inv_freq=turn, backend=backend), x, "axes one by one")
+    else:
+        turn = torch.tensor([2 * math.pi, -20 * math.pi, 40.0], dtype=torch.float64)
+        whole = torch.as_tensor(at).double()[None, None]
+        want = formula(x, turn[None, None], whole, SPEC)
+        assert_near(rotate(x, SPEC, at, inv_freq=turn, backend=backend), want, "axes one by one")
+
+
+@every_backend
+@both_pairings
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("at", [None, TOKENS, TOKENS.double() / 3])
+def test_a_frequency_that_is_no_number_does_not_pass_for_one(
+    at: Any, lost: float, interleaved: bool, backend: str
+) -> None:
+    """A training that diverged must show: the pair becomes NaN, the others stay."""
+    spec = RopeSpec(16, rotary_dim=14, start=1, interleaved=interleaved)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = noise(2, 2, 5, 16, dtype=dtype)
+        theta = noise(2, 7, seed=1)
+        clean = rotate(x, spec, at, inv_freq=theta, backend=backend)
+        theta[1, 4] = lost
+        got = rotate(x, spec, at, inv_freq=theta, backend=backend)
+        first, second = oracle.channels(14, 1, interleaved)
+        gone = torch.zeros_like(got, dtype=torch.bool)
+        gone[:, 1, :, [first[4], second[4]]] = True
+        assert got[gone].isnan().all()
+        assert_same_bits(got[~gone], clean[~gone])
+    theta.requires_grad_()
+    x = noise(2, 2, 5, 16)
+    y = rotate(x, spec, at, inv_freq=theta, backend=backend)
+    (grad,) = torch.autograd.grad(y.sum(), theta)
+    assert grad[1, 4].isnan()
+    assert int(grad.isnan().sum()) == 1
+
+
+def test_a_spec_whose_rule_depends_on_the_length_and_its_factor_stay() -> None:
+    rule = DynamicNTK(2.0, 4)
+    spec, x, theta = RopeSpec(8, scaling=rule), noise(2, 2, 9, 8), noise(4, seed=1)
+    plain = rotate(x, RopeSpec(8), 0, inv_freq=theta)
+    assert_same_bits(rotate(x, spec, inv_freq=theta), plain)
+    assert_same_bits(rotate(x, spec, inv_freq=theta, seq_len=[3, 9]), plain)
+
+
+def test_given_frequencies_are_those_of_a_given_rule() -> None:
+    theta = noise(3, seed=1)
+    x = noise(2, 2, 5, 8)
+    spec = RopeSpec(8, rotary_dim=6, start=1, scaling=Given.of(theta))
+    assert_near(rotate(x, SPEC, 7, inv_freq=theta), rotate(x, spec, 7), "float64 ways")
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+@every_backend
+@every_dtype
+@every_shape
+def test_gradients_against_the_formula(
+    spec: RopeSpec, shape: tuple[int, ...], dtype: torch.dtype, backend: str
+) -> None:
+    """Within what the rounding of the output to its own dtype leaves."""
+    x, cotangent = noise(2, 2, 40, 8, dtype=dtype), noise(2, 2, 40, 8, seed=1, dtype=dtype)
+    for rows, narrow in itertools.product((1, 2), (torch.float32, torch.float64)):
+        theta = leaf(*shape, seed=2, dtype=narrow)
+        at = where(spec, rows, 40, narrow).requires_grad_()
+        y = rotate(x, spec, ids(at), inv_freq=theta, backend=backend)
+        found = torch.autograd.grad(y, (theta, at), cotangent)
+        wanted = exact_gradients(x, cotangent, full(theta, spec), at, spec)
+        for got, like, (exact, scale) in zip(found, (theta, at), wanted, strict=True):
+            assert got.dtype == like.dtype
+            tolerances.assert_angle_gradient(
+                got, exact.reshape(got.shape), scale.reshape(got.shape), dtype
+            )
+
+
+def in_place(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+    return rotate_(x * 1, *arguments, **named)
+
+
+both_ways = pytest.mark.parametrize("function", [rotate, in_place])
+
+
+@both_ways
+@pytest.mark.parametrize("inverse", [False, True])
+@every_shape
+def test_gradcheck(
+    spec: RopeSpec, shape: tuple[int, ...], inverse: bool, function: Callable[..., torch.Tensor]
+) -> None:
+    x, theta, at = leaf(2, 2, 3, 8), leaf(*shape, seed=1), where(spec, 2, 3).requires_grad_()
+
+    def turned(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return function(x, spec, ids(at), inv_freq=theta, inverse=inverse)
+
+    check = {"check_forward_ad": True, "check_batched_grad": True}
+    assert gradcheck(turned, (x, theta, at), fast_mode=True, **check)
+    assert gradgradcheck(turned, (x, theta, at), fast_mode=True)
+
+
+@every_shape
+def test_gradcheck_of_queries_and_keys_in_full(spec: RopeSpec, shape: tuple[int, ...]) -> None:
+    q, k, theta = leaf(1, 2, 2, 8), leaf(1, 2, 2, 8, seed=2), leaf(*shape, seed=1)
+    at = where(spec, 1, 2).requires_grad_()
+
+    def turned(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, theta, at = tensors
+        return rotate_qk(q, k, spec, ids(at), inv_freq=theta)
+
+    assert gradcheck(turned, (q, k, theta, at))
+    assert gradgradcheck(turned, (q, k, theta, at))
+
+
+@pytest.mark.parametrize("at", [None, 7, TOKENS, positions.per_row(torch.tensor([3, 9]))])
+def test_gradcheck_at_whole_positions(at: Any) -> None:
+    x, theta = leaf(2, 2, 5, 8), leaf(2, 3, seed=1)
+    spec = RopeSpec(8, rotary_dim=6, start=1)
+    assert gradcheck(lambda x, t: rotate(x, spec, at, inv_freq=t), (x, theta), fast_mode=True)
+    assert gradgradcheck(lambda x, t: rotate(x, spec, at, inv_freq=t), (x, theta), fast_mode=True)
+    # θ as a function of something else, beyond the half turn too.
+    assert gradcheck(lambda t: rotate(x, spec, at, inv_freq=t.exp() * 4), (theta,), fast_mode=True)
+
+
+@both_ways
+def test_forward_mode(function: Callable[..., torch.Tensor]) -> None:
+    x, theta, at = noise(2, 2, 5, 8), noise(2, 3, seed=1), where(SPEC)
+    tangents = noise(2, 2, 5, 8, seed=4), noise(2, 3, seed=5), noise(1, 1, 5, seed=6)
+
+    def turned(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return function(x, SPEC, ids(at), inv_freq=theta)
+
+    def plain(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return formula(x, full(theta, SPEC), at, SPEC)
+
+    got = torch.func.jvp(turned, (x, theta, at), tangents)
+    want = torch.func.jvp(plain, (x, theta, at), tangents)
+    for one, other in zip(got, want, strict=True):
+        assert_near(one, other, "float64 ways")
+    with forward_ad.dual_level():
+        y = turned(x, forward_ad.make_dual(theta, tangents[1]), at)
+        tangent = forward_ad.unpack_dual(y).tangent
+    zeros = torch.zeros_like(x), tangents[1], torch.zeros_like(at)
+    assert tangent is not None
+    assert_near(tangent, torch.func.jvp(plain, (x, theta, at), zeros)[1], "float64 ways")
+
+
+@both_ways
+def test_functorch(function: Callable[..., torch.Tensor]) -> None:
+    x, theta, at = noise(3, 2, 5, 8), noise(4, 2, 3, seed=1), where(SPEC)
+
+    def loss(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return function(x, SPEC, ids(at), inv_freq=theta).pow(3).sum()
+
+    def plain(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return formula(x, full(theta, SPEC), at, SPEC).pow(3).sum()
+
+    everything = (0, 1, 2)
+    for transform in (
+        lambda f: torch.func.grad(f, everything),
+        lambda f: torch.func.hessian(f, 1),
+        lambda f: torch.func.jacfwd(torch.func.grad(f, 1), everything),
+    ):
+        got, want = (transform(f)(x, theta[0], at) for f in (loss, plain))
+        for one, other in zip(got, want, strict=True):
+            assert_near(one, other, "float64 ways, higher order")
+    xs = noise(4, 3, 2, 5, 8, seed=2)
+    for dims in ((None, 0, None), (0, 0, None), (0, None, None), (1, 1, None)):
+        mapped = (
+            x if dims[0] is None else xs.movedim(0, dims[0]),
+            theta[0] if dims[1] is None else theta.movedim(0, dims[1]),
+            at,
+        )
+        if function is rotate or dims[0] is not None:
+            for f in (torch.func.grad(loss, everything), loss):
+                like = torch.func.grad(plain, everything) if f is not loss else plain
+                got, want = (torch.vmap(g, in_dims=dims)(*mapped) for g in (f, like))
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        outer = theta[0].clone().requires_grad_(), theta.clone().requires_grad_()
+        which = outer[0] if dims[1] is None else outer[1]
+        arguments = (mapped[0], which if dims[1] in (None, 0) else which.movedim(0, dims[1]), at)
+        if function is rotate or dims[0] is not None:
+            found, wanted = (
+                torch.autograd.grad(torch.vmap(f, in_dims=dims)(*arguments).sum(), which)[0]
+                for f in (loss, plain)
+            )
+            assert_near(found, wanted, "float64 ways, higher order")
+
+
+@both_ways
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@every_shape
+def test_compiled(
+    spec: RopeSpec, shape: tuple[int, ...], backend: str, function: Callable[..., torch.Tensor]
+) -> None:
+    if backend == "inductor" and (spec is not PLANE or len(shape) < 3):
+        backend = "aot_eager"  # one of each is enough, at half a minute
+    torch._dynamo.reset()
+    x = leaf(2, 2, 5, 8, dtype=torch.float32)
+    theta, at = leaf(*shape, seed=1, dtype=torch.float32), where(spec).float().requires_grad_()
+
+    def turned(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return function(x, spec, ids(at), inv_freq=theta).sin()
+
+    compiled = torch.compile(turned, fullgraph=True, backend=backend)
+    for needed in ((x, theta, at), (theta,), (x,)):
+        tensors = [t if any(t is n for n in needed) else t.detach() for t in (x, theta, at)]
+        want, got = turned(*tensors), compiled(*tensors)
+        assert_near(got, want, "float32 ways")
+        for one, other in zip(
+            torch.autograd.grad(got.sum(), needed), torch.autograd.grad(want.sum(), needed)
+        ):
+            assert_near(one, other, "float32 ways")
+    with torch.no_grad():
+        assert_near(compiled(x, theta, at), turned(x, theta, at), "float32 ways")
+
+
+@both_ways
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_and_accumulation(
+    reentrant: bool, function: Callable[..., torch.Tensor]
+) -> None:
+    x, theta = leaf(2, 2, 5, 8), leaf(2, 3, seed=1)
+
+    def turned(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        return function(x, SPEC, 3, inv_freq=theta).pow(2) * noise(2, 2, 5, 8, seed=3)
+
+    turned(x, theta).sum().backward()
+    once = [x.grad.clone(), theta.grad.clone()]
+    x.grad = theta.grad = None
+    checkpoint(turned, x, theta, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(x.grad, once[0])
+    assert torch.equal(theta.grad, once[1])
+    turned(x, theta).sum().backward()
+    assert torch.equal(x.grad, 2 * once[0])
+    assert torch.equal(theta.grad, 2 * once[1])
+
+
+@pytest.mark.parametrize(
+    "function", [rotate_qk, lambda q, k, *a, **n: rotate_qk_(q * 1, k * 1, *a, **n)]
+)
+@pytest.mark.parametrize("used", ["q", "k", "both"])
+@pytest.mark.parametrize("needing", ["q", "k", "neither", "both"])
+def test_one_of_two(needing: str, used: str, function: Callable[..., Any]) -> None:
+    """With a gradient of its own or without, with a part in the loss or without."""
+    q, k = noise(2, 4, 5, 8), noise(2, 2, 5, 8, seed=1)
+    q.requires_grad_(needing in ("q", "both"))
+    k.requires_grad_(needing in ("k", "both"))
+    theta, at = leaf(3, seed=2), where(SPEC).requires_grad_()
+    y, z = function(q, k, SPEC, ids(at), inv_freq=theta)
+    loss: Any = 0
+    want: Any = 0
+    for name, got, x in (("q", y, q), ("k", z, k)):
+        if used in (name, "both"):
+            loss = loss + got.pow(3).sum()
+            want = want + formula(x, full(theta, SPEC), at, SPEC).pow(3).sum()
+    needed = [t for t in (q, k, theta, at) if t.requires_grad]
+    found, wanted = (torch.autograd.grad(t, needed, allow_unused=True) for t in (loss, want))
+    for got, exact in zip(found, wanted, strict=True):
+        if exact is None:
+            assert got is None or not got.any()
+        else:
+            assert_near(got, exact, "float64 ways, higher order")
+
+
+def test_in_place_on_slices_of_one_projection() -> None:
+    base, theta, at = leaf(1, 6, 4, 8), leaf(3, seed=1), where(SPEC, 1, 4).requires_grad_()
+
+    def function(base: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        qkv = base * 1
+        q, k = rotate_qk_(qkv[:, :4], qkv[:, 4:], SPEC, ids(at), inv_freq=theta)
+        rotate_(q, SPEC, ids(at), inv_freq=theta)
+        return torch.cat((q, k), 1).mul_(2)
+
+    assert gradcheck(function, (base, theta, at), fast_mode=True)
+    assert gradgradcheck(function, (base, theta, at), fast_mode=True)
+
+
+def test_a_tensor_without_a_gradient_takes_one_from_frequencies_in_place() -> None:
+    x, theta = noise(2, 2, 5, 8), leaf(3, seed=1)
+    y = x.clone()
+    assert rotate_(y, SPEC, 3, inv_freq=theta) is y
+    assert y.requires_grad
+    (got,) = torch.autograd.grad(y.pow(3).sum(), theta)
+    (want,) = torch.autograd.grad(rotate(x, SPEC, 3, inv_freq=theta).pow(3).sum(), theta)
+    assert torch.equal(got, want)
+
+
+@every_shape
+def test_no_gradient_is_asked_for_where_none_is_wanted(
+    spec: RopeSpec, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, theta, at = leaf(2, 2, 5, 8), leaf(*shape, seed=1), where(spec)
+    want = rotate(x, spec, ids(at), inv_freq=theta).detach()
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("autograd was asked")
+
+    monkeypatch.setattr(autograd.OutOfPlace, "apply", refuse)
+    monkeypatch.setattr(autograd.InPlace, "apply", refuse)
+    with torch.no_grad():
+        results = [
+            rotate(x, spec, ids(at), inv_freq=theta),
+            rotate_(x.clone(), spec, ids(at), inv_freq=theta),
+            rotate(x, spec, ids(at), inv_freq=theta, out=torch.empty_like(x)),
+        ]
+    results.append(rotate(x.detach(), spec, ids(at), inv_freq=theta.detach()))
+    for result in results:
+        assert not result.requires_grad
+        assert_same_bits(result, want)
+
+
+def test_only_what_is_wanted_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[Any] = []
+    operator = schema.angle_gradients
+
+    def spy(*arguments: Any) -> Any:
+        wanted.append(arguments[-2:])
+        return operator(*arguments)
+
+    monkeypatch.setattr(schema, "angle_gradients", spy)
+    x, theta, at = leaf(2, 2, 5, 8), leaf(3, seed=1), where(SPEC).requires_grad_()
+    for tensors in ((x, theta, at), (x, theta.detach(), at), (x, theta, at.detach())):
+        rotate(tensors[0], SPEC, ids(tensors[2]), inv_freq=tensors[1]).sum().backward()
+    rotate(x, SPEC, ids(at.detach()), inv_freq=theta.detach()).sum().backward()
+    assert wanted == [(True, True), (True, False), (False, True)]
+
+
+def test_training_changes_frequencies_in_place_and_no_word_is_stale() -> None:
+    """From one step to the next θ is the same tensor with other numbers."""
+    goal, x = torch.tensor([0.3, 0.2, 0.1]).double(), noise(4, 2, 9, 8)
+    target = rotate(x, SPEC, inv_freq=goal)
+    theta = (goal + 0.02).requires_grad_()
+    optimizer = torch.optim.Adam([theta], lr=2e-3)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        y = rotate(x, SPEC, inv_freq=theta)
+        assert torch.equal(y, rotate(x, SPEC, inv_freq=theta.detach().clone()))
+        loss = (y - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 1e-2 * losses[0]
+    torch.testing.assert_close(theta.detach(), goal, rtol=0, atol=2e-3)
+
+
+def test_frequencies_that_change_before_the_backward_are_refused_by_autograd() -> None:
+    theta = leaf(3, seed=1)
+    y = rotate(noise(1, 2, 5, 8), SPEC, inv_freq=theta)
+    with torch.no_grad():
+        theta.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_threads_change_no_bit_of_a_gradient() -> None:
+    x = noise(2, 16, 300, 64, dtype=torch.float32)
+    spec, theta = RopeSpec(64), leaf(16, 32, seed=1)
+    before = torch.get_num_threads()
+    grads = []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            y = rotate(x, spec, 0, inv_freq=theta).square().sin()
+            grads.append(torch.autograd.grad(y, theta, torch.ones_like(y))[0])
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(grads[1], grads[0])
+    assert_same_bits(grads[2], grads[0])
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_words_of_every_dtype(dtype: torch.dtype) -> None:
+    theta = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.140625, -3.140625, 100.0, -1e-4]).to(dtype)
+    words, turns = angles.words_from(theta)
+    bound = tolerances.value("word of a float64")
+    for omega, word, turn in zip(theta.tolist(), words.tolist(), turns.tolist(), strict=True):
+        exact = oracle.MP.mpf(omega) / (2 * oracle.MP.pi) * 2**64
+        assert abs(word + turn * 2**64 - exact) <= bound * abs(exact) + 0.5
+    assert words[:2].tolist() == turns[:2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e300, -1e300, 2.0**62 * 7])
+def test_words_of_no_number(lost: float) -> None:
+    words, turns = angles.words_from(torch.tensor([1.0, lost, -2.0], dtype=torch.float64))
+    assert turns[1] == -(2**63)
+    assert words[1] == 0
+    assert angles.without_frequency(turns.reshape(1, 1, 1, 3)).flatten().tolist() == [
+        *(False, True, False)
+    ]
+    words, turns = angles.words_from(torch.tensor([2.0**61 * 6], dtype=torch.float64))
+    assert turns[0] > 2**60
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+X = torch.zeros(2, 4, 5, 8)
+K = torch.zeros(2, 2, 5, 8)
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "not a tensor": (
+        lambda: rotate(X, SPEC, inv_freq=[1.0, 2.0, 3.0]),
+        TypeError,
+        "[rotate] inv_freq must be a tensor but got [1.0, 2.0, 3.0].",
+    ),
+    "integers": (
+        lambda: rotate_(X, SPEC, inv_freq=torch.ones(3, dtype=torch.int64)),
+        TypeError,
+        "[rotate_] inv_freq must be float32, float64, bfloat16 or float16 but got int64 "
+        "(inv_freq: int64[3]).",
+    ),
+    "complex": (
+        lambda: rotate(X, SPEC, inv_freq=torch.ones(3, dtype=torch.complex64)),
+        TypeError,
+        "[rotate] inv_freq must be float32, float64, bfloat16 or float16 but got complex64 "
+        "(inv_freq: complex64[3]).",
+    ),
+    "pairs": (
+        lambda: rotate(X, SPEC, inv_freq=torch.ones(4)),
+        ValueError,
+        "[rotate] inv_freq must have shape (3,) or (heads, 3) (inv_freq: float32[4]).",
+    ),
+    "a number": (
+        lambda: rotate(X, SPEC, inv_freq=torch.ones(())),
+        ValueError,
+        "[rotate] inv_freq must have shape (3,) or (heads, 3) (inv_freq: float32[]).",
+    ),
+    "three dimensions for one axis": (
+        lambda: rotate(X, SPEC, inv_freq=torch.ones(1, 4, 3)),
+        ValueError,
+        "[rotate] inv_freq must have shape (3,) or (heads, 3) (inv_freq: float32[1, 4, 3]).",
+    ),
+    "two dimensions for two axes": (
+        lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), ramp=False),
+                       inv_freq=torch.ones(2, 4)),
+        ValueError,
+        "[rotate] inv_freq must have shape (2, heads or 1, 4) (inv_freq: float32[2, 4]).",
+    ),
+    "another number of axes": (
+        lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), ramp=False),
+                       inv_freq=torch.ones(3, 1, 4)),
+        ValueError,
+        "[rotate] inv_freq must have shape (2, heads or 1, 4) (inv_freq: float32[3, 1, 4]).",
+    ),
+    "heads": (
+        lambda: rotate(X, SPEC, inv_freq=torch.ones(3, 3)),
+        ValueError,
+        "[rotate] inv_freq must be for 1 or 4 heads of x but is for 3 (x: float32[2, 4, 5, 8]).",
+    ),
+    "no heads": (
+        lambda: rotate(X, SPEC, inv_freq=torch.ones(0, 3)),
+        ValueError,
+        "[rotate] inv_freq must be for 1 or 4 heads of x but is for 0 (x: float32[2, 4, 5, 8]).",
+    ),
+    "heads in a layout without": (
+        lambda: rotate(X[0], SPEC, inv_freq=torch.ones(4, 3), layout="bsd"),
+        ValueError,
+        "[rotate] inv_freq must be for 1 or 1 heads of x but is for 4 (x: float32[4, 5, 8]).",
+    ),
+    "heads of queries, not of keys": (
+        lambda: rotate_qk(X, K, SPEC, inv_freq=torch.ones(4, 3)),
+        ValueError,
+        "[rotate_qk] inv_freq must be for 1 or 2 heads of k but is for 4; rotate q and k one by "
+        "one, each with its own (k: float32[2, 2, 5, 8]).",
+    ),
+    "heads of keys, not of queries": (
+        lambda: rotate_qk_(X, K, SPEC, inv_freq=torch.ones(2, 3)),
+        ValueError,
+        "[rotate_qk_] inv_freq must be for 1 or 4 heads of q but is for 2; rotate q and k one by "
+        "one, each with its own (q: float32[2, 4, 5, 8]).",
+    ),
+    "another device": (
+        lambda: rotate_qk(X, K, SPEC, inv_freq=torch.ones(3, device="meta")),
+        ValueError,
+        "[rotate_qk] inv_freq is on meta but q is on cpu.",
+    ),
+    "out of learned frequencies": (
+        lambda: rotate(X, SPEC, inv_freq=torch.ones(3, requires_grad=True), out=torch.empty(X.shape)),
+        ValueError,
+        "[rotate] out has no gradient, and positions or inv_freq require one; call it under "
+        "torch.no_grad(), or without out.",
+    ),
+    "out of learned positions": (
+        lambda: rotate(X, SPEC, torch.ones(5, requires_grad=True), out=torch.empty(X.shape)),
+        ValueError,
+        "[rotate] out has no gradient, and positions or inv_freq require one; call it under "
+        "torch.no_grad(), or without out.",
+    ),
+    "a leaf in place": (
+        lambda: rotate_(torch.zeros(2, 4, 5, 8, requires_grad=True), SPEC,
+                        inv_freq=torch.ones(3, requires_grad=True)),
+        ValueError,
+        "[rotate_] x is a leaf that requires grad, or a view of one, and cannot change in place; "
+        "call rotate (x: float32[2, 4, 5, 8]).",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call, error, text", REFUSED.values(), ids=REFUSED)
+def test_refused(call: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=rf"^{re.escape(text)}$"):
+        call()
+
+
+def test_one_head_of_each_may_share() -> None:
+    """MQA with one query head: one θ for the one head of both."""
+    q, k, theta = noise(2, 1, 5, 8), noise(2, 1, 5, 8, seed=1), noise(1, 3, seed=2)
+    y, z = rotate_qk(q, k, SPEC, inv_freq=theta)
+    assert_same_bits(y, rotate(q, SPEC, inv_freq=theta[0]))
+    assert_same_bits(z, rotate(k, SPEC, inv_freq=theta[0]))
+    empty = rotate(torch.zeros(2, 0, 5, 8), SPEC, inv_freq=torch.zeros(0, 3))
+    assert empty.shape == (2, 0, 5, 8)
+
+
+def test_nothing_is_kept_between_calls() -> None:
+    prepared = SPEC.at(3)
+    x = noise(1, 2, 5, 8)
+    one = rotate(x, prepared)
+    rotate(x, prepared, inv_freq=noise(3, seed=1))
+    assert_same_bits(rotate(x, prepared), one)
+    assert learned.source.__module__ == "tightrope.ops.learned"
