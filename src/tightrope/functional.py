@@ -201,7 +201,8 @@ def rerotate(
 
     For caches: a context that shifts, a rule that depends on the length when the length has changed
     (dynamic NTK, LongRoPE), caches that are merged. The angle of each pair is the difference of the
-    new and the old one, exact at any position, so one rounding is all that keys lose.
+    new and the old one, exact at any position, so one rounding is all that keys lose; where nothing
+    changes, finite keys keep their bits (a zero may lose its sign). See docs/rerotate.md.
 
     Args:
         k: rotated keys, as x of :func:`rotate`.
@@ -210,7 +211,7 @@ def rerotate(
         positions: where they are, as of :func:`rotate`.
         new_positions: where they shall be; where they are if None.
         from_seq_len, to_seq_len: the lengths under which they were rotated and shall be, for rules
-            that depend on it, as of :meth:`RopeSpec.at`.
+            that depend on it, as of :meth:`RopeSpec.at`; by default the last of the positions + 1.
         layout, out, backend: as of :func:`rotate`.
 
     Returns:

@@ -47,7 +47,10 @@ def prepared(
     said = ("to_spec", "positions" if stays else "new_positions", "to_seq_len")
     check_rotation(operation, ("k",), (k,), after, layout, said)
     amplitude = (after.amplitude / before.amplitude).hex()
-    same = after.words is before.words or (from_spec == to_spec and not to_spec.by_length)
+    still = stays and from_seq_len is None and to_seq_len is None
+    same = after.words is before.words or (
+        from_spec == to_spec and (still or not to_spec.by_length)
+    )
     if same and (stays or not (_is_fractional(after) or _is_fractional(before))):
         words, turns = after.words, after.turns
         ids, offset = _moved(after, before, tokens)

@@ -46,8 +46,6 @@ class Tables:
         self.axis_count = self._within.shape[0]
         self.amplitude_hex = self._within.attention_scaling.hex()
         self._kept: dict[Any, Table] = {}
-        if not torch.compiler.is_compiling():
-            self._table(torch.device("cpu"))
         # The regime just above the original length, and its attention scaling.
         self._first = None
         self._first_hex = self.amplitude_hex
@@ -55,8 +53,8 @@ class Tables:
             self._first = rule.regime(rule.original_max_position + 1)
             self._first_hex = self._made(self._first).attention_scaling.hex()
         self._beyond: _Beyond | None = None
-        if self.by_length and not is_tracing():
-            self._ready()
+        if not is_tracing():
+            self._table(torch.device("cpu"))
 
     def read(self, seq_len: SeqLen, device: torch.device) -> Lengths | None:
         """What a caller says of lengths, as the other functions take it; None where it is no matter.
@@ -150,6 +148,8 @@ class Tables:
                 return self._make_table(device, regime)
             with torch.inference_mode(False):
                 table = self._make_table(device, regime)
+            if self.by_length:
+                self._ready()  # of a spec that was made where nothing could be kept
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
             self._kept[key] = table
