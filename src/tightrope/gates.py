@@ -348,19 +348,19 @@ def apply(
     return x if total is None else (x * total.exp()).to(x.dtype)
 
 
-def check(operation: str, name: str, gate: object) -> tuple[Gate | None, Gate | None]:
+def pair(operation: str, gate: object) -> tuple[Gate | None, Gate | None]:
     """A gate for both, or a pair of them, as the gates of queries and keys."""
-    pair = gate if isinstance(gate, tuple) else (gate, gate)
-    if len(pair) != 2 or not all(each is None or isinstance(each, Gate) for each in pair):
+    both = gate if isinstance(gate, tuple) else (gate, gate)
+    if len(both) != 2 or not all(each is None or isinstance(each, Gate) for each in both):
         raise TypeError(
             sentence(
                 operation,
-                f"{name} must be None, a gate of tightrope.gates, or a pair of them for q and k, but "
-                f"got {describe(gate)}",
+                "gate must be None, a gate of tightrope.gates, or a pair of them for q and k, but got "
+                f"{describe(gate)}",
             )
         )
-    first, second = pair
-    if gate is not pair and second is not None:
+    first, second = both
+    if gate is not both and second is not None:
         second = second.for_keys()
     return first, second
 

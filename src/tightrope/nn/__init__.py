@@ -2,4 +2,9 @@
 
 from __future__ import annotations
 
+from .polar import (
+    KVCache as KVCache,
+    PolarRoPEAttention as PolarRoPEAttention,
+    PolarRoPEHead as PolarRoPEHead,
+)
 from .rotary import RotaryPositionalEmbedding as RotaryPositionalEmbedding
