@@ -531,15 +531,12 @@ def polar_scan(
     section 4; rotated: Sun et al., Retentive Network (arXiv 2307.08621), section 2.1.
 
     >>> from tightrope import RopeSpec
-    >>> q, k, v = torch.randn(3, 1, 8, 16, 64)
-    >>> q, k, v = q[None], k[None], v[None]
+    >>> q, k, v = torch.randn(3, 1, 8, 16, 64).unbind()
     >>> spec, decay = RopeSpec(64, interleaved=True), torch.full((8, 1), -0.1)
-    >>> o, state = polar_scan(q[:, :, :15], k[:, :, :15], v[:, :, :15], spec, decay)
-    >>> last, state = polar_scan(
-    ...     q[:, :, 15:], k[:, :, 15:], v[:, :, 15:], spec, decay, state=state, form="step"
-    ... )
-    >>> last.shape
-    torch.Size([1, 8, 1, 64])
+    >>> o, state = polar_scan(q, k, v, spec, decay)
+    >>> one, state = polar_scan(q[:, :, :1], k[:, :, :1], v[:, :, :1], spec, decay, state=state)
+    >>> one.shape, state.tokens
+    (torch.Size([1, 8, 1, 64]), 17)
     """
     name = "polar_scan"
     if form not in scan.FORMS:
