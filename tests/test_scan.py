@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import tolerances
 from tightrope import RopeSpec
+from tightrope.frequencies import DynamicNTK
 from tightrope.functional import polar_scan
 from tightrope.gates import Exp
 from tightrope.scan import FORMS, PolarState
@@ -226,22 +227,27 @@ def peak(tokens):
     q, k, v = (torch.randn(1, 2, tokens, 32, requires_grad=True) for _ in range(3))
     decay = (-torch.rand(1, 2, tokens, 32)).requires_grad_()
     polar_scan(q, k, v, RopeSpec(32), decay)[0].sum().backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        # Unlike ru_maxrss this begins anew with the program: a large parent does not count.
+        status = open("/proc/self/status").read()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(*(peak(tokens) for tokens in (1024, 8192, 16384, 32768)))
 """
 
 
 def test_memory_grows_linearly() -> None:
-    """One score of each pair of tokens would be 8.6 GB at the last length, and a decay of each pair
-    within a chunk, kept for the backward pass, 1 GB."""
+    """One score of each pair of tokens would be 8.6 GB at the last length."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
     )
-    scale = 1 if sys.platform == "darwin" else 1024
-    base, *peaks = (int(word) * scale for word in done.stdout.split())
+    base, *peaks = (int(word) for word in done.stdout.split())
     tensor = 2 * 32_768 * 32 * 4  # bytes of q
-    # q, k, v, decay, their gradients, output, float32 copies, states, and the allocator's slack.
-    assert peaks[-1] - base <= 24 * tensor, [base, *peaks]
+    # q, k, v, decay, their gradients, the rotated, what gradients are put together from, and the
+    # allocator's slack: 32 were seen, and 80 where the backward pass keeps what lies within chunks.
+    assert peaks[-1] - base <= 48 * tensor, [base, *peaks]
     assert peaks[-1] - peaks[-2] <= 3 * (peaks[-2] - peaks[-3]) + 4 * tensor, [base, *peaks]
 
 
@@ -324,6 +330,16 @@ CASES = {
         lambda: polar_scan(Q, K, V, SPEC, "slow"),
         TypeError,
         "[polar_scan] log_decay must be None, a number or a tensor but got 'slow'.",
+    ),
+    "state under a rule by length": (
+        lambda: polar_scan(
+            *(Q, K, V, RopeSpec(8, scaling=DynamicNTK(2.0, 16))),
+            state=PolarState(torch.zeros(2, 2, 8, 5, dtype=torch.float64), 1),
+        ),
+        ValueError,
+        "[polar_scan] seq_len must be given with a state, and be the same for all calls, where the "
+        "frequencies depend on the length (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
+        "original_max_position=16))).",
     ),
     "state of something": (
         lambda: polar_scan(Q, K, V, SPEC, state=3),
