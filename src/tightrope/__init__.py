@@ -12,6 +12,7 @@ _backends.register()
 from . import (  # noqa: E402
     frequencies as frequencies,
     functional as functional,
+    gates as gates,
     nn as nn,
     positions as positions,
 )

@@ -9,10 +9,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd import forward_ad
 
+from . import angles, gates, gating, scan
 from ._errors import sentence
 from .backends import BY_NAME, reference
+from .gates import Gate
 from .ops import autograd, learned, reangle, schema, tables as given_tables
 from .ops.checks import (
+    check_floating,
     check_in_place,
     check_in_place_grad,
     check_out,
@@ -405,6 +408,170 @@ def apply_rotary_pos_emb_(
     return q, k
 
 
+def build_freqs_cis(
+    seq_len: int,
+    d: int,
+    *,
+    base: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of cosines and sines of positions 0..seq_len-1, one entry per pair.
+
+    For :func:`rotary_apply`, and for code that wants to see them: nothing else here needs tables.
+
+    Args:
+        seq_len: how many positions.
+        d: channels of a head; even.
+        base: base of the frequencies.
+        dtype: float32 or float64. Entries are exact to 1.2e-7, or 1e-12, at any position.
+        device: where the tables shall be.
+
+    Returns:
+        Cosines and sines, ``(seq_len, d / 2)``.
+
+    Raises:
+        TypeError, ValueError: a length or a width that cannot be.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2.2.
+
+    >>> cos, sin = build_freqs_cis(16, 64)
+    >>> cos.shape
+    torch.Size([16, 32])
+    """
+    name = "build_freqs_cis"
+    if isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt)):
+        raise TypeError(sentence(name, f"seq_len must be an int but got {seq_len!r}"))
+    if seq_len < 0:
+        raise ValueError(sentence(name, f"seq_len must not be negative but got {seq_len}"))
+    if isinstance(d, int) and d % 2:
+        raise ValueError(sentence(name, f"d must be even but got {d}"))
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(sentence(name, f"dtype must be float32 or float64 but got {dtype}"))
+    rotation = RopeSpec(d, base).at(None, device)
+    phase = angles.phases(rotation.words, rotation.turns, None, 0, True, seq_len)
+    cos, sin = angles.cos_sin(phase, dtype)
+    return cos[0, 0], sin[0, 0]
+
+
+def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate channel pairs (0, 1), (2, 3), … by tables that broadcast against x.
+
+    Args:
+        x: floating ``(..., d)``, d even: ``(batch, heads, seq, d)`` usually.
+        cos, sin: floating, of one shape that broadcasts against ``(..., d / 2)``, such as
+            ``(seq, d / 2)`` or ``(1, 1, seq, d / 2)``.
+
+    Returns:
+        A new tensor of the broadcast shape and the dtype of x. Differentiable by x, cos and sin.
+
+    Raises:
+        TypeError, ValueError: tensors that do not fit, each with its sentence.
+
+    Source: the formula of Su et al., RoFormer (arXiv 2104.09864), equation 34.
+
+    >>> x = torch.randn(2, 8, 16, 64)
+    >>> rotary_apply(x, *build_freqs_cis(16, 64)).shape
+    torch.Size([2, 8, 16, 64])
+    """
+    name = "rotary_apply"
+    x, cos, sin, shape = _against(name, x, cos, sin)
+    arguments = given_tables.arguments(name, x, None, cos, sin, 1, None, True, "half")
+    (y,) = _run(name, x, None, arguments, None)
+    return y.reshape(shape)
+
+
+def polar_scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    log_decay: torch.Tensor | float | None = None,
+    positions: PositionsLike = None,
+    *,
+    gate: Gate | tuple[Gate | None, Gate | None] | None = None,
+    state: scan.PolarState | None = None,
+    form: str = "chunked",
+    chunk: int = 128,
+    layout: str = "bhsd",
+    seq_len: SeqLen = None,
+) -> tuple[torch.Tensor, scan.PolarState]:
+    """Causal attention without softmax, as a gated recurrence in linear time and memory.
+
+    With R the rotation, P the gates and G the running sum of ``log_decay``::
+
+        o_t = Σ_{i<=t} score(t, i) · v_i
+        score(t, i) = (P_t R_t q_t)ᵀ diag(exp(G_t − G_i)) (P_i R_i k_i)
+
+    Scores are not scaled: scale q. A decay, or a gate, that gives both channels of a pair one value
+    commutes with the rotation, and then scores depend on the distance only.
+
+    Args:
+        q, k: as of :func:`rotate_qk`; the heads of q a multiple of those of k.
+        v: as k; heads of v may have any number of channels.
+        spec, positions, seq_len: as of :func:`rotate`. Positions continue those of ``state``.
+        log_decay: logarithms <= 0 of what memory is multiplied by at each token: None, a number, or
+            a floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1,
+            tokens|1, channels|1)``, whatever the layout. −∞ forgets all before the token.
+        gate: a gate of :mod:`tightrope.gates` for q and k, or one for each.
+        state: what the call on the tokens before returned; nothing before these if None.
+        form: "chunked" for training; "step", one token after the other, for decoding; "quadratic",
+            the definition, in memory that grows with the square of the tokens.
+        chunk: how many tokens lie between two states that the chunked form keeps for the backward
+            pass. It changes memory and time, not the result.
+        layout: "bhsd", "bshd" or "sbhd".
+
+    Returns:
+        The outputs, shaped as q with the channels of v, in the dtype of q; and the state after the
+        last token, float32 (float64 for float64). Differentiable by q, k, v, log_decay, the tensors
+        of gates and the state.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, each with its sentence.
+
+    Source: chunks of a gated recurrence: Yang et al., Gated Linear Attention (arXiv 2312.06635),
+    section 4; rotated: Sun et al., Retentive Network (arXiv 2307.08621), section 2.1.
+
+    >>> from tightrope import RopeSpec
+    >>> q, k, v = torch.randn(3, 1, 8, 16, 64).unbind()
+    >>> spec, decay = RopeSpec(64, interleaved=True), torch.full((8, 1), -0.1)
+    >>> o, state = polar_scan(q, k, v, spec, decay)
+    >>> one, state = polar_scan(q[:, :, :1], k[:, :, :1], v[:, :, :1], spec, decay, state=state)
+    >>> one.shape, state.tokens
+    (torch.Size([1, 8, 1, 64]), 17)
+    """
+    name = "polar_scan"
+    if form not in scan.FORMS:
+        raise ValueError(
+            sentence(name, f"form must be one of {', '.join(scan.FORMS)} but got {form!r}")
+        )
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(sentence(name, f"chunk must be a positive int but got {chunk!r}"))
+    where = layout_named(name, layout)
+    if where.dims != 4:
+        raise ValueError(
+            sentence(name, f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
+        )
+    if state is not None and isinstance(state, scan.PolarState) and isinstance(spec, RopeSpec):
+        if spec.by_length and seq_len is None:
+            raise ValueError(
+                sentence(
+                    name,
+                    "seq_len must be given with a state, and be the same for all calls, where the "
+                    "frequencies depend on the length",
+                    spec=spec,
+                )
+            )
+        positions = state.tokens if positions is None else positions
+    first, second = gates.pair(name, gate)
+    q, k = _out_of_place(name, _QK, q, k, spec, positions, layout, False, None, None, None, seq_len)
+    q, k = where.to_bhsd(q), where.to_bhsd(k)
+    q, k = gating.apply(name, q, k, [first], [second], spec, positions)
+    v = scan.values_of(name, q, k, v, where.to_bhsd)
+    out, state = scan.run(name, q, k, v, log_decay, state, form, chunk)
+    return where.from_bhsd(out), state
+
+
 def rotate_first(
     operation: str,
     x: torch.Tensor,
@@ -427,6 +594,56 @@ def rotate_first(
     """
     (y,) = _out_of_place(operation, _X, x, None, spec, positions, layout, inverse, None, wider=True)
     return y
+
+
+def _against(
+    operation: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
+    """Broadcast x and tables of its pairs.
+
+    Returns:
+        x of four dimensions, tables of four that fit it, and the shape of the result.
+    """
+    for name, value in (("x", x), ("cos", cos), ("sin", sin)):
+        check_floating(operation, name, value)
+    width = x.shape[-1] if x.dim() else 1
+    if width % 2:
+        raise ValueError(
+            sentence(operation, f"x must have an even last dimension but got {width}", x=x)
+        )
+    lead: torch.Size | None = None
+    if cos.dim() and cos.shape == sin.shape and cos.shape[-1] == width // 2:
+        try:
+            lead = torch.broadcast_shapes(x.shape[:-1], cos.shape[:-1])
+        except RuntimeError:
+            pass
+    if lead is None:
+        raise ValueError(
+            sentence(
+                operation,
+                f"cos and sin must share a shape that broadcasts against x, with {width // 2} "
+                "channels, one for each pair",
+                x=x,
+                cos=cos,
+                sin=sin,
+            )
+        )
+    shape = torch.Size((*lead, width))
+    tokens = lead[-1] if lead else 1
+
+    def four(value: torch.Tensor, full: bool) -> torch.Tensor:
+        # Dimensions of size 1 in front, then what is too many becomes rows.
+        missing = max(len(lead), 3) + 1 - value.dim()
+        value = value[(None,) * missing]
+        front = lead[:-3] if len(lead) > 3 else ()
+        if len(front) and (full or any(size != 1 for size in value.shape[: len(front) + 1])):
+            value = value.expand(*lead[:-2], *value.shape[-3:])
+        value = value.flatten(0, value.dim() - 4)
+        return value.expand(*value.shape[:2], tokens, value.shape[3])
+
+    if len(lead) <= 3:
+        x = x.expand(shape)
+    return four(x, True), four(cos, False), four(sin, False), shape
 
 
 def _out_of_place(

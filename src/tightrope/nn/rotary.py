@@ -1,4 +1,4 @@
-"""Modules: they hold a spec, and call the functions."""
+"""The module that rotates, and shows what its seed showed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from . import angles, functional
-from ._errors import sentence
-from .positions import PositionsLike
-from .spec import RopeSpec
+from .. import angles, functional
+from .._errors import sentence
+from ..positions import PositionsLike
+from ..spec import RopeSpec
 
 # Growing what `max_seq_len_cached` reports is a read and a write; one lock for all modules keeps
 # modules free of anything that cannot be copied or pickled.

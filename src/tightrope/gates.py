@@ -1,0 +1,453 @@
+"""Gates: the positive diagonal P of y = P(p) · R(φ) · f(x).
+
+A gate is a frozen object that carries its tensors and gives the logarithm of its factor, shaped
+``[rows|1, heads|1, tokens|1, channels|1]``. Logarithms add where factors multiply, and differences of
+them are what a recurrence needs.
+
+``tied="pair"`` gives both channels of a pair one value: such a gate commutes with the rotation. A
+constant one then leaves scores a function of distance.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from ._errors import describe, sentence
+
+
+class Channels(NamedTuple):
+    """The channels of a head and which of them are pairs: as of a ``RopeSpec``."""
+
+    head_dim: int
+    start: int
+    rotary_dim: int
+    interleaved: bool
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs rotate."""
+        return self.rotary_dim // 2
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of pairs as values of channels; 0 for channels that do not rotate.
+
+        >>> Channels(6, 0, 4, False).spread(torch.tensor([1, 2])).tolist()
+        [1, 2, 1, 2, 0, 0]
+        >>> Channels(6, 2, 4, True).spread(torch.tensor([1, 2])).tolist()
+        [0, 0, 1, 1, 2, 2]
+        """
+        values = values.expand(*values.shape[:-1], self.pairs)
+        both = (
+            values.repeat_interleave(2, dim=-1)
+            if self.interleaved
+            else torch.cat((values, values), -1)
+        )
+        after = self.head_dim - self.start - self.rotary_dim
+        return torch.nn.functional.pad(both, (self.start, after))
+
+
+class Gate:
+    """What all gates are.
+
+    Attributes:
+        by_position: whether the factor depends on the position.
+    """
+
+    by_position: ClassVar[bool] = False
+
+    def log_factor(
+        self,
+        channels: Channels,
+        positions: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """The logarithm of the factor.
+
+        Args:
+            channels: of the head that is gated.
+            positions: ``[rows|1, tokens]`` of integers or floats; needed where ``by_position``.
+            dtype: of what is gated. The logarithm is float64 for float64, and float32 for all others.
+
+        Returns:
+            ``[rows|1, heads|1, tokens|1, channels|1]``.
+        """
+        raise NotImplementedError
+
+    def factor(
+        self,
+        channels: Channels,
+        positions: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """The factor itself; arguments and shape as of :meth:`log_factor`."""
+        return self.log_factor(channels, positions, dtype).exp()
+
+    def for_keys(self) -> Gate:
+        """What keys are multiplied by where this gate is said for queries and keys at once."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Scalar(Gate):
+    """One factor for everything.
+
+    Args:
+        value: a positive number, or a tensor ``()`` of one; learnable.
+
+    >>> Scalar(2.0).factor(Channels(4, 0, 4, False)).flatten().tolist()
+    [2.0]
+    """
+
+    value: float | torch.Tensor
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, torch.Tensor):
+            _check_floating("Scalar", "value", self.value)
+            if self.value.dim():
+                raise ValueError(sentence("Scalar", "value must have shape ()", value=self.value))
+        elif _number("Scalar", "value", self.value) <= 0:
+            raise ValueError(sentence("Scalar", f"value must be positive but got {self.value}"))
+
+    def log_factor(
+        self,
+        channels: Channels,  # noqa: ARG002
+        positions: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """As of :meth:`Gate.log_factor`."""
+        inside = _inside(dtype)
+        if isinstance(self.value, torch.Tensor):
+            return self.value.to(inside).log().reshape(1, 1, 1, 1)
+        device = None if positions is None else positions.device
+        return torch.full((1, 1, 1, 1), math.log(self.value), dtype=inside, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Exp(Gate):
+    """exp(γ), for each head and channel.
+
+    Args:
+        gamma: floating ``(channels,)`` or ``(heads|1, channels|1)``; with ``tied="pair"`` pairs in
+            place of channels. Learnable.
+        tied: None, or "pair".
+
+    >>> gate = Exp(torch.tensor([0.5, -0.5]), tied="pair")
+    >>> gate.log_factor(Channels(4, 0, 4, True)).flatten().tolist()
+    [0.5, 0.5, -0.5, -0.5]
+    """
+
+    gamma: torch.Tensor
+    tied: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_rows("Exp", "gamma", self.gamma, self.tied)
+
+    def log_factor(
+        self,
+        channels: Channels,
+        positions: torch.Tensor | None = None,  # noqa: ARG002
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """As of :meth:`Gate.log_factor`."""
+        return _rows("Exp", "gamma", self.gamma, self.tied, channels, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Slope(Gate):
+    """exp(slope · p): a factor that grows or shrinks along the positions.
+
+    Args:
+        slope: as gamma of :class:`Exp`, per position.
+        tied: None, or "pair".
+
+    >>> gate = Slope(torch.tensor([-1.0, 0.5]))
+    >>> gate.log_factor(Channels(2, 0, 2, True), torch.tensor([[0, 1, 2]]))[0, 0].tolist()
+    [[-0.0, 0.0], [-1.0, 0.5], [-2.0, 1.0]]
+    """
+
+    slope: torch.Tensor
+    tied: str | None = None
+    by_position: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_rows("Slope", "slope", self.slope, self.tied)
+
+    def log_factor(
+        self,
+        channels: Channels,
+        positions: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """As of :meth:`Gate.log_factor`."""
+        where = _needed("Slope", positions).to(_inside(dtype))[:, None, :, None]
+        return _rows("Slope", "slope", self.slope, self.tied, channels, dtype) * where
+
+
+@dataclass(frozen=True, eq=False)
+class Given(Gate):
+    """exp(g), for any g that somebody brings: one value per token of the call, head and channel.
+
+    Args:
+        log: g, floating ``(tokens|1, heads|1, channels|1)`` or ``(rows|1, tokens|1, heads|1,
+            channels|1)``; with ``tied="pair"`` pairs in place of channels. Learnable.
+        tied: None, or "pair".
+
+    >>> Given(torch.zeros(5, 2, 1)).factor(Channels(4, 0, 4, True)).shape
+    torch.Size([1, 2, 5, 1])
+    """
+
+    log: torch.Tensor
+    tied: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_floating("Given", "log", self.log)
+        _check_tied("Given", self.tied)
+        if self.log.dim() not in (3, 4):
+            raise ValueError(
+                sentence(
+                    "Given",
+                    "log must have shape (tokens, heads, channels) or (rows, tokens, heads, "
+                    "channels)",
+                    log=self.log,
+                )
+            )
+
+    def log_factor(
+        self,
+        channels: Channels,
+        positions: torch.Tensor | None = None,  # noqa: ARG002
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """As of :meth:`Gate.log_factor`."""
+        log = self.log if self.log.dim() == 4 else self.log[None]
+        return _widened("Given", "log", log, self.tied, channels, dtype).transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class XPos(Gate):
+    """xPos: queries shrink away from a centre as keys grow, so scores decay with the distance.
+
+    The factor of pair k at position p is ζ_k^((p − centre) / scale_base), with
+    ζ_k = (2k / rotary_dim + smoothing) / (1 + smoothing), and its inverse for keys. Scores do not
+    depend on the centre, but what is cached does: it is fixed, and said.
+
+    Args:
+        centre: the position where the factor is 1; the middle of what will be seen keeps numbers
+            small on both sides.
+        scale_base: positions over which the power rises by one.
+        smoothing: γ of the paper.
+        opposite: the inverse, for keys; see :meth:`for_keys`.
+
+    Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554), section 3.2.
+
+    >>> gate = XPos(centre=0, scale_base=1.0)
+    >>> where = torch.tensor([[0, 1]])
+    >>> both = gate.factor(Channels(4, 0, 4, True), where)
+    >>> torch.allclose(both * gate.for_keys().factor(Channels(4, 0, 4, True), where), torch.ones(()))
+    True
+    """
+
+    centre: float
+    scale_base: float = 512.0
+    smoothing: float = 0.4
+    opposite: bool = False
+    by_position: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _number("XPos", "centre", self.centre)
+        for name in ("scale_base", "smoothing"):
+            value = _number("XPos", name, getattr(self, name))
+            if value <= 0:
+                raise ValueError(sentence("XPos", f"{name} must be positive but got {value}"))
+
+    def for_keys(self) -> Gate:
+        """The gate with opposite exponents."""
+        return replace(self, opposite=not self.opposite)
+
+    def log_factor(
+        self,
+        channels: Channels,
+        positions: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """As of :meth:`Gate.log_factor`.
+
+        Raises:
+            ValueError: the factor, or its inverse, would overflow ``dtype``. On a device, where a look
+                would cost a synchronisation, and in compiled code, such a factor is NaN.
+        """
+        inside = _inside(dtype)
+        where = _needed("XPos", positions)
+        away = (where - self.centre).to(inside)[:, None, :, None] / self.scale_base
+        k = torch.arange(channels.pairs, dtype=torch.float64, device="cpu")
+        zeta = (2 * k / max(channels.rotary_dim, 1) + self.smoothing) / (1 + self.smoothing)
+        rate = channels.spread(zeta.log()).to(where.device, inside)
+        log = (-rate if self.opposite else rate) * away
+        # The inverse counts too: where one of the two underflows, the product is lost as well.
+        limit = math.log(torch.finfo(dtype).max)
+        if not _is_readable(where):
+            return torch.where(log.abs() <= limit, log, torch.nan)
+        if log.numel() and bool((log.abs() > limit).any()):
+            strongest = abs(math.log(self.smoothing / (1 + self.smoothing)))
+            reach = math.floor(limit * self.scale_base / strongest)
+            raise ValueError(
+                sentence(
+                    "XPos",
+                    f"positions must lie within {reach} of the centre {self.centre}, or the factor "
+                    f"overflows {str(dtype).removeprefix('torch.')}, but they reach from "
+                    f"{where.min().item()} to {where.max().item()}; choose another centre or a larger "
+                    "scale_base",
+                )
+            )
+        return log
+
+
+def apply(
+    operation: str,
+    name: str,
+    x: torch.Tensor,
+    gates: Sequence[Gate],
+    channels: Channels,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply by gates, with one rounding at the end.
+
+    Args:
+        operation, name: named in errors.
+        x: ``(rows, heads, tokens, channels)``.
+        gates: any number of them; their factors multiply.
+        channels, positions: as of :meth:`Gate.log_factor`.
+
+    Raises:
+        ValueError: a gate that does not fit x.
+
+    >>> half = Scalar(0.5)
+    >>> apply("demo", "x", torch.ones(1, 1, 1, 2), [half, half], Channels(2, 0, 2, True)).tolist()
+    [[[[0.25, 0.25]]]]
+    """
+    total: torch.Tensor | None = None
+    for gate in gates:
+        log = gate.log_factor(channels, positions, x.dtype).to(x.device)
+        for axis, own, size in zip(("rows", "heads", "tokens"), log.shape, x.shape):
+            if own not in (1, size):
+                raise ValueError(
+                    sentence(
+                        operation,
+                        f"the gate {type(gate).__name__} must have 1 or {size} {axis} for {name} but "
+                        f"got {own}",
+                        **{name: x},
+                    )
+                )
+        total = log if total is None else total + log
+    return x if total is None else (x * total.exp()).to(x.dtype)
+
+
+def pair(operation: str, gate: object) -> tuple[Gate | None, Gate | None]:
+    """A gate for both, or a pair of them, as the gates of queries and keys."""
+    both = gate if isinstance(gate, tuple) else (gate, gate)
+    if len(both) != 2 or not all(each is None or isinstance(each, Gate) for each in both):
+        raise TypeError(
+            sentence(
+                operation,
+                "gate must be None, a gate of tightrope.gates, or a pair of them for q and k, but got "
+                f"{describe(gate)}",
+            )
+        )
+    first, second = both
+    if gate is not both and second is not None:
+        second = second.for_keys()
+    return first, second
+
+
+def _inside(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _needed(operation: str, positions: torch.Tensor | None) -> torch.Tensor:
+    if positions is None:
+        raise ValueError(sentence(operation, "positions must be given but got None"))
+    return positions
+
+
+def _rows(
+    operation: str,
+    name: str,
+    values: torch.Tensor,
+    tied: str | None,
+    channels: Channels,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rows = values if values.dim() == 2 else values[None]
+    return _widened(operation, name, rows, tied, channels, dtype)[None, :, None]
+
+
+def _widened(
+    operation: str,
+    name: str,
+    values: torch.Tensor,
+    tied: str | None,
+    channels: Channels,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    width = channels.head_dim if tied is None else channels.pairs
+    if values.shape[-1] not in (1, width):
+        kind = "channels" if tied is None else "pairs"
+        raise ValueError(
+            sentence(
+                operation,
+                f"{name} must have 1 or {width} {kind} but got {values.shape[-1]}",
+                **{name: values},
+            )
+        )
+    values = values.to(_inside(dtype))
+    return values if tied is None else channels.spread(values)
+
+
+def _check_rows(operation: str, name: str, values: object, tied: object) -> None:
+    _check_floating(operation, name, values)
+    _check_tied(operation, tied)
+    if isinstance(values, torch.Tensor) and values.dim() not in (1, 2):
+        kind = "channels" if tied is None else "pairs"
+        raise ValueError(
+            sentence(
+                operation,
+                f"{name} must have shape ({kind},) or (heads, {kind})",
+                **{name: values},
+            )
+        )
+
+
+def _check_floating(operation: str, name: str, values: object) -> None:
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        raise TypeError(
+            sentence(operation, f"{name} must be a floating tensor but got {describe(values)}")
+        )
+
+
+def _check_tied(operation: str, tied: object) -> None:
+    if tied not in (None, "pair"):
+        raise ValueError(sentence(operation, f"tied must be None or 'pair' but got {tied!r}"))
+
+
+def _number(operation: str, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(sentence(operation, f"{name} must be a number but got {describe(value)}"))
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(sentence(operation, f"{name} must be finite but got {number}"))
+    return number
+
+
+def _is_readable(values: torch.Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and values.device.type == "cpu"
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+    )

@@ -1,0 +1,10 @@
+"""Modules: they hold a spec and parameters, and call the functions."""
+
+from __future__ import annotations
+
+from .polar import (
+    KVCache as KVCache,
+    PolarRoPEAttention as PolarRoPEAttention,
+    PolarRoPEHead as PolarRoPEHead,
+)
+from .rotary import RotaryPositionalEmbedding as RotaryPositionalEmbedding

@@ -1,0 +1,445 @@
+"""Polar attention: queries and keys are rotated by a position, and scaled by a positive gate."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from .. import functional, gates as gates_, gating
+from .._errors import describe, sentence
+from ..gates import Channels, Exp, Gate, Slope
+from ..positions import PositionsLike
+from ..spec import PreparedRotation, RopeSpec
+
+GateOption: TypeAlias = str | Gate | tuple[Gate | None, Gate | None] | None
+
+
+class KVCache:
+    """Rotated and gated keys, and values, of the tokens so far: for decoding.
+
+    Attributes:
+        k, v: ``(batch, kv_heads, tokens, d_head)``; None before the first token.
+
+    >>> KVCache().tokens
+    0
+    """
+
+    def __init__(self) -> None:
+        self.k: torch.Tensor | None = None
+        self.v: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it holds."""
+        return 0 if self.k is None else self.k.shape[2]
+
+    def append_(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values of new tokens, and return all."""
+        if self.k is not None and self.v is not None:
+            k, v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
+        self.k, self.v = k, v
+        return k, v
+
+
+class _QueryHead(torch.nn.Module):
+    """The parameters of a head that uses the keys and values of another."""
+
+    gamma: torch.Tensor
+    slope: torch.Tensor
+
+    def __init__(
+        self, d_model: int, d_head: int, use_spd: bool, tied: str | None, factory: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.use_spd = use_spd
+        self.tied = tied
+        self.q_proj = torch.nn.Linear(d_model, d_head, bias=False, **factory)
+
+
+class PolarRoPEHead(_QueryHead):
+    """One head of polar attention, not causal: rotation by tables, and a gate exp(γ) per channel.
+
+    Args:
+        d_model: channels of the input.
+        d_head: channels of the head; even.
+        use_spd: whether there is a gate; it begins as 1.
+        tied: "pair" gives both channels of a pair one γ, so that scores depend on distances only.
+        device, dtype: of the parameters.
+
+    Source: RoFormer (arXiv 2104.09864) for the rotation; the gate is the positive factor of the polar
+    decomposition of a position operator.
+
+    >>> head = PolarRoPEHead(32, 8)
+    >>> head(torch.randn(2, 5, 32), *functional.build_freqs_cis(5, 8)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_head: int,
+        use_spd: bool = True,
+        *,
+        tied: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_even("PolarRoPEHead", d_head)
+        _check_tied("PolarRoPEHead", tied)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(d_model, d_head, use_spd, tied, factory)
+        self.k_proj = torch.nn.Linear(d_model, d_head, bias=False, **factory)
+        self.v_proj = torch.nn.Linear(d_model, d_head, bias=False, **factory)
+        if use_spd:
+            width = d_head if tied is None else d_head // 2
+            self.gamma = torch.nn.Parameter(torch.zeros(width, **factory))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            x: ``(batch, tokens, d_model)``.
+            cos, sin: ``(tokens, d_head / 2)``, as of :func:`functional.build_freqs_cis`.
+
+        Returns:
+            ``(batch, tokens, d_head)``.
+        """
+        name, width = type(self).__name__, self.q_proj.out_features
+        _check_input(name, x, self.q_proj.in_features)
+        want = (x.shape[1], width // 2)
+        if any(not isinstance(t, torch.Tensor) or t.shape != want for t in (cos, sin)):
+            raise ValueError(
+                sentence(name, f"cos and sin must have shape {want}", x=x, cos=cos, sin=sin)
+            )
+        q, k, v = (each(x)[:, None] for each in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = functional.rotary_apply(q, cos, sin), functional.rotary_apply(k, cos, sin)
+        if self.use_spd:
+            gate, channels = Exp(self.gamma, self.tied), Channels(width, 0, width, True)
+            q = gates_.apply(name, "q", q, [gate], channels)
+            k = gates_.apply(name, "k", k, [gate], channels)
+        return scaled_dot_product_attention(q, k, v)[:, 0]
+
+
+class PolarRoPEAttention(torch.nn.Module):
+    """Multi-head polar attention: softmax of rotated and gated products, not causal by default.
+
+    Parameters stay one per head, ``heads.{i}.q_proj.weight``, ``heads.{i}.gamma``, and
+    ``out.weight``; the projections of all heads are computed as one. What replaces or hooks the
+    ``q_proj`` of a head is not called: only its weight is read.
+
+    Args:
+        d_model: channels of the input and of the output.
+        num_heads: how many heads.
+        d_head: channels of each; even.
+        use_spd: whether each head has a gate exp(γ) per channel, ``heads.{i}.gamma``; it begins as 1.
+        num_kv_heads: groups of heads that share keys and values; each has those, and the gate of its
+            keys, of its first head. ``num_heads`` by default.
+        causal: whether a token sees only itself and those before it.
+        dropout: share of attention weights dropped while training.
+        spec: the rotation; by default interleaved, over all channels, with base 10000.
+        gate: what multiplies queries and keys besides: None; "slope", a learnable
+            ``heads.{i}.slope`` with exp(slope · p), which begins as 1; or a gate of
+            :mod:`tightrope.gates`, or one each for queries and keys. Tensors of such a gate are no
+            parameters of this module.
+        tied: "pair" gives γ and slope one value per pair that rotates, so that they commute with the
+            rotation.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: options that do not fit, each with its sentence.
+
+    Source: as of :class:`PolarRoPEHead`; grouped heads: Ainslie et al. (arXiv 2305.13245).
+
+    >>> attention = PolarRoPEAttention(32, 4, 8)
+    >>> attention(torch.randn(2, 5, 32)).shape
+    torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        d_head: int,
+        use_spd: bool = True,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        spec: RopeSpec | None = None,
+        gate: GateOption = None,
+        tied: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(
+                sentence(
+                    name,
+                    "num_heads must be a positive multiple of num_kv_heads but got "
+                    f"{num_heads} and {kv_heads}",
+                )
+            )
+        _check_even(name, d_head)
+        if spec is None:
+            spec = RopeSpec(d_head, interleaved=True)
+        elif not isinstance(spec, RopeSpec) or spec.head_dim != d_head:
+            raise ValueError(
+                sentence(name, f"spec must be a RopeSpec with head_dim={d_head} but got {spec!r}")
+            )
+        _check_tied(name, tied)
+        if isinstance(gate, str) and gate != "slope":
+            raise ValueError(
+                sentence(
+                    name,
+                    f"gate must be None, 'slope' or a gate of tightrope.gates but got {gate!r}",
+                )
+            )
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(sentence(name, f"dropout must lie in [0, 1) but got {dropout}"))
+        self.spec = spec
+        self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, kv_heads
+        self.d_head, self.use_spd, self.causal = d_head, use_spd, causal
+        self.dropout, self.tied = dropout, tied
+        self.has_slope = gate == "slope"
+        self._gates = (None, None) if isinstance(gate, str) else gates_.pair(name, gate)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        width = d_head if tied is None else spec.rotary_dim // 2
+        self.heads = torch.nn.ModuleList()
+        for i in range(num_heads):
+            # The order of the seed, so that one random state gives its parameters.
+            head: _QueryHead
+            if i % (num_heads // kv_heads):
+                head = _QueryHead(d_model, d_head, use_spd, tied, factory)
+            else:
+                head = PolarRoPEHead(d_model, d_head, use_spd, tied=tied, **factory)
+            if use_spd:
+                head.gamma = torch.nn.Parameter(torch.zeros(width, **factory))
+            if self.has_slope:
+                head.slope = torch.nn.Parameter(torch.zeros(width, **factory))
+            self.heads.append(head)
+        self.out = torch.nn.Linear(num_heads * d_head, d_model, bias=False, **factory)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        positions: PositionsLike | PreparedRotation = None,
+        attn_mask: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+        gate: Gate | tuple[Gate | None, Gate | None] | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            x: ``(batch, tokens, d_model)``.
+            positions: where the tokens are, as of :func:`functional.rotate`, or what ``spec.at``
+                prepared; by default they go on from the tokens of the cache.
+            attn_mask: ``(tokens, keys)`` or ``(batch|1, heads|1, tokens|1, keys)``, keys those of the
+                cache and of x: bool, true where a token may look, or floating, added to scores.
+            padding_mask: bool ``(batch, keys)``: true for tokens, false for padding. A token that
+                may look nowhere gets 0.
+            gate: another gate, for this call, such as a :class:`tightrope.gates.Given` of its tokens.
+            cache: the tokens before; those of x are appended to it. Needs ``causal``.
+
+        Returns:
+            ``(batch, tokens, d_model)``.
+
+        Raises:
+            TypeError, ValueError: arguments that do not fit, each with its sentence.
+        """
+        name = type(self).__name__
+        _check_input(name, x, self.d_model)
+        if cache is not None:
+            self._check_cache(name, x, cache)
+            if positions is None:
+                positions = cache.tokens
+        rope: RopeSpec | PreparedRotation = self.spec
+        where: PositionsLike = None
+        if isinstance(positions, PreparedRotation):
+            rope = positions
+            if rope.spec != self.spec:
+                raise ValueError(
+                    sentence(name, f"positions must be of {self.spec!r} but got {rope.spec!r}")
+                )
+        else:
+            where = positions
+        q, k, v = self._project(x)
+        if torch.is_grad_enabled() and q.requires_grad:
+            q, k = functional.rotate_qk(q, k, rope, where)
+        else:
+            # Nobody else sees the projections.
+            q, k = functional.rotate_qk_(q, k, rope, where)
+        q, k = gating.apply(name, q, k, *self._all_gates(gate), rope, where)
+        if cache is not None:
+            k, v = cache.append_(k, v)
+        mask, is_causal = self._mask(name, q, k, attn_mask, padding_mask)
+        y = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=is_causal,
+            scale=self.spec.softmax_scaling / math.sqrt(self.d_head),
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of all heads, ``(batch, heads, tokens, d_head)``, in one product."""
+        firsts = self._firsts()
+        weight = torch.cat(
+            [
+                *(head.q_proj.weight for head in self._every()),
+                *(head.k_proj.weight for head in firsts),
+                *(head.v_proj.weight for head in firsts),
+            ]
+        )
+        every = linear(x, weight).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+        ends = self.num_heads, self.num_heads + self.num_kv_heads
+        return every[:, : ends[0]], every[:, ends[0] : ends[1]], every[:, ends[1] :]
+
+    def _every(self) -> list[Any]:
+        return list(self.heads)
+
+    def _firsts(self) -> list[Any]:
+        """The heads that have keys and values."""
+        return self._every()[:: self.num_heads // self.num_kv_heads]
+
+    def _all_gates(self, gate: Any) -> tuple[list[Gate | None], list[Gate | None]]:
+        """The gates of queries and those of keys."""
+        for_q, for_k = ([one, other] for one, other in zip(self._gates, self._pair(gate)))
+        for heads, gates in ((self._every(), for_q), (self._firsts(), for_k)):
+            if self.use_spd:
+                gates.append(Exp(torch.stack([head.gamma for head in heads]), self.tied))
+            if self.has_slope:
+                gates.append(Slope(torch.stack([head.slope for head in heads]), self.tied))
+        return for_q, for_k
+
+    def _pair(self, gate: Any) -> tuple[Gate | None, Gate | None]:
+        return gates_.pair(type(self).__name__, gate)
+
+    def _mask(
+        self,
+        name: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        given: torch.Tensor | None,
+        padding: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, bool]:
+        """One mask of all, or None; and whether it is causal and nothing else."""
+        rows, heads, tokens, _ = q.shape
+        keys = k.shape[2]
+        if given is None and padding is None and (not self.causal or keys == tokens):
+            return None, self.causal
+        mask = None
+        if self.causal:
+            square = torch.ones(tokens, keys, dtype=torch.bool, device=q.device)
+            mask = square.tril(keys - tokens)
+        if padding is not None:
+            if (
+                not isinstance(padding, torch.Tensor)
+                or padding.dtype != torch.bool
+                or padding.shape != (rows, keys)
+            ):
+                raise ValueError(
+                    sentence(
+                        name,
+                        f"padding_mask must be bool[{rows}, {keys}], true for tokens, but got "
+                        f"{describe(padding)}",
+                    )
+                )
+            seen = padding[:, None, None]
+            mask = seen if mask is None else mask & seen
+        if given is None:
+            return mask, False
+        _check_mask(name, given, (rows, heads, tokens, keys))
+        if given.dtype == torch.bool:
+            return given if mask is None else mask & given, False
+        added = given.to(q.dtype)
+        return added if mask is None else added.masked_fill(~mask, -torch.inf), False
+
+    def _check_cache(self, name: str, x: torch.Tensor, cache: KVCache) -> None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(sentence(name, f"cache must be a KVCache but got {cache!r}"))
+        if not self.causal:
+            raise ValueError(
+                sentence(name, "causal must be True with a cache, whose keys see no later tokens")
+            )
+        if self.spec.by_length:
+            raise ValueError(
+                sentence(
+                    name,
+                    "cache must be None where the frequencies depend on the length, since its keys "
+                    "were rotated for a shorter one",
+                    spec=self.spec,
+                )
+            )
+        if cache.k is not None and cache.k.shape[0] != x.shape[0]:
+            raise ValueError(
+                sentence(
+                    name,
+                    f"x must have the {cache.k.shape[0]} rows of the cache",
+                    x=x,
+                    cache=cache.k,
+                )
+            )
+
+    def extra_repr(self) -> str:
+        """What stands in the parentheses of the repr."""
+        return (
+            f"d_model={self.d_model}, num_heads={self.num_heads}, d_head={self.d_head}, "
+            f"use_spd={self.use_spd}, num_kv_heads={self.num_kv_heads}, causal={self.causal}"
+        )
+
+
+def _check_even(name: str, d_head: object) -> None:
+    try:
+        odd = operator.index(d_head) % 2  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(sentence(name, f"d_head must be an int but got {d_head!r}")) from None
+    if odd:
+        raise ValueError(sentence(name, f"d_head must be even but got {d_head}"))
+
+
+def _check_tied(name: str, tied: object) -> None:
+    if tied not in (None, "pair"):
+        raise ValueError(sentence(name, f"tied must be None or 'pair' but got {tied!r}"))
+
+
+def _check_input(name: str, x: object, width: int) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(sentence(name, f"x must be a tensor but got {describe(x)}"))
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(sentence(name, f"x must have shape (batch, tokens, {width})", x=x))
+
+
+def _check_mask(name: str, mask: object, full: tuple[int, int, int, int]) -> None:
+    rows, heads, tokens, keys = full
+    if not isinstance(mask, torch.Tensor) or not (
+        mask.dtype == torch.bool or mask.is_floating_point()
+    ):
+        raise TypeError(
+            sentence(name, f"attn_mask must be a bool or floating tensor but got {describe(mask)}")
+        )
+    shape = mask.shape if mask.dim() == 4 else (1, 1, *mask.shape)
+    fits = len(shape) == 4 and all(
+        own == size or (own == 1 and axis != 3) for axis, (own, size) in enumerate(zip(shape, full))
+    )
+    if not fits:
+        raise ValueError(
+            sentence(
+                name,
+                f"attn_mask must have shape ({tokens}, {keys}) or ({rows}|1, {heads}|1, {tokens}|1, "
+                f"{keys})",
+                attn_mask=mask,
+            )
+        )

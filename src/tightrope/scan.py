@@ -1,0 +1,283 @@
+"""Attention without softmax as a gated recurrence, on queries and keys that are rotated already.
+
+    S_t = diag(exp(a_t)) S_{t−1} + k_t v_tᵀ        o_t = S_tᵀ q_t        a <= 0
+
+so that o_t = Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i.
+
+A block of tokens is computed at once from the state before it. Every exponential is of a sum of
+decays, each sum added up on its own and never as a difference of two: none overflows, and a strong
+decay does not take the digits of the weak ones around it. −∞ forgets everything before a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ._errors import sentence
+
+# Tokens whose decays differ by channel are weighed pair by pair, in (block, block, channels) numbers.
+BLOCK = 16
+
+FORMS = ("chunked", "quadratic", "step")
+
+
+class PolarState(NamedTuple):
+    """What a scan carries from one call to the next.
+
+    Attributes:
+        memory: S, float32 or float64 ``(rows, kv_heads, channels, values)``.
+        tokens: how many tokens it has seen: the position of the next, unless positions say another.
+    """
+
+    memory: torch.Tensor
+    tokens: int
+
+
+def quadratic(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: each token against all before it.
+
+    Args:
+        q: ``(rows, kv_heads, group, tokens, channels)``.
+        k: ``(rows, kv_heads, tokens, channels)``.
+        v: ``(rows, kv_heads, tokens, values)``.
+        decay: logarithms, ``(rows|1, kv_heads|1, tokens, channels|1)``.
+        state: S before the first token, ``(rows, kv_heads, channels, values)``.
+
+    Returns:
+        ``(rows, kv_heads, group, tokens, values)``, and the state after the last token.
+    """
+    tokens = k.shape[2]
+    since = decay.cumsum(2)
+    out = (q * since.exp()[:, :, None]) @ state[:, :, None]
+    # between[t, i] = a_{i+1} + … + a_t, and −∞ where i > t.
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril(-1)[..., None]
+    between = torch.where(later, decay[:, :, :, None], 0.0).cumsum(2)
+    never = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).triu(1)[..., None]
+    weight = between.masked_fill(never, -torch.inf).exp()
+    if decay.shape[-1] == 1:
+        scores = (q @ k[:, :, None].mT) * weight[:, :, None, ..., 0]
+    else:
+        weighed = weight * k[:, :, None]
+        scores = (q.transpose(2, 3) @ weighed.mT).transpose(2, 3)
+    out = out + scores @ v[:, :, None]
+    # What each token has lost by the end: the decays after it.
+    rest = decay[:, :, 1:].flip(2).cumsum(2).flip(2)
+    rest = torch.nn.functional.pad(rest, (0, 0, 0, 1)).exp()
+    return out, since[:, :, -1:].mT.exp() * state + (k * rest).mT @ v
+
+
+def chunked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    state: torch.Tensor,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks one after the other, in time and memory that grow with the number of tokens.
+
+    Args: as of :func:`quadratic`, and how many tokens there are between two states that are kept for
+    the backward pass, which computes what lies between them again.
+    """
+    again = (
+        torch.is_grad_enabled()
+        and any(x.requires_grad for x in (q, k, v, decay, state))
+        # Transforms cannot save by recomputing.
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+    outs = []
+    # Split rather than sliced: the gradient of all parts is then put together once.
+    for part in _parts(chunk, q, k, v, decay):
+        if again:
+            out, state = checkpoint(
+                _blocks, *part, state, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            out, state = _blocks(*part, state)
+        outs.append(out)
+    return torch.cat(outs, 3), state
+
+
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    block = k.shape[2] if decay.shape[-1] == 1 else BLOCK
+    outs = []
+    for part in _parts(block, q, k, v, decay):
+        out, state = quadratic(*part, state)
+        outs.append(out)
+    return torch.cat(outs, 3), state
+
+
+def _parts(
+    size: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor
+) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    return zip(q.split(size, -2), k.split(size, -2), v.split(size, -2), decay.split(size, -2))
+
+
+def stepped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence as it stands, token by token: for decoding.
+
+    Args: as of :func:`quadratic`.
+    """
+    outs = []
+    for q_t, k_t, v_t, a_t in zip(*(x.unbind(-2) for x in (q, k, v, decay))):
+        state = a_t.exp()[..., None] * state + k_t[..., None] * v_t[..., None, :]
+        outs.append(q_t @ state)
+    return torch.stack(outs, 3), state
+
+
+def decays(operation: str, given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
+    """Decays of each token as the forms above take them.
+
+    Args:
+        operation: named in errors.
+        given: None for no decay; a number; or a tensor ``()``, ``(kv_heads|1, channels|1)`` or
+            ``(rows|1, kv_heads|1, tokens|1, channels|1)``.
+        k: ``(rows, kv_heads, tokens, channels)``, in the precision of the computation.
+    """
+    tokens = k.shape[2]
+    if given is None:
+        return k.new_zeros(1, 1, tokens, 1)
+    if isinstance(given, torch.Tensor):
+        if not given.is_floating_point():
+            raise TypeError(
+                sentence(operation, f"log_decay must be floating but got {given.dtype}")
+            )
+        shape = {0: (1, 1, 1, 1), 2: (1, *given.shape[:1], 1, *given.shape[1:]), 4: given.shape}
+        view = given.reshape(shape[given.dim()]) if given.dim() in shape else None
+        if view is None or any(own not in (1, n) for own, n in zip(view.shape, k.shape)):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"log_decay must have shape (), ({k.shape[1]}|1, {k.shape[3]}|1) or "
+                    f"({k.shape[0]}|1, {k.shape[1]}|1, {tokens}|1, {k.shape[3]}|1), for the rows, "
+                    "heads, tokens and channels of k",
+                    log_decay=given,
+                )
+            )
+        if _is_readable(given) and bool((given > 0).any()):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"log_decay must not be positive but reaches {given.max().item()}",
+                    log_decay=given,
+                )
+            )
+        made = view.to(k)
+    else:
+        if isinstance(given, bool) or not isinstance(given, (int, float)):
+            raise TypeError(
+                sentence(
+                    operation, f"log_decay must be None, a number or a tensor but got {given!r}"
+                )
+            )
+        if not given <= 0:
+            raise ValueError(sentence(operation, f"log_decay must not be positive but got {given}"))
+        made = k.new_full((1, 1, 1, 1), float(given))
+    return made.expand(-1, -1, tokens, -1)
+
+
+def values_of(
+    operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: object,
+    to_bhsd: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """v in the order of q and k, which are checked already, after a look at all three.
+
+    Args:
+        operation: named in errors.
+        q, k: ``(rows, heads, tokens, channels)``.
+        v: what the user gave.
+        to_bhsd: brings it to the order of q and k.
+    """
+    if q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(
+            sentence(
+                operation,
+                f"q must have a multiple of the {k.shape[1]} heads of k but got {q.shape[1]}",
+            )
+        )
+    if not isinstance(v, torch.Tensor) or v.dtype != k.dtype or v.device != k.device:
+        raise TypeError(sentence(operation, f"v must be a tensor of {k.dtype} on {k.device}", v=v))
+    view = to_bhsd(v) if v.dim() == 4 else v
+    if v.dim() != 4 or view.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            sentence(
+                operation,
+                f"v must have the {k.shape[0]} rows, {k.shape[1]} heads and {k.shape[2]} tokens of k",
+                v=v,
+            )
+        )
+    return view
+
+
+def run(
+    operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor | float | None,
+    state: PolarState | None,
+    form: str,
+    chunk: int,
+) -> tuple[torch.Tensor, PolarState]:
+    """Scan, from tensors ``(rows, heads, tokens, channels)`` of any floating type.
+
+    16-bit tensors are computed with in float32, and the result rounded once.
+    """
+    inside = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows, heads, tokens, channels = q.shape
+    kv_heads, values = k.shape[1], v.shape[3]
+    dtype, seen = q.dtype, 0
+    q, k, v = (x.to(inside) for x in (q, k, v))
+    each = decays(operation, decay, k)
+    if state is None:
+        memory = k.new_zeros(rows, kv_heads, channels, values)
+    else:
+        _check_state(operation, state, (rows, kv_heads, channels, values), inside)
+        memory, seen = state
+    if tokens == 0:
+        return q.new_zeros(rows, heads, 0, values, dtype=dtype), PolarState(memory, seen)
+    groups = q.unflatten(1, (kv_heads, -1))
+    if form == "chunked":
+        out, memory = chunked(groups, k, v, each, memory, chunk)
+    else:
+        out, memory = (quadratic if form == "quadratic" else stepped)(groups, k, v, each, memory)
+    return out.flatten(1, 2).to(dtype), PolarState(memory, seen + tokens)
+
+
+def _check_state(operation: str, state: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not isinstance(state, PolarState):
+        raise TypeError(
+            sentence(operation, f"state must be what {operation} returned but got {state!r}")
+        )
+    if state.memory.shape != shape or state.memory.dtype != dtype:
+        want = ", ".join(map(str, shape))
+        raise ValueError(
+            sentence(
+                operation,
+                f"state must have a memory {str(dtype).removeprefix('torch.')}[{want}] for this q, k "
+                "and v",
+                memory=state.memory,
+            )
+        )
+
+
+def _is_readable(values: torch.Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and values.device.type == "cpu"
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+    )

@@ -1,0 +1,262 @@
+"""Gates: the factor that each gives, to which channel, and what is refused."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from tightrope import gates
+from tightrope.gates import Channels, Exp, Given, Scalar, Slope, XPos
+from tolerances import assert_near
+
+CHANNELS = Channels(8, 0, 8, True)
+HALF = Channels(8, 2, 4, False)
+WHERE = torch.tensor([[0, 1, 5], [7, -3, 2]])
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def pair_of(channels: Channels, channel: int) -> int | None:
+    """Which pair a channel is in, written out."""
+    i = channel - channels.start
+    if not 0 <= i < channels.rotary_dim:
+        return None
+    return i // 2 if channels.interleaved else i % (channels.rotary_dim // 2)
+
+
+def tied(channels: Channels, values: torch.Tensor) -> torch.Tensor:
+    """Values of pairs (..., pairs) as those of channels, one by one."""
+    columns = []
+    for channel in range(channels.head_dim):
+        pair = pair_of(channels, channel)
+        columns.append(torch.zeros_like(values[..., 0]) if pair is None else values[..., pair])
+    return torch.stack(columns, -1)
+
+
+def test_exp_is_the_formula_of_the_seed() -> None:
+    gamma = noise(3, 8)
+    got = Exp(gamma).factor(CHANNELS, dtype=torch.float64)
+    assert_near(got, gamma.exp()[None, :, None], "float64 ways")
+    one = Exp(gamma[0]).factor(CHANNELS, dtype=torch.float64)
+    assert_near(one, gamma[0].exp()[None, None, None], "float64 ways")
+
+
+@pytest.mark.parametrize(
+    "channels", [CHANNELS, HALF, Channels(8, 0, 6, True), Channels(8, 2, 6, False)]
+)
+def test_tied_gives_both_channels_of_a_pair_one_value(channels: Channels) -> None:
+    values = noise(3, channels.pairs)
+    wanted = tied(channels, values)[None, :, None]
+    got = Exp(values, tied="pair").log_factor(channels, dtype=torch.float64)
+    assert torch.equal(got, wanted)
+    where = WHERE.double()[:, None, :, None]
+    got = Slope(values, tied="pair").log_factor(channels, WHERE, torch.float64)
+    assert_near(got, wanted * where, "float64 ways")
+    got = Given(values[:, None], tied="pair").log_factor(channels, dtype=torch.float64)
+    assert torch.equal(got, tied(channels, values)[None, None])
+
+
+def test_slope_grows_with_the_position() -> None:
+    slope = noise(3, 8)
+    got = Slope(slope).log_factor(CHANNELS, WHERE, torch.float64)
+    assert got.shape == (2, 3, 3, 8)
+    for row in range(2):
+        for token in range(3):
+            wanted = slope * WHERE[row, token]
+            assert_near(got[row, :, token], wanted, "float64 ways")
+
+
+def test_given_is_positions_by_heads_by_channels() -> None:
+    log = noise(2, 5, 3, 8)
+    got = Given(log).log_factor(CHANNELS, dtype=torch.float64)
+    assert torch.equal(got, log.transpose(1, 2))
+    assert torch.equal(
+        Given(log[0]).log_factor(CHANNELS, dtype=torch.float64), log[:1].transpose(1, 2)
+    )
+    assert Given(noise(1, 1, 1)).factor(CHANNELS).shape == (1, 1, 1, 1)
+
+
+def test_scalar() -> None:
+    assert_near(
+        Scalar(3.0).factor(CHANNELS, dtype=torch.float64),
+        torch.full((1, 1, 1, 1), 3.0, dtype=torch.float64),
+        "float64 ways",
+    )
+    value = torch.tensor(3.0, requires_grad=True)
+    Scalar(value).factor(CHANNELS).sum().backward()
+    assert value.grad is not None
+    assert_near(value.grad, torch.tensor(1.0), "float32 ways")
+
+
+def test_xpos_is_the_formula_of_the_paper() -> None:
+    gate = XPos(centre=4, scale_base=32.0, smoothing=0.4)
+    got = gate.factor(HALF, WHERE, torch.float64)
+    for row in range(2):
+        for token in range(3):
+            for channel in range(8):
+                pair = pair_of(HALF, channel)
+                zeta = 1.0 if pair is None else (2 * pair / 4 + 0.4) / 1.4
+                wanted = zeta ** ((WHERE[row, token].item() - 4) / 32)
+                assert math.isclose(got[row, 0, token, channel].item(), wanted, rel_tol=1e-12)
+    opposite = gate.for_keys().factor(HALF, WHERE, torch.float64)
+    assert_near(got * opposite, torch.ones_like(got), "float64 ways")
+    assert gates.pair("demo", gate)[1].log_factor(HALF, WHERE)[0, 0, 2, 2] > 0
+    assert gate.for_keys().for_keys().log_factor(HALF, WHERE).equal(gate.log_factor(HALF, WHERE))
+
+
+def test_xpos_does_not_depend_on_what_else_is_there() -> None:
+    """The field takes the middle of the call as the centre, so a cached key has another one."""
+    gate = XPos(centre=0)
+    alone = gate.factor(CHANNELS, torch.tensor([[9]]))
+    among = gate.factor(CHANNELS, torch.arange(32)[None])
+    assert torch.equal(alone[0, 0, 0], among[0, 0, 9])
+
+
+def test_xpos_up_to_the_last_position_that_fits() -> None:
+    gate = XPos(centre=0)
+    last = 36260  # floor(ln(largest float32) · 512 / ln(1.4 / 0.4))
+    for sign in (1, -1):
+        got = gate.factor(CHANNELS, torch.tensor([[sign * last]]))
+        assert got.isfinite().all()
+        assert (got > 0).all()
+    with pytest.raises(ValueError, match="overflows float32"):
+        gate.factor(CHANNELS, torch.tensor([[last + 1]]))
+
+
+def test_xpos_without_a_look_gives_nan_where_it_would_overflow() -> None:
+    gate = XPos(centre=0)
+    where = torch.tensor([[1.0, 1e9]])
+    got = torch.func.vmap(lambda w: gate.factor(CHANNELS, w[None]))(where)
+    assert got[..., 0, :].isfinite().all()
+    assert got[..., 1, 0].isnan().all()
+
+
+def test_apply_multiplies_and_rounds_once() -> None:
+    x = noise(2, 3, 5, 8).to(torch.bfloat16)
+    gamma = noise(3, 8).float()
+    two = gates.apply("demo", "x", x, [Exp(gamma), Scalar(2.0)], CHANNELS)
+    wanted = (x.double() * gamma.double().exp()[None, :, None] * 2).to(torch.bfloat16)
+    assert two.dtype == torch.bfloat16
+    assert (
+        two != wanted
+    ).double().mean() < 0.01  # the factor is in float32; ties may fall otherwise
+    assert gates.apply("demo", "x", x, [], CHANNELS) is x
+
+
+def test_gradients() -> None:
+    x = noise(2, 3, 3, 8).requires_grad_()
+    gamma, slope, log = (noise(*s).requires_grad_() for s in ((3, 8), (3, 4), (3, 1, 8)))
+    where = WHERE.double().requires_grad_()
+
+    def run(x: torch.Tensor, *ts: torch.Tensor) -> torch.Tensor:
+        gamma, slope, log, where = ts
+        parts = [Exp(gamma), Slope(slope / 10, tied="pair"), Given(log)]
+        return gates.apply("demo", "x", x, parts, CHANNELS, where)
+
+    assert torch.autograd.gradcheck(run, (x, gamma, slope, log, where))
+    assert torch.autograd.gradgradcheck(run, (x, gamma, slope, log, where))
+
+
+X = torch.zeros(2, 3, 5, 8)
+FAR = torch.tensor([[0, 100_000]])
+CASES = {
+    "scalar that is not positive": (
+        lambda: Scalar(0.0),
+        ValueError,
+        "[Scalar] value must be positive but got 0.0.",
+    ),
+    "scalar of text": (
+        lambda: Scalar("1"),
+        TypeError,
+        "[Scalar] value must be a number but got '1'.",
+    ),
+    "scalar of a row": (
+        lambda: Scalar(torch.zeros(2)),
+        ValueError,
+        "[Scalar] value must have shape () (value: float32[2]).",
+    ),
+    "gamma of integers": (
+        lambda: Exp(torch.zeros(8, dtype=torch.int64)),
+        TypeError,
+        "[Exp] gamma must be a floating tensor but got int64[8].",
+    ),
+    "gamma of three dimensions": (
+        lambda: Exp(torch.zeros(1, 2, 8)),
+        ValueError,
+        "[Exp] gamma must have shape (channels,) or (heads, channels) (gamma: float32[1, 2, 8]).",
+    ),
+    "gamma of another width": (
+        lambda: Exp(torch.zeros(7)).factor(CHANNELS),
+        ValueError,
+        "[Exp] gamma must have 1 or 8 channels but got 7 (gamma: float32[1, 7]).",
+    ),
+    "tied gamma of another width": (
+        lambda: Exp(torch.zeros(8), tied="pair").factor(CHANNELS),
+        ValueError,
+        "[Exp] gamma must have 1 or 4 pairs but got 8 (gamma: float32[1, 8]).",
+    ),
+    "unknown tie": (
+        lambda: Slope(torch.zeros(8), tied="head"),
+        ValueError,
+        "[Slope] tied must be None or 'pair' but got 'head'.",
+    ),
+    "slope without positions": (
+        lambda: Slope(torch.zeros(8)).factor(CHANNELS),
+        ValueError,
+        "[Slope] positions must be given but got None.",
+    ),
+    "given of two dimensions": (
+        lambda: Given(torch.zeros(5, 8)),
+        ValueError,
+        "[Given] log must have shape (tokens, heads, channels) or (rows, tokens, heads, channels) "
+        "(log: float32[5, 8]).",
+    ),
+    "xPos without a scale": (
+        lambda: XPos(0, scale_base=0),
+        ValueError,
+        "[XPos] scale_base must be positive but got 0.0.",
+    ),
+    "xPos around infinity": (
+        lambda: XPos(math.inf),
+        ValueError,
+        "[XPos] centre must be finite but got inf.",
+    ),
+    "xPos that overflows": (
+        lambda: XPos(centre=0).factor(CHANNELS, FAR, torch.float32),
+        ValueError,
+        "[XPos] positions must lie within 36260 of the centre 0, or the factor overflows float32, but "
+        "they reach from 0 to 100000; choose another centre or a larger scale_base.",
+    ),
+    "xPos that overflows a narrow type": (
+        lambda: XPos(centre=0).factor(CHANNELS, FAR // 10, torch.float16),
+        ValueError,
+        "[XPos] positions must lie within 4532 of the centre 0, or the factor overflows float16, but "
+        "they reach from 0 to 10000; choose another centre or a larger scale_base.",
+    ),
+    "another number of heads": (
+        lambda: gates.apply("demo", "q", X, [Exp(torch.zeros(2, 8))], CHANNELS),
+        ValueError,
+        "[demo] the gate Exp must have 1 or 3 heads for q but got 2 (q: float32[2, 3, 5, 8]).",
+    ),
+    "another number of tokens": (
+        lambda: gates.apply("demo", "k", X, [Given(torch.zeros(4, 1, 1))], CHANNELS),
+        ValueError,
+        "[demo] the gate Given must have 1 or 5 tokens for k but got 4 (k: float32[2, 3, 5, 8]).",
+    ),
+    "no gate": (
+        lambda: gates.pair("demo", "silu"),
+        TypeError,
+        "[demo] gate must be None, a gate of tightrope.gates, or a pair of them for q and k, but got "
+        "'silu'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sentences(case: str) -> None:
+    call, error, text = CASES[case]
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call()

@@ -1,0 +1,548 @@
+"""Polar attention beside the seed's equations, its cache beside the full pass, and its errors."""
+
+import copy
+import itertools
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from tightrope import RopeSpec
+from tightrope.axes import Axes
+from tightrope.frequencies import DynamicNTK, YaRN
+from tightrope.functional import build_freqs_cis, rotary_apply, rotate
+from tightrope.gates import Given, XPos
+from tightrope.nn import KVCache, PolarRoPEAttention, PolarRoPEHead
+from tightrope.positions import multi_axis
+from tolerances import assert_near
+
+F64 = torch.float64
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+# --- the seed's equations, in float64 -------------------------------------------------------------
+
+
+def seed_tables(tokens: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    theta = torch.exp(-torch.arange(0, d, 2, dtype=F64) * (math.log(10000.0) / d))
+    angle = torch.arange(tokens, dtype=F64)[:, None] * theta
+    return angle.cos(), angle.sin()
+
+
+def seed_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+
+
+def seed_head(
+    x: torch.Tensor,
+    p: dict[str, torch.Tensor],
+    i: int,
+    first: int,
+    g: Any = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(M_t q_t · M_i k_i / √d) v_i of head i, with keys and values of head `first`."""
+    q, k, v = (
+        x @ p[f"heads.{h}.{name}_proj.weight"].T
+        for h, name in ((i, "q"), (first, "k"), (first, "v"))
+    )
+    cos, sin = seed_tables(x.shape[1], q.shape[-1])
+    q, k = seed_rotation(q, cos, sin), seed_rotation(k, cos, sin)
+    if f"heads.{i}.gamma" in p:
+        q, k = q * p[f"heads.{i}.gamma"].exp(), k * p[f"heads.{first}.gamma"].exp()
+    where = torch.arange(x.shape[1], dtype=F64)[:, None]
+    if g is not None:
+        q, k = q * g(where, i).exp(), k * g(where, first).exp()
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def seed_attention(
+    x: torch.Tensor, p: dict[str, torch.Tensor], heads: int, kv: int | None = None, **options: Any
+) -> torch.Tensor:
+    group = heads // (kv or heads)
+    parts = [seed_head(x, p, i, i - i % group, **options) for i in range(heads)]
+    return torch.cat(parts, -1) @ p["out.weight"].T
+
+
+def made(*args: Any, seed: int = 0, **options: Any) -> PolarRoPEAttention:
+    """An attention whose gates are not 1."""
+    torch.manual_seed(seed)
+    attention = PolarRoPEAttention(*args, **options, dtype=F64).eval()
+    for name, p in attention.named_parameters():
+        if name.endswith("gamma"):
+            torch.nn.init.normal_(p)
+        if name.endswith("slope"):
+            torch.nn.init.normal_(p, std=0.05)
+    return attention
+
+
+def detached(attention: PolarRoPEAttention) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in attention.named_parameters()}
+
+
+def lower(tokens: int) -> torch.Tensor:
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+
+X = noise(2, 7, 12)
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def test_tables_are_those_of_the_seed() -> None:
+    for got, wanted in zip(build_freqs_cis(50, 16, dtype=F64), seed_tables(50, 16)):
+        assert_near(got, wanted, "float64 ways")
+    for got, wanted in zip(build_freqs_cis(50, 16), seed_tables(50, 16)):
+        assert got.shape == (50, 8)
+        assert_near(got, wanted.float(), "float32 ways")
+    assert build_freqs_cis(0, 16)[0].shape == (0, 8)
+
+
+SHAPES = [
+    ((2, 3, 7, 8), (7, 4)),
+    ((2, 3, 7, 8), (1, 1, 7, 4)),
+    ((2, 3, 7, 8), (2, 1, 7, 4)),
+    ((7, 8), (7, 4)),
+    ((8,), (4,)),
+    ((3, 7, 8), (3, 7, 4)),
+    ((3, 7, 8), (1, 4)),
+    ((7, 8), (2, 7, 4)),
+    ((5, 2, 3, 7, 8), (7, 4)),
+    ((5, 2, 3, 7, 8), (2, 1, 7, 4)),
+    ((2, 5, 2, 3, 7, 8), (5, 1, 3, 7, 4)),
+]
+
+
+@pytest.mark.parametrize("shape, tables", SHAPES)
+def test_rotary_apply_broadcasts_as_the_seed_does(
+    shape: tuple[int, ...], tables: tuple[int, ...]
+) -> None:
+    x, cos, sin = noise(*shape), noise(*tables, seed=1), noise(*tables, seed=2)
+    wanted = seed_rotation(x, cos, sin)
+    got = rotary_apply(x, cos, sin)
+    assert got.shape == wanted.shape
+    assert_near(got, wanted, "float64 ways")
+    narrow = rotary_apply(x.bfloat16(), cos.float(), sin.float())
+    assert narrow.dtype == torch.bfloat16
+    assert_near(narrow, wanted.bfloat16(), "table rotation, torch.bfloat16")
+
+
+def test_rotary_apply_has_gradients() -> None:
+    every = [
+        noise(2, 3, 4).requires_grad_(),
+        *(noise(3, 2, seed=s).requires_grad_() for s in (1, 2)),
+    ]
+    assert torch.autograd.gradcheck(rotary_apply, every)
+    assert torch.autograd.gradgradcheck(rotary_apply, every)
+
+
+# --- the seed's modules ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_spd", [True, False])
+def test_a_head_is_that_of_the_seed(use_spd: bool) -> None:
+    head = PolarRoPEHead(12, 8, use_spd, dtype=F64)
+    names = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
+    assert sorted(head.state_dict()) == sorted(["gamma"] * use_spd + names)
+    if use_spd:
+        assert torch.equal(head.gamma, torch.zeros(8, dtype=F64))
+        torch.nn.init.normal_(head.gamma)
+    p = {f"heads.0.{name}": value.detach() for name, value in head.named_parameters()}
+    got = head(X, *build_freqs_cis(7, 8, dtype=F64))
+    assert got.shape == (2, 7, 8)
+    assert_near(got, seed_head(X, p, 0, 0), "float64 ways")
+
+
+@pytest.mark.parametrize("use_spd", [True, False])
+def test_attention_is_that_of_the_seed(use_spd: bool) -> None:
+    attention = made(12, 4, 8, use_spd)
+    assert_near(attention(X), seed_attention(X, detached(attention), 4), "float64 ways")
+
+
+def test_parameters_have_the_names_and_shapes_of_the_seed() -> None:
+    wanted = {"out.weight": (12, 24)}
+    for i in range(3):
+        wanted |= {f"heads.{i}.{name}_proj.weight": (8, 12) for name in "qkv"}
+        wanted[f"heads.{i}.gamma"] = (8,)
+    attention = PolarRoPEAttention(12, 3, 8)
+    assert {name: tuple(p.shape) for name, p in attention.named_parameters()} == wanted
+    assert {name: tuple(p.shape) for name, p in attention.state_dict().items()} == wanted
+    assert list(attention.buffers()) == []
+    saved = {name: noise(*shape).float() for name, shape in wanted.items()}
+    attention.load_state_dict(saved)
+    want = seed_attention(X, {name: p.double() for name, p in saved.items()}, 3)
+    assert_near(attention.double()(X), want, "float64 ways")
+
+
+def test_one_random_state_gives_the_parameters_of_the_seed() -> None:
+    attention = PolarRoPEAttention(12, 2, 8)
+    torch.manual_seed(5)
+    attention = PolarRoPEAttention(12, 2, 8)
+    torch.manual_seed(5)
+    for i in range(2):
+        for name in "qkv":
+            wanted = torch.nn.Linear(12, 8, bias=False).weight
+            assert torch.equal(attention.get_parameter(f"heads.{i}.{name}_proj.weight"), wanted)
+    assert torch.equal(attention.out.weight, torch.nn.Linear(16, 12, bias=False).weight)
+
+
+def test_it_copies_saves_and_casts() -> None:
+    attention = made(12, 4, 8, num_kv_heads=2, gate="slope")
+    assert torch.equal(copy.deepcopy(attention)(X), attention(X))
+    meta = PolarRoPEAttention(12, 4, 8, num_kv_heads=2, gate="slope", device="meta")
+    meta.load_state_dict(attention.state_dict(), assign=True)
+    assert torch.equal(meta.eval()(X), attention(X))
+    assert attention.to(torch.bfloat16)(X.bfloat16()).dtype == torch.bfloat16
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv", [1, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads_gates_and_masks_are_the_equations(kv: int, causal: bool) -> None:
+    attention = made(12, 4, 8, num_kv_heads=kv, causal=causal, gate="slope")
+    p = detached(attention)
+
+    def g(where: torch.Tensor, head: int) -> torch.Tensor:
+        return p[f"heads.{head}.slope"] * where
+
+    mask = lower(7) if causal else None
+    assert_near(attention(X), seed_attention(X, p, 4, kv, g=g, mask=mask), "float64 ways")
+    some = noise(7, 7) > -0.5
+    some |= torch.eye(7, dtype=torch.bool)
+    both = some if mask is None else some & mask
+    wanted = seed_attention(X, p, 4, kv, g=g, mask=both)
+    assert_near(attention(X, attn_mask=some), wanted, "float64 ways")
+    added = torch.zeros(7, 7).masked_fill(~some, -torch.inf)
+    assert_near(attention(X, attn_mask=added[None, None]), wanted, "float64 ways")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_is_as_if_it_were_not_there(causal: bool) -> None:
+    attention = made(12, 4, 8, causal=causal)
+    padding = torch.ones(2, 7, dtype=torch.bool)
+    padding[1, 5:] = False
+    got = attention(X, padding_mask=padding)
+    assert_near(got[0], attention(X)[0], "float64 ways")
+    assert_near(got[1, :5], attention(X[1:, :5])[0], "float64 ways")
+
+
+def test_a_token_that_may_look_nowhere_gets_zero() -> None:
+    attention = made(12, 4, 8)
+    x = X.clone().requires_grad_()
+    y = attention(x, padding_mask=torch.zeros(2, 7, dtype=torch.bool))
+    assert torch.equal(y, torch.zeros_like(y))
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_a_tied_gate_keeps_attention_relative_and_one_per_channel_does_not() -> None:
+    for tied, relative in (("pair", True), (None, False)):
+        attention = made(12, 4, 8, tied=tied)
+        assert attention.get_parameter("heads.0.gamma").shape == (4 if tied else 8,)
+        far = attention(X, positions=1000)
+        assert torch.allclose(far, attention(X), atol=1e-11) == relative
+
+
+def test_a_gate_with_opposite_exponents_decays_with_the_distance() -> None:
+    attention = made(12, 4, 8, gate=XPos(centre=500, scale_base=64.0), tied="pair", causal=True)
+    assert torch.allclose(attention(X), attention(X, positions=1000), atol=1e-10)
+    # Only with all gates in q and k opposite: the slope's are equal.
+    slope = made(12, 4, 8, gate="slope", tied="pair", causal=True)
+    assert not torch.allclose(slope(X), slope(X, positions=10), atol=1e-6)
+
+
+def test_a_given_gate_of_a_call() -> None:
+    attention = made(12, 4, 8)
+    table = noise(7, 1, 8)
+    p = detached(attention)
+
+    def g(_where: torch.Tensor, _head: int) -> torch.Tensor:
+        return table[:, 0]
+
+    wanted = seed_attention(X, p, 4, g=g)
+    assert_near(attention(X, gate=Given(table)), wanted, "float64 ways")
+
+
+def test_positions_and_what_is_prepared_are_one() -> None:
+    spec = RopeSpec(8, rotary_dim=4, base=500.0)
+    attention = made(12, 4, 8, spec=spec, gate="slope")
+    ids = torch.arange(14).reshape(2, 7) * 3
+    wanted = attention(X, positions=ids)
+    assert torch.equal(attention(X, positions=spec.at(ids)), wanted)
+    for row in range(2):
+        assert_near(attention(X[row : row + 1], positions=ids[row])[0], wanted[row], "float64 ways")
+
+
+def test_the_softmax_scale_of_a_spec_is_applied() -> None:
+    rule = YaRN(4.0, 16, mscale=1.0, mscale_all_dim=1.0)
+    spec = RopeSpec(8, interleaved=True, scaling=rule)
+    assert spec.softmax_scaling != 1.0
+    attention = made(12, 1, 8, False, spec=spec)
+    q, k, v = (X @ attention.get_parameter(f"heads.0.{n}_proj.weight").T for n in "qkv")
+    q, k = rotate(q, spec, layout="bsd"), rotate(k, spec, layout="bsd")
+    scores = q @ k.mT * spec.softmax_scaling / math.sqrt(8)
+    assert_near(attention(X), attention.out(scores.softmax(-1) @ v), "float64 ways")
+
+
+def test_dropout_is_for_training() -> None:
+    attention = made(12, 4, 8, dropout=0.5)
+    plain = made(12, 4, 8)
+    assert torch.equal(attention(X), plain(X))
+    attention.train()
+    assert not torch.allclose(attention(X), plain(X))
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=80)
+@given(
+    cuts=st.lists(st.integers(1, 11), max_size=5, unique=True),
+    kv=st.sampled_from([1, 2, 4]),
+    gate=st.sampled_from([None, "slope", XPos(centre=0)]),
+    tied=st.sampled_from([None, "pair"]),
+    spec=st.sampled_from([None, RopeSpec(8, rotary_dim=4), RopeSpec(8, base=100.0)]),
+    padded=st.booleans(),
+    grad=st.booleans(),
+)
+def test_decoding_with_a_cache_is_the_full_pass(
+    cuts: list[int], kv: int, gate: Any, tied: Any, spec: Any, padded: bool, grad: bool
+) -> None:
+    attention = made(12, 4, 8, num_kv_heads=kv, causal=True, gate=gate, tied=tied, spec=spec)
+    x = noise(2, 12, 12)
+    padding = torch.ones(2, 12, dtype=torch.bool)
+    padding[1, :3] = not padded
+    with torch.set_grad_enabled(grad):
+        whole = attention(x, padding_mask=padding if padded else None)
+        cache, parts = KVCache(), []
+        ends = [0, *sorted(cuts), 12]
+        for start, end in itertools.pairwise(ends):
+            mask = padding[:, :end] if padded else None
+            parts.append(attention(x[:, start:end], padding_mask=mask, cache=cache))
+            assert cache.tokens == end
+    assert_near(torch.cat(parts, 1), whole, "float64 ways")
+
+
+def test_decoding_token_by_token() -> None:
+    attention = made(12, 4, 8, num_kv_heads=2, causal=True)
+    cache = KVCache()
+    with torch.no_grad():
+        parts = [attention(X[:, t : t + 1], cache=cache) for t in range(7)]
+        assert_near(torch.cat(parts, 1), attention(X), "float64 ways")
+
+
+# --- gradients and transforms ---------------------------------------------------------------------
+
+
+def test_gradients() -> None:
+    attention = made(4, 2, 4, num_kv_heads=1, causal=True, gate="slope")
+    names = [name for name, _ in attention.named_parameters()]
+
+    def run(x: torch.Tensor, *values: torch.Tensor) -> Any:
+        return torch.func.functional_call(attention, dict(zip(names, values)), (x,))
+
+    values = [p.detach().clone().requires_grad_() for p in attention.parameters()]
+    x = noise(1, 3, 4).requires_grad_()
+    assert torch.autograd.gradcheck(run, (x, *values))
+    got = torch.func.grad(lambda x: run(x, *values).square().sum())(x.detach())
+    (wanted,) = torch.autograd.grad(run(x, *values).square().sum(), x)
+    assert_near(got, wanted, "float64 ways")
+
+
+def test_it_compiles_as_one_graph() -> None:
+    attention = made(12, 4, 8, num_kv_heads=2, causal=True, gate="slope")
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert_near(compiled(X), attention(X), "float64 ways")
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+A = PolarRoPEAttention(12, 4, 8)
+C = PolarRoPEAttention(12, 4, 8, causal=True)
+Y = torch.zeros(2, 5, 12)
+COS, SIN = build_freqs_cis(5, 8)
+MASK = "[PolarRoPEAttention] attn_mask must have shape (5, 5) or (2|1, 4|1, 5|1, 5) "
+
+
+def filled(rows: int) -> KVCache:
+    cache = KVCache()
+    cache.append_(torch.zeros(rows, 4, 3, 8), torch.zeros(rows, 4, 3, 8))
+    return cache
+
+
+CASES = {
+    "odd tables": (
+        lambda: build_freqs_cis(4, 7),
+        ValueError,
+        "[build_freqs_cis] d must be even but got 7.",
+    ),
+    "negative length": (
+        lambda: build_freqs_cis(-1, 8),
+        ValueError,
+        "[build_freqs_cis] seq_len must not be negative but got -1.",
+    ),
+    "fractional length": (
+        lambda: build_freqs_cis(1.5, 8),
+        TypeError,
+        "[build_freqs_cis] seq_len must be an int but got 1.5.",
+    ),
+    "narrow tables": (
+        lambda: build_freqs_cis(4, 8, dtype=torch.bfloat16),
+        TypeError,
+        "[build_freqs_cis] dtype must be float32 or float64 but got torch.bfloat16.",
+    ),
+    "odd x": (
+        lambda: rotary_apply(Y[..., :7], COS, SIN),
+        ValueError,
+        "[rotary_apply] x must have an even last dimension but got 7 (x: float32[2, 5, 7]).",
+    ),
+    "tables of another length": (
+        lambda: rotary_apply(Y[..., :8], COS[:4], SIN[:4]),
+        ValueError,
+        "[rotary_apply] cos and sin must share a shape that broadcasts against x, with 4 channels, one "
+        "for each pair (x: float32[2, 5, 8], cos: float32[4, 4], sin: float32[4, 4]).",
+    ),
+    "odd head": (
+        lambda: PolarRoPEHead(12, 7),
+        ValueError,
+        "[PolarRoPEHead] d_head must be even but got 7.",
+    ),
+    "odd heads": (
+        lambda: PolarRoPEAttention(12, 4, 7),
+        ValueError,
+        "[PolarRoPEAttention] d_head must be even but got 7.",
+    ),
+    "fractional head": (
+        lambda: PolarRoPEAttention(12, 4, 8.0),
+        TypeError,
+        "[PolarRoPEAttention] d_head must be an int but got 8.0.",
+    ),
+    "tables of a head": (
+        lambda: PolarRoPEHead(12, 8)(Y, COS[:4], SIN[:4]),
+        ValueError,
+        "[PolarRoPEHead] cos and sin must have shape (5, 4) (x: float32[2, 5, 12], cos: float32[4, 4], "
+        "sin: float32[4, 4]).",
+    ),
+    "groups": (
+        lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=3),
+        ValueError,
+        "[PolarRoPEAttention] num_heads must be a positive multiple of num_kv_heads but got 4 and 3.",
+    ),
+    "spec of another head": (
+        lambda: PolarRoPEAttention(12, 4, 8, spec=RopeSpec(16)),
+        ValueError,
+        "[PolarRoPEAttention] spec must be a RopeSpec with head_dim=8 but got RopeSpec(head_dim=16).",
+    ),
+    "unknown gate": (
+        lambda: PolarRoPEAttention(12, 4, 8, gate="tanh"),
+        ValueError,
+        "[PolarRoPEAttention] gate must be None, 'slope' or a gate of tightrope.gates but got 'tanh'.",
+    ),
+    "gate that is none": (
+        lambda: PolarRoPEAttention(12, 4, 8, gate=3),
+        TypeError,
+        "[PolarRoPEAttention] gate must be None, a gate of tightrope.gates, or a pair of them for q and "
+        "k, but got 3.",
+    ),
+    "unknown tie": (
+        lambda: PolarRoPEAttention(12, 4, 8, tied="head"),
+        ValueError,
+        "[PolarRoPEAttention] tied must be None or 'pair' but got 'head'.",
+    ),
+    "dropout": (
+        lambda: PolarRoPEAttention(12, 4, 8, dropout=1.0),
+        ValueError,
+        "[PolarRoPEAttention] dropout must lie in [0, 1) but got 1.0.",
+    ),
+    "x of another width": (
+        lambda: A(Y[..., :8]),
+        ValueError,
+        "[PolarRoPEAttention] x must have shape (batch, tokens, 12) (x: float32[2, 5, 8]).",
+    ),
+    "x that is no tensor": (
+        lambda: A(None),
+        TypeError,
+        "[PolarRoPEAttention] x must be a tensor but got None.",
+    ),
+    "positions of another spec": (
+        lambda: A(Y, positions=RopeSpec(8).at(0)),
+        ValueError,
+        "[PolarRoPEAttention] positions must be of RopeSpec(head_dim=8, interleaved=True) but got "
+        "RopeSpec(head_dim=8).",
+    ),
+    "mask of another length": (
+        lambda: A(Y, attn_mask=torch.ones(5, 4)),
+        ValueError,
+        MASK + "(attn_mask: float32[5, 4]).",
+    ),
+    "mask of three dimensions": (
+        lambda: A(Y, attn_mask=torch.ones(2, 5, 5)),
+        ValueError,
+        MASK + "(attn_mask: float32[2, 5, 5]).",
+    ),
+    "mask of integers": (
+        lambda: A(Y, attn_mask=torch.ones(5, 5, dtype=torch.int64)),
+        TypeError,
+        "[PolarRoPEAttention] attn_mask must be a bool or floating tensor but got int64[5, 5].",
+    ),
+    "padding of another length": (
+        lambda: A(Y, padding_mask=torch.ones(2, 4, dtype=torch.bool)),
+        ValueError,
+        "[PolarRoPEAttention] padding_mask must be bool[2, 5], true for tokens, but got bool[2, 4].",
+    ),
+    "padding of integers": (
+        lambda: A(Y, padding_mask=torch.ones(2, 5, dtype=torch.int64)),
+        ValueError,
+        "[PolarRoPEAttention] padding_mask must be bool[2, 5], true for tokens, but got int64[2, 5].",
+    ),
+    "cache that is none": (
+        lambda: C(Y, cache={}),
+        TypeError,
+        "[PolarRoPEAttention] cache must be a KVCache but got {}.",
+    ),
+    "cache where all see all": (
+        lambda: A(Y, cache=KVCache()),
+        ValueError,
+        "[PolarRoPEAttention] causal must be True with a cache, whose keys see no later tokens.",
+    ),
+    "cache of other rows": (
+        lambda: C(Y, cache=filled(3)),
+        ValueError,
+        "[PolarRoPEAttention] x must have the 3 rows of the cache (x: float32[2, 5, 12], "
+        "cache: float32[3, 4, 3, 8]).",
+    ),
+    "cache under a rule by length": (
+        lambda: PolarRoPEAttention(
+            12, 4, 8, causal=True, spec=RopeSpec(8, scaling=DynamicNTK(2.0, 16))
+        )(Y, cache=KVCache()),
+        ValueError,
+        "[PolarRoPEAttention] cache must be None where the frequencies depend on the length, since its "
+        "keys were rotated for a shorter one (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
+        "original_max_position=16))).",
+    ),
+    "gate by position under several axes": (
+        lambda: PolarRoPEAttention(
+            12, 4, 8, gate="slope", spec=RopeSpec(8, axes=Axes.blocks((2, 2)))
+        )(Y, positions=multi_axis(torch.zeros(2, 5))),
+        ValueError,
+        "[PolarRoPEAttention] a gate by position must have positions of 1 axis but got 2; give a gate "
+        "of the tokens, gates.Given.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sentences(case: str) -> None:
+    call, error, text = CASES[case]
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call()

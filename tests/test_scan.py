@@ -1,0 +1,362 @@
+"""The linear scan: three forms of one recurrence, beside the double sum that defines it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import tolerances
+from tightrope import RopeSpec
+from tightrope.frequencies import DynamicNTK
+from tightrope.functional import polar_scan
+from tightrope.gates import Exp
+from tightrope.scan import FORMS, PolarState
+from tolerances import assert_near
+
+SPEC = RopeSpec(8, interleaved=True)
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """The seed's rotation, in float64."""
+    d = x.shape[-1]
+    omega = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angle = (first + torch.arange(x.shape[-2], dtype=torch.float64))[:, None] * omega
+    a, b = x[..., ::2], x[..., 1::2]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+
+
+def double_sum(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i term by term, and the same of |terms|."""
+    group = q.shape[1] // k.shape[1]
+    k, v, decay = (x.repeat_interleave(group, 1) for x in (k, v, decay))
+    out, size = (torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64) for _ in range(2))
+    for t in range(q.shape[2]):
+        for i in range(t + 1):
+            weight = decay[:, :, i + 1 : t + 1].sum(2).exp()
+            terms = q[:, :, t] * weight * k[:, :, i]
+            out[:, :, t] += terms.sum(-1, keepdim=True) * v[:, :, i]
+            size[:, :, t] += terms.abs().sum(-1, keepdim=True) * v[:, :, i].abs()
+    return out, size
+
+
+def inputs(
+    heads: int = 4, kv: int = 2, tokens: int = 37, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, ...]:
+    q = noise(2, heads, tokens, 8, seed=1, dtype=dtype)
+    k, v = (
+        noise(2, kv, tokens, 8, seed=2, dtype=dtype),
+        noise(2, kv, tokens, 5, seed=3, dtype=dtype),
+    )
+    return q, k, v
+
+
+DECAYS = {
+    "none": None,
+    "a number": -0.3,
+    "of each head": -noise(2, 1).abs(),
+    "of each channel": -noise(1, 8).abs(),
+    "of each head and channel": -noise(2, 8).abs(),
+    "of each token and head": -noise(2, 2, 37, 1).abs(),
+    "of each token, head and channel": -noise(2, 2, 37, 8).abs(),
+}
+
+
+def spread(decay: torch.Tensor | float | None) -> torch.Tensor:
+    if decay is None or isinstance(decay, float):
+        decay = torch.full((1, 1), decay or 0.0, dtype=torch.float64)
+    full = decay if decay.dim() == 4 else decay[None, :, None]
+    return full.expand(2, 2, 37, 8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", DECAYS)
+def test_each_form_is_the_double_sum(kind: str, form: str) -> None:
+    q, k, v = inputs()
+    exact, size = double_sum(rotated(q), rotated(k), v, spread(DECAYS[kind]))
+    got, state = polar_scan(q, k, v, SPEC, DECAYS[kind], form=form, chunk=20)
+    assert_near(got, exact, "float64 ways")
+    assert state.tokens == 37
+    decay = DECAYS[kind]
+    narrow = decay.float() if isinstance(decay, torch.Tensor) else decay
+    # What is rounded on the way in is not the scan's.
+    q, k, v = (x.float().double() for x in (q, k, v))
+    wide = narrow.double() if isinstance(narrow, torch.Tensor) else narrow
+    exact, size = double_sum(rotated(q), rotated(k), v, spread(wide))
+    got, _ = polar_scan(q.float(), k.float(), v.float(), SPEC, narrow, form=form, chunk=20)
+    assert got.dtype == torch.float32
+    assert bool(((got.double() - exact).abs() <= tolerances.value("scan") * size).all())
+
+
+def test_the_form_of_the_seed() -> None:
+    """q_tᵀ P R_{i−t} P k_i, with one gate for both channels of a pair and no decay."""
+    q, k, v = inputs(2, 2, 9)
+    gamma = noise(2, 4)
+    gate = gamma.exp().repeat_interleave(2, -1)
+    wanted = torch.zeros(2, 2, 9, 5, dtype=torch.float64)
+    for t in range(9):
+        for i in range(t + 1):
+            turned = rotated(k[:, :, i : i + 1], first=i - t)[:, :, 0]
+            score = (q[:, :, t] * gate * turned * gate).sum(-1, keepdim=True)
+            wanted[:, :, t] += score * v[:, :, i]
+    for form in FORMS:
+        got, _ = polar_scan(q, k, v, SPEC, gate=Exp(gamma, tied="pair"), form=form)
+        assert_near(got, wanted, "float64 ways")
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@given(
+    cuts=st.lists(st.integers(0, 37), max_size=4),
+    forms=st.lists(st.sampled_from(FORMS), min_size=5, max_size=5),
+    chunk=st.integers(1, 40),
+    kind=st.sampled_from(["none", "of each head", "of each token, head and channel"]),
+    layout=st.sampled_from(["bhsd", "bshd", "sbhd"]),
+)
+def test_any_split_in_any_form_is_one_call(
+    cuts: list[int], forms: list[str], chunk: int, kind: str, layout: str
+) -> None:
+    q, k, v = inputs()
+    decay = DECAYS[kind]
+    whole, last = polar_scan(q, k, v, SPEC, decay, form="quadratic")
+    order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}[layout]
+    parts, state = [], None
+    ends = [0, *sorted(cuts), 37]
+    for start, end, form in zip(ends, ends[1:], forms, strict=False):
+        own = decay
+        if isinstance(decay, torch.Tensor) and decay.dim() == 4:
+            own = decay[:, :, start:end]
+        some = (x[:, :, start:end].permute(order) for x in (q, k, v))
+        out, state = polar_scan(
+            *some, SPEC, own, state=state, form=form, chunk=chunk, layout=layout
+        )
+        parts.append(out.permute([order.index(axis) for axis in range(4)]))
+    assert_near(torch.cat(parts, 2), whole, "float64 ways")
+    assert state is not None
+    assert_near(state.memory, last.memory, "float64 ways")
+    assert state.tokens == 37
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients(form: str) -> None:
+    q, k, v = (x[:1, :, :5].clone().requires_grad_() for x in inputs(2, 1))
+    decay = (-noise(1, 1, 5, 8).abs() - 0.1).requires_grad_()
+    gamma = noise(1, 8).requires_grad_()
+    memory = noise(1, 1, 8, 5).requires_grad_()
+
+    def run(q: torch.Tensor, *ts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        k, v, decay, gamma, memory = ts
+        out, state = polar_scan(
+            *(q, k, v, SPEC, decay),
+            gate=Exp(gamma),
+            state=PolarState(memory, 3),
+            form=form,
+            chunk=3,
+        )
+        return out, state.memory
+
+    every = (q, k, v, decay, gamma, memory)
+    assert torch.autograd.gradcheck(run, every)
+    if form != "step":
+        assert torch.autograd.gradgradcheck(run, every)
+
+
+def test_gradients_of_a_shared_decay_and_under_a_transform() -> None:
+    q, k, v = inputs()
+    wanted: torch.Tensor | None = None
+    for form in FORMS:
+        decay = (-noise(2, 1).abs()).requires_grad_()
+        polar_scan(q, k, v, SPEC, decay, form=form)[0].square().sum().backward()
+        assert decay.grad is not None
+        wanted = decay.grad if wanted is None else wanted
+        torch.testing.assert_close(decay.grad, wanted, rtol=1e-10, atol=1e-10)
+
+    def loss(decay: torch.Tensor) -> torch.Tensor:
+        return polar_scan(q, k, v, SPEC, decay)[0].square().sum()
+
+    got = torch.func.grad(loss)(-noise(2, 1).abs())
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("strongest", [-1e30, torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("width", [1, 8])
+def test_the_strongest_decay_is_finite_at_32k(strongest: float, width: int) -> None:
+    tokens = 32_768
+    q, k, v = (noise(1, 1, tokens, 8, seed=i, dtype=torch.float32) for i in range(3))
+    decay = torch.full((1, 1, tokens, width), strongest)
+    every = [x.requires_grad_() for x in (q, k, v, decay)]
+    out, state = polar_scan(q, k, v, SPEC, decay)
+    (out.square().sum() + state.memory.sum()).backward()
+    assert out.isfinite().all()
+    assert state.memory.isfinite().all()
+    for x in every:
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+    # Nothing but a token itself is left.
+    alone = (rotated(q.detach().double()) * rotated(k.detach().double())).sum(-1, keepdim=True)
+    torch.testing.assert_close(out.double(), alone * v.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_strong_decay_does_not_take_the_digits_of_weak_ones(form: str) -> None:
+    q, k, v = (x.float() for x in inputs())
+    decay = torch.full((1, 1, 37, 1), -0.01)
+    decay[:, :, 11] = -1e9
+    got, _ = polar_scan(q, k, v, SPEC, decay, form=form)
+    after = [x[:, :, 11:].double() for x in (q, k, v)]
+    weak = torch.full((2, 2, 26, 8), -0.01, dtype=torch.float32).double()
+    exact, size = double_sum(rotated(after[0], 11), rotated(after[1], 11), after[2], weak)
+    assert bool(((got[:, :, 11:].double() - exact).abs() <= tolerances.value("scan") * size).all())
+
+
+MEMORY = """
+import resource, sys, torch
+from tightrope import RopeSpec
+from tightrope.functional import polar_scan
+torch.set_num_threads(1)
+def peak(tokens):
+    q, k, v = (torch.randn(1, 2, tokens, 32, requires_grad=True) for _ in range(3))
+    decay = (-torch.rand(1, 2, tokens, 32)).requires_grad_()
+    polar_scan(q, k, v, RopeSpec(32), decay)[0].sum().backward()
+    try:
+        # Unlike ru_maxrss this begins anew with the program: a large parent does not count.
+        status = open("/proc/self/status").read()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(*(peak(tokens) for tokens in (1024, 8192, 16384, 32768)))
+"""
+
+
+def test_memory_grows_linearly() -> None:
+    """One score of each pair of tokens would be 8.6 GB at the last length."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    base, *peaks = (int(word) for word in done.stdout.split())
+    tensor = 2 * 32_768 * 32 * 4  # bytes of q
+    # q, k, v, decay, their gradients, the rotated, what gradients are put together from, and the
+    # allocator's slack: 32 were seen, and 80 where the backward pass keeps what lies within chunks.
+    assert peaks[-1] - base <= 48 * tensor, [base, *peaks]
+    assert peaks[-1] - peaks[-2] <= 3 * (peaks[-2] - peaks[-3]) + 4 * tensor, [base, *peaks]
+
+
+def test_narrow_types_and_no_tokens() -> None:
+    q, k, v = (x.to(torch.bfloat16) for x in inputs())
+    out, state = polar_scan(q, k, v, SPEC, -0.1)
+    assert (out.dtype, state.memory.dtype) == (torch.bfloat16, torch.float32)
+    none, same = polar_scan(q[:, :, :0], k[:, :, :0], v[:, :, :0], SPEC, -0.1, state=state)
+    assert none.shape == (2, 4, 0, 5)
+    assert same.tokens == 37
+    assert torch.equal(same.memory, state.memory)
+
+
+Q, K, V = inputs()
+CASES = {
+    "form": (
+        lambda: polar_scan(Q, K, V, SPEC, form="parallel"),
+        ValueError,
+        "[polar_scan] form must be one of chunked, quadratic, step but got 'parallel'.",
+    ),
+    "chunk": (
+        lambda: polar_scan(Q, K, V, SPEC, chunk=0),
+        ValueError,
+        "[polar_scan] chunk must be a positive int but got 0.",
+    ),
+    "packed": (
+        lambda: polar_scan(Q[0], K[0], V[0], SPEC, layout="thd"),
+        ValueError,
+        "[polar_scan] layout must be one of bhsd, bshd, sbhd but got 'thd'.",
+    ),
+    "odd channels": (
+        lambda: polar_scan(Q[..., :7], K[..., :7], V, SPEC),
+        ValueError,
+        "[polar_scan] q must have head_dim 8 in its last dimension but got 7 "
+        "(q: float64[2, 4, 37, 7]).",
+    ),
+    "heads": (
+        lambda: polar_scan(Q[:, :3], K, V, SPEC),
+        ValueError,
+        "[polar_scan] q must have a multiple of the 2 heads of k but got 3.",
+    ),
+    "v of another type": (
+        lambda: polar_scan(Q, K, V.float(), SPEC),
+        TypeError,
+        "[polar_scan] v must be a tensor of torch.float64 on cpu (v: float32[2, 2, 37, 5]).",
+    ),
+    "v of other tokens": (
+        lambda: polar_scan(Q, K, V[:, :, 1:], SPEC),
+        ValueError,
+        "[polar_scan] v must have the 2 rows, 2 heads and 37 tokens of k (v: float64[2, 2, 36, 5]).",
+    ),
+    "growth": (
+        lambda: polar_scan(Q, K, V, SPEC, torch.full((2, 1), 0.5)),
+        ValueError,
+        "[polar_scan] log_decay must not be positive but reaches 0.5 (log_decay: float32[2, 1]).",
+    ),
+    "growth by a number": (
+        lambda: polar_scan(Q, K, V, SPEC, 0.5),
+        ValueError,
+        "[polar_scan] log_decay must not be positive but got 0.5.",
+    ),
+    "decay of one dimension": (
+        lambda: polar_scan(Q, K, V, SPEC, torch.zeros(8)),
+        ValueError,
+        "[polar_scan] log_decay must have shape (), (2|1, 8|1) or (2|1, 2|1, 37|1, 8|1), for the rows, "
+        "heads, tokens and channels of k (log_decay: float32[8]).",
+    ),
+    "decay of the heads of q": (
+        lambda: polar_scan(Q, K, V, SPEC, torch.zeros(4, 1)),
+        ValueError,
+        "[polar_scan] log_decay must have shape (), (2|1, 8|1) or (2|1, 2|1, 37|1, 8|1), for the rows, "
+        "heads, tokens and channels of k (log_decay: float32[4, 1]).",
+    ),
+    "decay of integers": (
+        lambda: polar_scan(Q, K, V, SPEC, torch.zeros(2, 1, dtype=torch.int64)),
+        TypeError,
+        "[polar_scan] log_decay must be floating but got torch.int64.",
+    ),
+    "decay of text": (
+        lambda: polar_scan(Q, K, V, SPEC, "slow"),
+        TypeError,
+        "[polar_scan] log_decay must be None, a number or a tensor but got 'slow'.",
+    ),
+    "state under a rule by length": (
+        lambda: polar_scan(
+            *(Q, K, V, RopeSpec(8, scaling=DynamicNTK(2.0, 16))),
+            state=PolarState(torch.zeros(2, 2, 8, 5, dtype=torch.float64), 1),
+        ),
+        ValueError,
+        "[polar_scan] seq_len must be given with a state, and be the same for all calls, where the "
+        "frequencies depend on the length (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
+        "original_max_position=16))).",
+    ),
+    "state of something": (
+        lambda: polar_scan(Q, K, V, SPEC, state=3),
+        TypeError,
+        "[polar_scan] state must be what polar_scan returned but got 3.",
+    ),
+    "state of another shape": (
+        lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 4), 1)),
+        ValueError,
+        "[polar_scan] state must have a memory float64[2, 2, 8, 5] for this q, k and v "
+        "(memory: float32[2, 2, 8, 4]).",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sentences(case: str) -> None:
+    call, error, text = CASES[case]
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call()
