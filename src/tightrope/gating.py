@@ -10,11 +10,11 @@ from . import gates as gates_
 from ._errors import sentence
 from .gates import Channels, Gate
 from .positions import Positions, PositionsLike, explicit
-from .spec import PreparedRotation, RopeSpec
+from .spec import Channels as SpecChannels, PreparedRotation, RopeSpec
 
 
-def channels_of(spec: RopeSpec) -> Channels:
-    """What gates need of a spec.
+def channels_of(spec: RopeSpec | SpecChannels) -> Channels:
+    """What gates need of a spec, or of its channels.
 
     >>> channels_of(RopeSpec(8, start=2))
     Channels(head_dim=8, start=2, rotary_dim=6, interleaved=False)
@@ -48,9 +48,7 @@ def apply(
     where = None
     if any(gate.by_position for gate in (*ours, *theirs)):
         where = _where(operation, spec, positions, q)
-    if isinstance(spec, PreparedRotation):
-        spec = spec.spec
-    channels = channels_of(spec)
+    channels = channels_of(spec.channels if isinstance(spec, PreparedRotation) else spec)
     return (
         gates_.apply(operation, "q", q, ours, channels, where),
         gates_.apply(operation, "k", k, theirs, channels, where),

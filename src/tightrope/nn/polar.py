@@ -265,9 +265,9 @@ class PolarRoPEAttention(torch.nn.Module):
         where: PositionsLike = None
         if isinstance(positions, PreparedRotation):
             rope = positions
-            if rope.spec != self.spec:
+            if rope.made_from != self.spec:
                 raise ValueError(
-                    sentence(name, f"positions must be of {self.spec!r} but got {rope.spec!r}")
+                    sentence(name, f"positions must be of {self.spec!r} but got {rope.made_from!r}")
                 )
         else:
             where = positions

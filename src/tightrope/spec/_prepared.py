@@ -29,6 +29,7 @@ class PreparedRotation:
         rows: for how many rows there are lengths; 1 for any number.
         awaits: where words come from once it is known how many tokens there will be, on which they
             depend; None where they do not. See :meth:`for_tokens`.
+        made_from: the spec, or None where there is not one alone; for comparisons.
         calls: what the operator is called with, by layout and direction, once it was.
         by_tokens: what :meth:`for_tokens` returned.
     """
@@ -43,6 +44,7 @@ class PreparedRotation:
     amplitude_hex: str = "0x1p+0"
     rows: int = 1
     awaits: Tables | None = None
+    made_from: object = None
     calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
     by_tokens: dict[int, PreparedRotation] = field(default_factory=dict, repr=False)
 
@@ -90,6 +92,7 @@ def prepare(
     device: torch.device,
     operation: str,
     seq_len: SeqLen,
+    made_from: object,
 ) -> PreparedRotation:
     """Check positions against what they turn, and find the words of their lengths.
 
@@ -99,6 +102,7 @@ def prepare(
         device: where the rotated tensors live.
         operation: named in errors.
         seq_len: as of :meth:`tightrope.RopeSpec.at`.
+        made_from: the spec itself.
     """
     positions_.check_axes(operation, where, tables.axis_count)
     ids = where.ids
@@ -123,4 +127,5 @@ def prepare(
         tables.amplitude(lengths),
         1 if lengths is None else len(lengths),
         awaits,
+        made_from,
     )

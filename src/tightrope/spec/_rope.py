@@ -340,7 +340,7 @@ class RopeSpec:
         seq_len: SeqLen = None,
     ) -> PreparedRotation:
         """As :meth:`at`, from canonical positions, with the operation that errors shall name."""
-        return prepare(self.channels, self._words, where, device, operation, seq_len)
+        return prepare(self.channels, self._words, where, device, operation, seq_len, self)
 
 
 def _base(value: object) -> float:
