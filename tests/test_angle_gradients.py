@@ -313,6 +313,7 @@ def test_a_lost_position_is_lost_to_frequencies(
     call = make(at=at, axes=2, word_rows=True)
     assert call.positions is not None
     call.positions[1, 1, 3] = lost
+    check(call, operator)
     call.ys[0][1, :, 3] = math.nan
     check(call, operator)
     by_position, by_frequency = call.run(operator)
