@@ -73,7 +73,7 @@ def picture(data: dict[str, Any], path: Path) -> None:
     axes.set_ylim(len(results) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.set_xlabel("times as long as tightrope (median of the runs, log scale)")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
