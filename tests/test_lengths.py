@@ -742,3 +742,13 @@ def test_sentences(case: str) -> None:
 def test_rules_that_do_not_depend_on_the_length_ignore_it() -> None:
     spec, x = spec_of(YaRN(4.0, TRAINED)), torch.randn(2, 1, 5, 12)
     assert_same_bits(rotate(x, spec, 3, seq_len=[5, 6, 7]), rotate(x, spec, 3))
+
+
+def test_a_rotation_for_some_rows_refuses_others_the_second_time_too() -> None:
+    """Words are the same for all rows here, so the kernel would not mind."""
+    rope = RopeSpec(8, scaling=DynamicNTK(2.0, 64)).at(seq_len=[10, 20])
+    rotate_(torch.ones(2, 1, 5, 8), rope)
+    sentence = "[rotate_] seq_len must be one length, or one for each of 3 rows, but is 2"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+            rotate_(torch.ones(3, 1, 5, 8), rope)

@@ -764,6 +764,7 @@ def _ready(
     call = rotation.calls.get((layout, inverse))
     if (
         call is None
+        or rotation.rows != 1
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or not q.is_cpu
