@@ -144,7 +144,7 @@ def test_the_short_way_of_a_prepared_rotation_refuses_as_the_long_one_does() -> 
     assert used.calls, "the short way is what this is about"
     version = q._version
     rotate_qk_(q, k, used)
-    assert q._version == version + 1
+    assert q._version > version
     wrong: list[tuple[torch.Tensor, torch.Tensor | None]] = [
         (q[..., :6], None),
         (q[0], None),
