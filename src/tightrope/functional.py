@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from . import angles, gates, gating, scan
 from ._errors import sentence
-from .backends import BY_NAME, reference
+from .backends import BY_NAME, cpu, reference
 from .gates import Gate
 from .ops import autograd, learned, reangle, schema, tables as given_tables
 from .ops.checks import (
@@ -767,7 +767,7 @@ def _ready(
         or rotation.rows != 1
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
-        or not q.is_cpu
+        or cpu.why_not(q) is not None  # the definition takes more than it should
         or q.shape[-1] != rotation.channels.head_dim
         or autograd.needs_grad(q, k, call)
         or autograd.in_functorch()
