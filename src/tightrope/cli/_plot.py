@@ -190,18 +190,14 @@ def _half_distances(axes: Axes, contest: Contest) -> None:
     size = 260 / len(pairs)
     for pair, distances in enumerate(pairs):
         axes.scatter([pair] * len(distances), distances, s=size, color=_POLAR, alpha=0.45, lw=0)
-    axes.axhline(contest.first_half_distance, color=_INK, lw=1, ls=(0, (4, 3)))
-    axes.annotate(
-        "before training",
-        (0, contest.first_half_distance),
-        xytext=(0, 4),
-        textcoords="offset points",
-        fontsize=8.5,
+    axes.axhline(
+        contest.first_half_distance, color=_INK, lw=1, ls=(0, (4, 3)), label="before training"
     )
-    axes.set_ylim(0, None)
+    axes.margins(y=0.15)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("pair, fastest first (a point per head and layer)")
     axes.set_ylabel("bytes over which its part of a score halves")
+    axes.legend(loc="lower right")
 
 
 def _by_position(axes: Axes, contest: Contest) -> None:
@@ -222,7 +218,7 @@ def _by_position(axes: Axes, contest: Contest) -> None:
     axes.set(xlabel="where the byte stands in its window", ylabel="nats per byte, other files")
     axes.set_xlim(0, TIMES_LONGER * context)
     axes.set_xticks(range(0, TIMES_LONGER * context + 1, context))
-    axes.legend(loc="upper left", bbox_to_anchor=(0.26, 1))
+    axes.legend(loc="best")
 
 
 def _not_reached(axes: Axes) -> None:

@@ -8,9 +8,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ._model import ModelSize
 from ._polar import PEAK_RATE, TIMES_LONGER, Contest
 from ._results import Results
 from ._timings import BOTH_WAYS, METHOD, Timing
+from ._train import Race
 from ._words import duration
 
 
@@ -191,31 +193,30 @@ def _stretches(context: int) -> list[str]:
 
 
 def caption(results: Results) -> str:
-    """The line below the picture: what was measured where."""
-    here, size, race = results.environment, results.size, results.race
-    parts = [
-        f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, "
-        f"context {size.context}, batch {size.batch}, {race.steps} steps, seed {results.seed}"
-    ]
+    """The lines below the picture: what was measured where."""
+    here, race, contest = results.environment, results.race, results.contest
+    first = [_of(results.size, race), f"seed {results.seed}"]
     if race.steps:
-        parts.append(f"curves differ by at most {max(race.differences):.1e}")
-    contest = results.contest
-    if contest.race.steps:
-        small = contest.size
-        parts.append(
-            f"below: {small.layers} layers, width {small.width}, {small.heads} heads x "
-            f"{small.head_dim}, context {small.context}, batch {small.batch}, {contest.race.steps} "
-            "steps"
-        )
-    parts.append(
+        first.append(f"curves differ by at most {max(race.differences):.1e}")
+    first.append(
         f"tightrope {here.tightrope} (backend {here.runs}), torch {here.torch}, "
         f"Python {here.python}, {_threads(here.threads)}"
     )
     if not all(timing.steady for timing in results.timings):
-        parts.append("times unreliable: the machine was busy")
+        first.append("times unreliable: the machine was busy")
     if results.interrupted:
-        parts.append("stopped early")
-    return "   |   ".join(parts)
+        first.append("stopped early")
+    lines = ["   |   ".join(first)]
+    if contest.race.steps:
+        lines.append(f"second row: {_of(contest.size, contest.race)}")
+    return "\n".join(lines)
+
+
+def _of(size: ModelSize, race: Race) -> str:
+    return (
+        f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, "
+        f"context {size.context}, batch {size.batch}, {race.steps} steps"
+    )
 
 
 def _threads(count: int) -> str:
