@@ -38,6 +38,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "backends.reference": (3, 0),
     "backends.*": (3, 1),
     "backends": (3, 2),
+    "calls": (3, 3),
     "config": (4, 0),
     "functional": (4, 0),
     "nn": (5, 0),
