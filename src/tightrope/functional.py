@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 
-from . import angles, calls, gates, gating, scan
+from . import angles, calls, scan
 from ._errors import sentence
+from .activations import Act, ActLike
 from .gates import Gate
 from .ops import reangle, tables as given_tables
 from .ops.checks import check_floating, layout_named
 from .positions import PositionsLike
 from .spec import PreparedRotation, RopeSpec, SeqLen
+
+# A gate for all, or one for queries and one for keys.
+GateLike: TypeAlias = Gate | tuple[Gate | None, Gate | None] | None
 
 # A key, or None where there is none: what comes in is what comes out.
 _K = TypeVar("_K", bound=torch.Tensor | None)
@@ -29,6 +33,8 @@ def rotate(
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
     seq_len: SeqLen = None,
+    act: Act = None,
+    gate: Gate | None = None,
     inverse: bool = False,
     out: torch.Tensor | None = None,
     backend: str | None = None,
@@ -48,14 +54,19 @@ def rotate(
             pairs)``; given or learned. Their phase words are made on the device at each call, off
             by at most 2^-52 · ω radians per position; see docs/numerics.md.
         seq_len: length of the sequences, for rules that depend on it; as of :meth:`RopeSpec.at`.
-        inverse: undo the rotation instead.
+        act: f, applied to the whole head vector before the rotation: a name of
+            :data:`tightrope.activations.ACTS`, such as "silu", or a
+            :class:`tightrope.activations.RMSNorm`.
+        gate: P, multiplied on the whole head vector after it: a gate of :mod:`tightrope.gates`.
+        inverse: undo the rotation, and the gate, instead. An act cannot be undone.
         out: where the result goes, without another pass: of the shape, dtype and device of x, any
             strides (a slot of a key cache, say), sharing no memory with x. It has no gradient.
         backend: None for the fastest; "cpu" or "reference" to insist on one.
 
     Returns:
         ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside
-        the rotated slice are copied. Differentiable by x, by floating positions and by inv_freq.
+        the rotated slice are copied. Differentiable by x, by floating positions, by inv_freq and by
+        the tensors of act and gate, to any order.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, each with its sentence.
@@ -68,9 +79,12 @@ def rotate(
     >>> rotate(q, RopeSpec(head_dim=64)).shape
     torch.Size([2, 8, 16, 64])
     """
+    name = "rotate"
     outs = None if out is None else [out]
+    outer = calls.outer(name, act, gate, 1)
     (y,) = calls.out_of_place(
-        "rotate", _X, x, None, spec, positions, layout, inverse, backend, outs, inv_freq, seq_len
+        *(name, _X, x, None, spec, positions, layout, inverse, backend),
+        *(outs, inv_freq, seq_len, False, outer),
     )
     return y
 
@@ -83,13 +97,16 @@ def rotate_(
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
     seq_len: SeqLen = None,
+    act: Act = None,
+    gate: Gate | None = None,
     inverse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate a tensor in place: :func:`rotate` without the new tensor.
 
     The path that an attention layer should take, on a slice or a transposed view of its fused
-    projection too. Autograd follows exactly, as the rotation needs nothing of its input.
+    projection too. Autograd follows exactly: the rotation needs nothing of its input, and an act that
+    does keeps a copy of it.
 
     Args: as of :func:`rotate`. No two elements of x may share memory, and under grad x must not come
     from chunk, split or unbind: slice instead.
@@ -102,8 +119,11 @@ def rotate_(
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
+    name = "rotate_"
+    outer = calls.outer(name, act, gate, 1)
     calls.in_place(
-        "rotate_", _X, x, None, spec, positions, layout, inverse, backend, inv_freq, seq_len
+        *(name, _X, x, None, spec, positions, layout, inverse, backend),
+        *(inv_freq, seq_len, outer),
     )
     return x
 
@@ -117,6 +137,8 @@ def rotate_qk(
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
     seq_len: SeqLen = None,
+    act: ActLike = None,
+    gate: GateLike = None,
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     backend: str | None = None,
@@ -128,6 +150,8 @@ def rotate_qk(
             MQA). k may be None.
         spec, positions, layout, inv_freq, seq_len, inverse, backend: as of :func:`rotate`. With frequencies
             per head q and k have the same number of them.
+        act, gate: as of :func:`rotate`, or a pair, one for q and one for k. A gate for both is xPos's
+            opposite for keys. Where the two differ in kind this is two launches.
         out: as of :func:`rotate`, a pair for q and k; None for a k that is None.
 
     Returns:
@@ -138,9 +162,12 @@ def rotate_qk(
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
     outs = None if out is None else [x for x in out if x is not None]
+    name = "rotate_qk"
     names = _QK if k is not None else _Q
+    outer = calls.outer(name, act, gate)
     ys = calls.out_of_place(
-        "rotate_qk", names, q, k, spec, positions, layout, inverse, backend, outs, inv_freq, seq_len
+        *(name, names, q, k, spec, positions, layout, inverse, backend),
+        *(outs, inv_freq, seq_len, False, outer),
     )
     return ys[0], cast(_K, None if k is None else ys[1])
 
@@ -154,6 +181,8 @@ def rotate_qk_(
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
     seq_len: SeqLen = None,
+    act: ActLike = None,
+    gate: GateLike = None,
     inverse: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -170,8 +199,11 @@ def rotate_qk_(
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     names = _QK if k is not None else _Q
+    name = "rotate_qk_"
+    outer = calls.outer(name, act, gate)
     calls.in_place(
-        "rotate_qk_", names, q, k, spec, positions, layout, inverse, backend, inv_freq, seq_len
+        *(name, names, q, k, spec, positions, layout, inverse, backend),
+        *(inv_freq, seq_len, outer),
     )
     return q, k
 
@@ -552,12 +584,11 @@ def polar_scan(
                 )
             )
         positions = state.tokens if positions is None else positions
-    first, second = gates.pair(name, gate)
     q, k = calls.out_of_place(
-        name, _QK, q, k, spec, positions, layout, False, None, None, None, seq_len
+        *(name, _QK, q, k, spec, positions, layout, False, None),
+        *(None, None, seq_len, False, calls.outer(name, None, gate)),
     )
     q, k = where.to_bhsd(q), where.to_bhsd(k)
-    q, k = gating.apply(name, q, k, [first], [second], spec, positions)
     v = scan.values_of(name, q, k, v, where.to_bhsd)
     out, state = scan.run(name, q, k, v, log_decay, state, form, chunk)
     return where.from_bhsd(out), state
