@@ -39,6 +39,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "backends.*": (3, 1),
     "backends": (3, 2),
     "calls": (3, 3),
+    "lrpe": (3, 4),
     "config": (4, 0),
     "functional": (4, 0),
     "nn": (5, 0),

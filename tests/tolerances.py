@@ -117,6 +117,18 @@ TABLE = {
         "one way rounds at the end, by half a step; the other there and once before, where the errors "
         "of both channels, half a step each, turn into one of √2 / 2: 1.71",
     ),
+    "activation": Tolerance(
+        1e-6,
+        "times |pair| of |f(x)| + |x · f'(x)|, of a channel of the rotated f(x); times |pair| of the "
+        "gradient and |f'(x)|, at least 1, of a gradient",
+        "'float32 rotation', and as much again for f in float32: its argument and its value round by "
+        "6e-8 each, and so do the few steps between",
+    ),
+    "activation, float64": Tolerance(
+        6e-15,
+        "as for 'activation'",
+        "'float64 rotation' and twice as much for f: erfc and exp are off by several 1.1e-16",
+    ),
     # --- gradients (DESIGN 6) ---
     "angle gradient, torch.float32": Tolerance(
         2e-6,

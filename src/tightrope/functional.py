@@ -10,6 +10,7 @@ from . import angles, calls, scan
 from ._errors import sentence
 from .activations import Act, ActLike
 from .gates import Gate
+from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
 from .ops import reangle, tables as given_tables
 from .ops.checks import check_floating, layout_named
 from .positions import PositionsLike
