@@ -142,7 +142,7 @@ class Truth(NamedTuple):
         inner: f(x).
         back: the gradient by f(x).
         scale: Σ |position| · |pair of y| · |pair of dy|, as dtheta.
-        angle: |position · θ| of each channel, 0 where it does not turn.
+        distance: |position| of each token, ``(rows|1, tokens, 1, 1)``.
     """
 
     y: torch.Tensor
@@ -151,7 +151,7 @@ class Truth(NamedTuple):
     inner: torch.Tensor
     back: torch.Tensor
     scale: torch.Tensor
-    angle: torch.Tensor
+    distance: torch.Tensor
 
 
 def rotated(
@@ -187,14 +187,12 @@ def rotated(
     dx = pulled_back(act, x, back, dim)
 
     where = torch.tensor([[float(p) for p in row] for row in positions], dtype=torch.float64)
-    where = where[:, :, None, None].expand(x.shape[0], -1, x.shape[2], pairs)
+    where = where[:, :, None, None]
     by_angle = y[..., first] * grad[..., second] - y[..., second] * grad[..., first]
     dtheta = (where * by_angle).sum((0, 1))
     lengths = torch.hypot(y[..., first], y[..., second])
     scale = (where.abs() * lengths * torch.hypot(grad[..., first], grad[..., second])).sum((0, 1))
-    angle = torch.zeros_like(y)
-    angle[..., first] = angle[..., second] = where.abs() * theta.double().abs()
-    return Truth(y, dx, dtheta, inner, back, scale, angle)
+    return Truth(y, dx, dtheta, inner, back, scale, where.abs())
 
 
 def pair_lengths(x: torch.Tensor, pairs: int, start: int = 0) -> torch.Tensor:

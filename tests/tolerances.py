@@ -74,9 +74,10 @@ TABLE = {
         "exponential turns the error of its argument, up to ln(scale), into a relative one",
     ),
     "word of a float64": Tolerance(
-        2.0**-52,
+        2.0**-76,
         "relative, of a word before its modulo, besides half a unit",
-        "the product of ω and 1 / 2π rounds by 2^-53; 1 / 2π itself, in float64, is off by 9e-17",
+        "what the product with 1 / 2π loses is a sum of exact products of 2^-26 of it and less, which "
+        "rounds by 2^-53",
     ),
     # --- rotation (DESIGN 6) ---
     "float32 rotation": Tolerance(
