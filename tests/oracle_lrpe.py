@@ -133,24 +133,18 @@ def cos_sin(
 
 
 class Truth(NamedTuple):
-    """Exact results, float64, and the lengths that errors are measured by.
+    """Exact results, float64.
 
     Attributes:
         y: the result.
         dx: the gradient by x.
-        dtheta: the gradient by θ ``(heads, pairs)``, of each head and pair by itself.
         inner: f(x).
-        back: the gradient by f(x).
-        scale: Σ |position| · |pair of y| · |pair of dy|, as dtheta.
         distance: |position| of each token, ``(rows|1, tokens, 1, 1)``.
     """
 
     y: torch.Tensor
     dx: torch.Tensor
-    dtheta: torch.Tensor
     inner: torch.Tensor
-    back: torch.Tensor
-    scale: torch.Tensor
     distance: torch.Tensor
 
 
@@ -186,13 +180,36 @@ def rotated(
     back[..., second] = grad[..., second] * cos - grad[..., first] * sin
     dx = pulled_back(act, x, back, dim)
 
+    return Truth(y, dx, inner, _where(positions).abs())
+
+
+def _where(positions: Sequence[Sequence[int]]) -> torch.Tensor:
     where = torch.tensor([[float(p) for p in row] for row in positions], dtype=torch.float64)
-    where = where[:, :, None, None]
-    by_angle = y[..., first] * grad[..., second] - y[..., second] * grad[..., first]
-    dtheta = (where * by_angle).sum((0, 1))
-    lengths = torch.hypot(y[..., first], y[..., second])
-    scale = (where.abs() * lengths * torch.hypot(grad[..., first], grad[..., second])).sum((0, 1))
-    return Truth(y, dx, dtheta, inner, back, scale, where.abs())
+    return where[:, :, None, None]
+
+
+def angle_sums(
+    y: torch.Tensor,
+    grad: torch.Tensor,
+    positions: Sequence[Sequence[int]],
+    pairs: int,
+    start: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient by θ, Σ position · (u · dv − v · du), and Σ |position| · |pair| · |gradient pair|.
+
+    Args:
+        y, grad: a result and its gradient, as of :func:`rotated`.
+
+    Returns:
+        Each ``(heads, pairs)``, of each head and pair by itself.
+    """
+    first = slice(start, start + pairs)
+    second = slice(start + pairs, start + 2 * pairs)
+    u, v, du, dv = y[..., first], y[..., second], grad[..., first], grad[..., second]
+    du, dv = du.double(), dv.double()
+    where = _where(positions)
+    moduli = where.abs() * torch.hypot(u, v) * torch.hypot(du, dv)
+    return (where * (u * dv - v * du)).sum((0, 1)), moduli.sum((0, 1))
 
 
 def pair_lengths(x: torch.Tensor, pairs: int, start: int = 0) -> torch.Tensor:

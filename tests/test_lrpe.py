@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -117,14 +117,14 @@ def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -
 @every_dtype
 @every_act
 def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> None:
-    x = noise(ROWS, TOKENS, HEADS, WIDTH, dtype=dtype)
-    grad = noise(ROWS, TOKENS, HEADS, WIDTH, seed=1, dtype=dtype)
     unit = tolerances.value("activation, float64" if dtype == torch.float64 else "activation")
-    by_angle = tolerances.value(f"angle gradient, {dtype}")
-    results, wanted = [], []
-    for kind, offset in itertools.product(THETAS, OFFSETS):
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    total = missed = 0
+    for seed, (kind, offset) in enumerate(itertools.product(THETAS, OFFSETS)):
         if dim == 1 and offset != 0:
             continue
+        x = noise(ROWS, TOKENS, HEADS, WIDTH, seed=seed, dtype=dtype)
+        grad = noise(ROWS, TOKENS, HEADS, WIDTH, seed=seed + 100, dtype=dtype)
         theta = angles(kind).requires_grad_()
         leaf = x.clone().requires_grad_()
         y = lrpe_rotate_1d(leaf, theta, said(offset), act, dim, theta_axis=THETAS[kind][1])
@@ -145,16 +145,17 @@ def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> Non
         else:
             off = off * truth.slope(act, x).abs().clamp(min=1)
         assert_within(dx, exact.dx, unit * off)
-        moduli = gathered(kind, exact.scale, theta.shape)
-        summed = gathered(kind, exact.dtheta, theta.shape)
-        spin = gathered(kind, exact.scale * angle.amax(), theta.shape)
-        assert_within(dtheta, summed, by_angle * moduli + spin)
-        results.append(y.detach().flatten())
-        wanted.append(exact.y.flatten())
-    if dtype in (torch.bfloat16, torch.float16):
-        got, exact_y = torch.cat(results), torch.cat(wanted)
-        missed = oracle.steps_apart(got, oracle.rounded(exact_y, dtype)) != 0
-        assert missed.float().mean() <= 1 - tolerances.value("16-bit share")
+        # Of a narrow result of the operator the sums are over what was stored, which is checked above.
+        over_stored = narrow and dim != 1
+        stored = y.detach().double() if over_stored else exact.y
+        sums = truth.angle_sums(stored, grad, where(offset), PAIRS)
+        each, moduli = (gathered(kind, t, theta.shape) for t in sums)
+        sharp = tolerances.value(f"angle gradient, {torch.float32 if narrow else dtype}")
+        assert_within(dtheta, each, (sharp + angle.amax()) * moduli)
+        if narrow:
+            total += y.numel()
+            missed += int((oracle.steps_apart(y, oracle.rounded(exact.y, dtype)) != 0).sum())
+    assert missed <= total * (1 - tolerances.value("16-bit share"))
 
 
 @every_theta
@@ -203,15 +204,12 @@ def seed(
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("offset", [0, 9])
 @pytest.mark.parametrize(
-    "act, dim",
-    [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softmax", -1),
-     ("softmax", 1)],
+    "act, dim, offset",
+    [("none", None, 0), ("none", None, 9), ("relu", None, 9), ("sigmoid", None, 9),
+     ("silu", None, 9), ("softmax", -1, 9), ("softmax", 1, 0)],
 )  # fmt: skip
 def test_the_equations_of_the_seed(act: str, dim: int | None, offset: int) -> None:
-    if dim == 1 and offset:
-        pytest.skip("a softmax over the tokens has no offset")
     x, theta = noise(2, 7, 3, 8), noise(3, 4, seed=1)
     got = lrpe_rotate_1d(x, theta, offset, act, dim)
     shared = lrpe_rotate_1d(x, theta[0], offset, act, dim, theta_axis="pair")
@@ -341,7 +339,8 @@ def test_generated_shapes(data: st.DataObject) -> None:
     for got, wanted in ((y, exact.y), (found[0], exact.dx)):
         assert_near(got, wanted.reshape(got.shape), "float64 ways, higher order")
     scale = 1 + max(abs(p) for row in where(offset, tokens) for p in row)
-    wanted = gathered(kind, exact.dtheta, theta.shape) / scale
+    sums, _ = truth.angle_sums(exact.y, grad, where(offset, tokens), pairs, start)
+    wanted = gathered(kind, sums, theta.shape) / scale
     assert_near(found[1] / scale, wanted, "float64 ways, higher order")
 
 
@@ -449,7 +448,7 @@ def test_in_place(act: str, dim: int | None, dtype: torch.dtype) -> None:
                      lrpe_rotate_1d(leaf * 1, theta, 9, act, dim))
     ]  # fmt: skip
     for one, other in zip(*both, strict=True):
-        assert_same_bits(one, other)
+        assert torch.equal(one, other)  # a zero may lose its sign
 
 
 # --- the compiler ---------------------------------------------------------------------------------
@@ -606,20 +605,17 @@ def test_slopes_of_the_oracle_are_those_of_its_functions(name: str) -> None:
         assert math.isclose(slope, truth.SLOPES[name](truth.MP.mpf(at)), rel_tol=1e-12)
 
 
-def _differences(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def test_gradients_of_the_oracle_are_those_of_its_results() -> None:
     x, theta, grad = noise(2, 3, 2, 6), noise(2, 2, seed=1), noise(2, 3, 2, 6, seed=2)
     step = 1e-6
     for act, dim in (("silu", None), ("softmax", -1), ("softmax", 1)):
         exact = truth.rotated(x, theta, [[4, 5, 6]], grad, act, dim, start=1)
+        by_theta, _ = truth.angle_sums(exact.y, grad, [[4, 5, 6]], 2, start=1)
 
         def loss(x: torch.Tensor, theta: torch.Tensor) -> float:
             return float((truth.rotated(x, theta, [[4, 5, 6]], grad, act, dim, 1).y * grad).sum())  # noqa: B023
 
-        for which, found in ((0, exact.dx), (1, exact.dtheta)):
+        for which, found in ((0, exact.dx), (1, by_theta)):
             for index in itertools.product(*(range(size) for size in found.shape)):
                 ends = []
                 for sign in (1, -1):
@@ -628,3 +624,29 @@ def test_gradients_of_the_oracle_are_those_of_its_results() -> None:
                     ends.append(loss(*moved))
                 slope = (ends[0] - ends[1]) / (2 * step)
                 assert math.isclose(slope, found[index].item(), rel_tol=1e-6, abs_tol=1e-7)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def kept(x: torch.Tensor, theta: torch.Tensor, act: str, dim: int | None) -> tuple[bool, int]:
+    """Whether the backward pass keeps x, and how many tensors of its size."""
+    found: list[torch.Tensor] = []
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        found.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        lrpe_rotate_1d(x, theta, 3, act, dim)
+    big = {t.data_ptr() for t in found if t.numel() == x.numel()}
+    return x.data_ptr() in big, len(big)
+
+
+@pytest.mark.parametrize("act, dim", [call for call in CALLS if call != ("softmax", 1)])
+def test_x_is_kept_only_where_a_slope_needs_it(act: str, dim: int | None) -> None:
+    x, theta = noise(2, 50, 3, 12).requires_grad_(), noise(3, 4, seed=1)
+    needed = act != "none"
+    assert kept(x, theta, act, dim) == (needed, int(needed))
+    # The gradient by θ needs the result, and not x.
+    assert kept(x, theta.requires_grad_(), act, dim) == (needed, 1 + needed)

@@ -275,11 +275,7 @@ def position_angle(
 
 
 def frequency_angle(
-    words: torch.Tensor,
-    turns: torch.Tensor | None,
-    inv_freq_: torch.Tensor,
-    positions: torch.Tensor,
-    dtype: torch.dtype,
+    inv_freq_: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """As :func:`position_angle`, by the frequencies that words were made of.
 
@@ -287,10 +283,8 @@ def frequency_angle(
         inv_freq_: floating, shaped as words.
         positions: as numbers, ``[axes, rows|1, tokens]``; see :func:`real`.
     """
-    # Words know the frequencies better than float32 does; in float64 the difference is no more
-    # than the rounding that the words were made with.
-    wide = positions.dtype
-    drift = inv_freq_.to(wide) - inv_freq(words, turns, wide)
+    # A difference from what words stand for would not be zero: they hold more digits.
+    drift = (inv_freq_ - inv_freq_.detach()).to(positions.dtype)
     return (positions[:, :, None, :, None] * drift[:, :, :, None]).sum(0).to(dtype)
 
 
