@@ -12,19 +12,22 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
+// Where a compiler declines to inline, it does not vectorise either.
+#define TIGHTROPE_INLINE inline __attribute__((always_inline))
+
 template <class T>
-inline T choose(bool which, T yes, T no) { return which ? yes : no; }
-inline float magnitude(float x) { return bits<float>(bits<uint32_t>(x) & 0x7FFFFFFFu); }
-inline double magnitude(double x) { return __builtin_fabs(x); }
-inline float with_sign(float x, float of) {
+TIGHTROPE_INLINE T choose(bool which, T yes, T no) { return which ? yes : no; }
+TIGHTROPE_INLINE float magnitude(float x) { return bits<float>(bits<uint32_t>(x) & 0x7FFFFFFFu); }
+TIGHTROPE_INLINE double magnitude(double x) { return __builtin_fabs(x); }
+TIGHTROPE_INLINE float with_sign(float x, float of) {
   return bits<float>((bits<uint32_t>(x) & 0x7FFFFFFFu) | (bits<uint32_t>(of) & 0x80000000u));
 }
 
 // Adding this rounds to an integer, which then stands in the lowest bits.
 constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
-inline int32_t rounded(float shifted) { return int32_t(bits<uint32_t>(shifted) - bits<uint32_t>(kRounder)); }
+TIGHTROPE_INLINE int32_t rounded(float shifted) { return int32_t(bits<uint32_t>(shifted) - bits<uint32_t>(kRounder)); }
 
-inline float exponential(float x) {
+TIGHTROPE_INLINE float exponential(float x) {
   // Beyond these e^x is 0 or infinite; a NaN passes both.
   x = choose(x > 89.0f, 89.0f, x);
   x = choose(x < -104.0f, -104.0f, x);
@@ -41,10 +44,10 @@ inline float exponential(float x) {
   const int32_t whole = rounded(shifted), half = whole >> 1;
   return p * bits<float>(uint32_t(half + 127) << 23) * bits<float>(uint32_t(whole - half + 127) << 23);
 }
-inline double exponential(double x) { return __builtin_exp(x); }
+TIGHTROPE_INLINE double exponential(double x) { return __builtin_exp(x); }
 
 // e^x − 1 for x <= 0.
-inline float less_one(float x) {
+TIGHTROPE_INLINE float less_one(float x) {
   float p = fma_(x, 1.59956908e-4f, 1.36370712e-3f);
   p = fma_(x, p, 8.32504407e-3f);
   p = fma_(x, p, 4.16652709e-2f);
@@ -52,10 +55,10 @@ inline float less_one(float x) {
   p = fma_(x, p, 0.5f);
   return choose(x > -0.5f, fma_(x * x, p, x), exponential(x) - 1.0f);
 }
-inline double less_one(double x) { return __builtin_expm1(x); }
+TIGHTROPE_INLINE double less_one(double x) { return __builtin_expm1(x); }
 
 // log(1 + x) for x in [0, 1]: twice the area tangent of x / (2 + x).
-inline float log_one(float x) {
+TIGHTROPE_INLINE float log_one(float x) {
   const float s = x / (2.0f + x), z = s * s;
   float p = fma_(z, 1.08962111e-1f, 8.57392177e-2f);
   p = fma_(z, p, 1.11507505e-1f);
@@ -65,9 +68,9 @@ inline float log_one(float x) {
   const float twice = s + s;
   return fma_(twice * z, p, twice);
 }
-inline double log_one(double x) { return __builtin_log1p(x); }
+TIGHTROPE_INLINE double log_one(double x) { return __builtin_log1p(x); }
 
-inline float tangent(float x) {
+TIGHTROPE_INLINE float tangent(float x) {
   const float a = magnitude(x), z = x * x;
   float p = fma_(z, 2.23106612e-3f, -8.26709345e-3f);
   p = fma_(z, p, 2.17344407e-2f);
@@ -78,10 +81,10 @@ inline float tangent(float x) {
   const float large = 1.0f - 2.0f / (exponential(a + a) + 1.0f);
   return choose(a < 0.6f, small, with_sign(large, x));
 }
-inline double tangent(double x) { return __builtin_tanh(x); }
+TIGHTROPE_INLINE double tangent(double x) { return __builtin_tanh(x); }
 
 // e^(-t²/2), with what the square rounds off put back.
-inline float bell(float t) {
+TIGHTROPE_INLINE float bell(float t) {
   const float square = t * t;
 #if defined(__FMA__) || defined(__aarch64__)
   const float rest = fma_(t, t, -square);
@@ -95,7 +98,7 @@ inline float bell(float t) {
 }
 
 // Φ, the share of a normal distribution below x; and the density at x, up to a factor.
-inline float below(float x, float* density) {
+TIGHTROPE_INLINE float below(float x, float* density) {
   const float t = magnitude(x), u = 1.0f / fma_(0.33f, t, 1.0f);
   float p = fma_(u, -2.58295406e-2f, 1.48384750e-1f);
   p = fma_(u, p, -3.21950585e-1f);
@@ -110,14 +113,14 @@ inline float below(float x, float* density) {
   const float tail = *density * p;
   return choose(x > 0.0f, 1.0f - tail, tail);
 }
-inline double below(double x, double* density) {
+TIGHTROPE_INLINE double below(double x, double* density) {
   *density = __builtin_exp(-0.5 * x * x);
   return 0.5 * __builtin_erfc(x * -0.70710678118654752440);
 }
 
 // σ(x) and σ(-x), neither by a difference.
 template <class T>
-inline void sigmoids(T x, T* here, T* there) {
+TIGHTROPE_INLINE void sigmoids(T x, T* here, T* there) {
   const T e = exponential(-magnitude(x)), r = T(1) / (T(1) + e), other = e * r;
   *here = choose(x < T(0), other, r);
   *there = choose(x < T(0), r, other);
@@ -126,7 +129,7 @@ inline void sigmoids(T x, T* here, T* there) {
 // Up to here three parts of π/2 leave nothing to be desired.
 constexpr float kLargeAngle = 8192.0f;
 
-inline void sine_cosine(float x, float* s, float* c) {
+TIGHTROPE_INLINE void sine_cosine(float x, float* s, float* c) {
   const float shifted = fma_(x, 6.36619747e-1f, kRounder);
   const float n = shifted - kRounder;
 #if defined(__FMA__) || defined(__aarch64__)
@@ -150,96 +153,96 @@ inline void sine_cosine(float x, float* s, float* c) {
 
 // Each f with its f'.
 struct None {
-  template <class T> static inline T f(T x) { return x; }
-  template <class T> static inline T slope(T) { return T(1); }
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return x; }
+  template <class T> static TIGHTROPE_INLINE T slope(T) { return T(1); }
 };
 struct Relu {
   // A NaN stays.
-  template <class T> static inline T f(T x) { return choose(x < T(0), T(0), x); }
-  template <class T> static inline T slope(T x) { return choose(x > T(0), T(1), T(0)); }
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return choose(x < T(0), T(0), x); }
+  template <class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > T(0), T(1), T(0)); }
 };
 struct Sigmoid {
-  template <class T> static inline T f(T x) { return T(1) / (T(1) + exponential(-x)); }
-  template <class T> static inline T slope(T x) {
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return T(1) / (T(1) + exponential(-x)); }
+  template <class T> static TIGHTROPE_INLINE T slope(T x) {
     T here, there;
     sigmoids(x, &here, &there);
     return here * there;
   }
 };
 struct Silu {
-  template <class T> static inline T f(T x) { return x / (T(1) + exponential(-x)); }
-  template <class T> static inline T slope(T x) {
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return x / (T(1) + exponential(-x)); }
+  template <class T> static TIGHTROPE_INLINE T slope(T x) {
     T here, there;
     sigmoids(x, &here, &there);
     return here * fma_(x, there, T(1));
   }
 };
 struct Gelu {
-  template <class T> static inline T f(T x) {
+  template <class T> static TIGHTROPE_INLINE T f(T x) {
     T density;
     return x * below(x, &density);
   }
-  template <class T> static inline T slope(T x) {
+  template <class T> static TIGHTROPE_INLINE T slope(T x) {
     T density;
     const T share = below(x, &density);
     return fma_(x * T(0.398942280401432678), density, share);
   }
 };
 struct Elu {
-  template <class T> static inline T f(T x) { return choose(x > T(0), x, less_one(x)); }
-  template <class T> static inline T slope(T x) { return choose(x > T(0), T(1), exponential(x)); }
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return choose(x > T(0), x, less_one(x)); }
+  template <class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > T(0), T(1), exponential(x)); }
 };
 struct Relu2 {
-  template <class T> static inline T f(T x) { return Relu::f(x) * Relu::f(x); }
-  template <class T> static inline T slope(T x) { return Relu::f(x) + Relu::f(x); }
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return Relu::f(x) * Relu::f(x); }
+  template <class T> static TIGHTROPE_INLINE T slope(T x) { return Relu::f(x) + Relu::f(x); }
 };
 struct Softplus {
-  template <class T> static inline T f(T x) { return Relu::f(x) + log_one(exponential(-magnitude(x))); }
-  template <class T> static inline T slope(T x) { return Sigmoid::f(x); }
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return Relu::f(x) + log_one(exponential(-magnitude(x))); }
+  template <class T> static TIGHTROPE_INLINE T slope(T x) { return Sigmoid::f(x); }
 };
 struct Exp {
-  template <class T> static inline T f(T x) { return exponential(x); }
-  template <class T> static inline T slope(T x) { return exponential(x); }
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return exponential(x); }
+  template <class T> static TIGHTROPE_INLINE T slope(T x) { return exponential(x); }
 };
 struct LeakyRelu {
-  template <class T> static inline T f(T x) { return choose(x > T(0), x, x * T(0.01)); }
-  template <class T> static inline T slope(T x) { return choose(x > T(0), T(1), T(0.01)); }
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return choose(x > T(0), x, x * T(0.01)); }
+  template <class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > T(0), T(1), T(0.01)); }
 };
 struct Tanh {
-  template <class T> static inline T f(T x) { return tangent(x); }
+  template <class T> static TIGHTROPE_INLINE T f(T x) { return tangent(x); }
   // 1 − t² of t = 1 − q.
-  template <class T> static inline T slope(T x) {
+  template <class T> static TIGHTROPE_INLINE T slope(T x) {
     const T a = magnitude(x), q = T(2) / (exponential(a + a) + T(1));
     return q * (T(2) - q);
   }
 };
 struct Sine {
-  static inline float f(float x) {
+  static TIGHTROPE_INLINE float f(float x) {
     float s, c;
     sine_cosine(x, &s, &c);
     return s;
   }
-  static inline float slope(float x) {
+  static TIGHTROPE_INLINE float slope(float x) {
     float s, c;
     sine_cosine(x, &s, &c);
     return c;
   }
-  static inline double f(double x) { return __builtin_sin(x); }
-  static inline double slope(double x) { return __builtin_cos(x); }
+  static TIGHTROPE_INLINE double f(double x) { return __builtin_sin(x); }
+  static TIGHTROPE_INLINE double slope(double x) { return __builtin_cos(x); }
 };
 struct Cosine {
-  static inline float f(float x) {
+  static TIGHTROPE_INLINE float f(float x) {
     float s, c;
     sine_cosine(x, &s, &c);
     return c;
   }
-  static inline float slope(float x) {
+  static TIGHTROPE_INLINE float slope(float x) {
     float s, c;
     sine_cosine(x, &s, &c);
     return -s;
   }
-  static inline double f(double x) { return __builtin_cos(x); }
-  static inline double slope(double x) { return -__builtin_sin(x); }
+  static TIGHTROPE_INLINE double f(double x) { return __builtin_cos(x); }
+  static TIGHTROPE_INLINE double slope(double x) { return -__builtin_sin(x); }
 };
 
 }  // namespace

@@ -656,6 +656,7 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
                     "tightrope: gradients must have the dtype and device of results");
   const Arguments a{words, turns, positions, offset, Form(form), 1.0, nullptr, 0.0};
   STD_TORCH_CHECK(a.form.source == kWords, "tightrope: tables have gradients of their own");
+  STD_TORCH_CHECK(a.form.is_plain(), "tightrope: gradients by angles are those of a rotation alone");
   Problem p = problem_of(ys, grads, a);
   const bool empty = is_empty(p);
   const int64_t sequences = p.word_rows;

@@ -12,6 +12,9 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
+// Loops that many places call stay by themselves: a compiler vectorises them better alone.
+#define TIGHTROPE_LOOP __attribute__((noinline))
+
 template <class T>
 struct Plain;
 template <>
@@ -68,7 +71,7 @@ inline T sum_lanes(T* lane) {
 }
 // Σ a·b
 template <class T>
-inline T dot(const T* __restrict a, const T* __restrict b, int64_t n) {
+TIGHTROPE_LOOP T dot(const T* __restrict a, const T* __restrict b, int64_t n) {
   alignas(64) T lane[kSumLanes] = {};
   int64_t k = 0;
   for (; k + kSumLanes <= n; k += kSumLanes)
@@ -77,7 +80,7 @@ inline T dot(const T* __restrict a, const T* __restrict b, int64_t n) {
   return sum_lanes(lane);
 }
 template <class T>
-inline T sum(const T* __restrict a, int64_t n) {
+TIGHTROPE_LOOP T sum(const T* __restrict a, int64_t n) {
   alignas(64) T lane[kSumLanes] = {};
   int64_t k = 0;
   for (; k + kSumLanes <= n; k += kSumLanes)
@@ -87,7 +90,7 @@ inline T sum(const T* __restrict a, int64_t n) {
 }
 // The largest, and NaN if there is one.
 template <class T>
-inline T largest(const T* __restrict a, int64_t n) {
+TIGHTROPE_LOOP T largest(const T* __restrict a, int64_t n) {
   T top = a[0];
   for (int64_t k = 1; k < n; ++k) top = a[k] > top || a[k] != a[k] ? a[k] : top;
   return top;
@@ -134,12 +137,17 @@ inline bool with_act(Act act, const Use& use) {
   return false;
 }
 
+template <class A, class F>
+TIGHTROPE_LOOP void act_from(const typename F::Stored* __restrict in,
+                             typename F::Value* __restrict x, int64_t n) {
+  for (int64_t k = 0; k < n; ++k) x[k] = A::f(F::load(in[k]));
+}
 template <class A, class T>
-inline void act_on(T* __restrict x, int64_t n) {
+TIGHTROPE_LOOP void act_on(T* __restrict x, int64_t n) {
   for (int64_t k = 0; k < n; ++k) x[k] = A::f(x[k]);
 }
 template <class A, class T>
-inline void slope_on(const T* __restrict x, T* __restrict g, int64_t n) {
+TIGHTROPE_LOOP void slope_on(const T* __restrict x, T* __restrict g, int64_t n) {
   for (int64_t k = 0; k < n; ++k) g[k] *= A::slope(x[k]);
 }
 
@@ -204,13 +212,13 @@ inline void apply_back(const Outer& o, const T* __restrict weight, T* __restrict
 // ---- P --------------------------------------------------------------------------------------------
 
 template <class T>
-inline void exponentials_of(T* __restrict x, int64_t n) {
+TIGHTROPE_LOOP void exponentials_of(T* __restrict x, int64_t n) {
   // One NaN for all: the lower bits of another could round to something else (see BFloat16).
   for (int64_t k = 0; k < n; ++k) x[k] = x[k] != x[k] ? T(__builtin_nan("")) : exponential(x[k]);
 }
 
 // e^(slope · position): the product has more digits than float, and all count.
-inline void by_slope(const double* __restrict slope, double position, float* __restrict out,
+TIGHTROPE_LOOP void by_slope(const double* __restrict slope, double position, float* __restrict out,
                      int64_t n) {
   for (int64_t k = 0; k < n; ++k) {
     const double log = slope[k] * position;
@@ -219,7 +227,7 @@ inline void by_slope(const double* __restrict slope, double position, float* __r
     out[k] = log != log ? __builtin_nanf("") : choose(magnitude(high) < 200.0f, fma_(e, low, e), e);
   }
 }
-inline void by_slope(const double* __restrict slope, double position, double* __restrict out,
+TIGHTROPE_LOOP void by_slope(const double* __restrict slope, double position, double* __restrict out,
                      int64_t n) {
   for (int64_t k = 0; k < n; ++k) out[k] = exponential(slope[k] * position);
 }
@@ -262,7 +270,7 @@ inline void factors_of(const Problem& p, const Outer& o, const Part& part, int64
 
 // Turns a head from a buffer to where it goes, multiplied by `gate` if there is one.
 template <class F, bool gated>
-inline void turn_halves_to(const typename F::Value* __restrict x, const typename F::Value* __restrict c,
+TIGHTROPE_LOOP void turn_halves_to(const typename F::Value* __restrict x, const typename F::Value* __restrict c,
                            const typename F::Value* __restrict s,
                            const typename F::Value* __restrict gate, typename F::Stored* __restrict out,
                            int64_t n) {
@@ -275,7 +283,7 @@ inline void turn_halves_to(const typename F::Value* __restrict x, const typename
   }
 }
 template <class F, bool gated>
-inline void turn_neighbours_to(const typename F::Value* __restrict x,
+TIGHTROPE_LOOP void turn_neighbours_to(const typename F::Value* __restrict x,
                                const typename F::Value* __restrict c,
                                const typename F::Value* __restrict s,
                                const typename F::Value* __restrict gate,
@@ -380,15 +388,10 @@ inline void turn_and_store(const Problem& p, const Head<F>& h, const typename F:
 template <class F>
 inline void go_ahead(const Problem& p, const Outer& o, const Head<F>& h,
                      const Scratch<typename F::Value>& w) {
-  using T = typename F::Value;
   const int64_t n = p.head_dim;
   const bool together = h.in_channel == 1 && Converts<F>::kWell && o.act != Act::kSin &&
                         o.act != Act::kCos &&
-                        with_act(o.act, [&](auto act) {
-                          const auto* __restrict in = h.in;
-                          T* __restrict to = w.a;
-                          for (int64_t k = 0; k < n; ++k) to[k] = decltype(act)::f(F::load(in[k]));
-                        });
+                        with_act(o.act, [&](auto act) { act_from<decltype(act), F>(h.in, w.a, n); });
   if (!together) {
     widen_row<F>(h.in, h.in_channel, w.a, n);
     apply(o, h.weight, w.a, n);
