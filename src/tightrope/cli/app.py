@@ -10,17 +10,18 @@ from .. import __version__
 from ._console import make_console
 from .demo import demo
 from .info import info
+from .inspect import inspect
 
 app = typer.Typer(
     name="tightrope",
     no_args_is_help=False,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
 app.command()(info)
+app.command()(inspect)
 
 # UsageError, whichever way this version of typer spells its module (click, or its own copy).
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])

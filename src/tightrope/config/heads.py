@@ -199,6 +199,8 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     if not isinstance(said[1], list | tuple):
         raise TypeError(sentence(OPERATION, f"{said[0]} must be a list but got {said[1]!r}"))
     sizes = tuple(whole([(said[0], size) for size in said[1]]) and said[1])
+    if sum(sizes) != pairs:
+        fail(f"{said[0]} must share out {pairs} pairs, half of rotary_dim, but got {list(sizes)}")
     if kind == "rows and columns, then time":
         if len(sizes) != 3 or sizes[0] != sizes[1]:
             fail(f"{said[0]} must give rows and columns equally many pairs but got {list(sizes)}")

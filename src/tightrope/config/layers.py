@@ -8,6 +8,8 @@ from .._errors import sentence
 from . import keys
 from .source import OPERATION, Entries, Found, Part, Source, agreed, fail
 
+_MOST_LAYERS = 65536
+
 
 def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
     """The rope section, and those per layer type where it is nested."""
@@ -180,6 +182,8 @@ def _by_interval(source: Source, key: str, every: str, others: str) -> tuple[str
     interval, count = source.values.get(key), source.values.get("num_hidden_layers")
     if not isinstance(interval, int) or not isinstance(count, int) or interval < 1:
         return None
+    if count > _MOST_LAYERS:
+        fail(f"{source.shown('num_hidden_layers')} must be at most {_MOST_LAYERS} but got {count}")
     return tuple(others if (layer + 1) % interval else every for layer in range(count))
 
 
