@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from ._console import make_console
+from .bench import bench
 from .demo import demo
 from .info import info
 from .inspect import inspect
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(info)
 app.command()(inspect)
+app.command()(bench)
 
 # UsageError, whichever way this version of typer spells its module (click, or its own copy).
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])

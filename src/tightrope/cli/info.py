@@ -8,8 +8,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from ..workbench.environment import read_environment
 from ._console import make_console
-from ._environment import read_environment
 
 
 def info(
