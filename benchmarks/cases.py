@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tightrope.workbench.bench.case import Case, in_both
 
-
 _IN_BOTH = (
     Case("prefill 128, cold", tokens=128),
     Case("prefill 128, warm", tokens=128, cold=False),

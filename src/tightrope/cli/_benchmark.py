@@ -87,7 +87,9 @@ def print_results(
     table.add_column("a copy", justify="right", no_wrap=True)
     narrow = console.width < 100
     for name in names:
-        table.add_column(_SHORT.get(name, name) if narrow else name, justify="right", overflow="fold")
+        table.add_column(
+            _SHORT.get(name, name) if narrow else name, justify="right", overflow="fold"
+        )
     for result in results:
         row = [_cell(result, name) for name in names]
         table.add_row(result["case"]["name"], duration(_floor(result)), *row)
@@ -113,7 +115,7 @@ def _cell(result: Mapping[str, Any], name: str) -> Text:
 
 
 def _floor(result: Mapping[str, Any]) -> float:
-    seconds = result["seconds"]
+    seconds: Mapping[str, Sequence[float]] = result["seconds"]
     return median(next(seconds[name] for name in FLOORS if name in seconds))
 
 

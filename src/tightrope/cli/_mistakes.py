@@ -1,6 +1,6 @@
 """A user's mistake as one line and exit code 2, with no traceback."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -20,12 +20,19 @@ def stop(text: str) -> NoReturn:
 
 
 @contextmanager
-def as_mistakes() -> Iterator[None]:
-    """Take errors that the library words for its users, and those of the file system, for theirs."""
+def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Take errors that the library words for its users, and those of the file system, for theirs.
+
+    Args:
+        spelled: what an argument that a sentence names is called on the command line.
+    """
     try:
         yield
     except OSError as error:
         about = f"{error.filename}: " if error.filename is not None else ""
         stop(f"{about}{error.strerror or error}.")
     except (ValueError, TypeError, NotImplementedError) as error:
-        stop(str(error))
+        text = str(error)
+        for argument, option in (spelled or {}).items():
+            text = text.replace(argument, option)
+        stop(text)

@@ -51,6 +51,10 @@ def _root(
 
     `tightrope demo`   train a small transformer beside eager rotation, in two minutes
 
+    `tightrope inspect config.json`   what a model's rotary embedding is, and what to mind about it
+
+    `tightrope bench`   how long a rotation takes here, beside what else is installed
+
     `tightrope info`   what is installed here, and which backend would run
     """
     if context.invoked_subcommand is None:

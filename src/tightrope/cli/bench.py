@@ -60,9 +60,11 @@ def bench(
 ) -> None:
     """Time rotations on this machine's processor, as ratios to copying q and k.
 
-    Contenders take turns, call by call, in an order drawn anew each round, and medians are compared;
-    caches are flushed before each call of a long case. Whoever gives a wrong result is not timed.
-    A few minutes; Ctrl-C stops early and keeps what there is.
+    Contenders take turns, call by call, in an order drawn anew each round; medians are compared.
+
+    Caches are flushed before each call of a long case. Whoever gives a wrong result is not timed.
+
+    It takes a few minutes; Ctrl-C stops it early and keeps what there is.
 
     Exit codes: 0 measured, 1 a result of this library is wrong, 2 a mistake in the call, 130 stopped.
 
@@ -135,9 +137,7 @@ def _measure_all(
                 break
             ticker.update(index / len(cases), case.name)
             try:
-                results.append(
-                    measure(case, CONTENDERS, runs=runs, rounds=rounds, wanted=taking)
-                )
+                results.append(measure(case, CONTENDERS, runs=runs, rounds=rounds, wanted=taking))
             except RuntimeError as error:
                 make_console(stderr=True).print(f"Error: {error}", markup=False, soft_wrap=True)
                 raise typer.Exit(FINDING) from None

@@ -13,12 +13,19 @@ from . import _inspection as report
 from ._console import make_console
 from ._mistakes import FINDING, as_mistakes, stop
 
+# How the library's sentences spell what here are options.
+_SPELLED = {
+    "interleaved=False": "--halves",
+    "interleaved=True": "--interleaved",
+    "strict=False": "--lenient",
+}
+
 
 def inspect(
     configs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CONFIG...",
+            metavar="CONFIG",
             show_default=False,
             help="config.json, params.json, a folder with one of them, a .gguf file, or the JSON of a "
             "RopeSpec. With several, each is compared with the first.",
@@ -32,7 +39,9 @@ def inspect(
     ] = None,
     section: Annotated[
         str | None,
-        typer.Option(help="Part of a nested configuration, such as text_config; '' is the outside."),
+        typer.Option(
+            help="Part of a nested configuration, such as text_config; '' is the outside."
+        ),
     ] = None,
     layer_type: Annotated[
         str | None, typer.Option(help="Which layers, where they differ, such as full_attention.")
@@ -52,7 +61,9 @@ def inspect(
     plot: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False, metavar="FILE", help="Draw a picture: .png, .pdf or .svg.",
+            dir_okay=False,
+            metavar="FILE",
+            help="Draw a picture: .png, .pdf or .svg.",
         ),
     ] = None,
     as_json: Annotated[
@@ -61,8 +72,9 @@ def inspect(
 ) -> None:
     """Show what a model's rotary embedding is, and what to mind about it.
 
-    Fields and the keys that said them, pairs and their wavelengths, what scaling did to them, how far
-    angles are exact. With two configurations: what differs, and by how much their angles disagree.
+    The spec and the keys that said it, wavelengths, what scaling did, how far angles are exact.
+
+    With two configurations: what differs between them, and by how much their angles disagree.
 
     Exit codes: 0 nothing to report, 1 a warning or a difference, 2 a mistake in the call or a file.
 
@@ -73,7 +85,7 @@ def inspect(
     `tightrope inspect model.gguf config.json --context 131072`
     """
     console = make_console()
-    with warnings.catch_warnings(record=True) as said, as_mistakes():
+    with warnings.catch_warnings(record=True) as said, as_mistakes(_SPELLED):
         warnings.simplefilter("always", UserWarning)
         options: dict[str, Any] = {
             "context": context, "section": section, "layer_type": layer_type,
@@ -108,9 +120,7 @@ def _draw(path: Path, found: list[Inspection]) -> None:
     draw(path, found)
 
 
-def _print_json(
-    console: Console, found: list[Inspection], comparisons: list[Comparison]
-) -> None:
+def _print_json(console: Console, found: list[Inspection], comparisons: list[Comparison]) -> None:
     document: dict[str, Any] = {"configs": [each.to_dict() for each in found]}
     if comparisons:
         document["comparisons"] = [each.to_dict() for each in comparisons]

@@ -138,9 +138,7 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     )
 
 
-def _speaking(
-    values: Mapping[str, Any], outer: Source, nested: Mapping[str, Source]
-) -> list[str]:
+def _speaking(values: Mapping[str, Any], outer: Source, nested: Mapping[str, Source]) -> list[str]:
     """The parts that say something about RoPE; the outer level is the empty name."""
     if outer.family is not None and outer.family.refused is not None:
         return [""]

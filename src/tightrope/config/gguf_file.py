@@ -67,7 +67,9 @@ class _Reader:
         if version not in _VERSIONS:
             self.order, self.at = ">", len(MAGIC)
             if (swapped := self.number("I")) not in _VERSIONS:
-                fail(f"{self.path} must be GGUF of version 2 or 3 but is of {min(version, swapped)}")
+                fail(
+                    f"{self.path} must be GGUF of version 2 or 3 but is of {min(version, swapped)}"
+                )
         tensors, entries = self.number("Q"), self.number("Q")
         values: dict[str, Any] = {}
         for _ in range(entries):

@@ -15,7 +15,7 @@ def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
     """The rope section, and those per layer type where it is nested."""
     flat: Entries = {}
     nested: dict[str, Entries | None] = {}
-    labels = source.values.get("layer_types") or ()
+    labels = _listed(source) or ()
     for name in keys.SECTION:
         section = source.values.get(name)
         if section is None:
@@ -55,14 +55,25 @@ def _merged(one: Entries, other: Entries) -> Entries:
 def parts_of(source: Source) -> tuple[list[Part], tuple[str, ...] | None]:
     """The layer types of a configuration, and the type of each layer where it lists them."""
     flat, nested = _sections(source)
-    listed = source.values.get("layer_types")
-    layers = tuple(listed) if isinstance(listed, list | tuple) else None
+    layers = _listed(source)
     if nested:
         return _nested_parts(source, nested, layers), layers
     kind = source.family.layers if source.family is not None else None
     if kind is None:
         return [Part(None, flat)], layers
     return _LAYERS[kind](source, flat, layers)
+
+
+def _listed(source: Source) -> tuple[str, ...] | None:
+    """The type of each layer, where the configuration lists them."""
+    listed = source.values.get("layer_types")
+    if not isinstance(listed, list | tuple):
+        return None
+    for name in listed:
+        if not isinstance(name, str):
+            path = source.shown("layer_types")
+            raise TypeError(sentence(OPERATION, f"{path} must hold names but got {name!r}"))
+    return tuple(listed)
 
 
 def _nested_parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+
 @dataclass(frozen=True)
 class Case:
     """One situation in which queries and keys are rotated.

@@ -57,7 +57,10 @@ def spec_of(case: Case) -> RopeSpec:
         side = pairs * 3 // 8  # 16, 24, 24 of 64, as in Qwen2-VL
         axes = Axes.sections((pairs - 2 * side, side, side))
     return RopeSpec(
-        case.head_dim, rotary_dim=case.rotary_dim, interleaved=case.interleaved, axes=axes
+        case.head_dim,
+        rotary_dim=case.rotary_dim or case.head_dim,
+        interleaved=case.interleaved,
+        axes=axes,
     )
 
 
@@ -73,6 +76,7 @@ def positions_of(case: Case, ids: torch.Tensor) -> PositionsLike:
 
 
 def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
+    """Angles in float64, from plain frequencies: ``[…, tokens, pairs]``."""
     spec = spec_of(case)
     where = ids[..., None].double()
     if spec.axes is not None:
@@ -81,6 +85,7 @@ def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
 
 
 def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
+    """cos and sin of a case as model files have them, in the dtype of x, the pairs duplicated."""
     angle = angles_of(case, ids.unsqueeze(-2))
     if case.interleaved:
         angle = angle.repeat_interleave(2, -1)
@@ -109,6 +114,7 @@ def functional(
     q: torch.Tensor,
     k: torch.Tensor,
 ) -> Made:
+    """Something out of place to time: forward alone, or with its backward."""
     if case.work == "training":
         return _training(rotate, q, k)
 
@@ -117,5 +123,6 @@ def functional(
 
 
 def missing(module: str) -> str | None:
+    """Why a module cannot be imported; None if it is there."""
     found = importlib.util.find_spec(module.partition(".")[0])
     return None if found else f"{module.partition('.')[0]} is not installed"

@@ -18,7 +18,6 @@ from .contender import (
     Contender,
     Made,
     Pair,
-    Rotate,
     functional,
     missing,
     positions_of,
@@ -38,7 +37,7 @@ def _always(_: Case) -> None:
 def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     rope = spec_of(case).at(positions_of(case, ids))
     if case.work != "in place":
-        return functional(lambda q, k: rotate_qk(q, k, rope), case, q, k)  # type: ignore[arg-type, return-value]
+        return functional(lambda q, k: rotate_qk(q, k, rope), case, q, k)
     result = rotate_qk(q, k, rope)
     return Made(lambda: rotate_qk_(q, k, rope), result)
 

@@ -111,9 +111,8 @@ def _measure(
         raise RuntimeError(f"[measure] {ours.name} must be right in {case.name} but {reason}.")
     calls[ours.name] = made.call
     for contender in others:
-        reason = contender.why_not(case)
-        if reason is None and not wanted.search(contender.name):
-            reason = "not asked for"
+        asked = wanted.search(contender.name) is not None
+        reason = contender.why_not(case) if asked else "not asked for"
         if reason is None:
             made_or_why = _attempt(contender, case, q, k, ids)
             if isinstance(made_or_why, str):

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from matplotlib.ticker import LogLocator, NullLocator
+
 from ..figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
 
 #: What memory alone costs, by what a case does: each byte read and written once.
@@ -40,7 +42,10 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
     with styled():
         figure = new_figure(8.6, 0.36 * len(results) + 1.9)
         axes = figure.add_subplot()
-        axes.set_title("Rotating q and k, in the time of a copy of them")
+        figure.suptitle(
+            "Rotating q and k, in the time of a copy of them", x=0.01, ha="left", fontweight="bold"
+        )
+        axes.set_title(caption, x=0.0, fontsize=8, fontweight="normal", color=MUTED)
         for place, name in reversed(list(enumerate(names))):
             ours = name == "tightrope"
             at = [(copies(result, name), row) for row, result in enumerate(results)]
@@ -58,6 +63,8 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
         axes.set_yticks(range(len(results)), [result["case"]["name"] for result in results])
         axes.set_ylim(len(results) - 0.4, -0.6)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
         axes.set_xlabel("time, in copies (log scale; 1 is what memory alone costs)")
         handles, labels = axes.get_legend_handles_labels()
@@ -65,9 +72,6 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
             handles[::-1], labels[::-1], loc="outside lower left", ncols=4, columnspacing=1.2,
             handletextpad=0.3,
         )  # fmt: skip
-        axes.text(
-            1.0, 1.015, caption, transform=axes.transAxes, ha="right", fontsize=7.5, color=MUTED
-        )
         save(figure, path)
 
 

@@ -22,6 +22,7 @@ def _laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:
 
 
 def no_onnxruntime(case: Case) -> str | None:
+    """Why ONNX Runtime cannot take part in a case; None if it can."""
     if case.work == "training":
         return "it has no backward"
     if case.positions == "M-RoPE":
@@ -33,6 +34,7 @@ def no_onnxruntime(case: Case) -> str | None:
 
 
 def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    """The operator of ONNX, with its tensors bound where that is what a case asks for."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -106,12 +108,15 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
 
 
 def no_jax(case: Case) -> str | None:
+    """Why jax cannot take part in a case; None if it can."""
     if case.threads != cores():
-        return f"the number of its threads is fixed when it starts: here {cores()}"
+        fixed = f"the number of its threads is fixed when it starts: here {cores()}"
+        return missing("jax") or fixed
     return missing("jax")
 
 
 def jax_jit(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    """The usual expression in jax, compiled ahead."""
     import jax
     import jax.numpy as jnp
 

@@ -158,7 +158,12 @@ def _parts(one: PartReport, other: PartReport) -> PartComparison:
     if len(mine) == len(theirs):
         disagreement = _disagreement(mine, theirs, context)
     return PartComparison(
-        one, other, tuple(_fields(one, other)), alike=not why, disagreement=disagreement, why=tuple(why)
+        one,
+        other,
+        tuple(_fields(one, other)),
+        alike=not why,
+        disagreement=disagreement,
+        why=tuple(why),
     )
 
 
@@ -212,9 +217,7 @@ def _disagreement(
 ) -> Disagreement:
     with decimal.localcontext(CONTEXT):
         apart = [_modulo(x - y) for x, y in zip(mine, theirs, strict=True)]
-        found = [
-            (*_furthest(difference, context), pair) for pair, difference in enumerate(apart)
-        ]
+        found = [(*_furthest(difference, context), pair) for pair, difference in enumerate(apart)]
         largest, position, pair = max(found, default=(Decimal(0), 0, 0), key=lambda each: each[0])
         fastest = max(apart, default=Decimal(0))
         return Disagreement(

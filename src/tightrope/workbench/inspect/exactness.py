@@ -18,6 +18,7 @@ EXACT = 2**31
 
 _PER_OCTAVE = 192
 _TOGETHER = 256  # pairs at once: some 12 MB for each array of float64
+_MOST_PAIRS = 1024  # of more, so many are looked at, evenly spread
 
 WORDS = "phase words"
 FLOAT32 = "float32 angles"
@@ -99,7 +100,8 @@ def sample(end: int, also: Iterable[int] = ()) -> torch.Tensor:
         stop = min(2 * start, end)
         parts.append(torch.linspace(start, stop - 1, _PER_OCTAVE, dtype=torch.float64).long())
         start = stop
-    return torch.cat([*parts, torch.tensor(sorted(also), dtype=torch.int64)]).unique()
+    positions: torch.Tensor = torch.cat([*parts, torch.tensor(sorted(also))]).long().unique()
+    return positions
 
 
 def errors_at(
@@ -117,8 +119,10 @@ def errors_at(
     inv_freq = inv_freq.flatten()
     ids = positions.expand(words.shape[0], 1, -1)
     worst = {name: torch.zeros(len(positions), dtype=torch.float64) for name in MEANING}
-    flat = words.flatten(2)[:, :, None, :]
-    more = None if turns is None else turns.flatten(2)[:, :, None, :]
+    every = -(-len(inv_freq) // _MOST_PAIRS) or 1
+    inv_freq = inv_freq[::every]
+    flat = words.flatten(2)[:, :, None, ::every]
+    more = None if turns is None else turns.flatten(2)[:, :, None, ::every]
     for first in range(0, flat.shape[-1], _TOGETHER):
         some = slice(first, first + _TOGETHER)
         part = None if more is None else more[..., some]

@@ -107,9 +107,7 @@ def _tables(facts: Facts) -> Iterator[Note]:
         return
     at = facts.exactness.lengths.index(length)
     limit = ROUNDINGS["bfloat16"]
-    cast, made = (
-        facts.exactness.method(name).errors[at] for name in (FREQUENCIES, POSITIONS)
-    )
+    cast, made = (facts.exactness.method(name).errors[at] for name in (FREQUENCIES, POSITIONS))
     if max(cast, made) > limit:
         yield Note(
             "16-bit",
@@ -192,9 +190,7 @@ def _no_scaling(facts: Facts) -> Iterator[Note]:
     if facts.spec.axis_count > 1:
         return  # coordinates of images are scaled to be counted otherwise
     if not isinstance(rule, DynamicNTK) and factor < 1.0:
-        yield Note(
-            "factor", True, f"factor {factor:g} is below 1: pairs turn faster, not slower."
-        )
+        yield Note("factor", True, f"factor {factor:g} is below 1: pairs turn faster, not slower.")
     elif all(pair.slower == 1.0 for pair in facts.pairs) and _within(facts, rule):
         yield Note(
             "no-effect",

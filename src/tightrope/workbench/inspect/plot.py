@@ -211,7 +211,10 @@ def _decay(axes: Axes, curves: list[_Curve]) -> None:
     axes.set_title("Score of equal content by distance")
     for curve in curves:
         edges = torch.logspace(0, math.log10(curve.context), _BINS + 1, dtype=torch.float64)
-        middles, lows, means, highs = [], [], [], []
+        middles: list[float] = []
+        lows: list[float] = []
+        means: list[float] = []
+        highs: list[float] = []
         for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             start, stop = math.ceil(low), max(math.ceil(high), math.ceil(low) + 1)
             if middles and start <= middles[-1]:

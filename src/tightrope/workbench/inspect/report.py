@@ -155,11 +155,11 @@ def _length(context: object) -> int:
     try:
         length = operator.index(context)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(sentence("inspect", f"context must be an int but got {context!r}")) from None
+        raise TypeError(
+            sentence("inspect", f"context must be an int but got {context!r}")
+        ) from None
     if not 1 <= length <= EXACT:
-        raise ValueError(
-            sentence("inspect", f"context must lie in [1, {EXACT}] but got {length}")
-        )
+        raise ValueError(sentence("inspect", f"context must lie in [1, {EXACT}] but got {length}"))
     return length
 
 

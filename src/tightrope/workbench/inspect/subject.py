@@ -90,7 +90,8 @@ def read(
     if len(rotating) == 1:
         told = reader.provenance(config, **options)
         return Subject(str(name), told.name, _parts_of(told, ""))
-    parts, forms = [], []
+    parts: list[Part] = []
+    forms: list[str] = []
     for one in rotating:
         try:
             told = reader.provenance(config, section=one, **options)
@@ -123,7 +124,7 @@ def _of_spec(spec: RopeSpec, source: str) -> Part:
     return Part("", spec, tuple(rows))
 
 
-def _parts_of(told: Provenance, section: str) -> list[Part] | tuple[Part, ...]:
+def _parts_of(told: Provenance, section: str) -> tuple[Part, ...]:
     specs = told.spec
     if not isinstance(specs, LayerSpecs):
         rows = tuple(Field(*row[1:]) for row in told.rows)
@@ -138,4 +139,4 @@ def _parts_of(told: Provenance, section: str) -> list[Part] | tuple[Part, ...]:
         if spec is None:
             part = replace(part, fields=(), why_not="these layers do not rotate")
         parts.append(replace(part, name=f"{section}: {layer}" if section else layer))
-    return parts
+    return tuple(parts)
