@@ -49,6 +49,11 @@ TABLE = {
         "absolute, of a cosine or sine",
         "five roundings to float64 (1.1e-16 at 1): remainder, 2π, their product, polynomial, oracle",
     ),
+    "reported number": Tolerance(
+        1e-15,
+        "relative, of a wavelength, a number of turns, a ratio or an angle that a report gives",
+        "60 digits rounded to float64 (1.1e-16) after one quotient; the oracle rounds π besides",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,

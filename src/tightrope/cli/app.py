@@ -68,7 +68,7 @@ def run() -> int:
             # A terminal that cannot show a character must not end a two-minute run.
             stream.reconfigure(errors="replace")
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="tightrope", standalone_mode=False)
     except _UsageError as error:
         text = str(getattr(error, "format_message", error.__str__)())
         make_console(stderr=True).print(f"Error: {text}", markup=False, soft_wrap=True)

@@ -94,9 +94,7 @@ def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _training(
-    rotate: Callable[[torch.Tensor, torch.Tensor], Pair], q: torch.Tensor, k: torch.Tensor
-) -> Made:
+def _training(rotate: Rotate, q: torch.Tensor, k: torch.Tensor) -> Made:
     """Forward and backward. The leaves' gradients are handed over and dropped, not accumulated."""
     a, b = q.detach().requires_grad_(), k.detach().requires_grad_()
     grads = torch.randn_like(a), torch.randn_like(b)
@@ -109,7 +107,7 @@ def _training(
 
 
 def functional(
-    rotate: Callable[[torch.Tensor, torch.Tensor], Pair],
+    rotate: Rotate,
     case: Case,
     q: torch.Tensor,
     k: torch.Tensor,

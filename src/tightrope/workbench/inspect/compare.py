@@ -26,7 +26,8 @@ class Disagreement:
 
     Attributes:
         context: over how many positions.
-        largest: the largest difference of any pair, at most π.
+        largest: the largest difference of any pair, at most π. Where one is more than half a turn
+            off within the context, what it has at the position nearest to its first half turn.
         position, pair: where it is.
         noticed, lost: the first positions with 0.01 and with 1 radian of difference; None if none.
     """

@@ -50,7 +50,8 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
 
     Raises:
         OSError: a place that cannot be written.
-        ValueError: a format that matplotlib does not have, or more than six rotations.
+        ValueError: a format that matplotlib does not have, more than six rotations, or one that turns
+            nothing.
     """
     curves = _curves(inspections)
     if not curves or len(curves) > _MOST_CURVES:
@@ -58,6 +59,11 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
             f"[draw] a picture must have 1 to {_MOST_CURVES} rotations but got {len(curves)}: choose "
             "a section or a layer type."
         )
+    for curve in curves:
+        if not any(math.isfinite(pair.wavelength) for pair in curve.pairs):
+            raise ValueError(
+                f"[draw] every rotation must turn some pair but {curve.label} has none."
+            )
     several = len(inspections) > 1
     scaled = any(curve.spec.scaling is not None for curve in curves)
     with styled():
