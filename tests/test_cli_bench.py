@@ -65,7 +65,7 @@ def test_the_table(measured: tuple[dict[str, Any], str, Path]) -> None:
     assert max(map(len, words.splitlines())) <= max(80, len(f"picture  {picture}"))
     assert "\x1b" not in words
     whole = " ".join(words.split())
-    for text in ("in copies of them", "Others take as long as tightrope: eager", "1 thread,"):
+    for text in ("in copies of them", "Times as long as tightrope: eager", "1 thread,"):
         assert text in whole
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -149,10 +149,11 @@ def test_ctrl_c_keeps_what_there_is() -> None:
 
 def test_who_is_missing_is_named() -> None:
     results = [
-        {"absent": {"jax jit": "jax is not installed", "copy_": "not asked for"}},
-        {"absent": {"jax jit": "something later", "eager": "in one case only"}},
+        {"absent": {"jax jit": "jax is not installed", "copy_": "not asked for", "peer": "no"}},
+        {"absent": {"jax jit": "something later", "eager": "in one case", "peer": "it failed: x"}},
     ]
-    assert _benchmark._absent(results, ["eager"]) == {"jax jit": "jax is not installed"}
+    wanted = {"jax jit": "jax is not installed", "peer": "it failed: x"}
+    assert _benchmark._absent(results, ["eager"]) == wanted
 
 
 # --- info -----------------------------------------------------------------------------------------

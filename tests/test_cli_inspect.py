@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import MODELS, QWEN3_VL, REFUSED, Refused, llama3, v4
 from rich.console import Console
 from typer.testing import CliRunner
 
+from model_configs import MODELS, QWEN3_VL, REFUSED, Refused, llama3, v4
 from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.cli._console import make_console

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import oracle
-import oracle_frequencies as papers
 import pytest
 import torch
-from model_configs import GEMMA3_LAYERS, LLAMA4_SCOUT, MODELS, QWEN3_VL, Model, llama3, v4
 from mpmath import mp
-from tolerances import value
 
+import oracle
+import oracle_frequencies as papers
+from model_configs import GEMMA3_LAYERS, LLAMA4_SCOUT, MODELS, QWEN3_VL, Model, llama3, v4
 from tightrope import Axes, RopeSpec
 from tightrope.frequencies import (
     NTK,
@@ -43,6 +42,7 @@ from tightrope.workbench.inspect.exactness import (
     sample,
 )
 from tightrope.workbench.inspect.pairs import pairs_of
+from tolerances import value
 
 LLAMA31 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=131072, rope_scaling=llama3(8.0))
 RULES: dict[str, tuple[Rule | None, Any]] = {

@@ -15,6 +15,8 @@ from ..workbench.bench.picture import FLOORS, copies
 from ..workbench.environment import Environment
 from ._words import duration
 
+_NEWS = ("its result is off", "it failed")
+
 # What fits a column heading.
 _SHORT = {
     "compiled eager": "compiled",
@@ -127,8 +129,8 @@ def _faster(results: Sequence[Mapping[str, Any]]) -> str:
         ]
         if times:
             low, high = f"{min(times):.1f}", f"{max(times):.1f}"
-            spans.append(f"{name} {low if low == high else f'{low} to {high}'} times")
-    return f"Others take as long as tightrope: {', '.join(spans)}." if spans else ""
+            spans.append(f"{name} {low if low == high else f'{low} to {high}'}")
+    return f"Times as long as tightrope: {', '.join(spans)}." if spans else ""
 
 
 def _absent(results: Sequence[Mapping[str, Any]], present: list[str]) -> dict[str, str]:
@@ -137,5 +139,7 @@ def _absent(results: Sequence[Mapping[str, Any]], present: list[str]) -> dict[st
     for result in results:
         for name, reason in result["absent"].items():
             if name not in present and name not in FLOORS and reason != "not asked for":
-                found.setdefault(name, reason)
+                # That somebody was wrong or failed is news; that a case is not for them is none.
+                if name not in found or reason.startswith(_NEWS):
+                    found[name] = reason
     return found

@@ -128,7 +128,7 @@ def compare(one: Inspection, other: Inspection) -> Comparison:
     >>> from .report import inspect
     >>> made = compare(inspect(RopeSpec(64), context=4096), inspect(RopeSpec(64, 5e5), context=4096))
     >>> made.alike, made.parts[0].disagreement.lost
-    (False, 3)
+    (False, 8)
     """
     if not one.parts or not other.parts:
         empty = one if not one.parts else other
