@@ -345,6 +345,21 @@ def test_errors_that_nobody_worded_are_not_hidden() -> None:
         raise ZeroDivisionError
 
 
+def test_a_file_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    evil = "\x1b[2J\x07\u009b31m"
+    nested = {**LLAMA3, "model_type": "llama"}
+    for config in (
+        {**LLAMA3, "model_type": f"llama{evil}"},
+        {**LLAMA3, f"rope_{evil}": 1},
+        {"model_type": "other", f"{evil}_config": nested, "text_config": nested},
+    ):
+        path.write_text(json.dumps(config))
+        for options in ([], ["--lenient", "--halves"], ["--json"], [path]):
+            _, words, error = run(path, *options)
+            assert not set(evil) & set("\x1b\x07\u009b") & set(words + error), options
+
+
 # Whatever a configuration can hold that a program did not expect.
 ODD: list[Any] = [
     None, 0, -1, 1, 2, 3, -0.0, 1.5, 1e308, -1e308, 10**30, 2**63, 10**6, 65537, float("nan"),

@@ -10,6 +10,7 @@ from rich.text import Text
 from ..workbench.inspect import Comparison, Inspection, Pair, PartReport
 from ..workbench.inspect.compare import LOST, NOTICED, Difference, PartComparison
 from ..workbench.inspect.exactness import EXACT, FLOAT32, MEANING, WORDS
+from ._words import printable
 
 _SHOWN = 14
 
@@ -33,7 +34,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     names.add_column(style="bold", no_wrap=True)
     names.add_column(overflow="fold")
     for mark, each in (("A", one), ("B", other)):
-        names.add_row(mark, Text(f"{each.name} ({each.form})"))
+        names.add_row(mark, Text(printable(f"{each.name} ({each.form})")))
     console.print(names)
     for part in comparison.parts:
         console.print()
@@ -59,10 +60,10 @@ def _print_part(console: Console, part: PartReport, *, every: bool) -> None:
     fields.add_column("value", overflow="fold", max_width=28)
     fields.add_column("said by", overflow="fold")
     for each in part.part.fields:
-        fields.add_row(each.name, Text(_value(each.value)), Text(each.source))
+        fields.add_row(printable(each.name), Text(_value(each.value)), Text(printable(each.source)))
     if part.part.context is not None:
         key, length = part.part.context
-        fields.add_row("context", f"{length:,}", Text(key))
+        fields.add_row("context", f"{length:,}", Text(printable(key)))
     console.print(fields)
     facts = [f"attention scaling {part.attention_scaling:.6g} on rotated channels"]
     if part.softmax_scaling != 1.0:
@@ -216,7 +217,7 @@ def _sides(difference: Difference) -> list[Text]:
     for each in (difference.one, difference.other):
         cell = Text("-" if each.value is None else _value(each.value))
         if each.source:
-            cell.append(f"\n{each.source}", style="dim")
+            cell.append(f"\n{printable(each.source)}", style="dim")
         cells.append(cell)
     return cells
 
@@ -237,7 +238,7 @@ def _table(title: str) -> Table:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(text, style=style))
+    console.print(Text(printable(text), style=style))
 
 
 def _bullet(console: Console, name: str, text: str, *, style: str) -> None:
@@ -253,7 +254,7 @@ def _value(value: object) -> str:
         return f"[{value[0]}, {value[1]}, … {len(value) - 3} more …, {value[-1]}]"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"{value:.1f}"
-    return str(value)
+    return printable(str(value))
 
 
 def _wavelength(value: float) -> str:

@@ -7,6 +7,7 @@ from typing import NoReturn
 import typer
 
 from ._console import make_console
+from ._words import printable
 
 #: What exit codes mean, the same for every command.
 FINDING, MISTAKE = 1, 2
@@ -14,7 +15,7 @@ FINDING, MISTAKE = 1, 2
 
 def stop(text: str) -> NoReturn:
     """Print one line on the error stream and leave with exit code 2."""
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     make_console(stderr=True).print(f"Error: {line}", markup=False, soft_wrap=True)
     raise typer.Exit(MISTAKE)
 

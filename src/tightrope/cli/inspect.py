@@ -12,6 +12,7 @@ from ..workbench.inspect import Comparison, Inspection, compare, inspect as look
 from . import _inspection as report
 from ._console import make_console
 from ._mistakes import FINDING, as_mistakes, stop
+from ._words import printable
 
 # How the library's sentences spell what here are options.
 _SPELLED = {
@@ -97,7 +98,8 @@ def inspect(
                 stop(f"{each.name} has no rotation here: {each.without[0].why_not}.")
         comparisons = [compare(found[0], other) for other in found[1:]]
     for warning in said:
-        make_console(stderr=True).print(f"Warning: {warning.message}", markup=False, soft_wrap=True)
+        text = f"Warning: {printable(str(warning.message))}"
+        make_console(stderr=True).print(text, markup=False, soft_wrap=True)
     if plot is not None:
         with as_mistakes():
             _draw(plot, found)
