@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import RopeSpec
-from ._environment import Environment
+from ..workbench.environment import Environment
 from ._model import ModelSize
 from ._polar import PEAK_RATE as POLAR_RATE, Contest
 from ._sample import Sample
