@@ -8,7 +8,9 @@ import typer
 
 from .. import __version__
 from ._console import make_console
+from .convert import convert
 from .demo import demo
+from .detect import detect
 from .info import info
 
 app = typer.Typer(
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(info)
+app.command()(convert)
+app.command()(detect)
 
 # UsageError, whichever way this version of typer spells its module (click, or its own copy).
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -49,6 +53,10 @@ def _root(
     `tightrope demo`   train a small transformer beside eager rotation, in two minutes
 
     `tightrope info`   what is installed here, and which backend would run
+
+    `tightrope convert CHECKPOINT OUT --to half`   a checkpoint for the other pairing of channels
+
+    `tightrope detect CHECKPOINT`   which pairing a checkpoint's weights speak for
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -12,6 +12,7 @@ from pathlib import Path
 from ... import __version__
 from ._fail import fail, pairing_name
 from .checkpoint import RECORD, Checkpoint, open_checkpoint
+from .detect import weigh
 from .marking import marked
 from .model import Model, Said, describe, read_model
 from .place import check_target, placed_file, placed_folder
@@ -108,6 +109,9 @@ def convert(
     if model.interleaved == interleaved:
         fail(f"the checkpoint is paired so already: {to}, says {model.who}; --from says otherwise")
     plan = make_plan(found, model)
+    given = said is not None and said.source is not None
+    if not given:
+        _check_weights(plan, model)
     files = _result_files(found)
     check_target(target, folder=found.folder is not None, force=force, writes={*files, RECORD})
     made = _conversion(found, target, model, plan, interleaved, files)
@@ -127,6 +131,16 @@ def convert(
 
 def _with(made: Conversion, **changes: object) -> Conversion:
     return Conversion(**{**vars(made), **changes})  # type: ignore[arg-type]
+
+
+def _check_weights(plan: Plan, model: Model) -> None:
+    """Refuse a checkpoint whose weights speak against what its files say."""
+    found = weigh(plan, model)
+    if found.contradicts:
+        fail(
+            f"the checkpoint is {found.said}, says {found.who}, but its weights speak for {found.pairing} "
+            f"(chance {1.0 - found.confidence:.0e}): say --from"
+        )
 
 
 def _check_apart(found: Checkpoint, target: Path) -> None:
