@@ -21,7 +21,6 @@ from tightrope import RopeSpec
 from tightrope.config.families import FAMILIES
 from tightrope.workbench.convert import convert
 from tightrope.workbench.convert.naming import FAMILY_NAMING
-
 from tolerances import TABLE
 
 transformers = pytest.importorskip("transformers")
@@ -46,32 +45,36 @@ _LINEAR = {
     "linear_value_head_dim": 8, "num_hidden_layers": 4,
 }  # fmt: skip
 _ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
-_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
+_SECTIONS = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [4, 4, 4],
+    "mrope_interleaved": True,
+}
+_VL = {**_WIDE, "rope_parameters": _SECTIONS}
+_HYBRID = {
+    **_WIDE,
+    **_LINEAR,
+    "rope_parameters": {**_SECTIONS, "mrope_section": [2, 2, 2], "partial_rotary_factor": 0.5},
+}
 _ONE_KIND = {"num_key_value_heads": ...}
-# What a family needs beside the sizes, and what its switches turn on; `...` takes a size away.
-OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys("gemma gemma2 gemma3_text gpt_oss qwen3 qwen3_moe seed_oss".split(), _WIDE),
-    **dict.fromkeys("glm glm4 ministral3 cwm ernie4_5 ministral laguna".split(), _WIDE),
-    **dict.fromkeys("hunyuan_v1_dense hunyuan_v1_moe".split(), _WIDE),
-    **dict.fromkeys("cohere stablelm phi".split(), _NORMS),
-    **dict.fromkeys("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa minicpm3 mistral4 youtu".split(), _MLA),
-    **dict.fromkeys("lfm2 lfm2_moe".split(), _ATTENTION),
-    **dict.fromkeys("gpt_neox modernbert roformer".split(), _ONE_KIND),
-    **dict.fromkeys(
-        "qwen3_vl_text qwen3_vl_moe_text".split(), {**_WIDE, "rope_parameters": _SECTIONS}
-    ),
-    **dict.fromkeys(
-        "qwen3_5_text qwen3_5_moe_text".split(),
-        {
-            **_WIDE,
-            **_LINEAR,
-            "rope_parameters": {**_SECTIONS, "mrope_section": [2, 2, 2], "partial_rotary_factor": 0.5},
-        },
-    ),
-    **dict.fromkeys(
-        "qwen2_vl_text qwen2_5_vl_text".split(),
+_BY_NEED: list[tuple[str, dict[str, Any]]] = [
+    ("gemma gemma2 gemma3_text gpt_oss qwen3 qwen3_moe seed_oss glm glm4 ministral3 cwm", _WIDE),
+    ("ernie4_5 ministral laguna hunyuan_v1_dense hunyuan_v1_moe", _WIDE),
+    ("cohere stablelm phi", _NORMS),
+    ("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa minicpm3 mistral4 youtu", _MLA),
+    ("lfm2 lfm2_moe", _ATTENTION),
+    ("gpt_neox modernbert roformer", _ONE_KIND),
+    ("qwen3_vl_text qwen3_vl_moe_text", _VL),
+    ("qwen3_5_text qwen3_5_moe_text", _HYBRID),
+    (
+        "qwen2_vl_text qwen2_5_vl_text",
         {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 3, 3], "mrope_interleaved": False}},
     ),
+]
+# What a family needs beside the sizes, and what its switches turn on; `...` takes a size away.
+OWN: dict[str, dict[str, Any]] = {
+    **{family: need for families, need in _BY_NEED for family in families.split()},
     "glm4v_text": {
         "rope_parameters": {
             "rope_type": "default",
@@ -97,9 +100,19 @@ OWN: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, **_ONE_KIND},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "esm": {"position_embedding_type": "rotary", "mask_token_id": 3, **_ONE_KIND},
-    "moonshine": {"partial_rotary_factor": 0.5, "encoder_num_hidden_layers": 1,
-                  "decoder_num_hidden_layers": 1},
-    "dbrx": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1}, "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "moonshine": {
+        "partial_rotary_factor": 0.5,
+        "encoder_num_hidden_layers": 1,
+        "decoder_num_hidden_layers": 1,
+    },
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    },
 }
 
 
@@ -160,6 +173,13 @@ def switched(family: str, spec: RopeSpec) -> Iterator[None]:
         setattr(owner, last, staticmethod(own) if path else own)
 
 
+def check(before: torch.Tensor, after: torch.Tensor, forgotten: torch.Tensor) -> None:
+    """The same with the rotary function switched, and something else without."""
+    wrong = (before - forgotten).abs().max()
+    assert wrong > TABLE["other pairing"].value * before.abs().max()
+    assert (before - after).abs().max() <= TABLE["channels reordered"].value * wrong
+
+
 # No model of theirs is in transformers, or none that can be made small; their packings have tests of
 # their own.
 ELSEWHERE = {"meta", "megatron", "internlm2", "kimi_k2", "minicpm", "solar", "mllama_text_model"}
@@ -196,6 +216,54 @@ def test_a_converted_model_computes_the_same(family: str, tmp_path: Path) -> Non
         forgotten = model(**inputs)[0]
         with switched(family, spec):
             after = model(**inputs)[0]
-    size = before.abs().max()
-    assert (before - after).abs().max() <= TABLE["hidden states, channels reordered"].value * size
-    assert (before - forgotten).abs().max() > TABLE["other pairing"].value * size
+    check(before, after, forgotten)
+
+
+KINDS = {"llama": "LlamaForCausalLM", "gptj": "GPTJForCausalLM"}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("family", KINDS)
+def test_logits_of_a_sharded_model(family: str, kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = getattr(transformers, KINDS[family])(small(family)).eval()
+    source, out = tmp_path / "source", tmp_path / "out"
+    if kind == "safetensors":
+        model.save_pretrained(source, max_shard_size="30KB")
+        assert len(list(source.glob("*.safetensors"))) > 2
+    else:
+        model.config.save_pretrained(source)
+        torch.save(model.state_dict(), source / "pytorch_model.bin")
+    spec = RopeSpec.from_config(source)
+    done = convert(source, out, to="half" if spec.interleaved else "interleaved")
+    assert len(done.changed) == 4
+    if kind == "safetensors":
+        converted = type(model).from_pretrained(out).eval()
+    else:
+        converted = type(model)(model.config).eval()
+        converted.load_state_dict(torch.load(out / "pytorch_model.bin", weights_only=True))
+    ids = torch.randint(4, 37, (2, 13), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before, forgotten = model(ids).logits, converted(ids).logits
+        with switched(family, spec):
+            after = converted(ids).logits
+    check(before, after, forgotten)
+
+
+def test_a_family_with_a_key_for_it_needs_no_switch(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(small("deepseek_v3")).eval()
+    model.save_pretrained(tmp_path / "source")
+    done = convert(tmp_path / "source", tmp_path / "out", to="half")
+    assert (done.marked, done.notes) == ("rope_interleave", ())
+    converted = type(model).from_pretrained(tmp_path / "out").eval()
+    assert converted.config.rope_interleave is False
+    ids = torch.randint(4, 37, (2, 13), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before, after = model(ids).logits, converted(ids).logits
+        converted.load_state_dict(model.state_dict())
+        forgotten = converted(ids).logits
+    check(before, after, forgotten)
+    convert(tmp_path / "out", tmp_path / "back", to="interleaved")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()

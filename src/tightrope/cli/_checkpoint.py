@@ -15,7 +15,9 @@ Checkpoint = Annotated[
 ]
 Config = Annotated[
     str | None,
-    typer.Option("--config", metavar="PATH", help="The configuration; else that beside the weights."),
+    typer.Option(
+        "--config", metavar="PATH", help="The configuration; else that beside the weights."
+    ),
 ]
 Section = Annotated[
     str | None,

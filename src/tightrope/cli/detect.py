@@ -40,9 +40,17 @@ def detect(
         found = detect_pairing(
             checkpoint,
             said=given.said(
-                config=config, section=section, naming=naming, prefix=prefix, packing=packing,
-                heads=heads, kv_heads=kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, start=start,
-            ),  # fmt: skip
+                config=config,
+                section=section,
+                naming=naming,
+                prefix=prefix,
+                packing=packing,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                rotary_dim=rotary_dim,
+                start=start,
+            ),
             report=None if as_json else ticker.update,
         )
     console = make_console()

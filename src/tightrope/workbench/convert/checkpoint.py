@@ -16,7 +16,17 @@ from .tensors import Weights, each
 from .torch_file import read_torch
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_OTHER_WEIGHTS = (".gguf", ".ggml", ".onnx", ".onnx_data", ".msgpack", ".h5", ".ot", ".tflite", ".npz")
+_OTHER_WEIGHTS = (
+    ".gguf",
+    ".ggml",
+    ".onnx",
+    ".onnx_data",
+    ".msgpack",
+    ".h5",
+    ".ot",
+    ".tflite",
+    ".npz",
+)
 WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, *_OTHER_WEIGHTS)
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$")
 _RANK = re.compile(r"consolidated\.\d+\.pth$")
@@ -128,7 +138,9 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
         here = Path(where).relative_to(folder)
         for name in sorted(below):
             if name.startswith(".") or (Path(where) / name).is_symlink():
-                ignored[str(here / name)] = "hidden" if name.startswith(".") else "a link to a folder"
+                ignored[str(here / name)] = (
+                    "hidden" if name.startswith(".") else "a link to a folder"
+                )
         below[:] = sorted(name for name in below if str(here / name) not in ignored)
         for name in sorted(files):
             if name.startswith("."):
@@ -218,7 +230,9 @@ def _unindexed(folder: Path, names: list[Path]) -> list[str]:
         if len(found) == 1:
             return found
         if found:
-            fail(f"{folder} has several files of weights, {shown(found)}: name the one that is meant")
+            fail(
+                f"{folder} has several files of weights, {shown(found)}: name the one that is meant"
+            )
     fail(f"{folder} must hold a checkpoint but has no safetensors and no torch file")
 
 

@@ -151,9 +151,7 @@ def weigh(
 # --- sizes of channels ----------------------------------------------------------------------------
 
 
-def _projections(
-    roles: dict[str, list[Change]], model: Model
-) -> list[tuple[str, torch.Tensor]]:
+def _projections(roles: dict[str, list[Change]], model: Model) -> list[tuple[str, torch.Tensor]]:
     """Sizes of rotated channels, ``(samples, rotary_dim)``, of products and of queries alone."""
     if "qkv" in roles:
         fused = _weight(roles["qkv"])

@@ -271,7 +271,9 @@ def _attention(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-def _size(given: int | None, flag: str, values: Mapping[str, Any], names: Iterable[str]) -> int | None:
+def _size(
+    given: int | None, flag: str, values: Mapping[str, Any], names: Iterable[str]
+) -> int | None:
     for name in names:
         value = values.get(name)
         if value is None:
@@ -306,7 +308,9 @@ def describe(model: Model) -> str:
     """One line about a model: its name, slice and pairing."""
     specs = [model.specs] if isinstance(model.specs, RopeSpec) else list(model.specs.values())
     widths = dict.fromkeys(
-        f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on" for spec in specs if spec
+        f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"
+        for spec in specs
+        if spec
     )
     pairing = "unknown" if model.interleaved is None else pairing_name(model.interleaved)
     return f"{model.name}: {shown(list(widths))}, {pairing}"

@@ -90,15 +90,18 @@ NAMINGS: dict[str, Naming] = {
     ),
     "phi3": _PHI3,
     "qwen3_next": Naming(_SELF, {"q_proj": "q gate", "k_proj": "k", **_NORMS}),
-    "gpt_neox": Naming(
-        r"layers\.(\d+)\.attention\.", {"query_key_value": "qkv"}, "grouped"
-    ),
+    "gpt_neox": Naming(r"layers\.(\d+)\.attention\.", {"query_key_value": "qkv"}, "grouped"),
     "persimmon": Naming(_SELF, {"query_key_value": "qkv", **_LAYERNORMS}, "grouped"),
     "falcon": Naming(r"h\.(\d+)\.self_attention\.", {"query_key_value": "qkv"}, "grouped"),
     "internlm2": Naming(r"layers\.(\d+)\.attention\.", {"wqkv": "qkv"}, "grouped"),
     "megatron": Naming(
         r"layers\.(\d+)\.self_attention\.",
-        {"linear_qkv": "qkv", "query_key_value": "qkv", "q_layernorm": "q norm", "k_layernorm": "k norm"},
+        {
+            "linear_qkv": "qkv",
+            "query_key_value": "qkv",
+            "q_layernorm": "q norm",
+            "k_layernorm": "k norm",
+        },
         "grouped",
     ),
     "chatglm": Naming(r"layers\.(\d+)\.self_attention\.", {"query_key_value": "qkv"}, "blocks"),

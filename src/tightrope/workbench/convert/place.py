@@ -126,7 +126,9 @@ def _locked(temporary: Path, folder: bool) -> Iterator[Any]:
 def _lock(stream: IO[bytes]) -> bool:
     try:
         import fcntl
-    except ImportError:  # no such locks on this system: two conversions to one target are not told apart
+    except (
+        ImportError
+    ):  # no such locks on this system: two conversions to one target are not told apart
         return True
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

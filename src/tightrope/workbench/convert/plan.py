@@ -154,9 +154,7 @@ def _chosen(matches: list[_Match], model: Model) -> list[_Match]:
 # --- one tensor -----------------------------------------------------------------------------------
 
 
-def _change(
-    match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int
-) -> Change | None:
+def _change(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) -> Change | None:
     """What happens to one tensor of a projection, which has ``rows`` rows; None for one that stays."""
     entry, suffix = match.entry, match.suffix
     if _STAYS.fullmatch(suffix):
@@ -165,7 +163,9 @@ def _change(
     if not scale and not _ROWS.fullmatch(suffix):
         kind = "bitsandbytes 4-bit" if "quant_state" in suffix else _QUANTISED.get(suffix)
         what = f"quantised by {kind}" if kind else "in a format that is not known here"
-        fail(f"{match.module} of layer {match.layer} is {what} ({entry.name}): convert it before that")
+        fail(
+            f"{match.module} of layer {match.layer} is {what} ({entry.name}): convert it before that"
+        )
     if scale and entry.numel == 1:
         return None
     if scale and len(entry.shape) == 2 and entry.shape[1] != 1:
@@ -204,7 +204,9 @@ def _count(
     if wanted is not None:
         wanted = max(wanted // ranks, 1)
         if count != wanted:
-            fail(f"{entry.name} must have {wanted} {what} of {width} rows but is {entry.describe()}")
+            fail(
+                f"{entry.name} must have {wanted} {what} of {width} rows but is {entry.describe()}"
+            )
     return count
 
 
@@ -244,7 +246,9 @@ def _fused(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) ->
     if packing is None:
         fail(f"it must be known how {entry.name} is packed: say --packing")
     if packing == "quarters" and (heads % 4 or kv_heads != heads):
-        fail(f"{entry.name} must hold four times as many heads to be packed in quarters but holds {heads}")
+        fail(
+            f"{entry.name} must hold four times as many heads to be packed in quarters but holds {heads}"
+        )
     q, k = PACKINGS[packing].rows(heads, kv_heads)
     return tuple(head * spec.head_dim + spec.start for head in sorted([*q, *k]))
 
@@ -265,9 +269,7 @@ def _query_norm(
     return _query(entry, spec, model, rows, ranks)
 
 
-def _key_norm(
-    entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
-) -> tuple[int, ...]:
+def _key_norm(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
     if rows == spec.head_dim:
         return (spec.start,)
     return _key(entry, spec, model, rows, ranks)
@@ -326,7 +328,9 @@ def _check_shared(changes: list[Change], entries: list[Entry]) -> None:
     for change in changes:
         first = moved[change.entry.file, change.entry.offset]
         if (first.starts, first.units, first.width) != (change.starts, change.units, change.width):
-            fail(f"{change.entry.name} shares its bytes with {first.entry.name}, which moves otherwise")
+            fail(
+                f"{change.entry.name} shares its bytes with {first.entry.name}, which moves otherwise"
+            )
     ours = {id(change.entry) for change in changes}
     spans = sorted(
         (entry.file, entry.offset, entry.offset + entry.nbytes, entry.name, id(entry) in ours)
@@ -338,6 +342,8 @@ def _check_shared(changes: list[Change], entries: list[Entry]) -> None:
         if before is not None and before[0] == span[0] and span[1] < before[2]:
             same = before[1:3] == span[1:3]
             if (before[4] or span[4]) and not (same and before[4] and span[4]):
-                fail(f"{span[3]} shares its bytes with {before[3]}, and only one of them would move")
+                fail(
+                    f"{span[3]} shares its bytes with {before[3]}, and only one of them would move"
+                )
         if before is None or before[0] != span[0] or span[2] > before[2]:
             before = span

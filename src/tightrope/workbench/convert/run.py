@@ -164,7 +164,12 @@ def _result_files(found: Checkpoint) -> tuple[str, ...]:
 
 
 def _conversion(
-    found: Checkpoint, target: Path, model: Model, plan: Plan, interleaved: bool, files: tuple[str, ...]
+    found: Checkpoint,
+    target: Path,
+    model: Model,
+    plan: Plan,
+    interleaved: bool,
+    files: tuple[str, ...],
 ) -> Conversion:
     mark = model.mark if found.folder is not None and "config.json" in files else None
     to = pairing_name(interleaved)

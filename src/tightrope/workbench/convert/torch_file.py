@@ -36,7 +36,15 @@ def read_torch(path: Path) -> Weights:
     except pickle.UnpicklingError as error:
         first = str(error).strip().splitlines()[0]
         fail(f"{path} must load with weights_only but does not: {first}")
-    except (RuntimeError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        KeyError,
+        EOFError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"{path} must be a sound torch checkpoint but is not: {first}")
     if not isinstance(loaded, Mapping):

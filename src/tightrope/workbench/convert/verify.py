@@ -96,7 +96,9 @@ def verify(
 
 
 def _complete(roles: Mapping[str, list[Change]]) -> bool:
-    kinds = {role for role, changes in roles.items() if any(len(c.entry.shape) == 2 for c in changes)}
+    kinds = {
+        role for role, changes in roles.items() if any(len(c.entry.shape) == 2 for c in changes)
+    }
     return "qkv" in kinds or bool(kinds & {"q", "q gate"} and kinds & {"k", "kv a"})
 
 
@@ -117,7 +119,9 @@ def _heads(
         q, k = every[:, rows[0]], every[:, rows[1]]
     else:
         role = "q" if "q" in roles else "q gate"
-        q = _project(roles[role], copies, seed).unflatten(-1, (-1, width * (1 if role == "q" else 2)))
+        q = _project(roles[role], copies, seed).unflatten(
+            -1, (-1, width * (1 if role == "q" else 2))
+        )
         q = q[..., :width]
         if "k" in roles:
             k = _project(roles["k"], copies, seed).unflatten(-1, (-1, width))
@@ -129,14 +133,14 @@ def _heads(
     return q.transpose(0, 1), k.transpose(0, 1)
 
 
-def _read(change: Change, copies: Mapping[Path, Path] | None, first: int, count: int) -> torch.Tensor:
+def _read(
+    change: Change, copies: Mapping[Path, Path] | None, first: int, count: int
+) -> torch.Tensor:
     file = change.entry.file if copies is None else copies[change.entry.file]
     return change.entry.rows(first, count, change.units, file).to(torch.float32).double()
 
 
-def _project(
-    changes: list[Change], copies: Mapping[Path, Path] | None, seed: int
-) -> torch.Tensor:
+def _project(changes: list[Change], copies: Mapping[Path, Path] | None, seed: int) -> torch.Tensor:
     """Random activations through a projection, a few rows at a time."""
     weight = next(c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight"))
     columns = weight.entry.shape[1]
@@ -180,5 +184,3 @@ def _scores(q: torch.Tensor, k: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
     keys = rotate(k[None].contiguous(), spec, positions)[0]
     repeats = max(turned.shape[0] // keys.shape[0], 1)
     return turned @ keys.repeat_interleave(repeats, 0)[: turned.shape[0]].transpose(-1, -2)
-
-
