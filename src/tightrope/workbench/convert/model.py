@@ -6,6 +6,7 @@ guessed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,7 +162,7 @@ def _from_flags(said: Said) -> Model:
         fail(
             f"there is no config.json beside the checkpoint: say --config, or {' and '.join(missing)}"
         )
-    spec = RopeSpec(said.head_dim)  # type: ignore[arg-type]
+    spec = RopeSpec(said.head_dim, rotary_dim=said.rotary_dim, start=said.start or 0)  # type: ignore[arg-type]
     return Model(
         spec, None, "the command line", _naming(said, None), said.prefix, said.heads, said.kv_heads,
         name="a checkpoint without configuration",
@@ -208,10 +209,7 @@ def _from_config(found: object, said: Said, given: bool | None) -> Model:
     if refused is not None:
         fail(refused)
     silent = source.family is None and given is None and _key_of(source) is None
-    # Nobody says the pairing: any will do to read the rest, and the caller is told that it is not known.
-    told = reader.provenance(
-        found, section=said.section, strict=False, interleaved=False if silent else given
-    )
+    told = _provenance(found, said, False if silent else given, strict=given is None)
     spec = told.spec
     if spec is None:
         fail(f"{source.name} has no RoPE")
@@ -238,6 +236,21 @@ def _from_config(found: object, said: Said, given: bool | None) -> Model:
         _block(found, values),
         source.name,
     )
+
+
+def _provenance(
+    found: object, said: Said, interleaved: bool | None, *, strict: bool
+) -> reader.Provenance:
+    """What a configuration says; unknown keys about RoPE count until the user says the pairing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            return reader.provenance(
+                found, section=said.section, strict=strict, interleaved=interleaved
+            )
+        except ValueError as error:
+            text = str(error).replace("strict=False warns and ignores", "--from ignores them")
+            raise ValueError(text) from None
 
 
 def _refused(source: Source) -> str | None:

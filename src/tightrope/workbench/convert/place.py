@@ -91,7 +91,7 @@ def placed_folder(target: Path, force: bool) -> Iterator[Path]:
             _sync_folder(Path(where))
         if not os.path.lexists(target):
             os.rename(temporary, target)
-        elif not any(os.scandir(target)):
+        elif not os.listdir(target):
             os.rmdir(target)
             os.rename(temporary, target)
         elif force:

@@ -19,6 +19,11 @@ import torch
 from ._fail import fail
 from .tensors import DTYPE_NAMES, Entry, Record, Weights
 
+# What torch's reader raises on a damaged file: whatever its code runs into.
+_DAMAGED = (
+    RuntimeError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError,
+    AssertionError, OverflowError, MemoryError, struct.error,
+)  # fmt: skip
 # Keys beside the weights of a training checkpoint whose tensors belong to the weights as they are.
 _OPTIMISERS = ("optimizer", "optimizer_state", "optimizer_state_dict", "optimizer_states", "optim")
 
@@ -36,15 +41,7 @@ def read_torch(path: Path) -> Weights:
     except pickle.UnpicklingError as error:
         first = str(error).strip().splitlines()[0]
         fail(f"{path} must load with weights_only but does not: {first}")
-    except (
-        RuntimeError,
-        ValueError,
-        KeyError,
-        EOFError,
-        TypeError,
-        AttributeError,
-        IndexError,
-    ) as error:
+    except _DAMAGED as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"{path} must be a sound torch checkpoint but is not: {first}")
     if not isinstance(loaded, Mapping):
@@ -132,6 +129,8 @@ def _central_checksums(stream: Any, start: int, count: int) -> list[int]:
 def _record(stream: Any, info: zipfile.ZipInfo, central: int) -> Record:
     if info.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"{info.filename} is compressed")
+    if info.header_offset < 0:
+        raise zipfile.BadZipFile(f"{info.filename} begins before the file")
     stream.seek(info.header_offset)
     magic, flags, crc, name, extra = struct.unpack("<4s2xH6xI8x2H", stream.read(30))
     if magic != b"PK\x03\x04":
