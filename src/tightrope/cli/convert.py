@@ -48,9 +48,11 @@ def convert(
 ) -> None:
     """Rewrite query and key projections for the other pairing of channels.
 
-    Everything else keeps its bytes, and converting back gives the same files. The result gets its
-    name when it is whole; the checkpoint is only read. Exit code 2 says that nothing was written
-    because of a mistake, 1 that the machine could not.
+    Everything else keeps its bytes, and converting back gives the same files.
+
+    The result gets its name when it is whole; the checkpoint is only read.
+
+    Exit codes: 0 done, 1 the machine could not, 2 a mistake; then nothing is written.
 
     Example:
 
@@ -107,7 +109,7 @@ def _show(console: Console, done: Conversion) -> None:
             (
                 "verified",
                 f"scores of {proof.layers} layers differ by {proof.difference:.1e} of the largest "
-                f"({proof.unswitched:.1e} with the old pairing)",
+                f"(with the old pairing by {proof.unswitched:.2g})",
             )
         )
     rows += [("note", note) for note in done.notes]

@@ -29,8 +29,7 @@ def detect(
 ) -> None:
     """Tell from its weights how a checkpoint pairs channels, and how sure that is.
 
-    The exit code is 0 for an answer, 1 where it cannot be known or where the weights speak against the
-    configuration, 2 for a mistake.
+    Exit codes: 0 an answer, 1 it cannot be known or speaks against the files, 2 a mistake.
 
     Example:
 

@@ -62,8 +62,8 @@ class Detection:
 
     Attributes:
         pairing: ``"half"``, ``"interleaved"``, or None: it cannot be known from the weights.
-        confidence: one less the chance that weights without structure would say as much; 0 where
-            nothing can be known.
+        confidence: one less the chance; 0 where nothing can be known.
+        chance: how often weights without structure would say as much, at most.
         evidence: what it rests on.
         said: the pairing that the configuration, its family or the record of a conversion says.
         who: which of them.
@@ -72,6 +72,7 @@ class Detection:
 
     pairing: str | None
     confidence: float
+    chance: float
     evidence: tuple[Evidence, ...]
     said: str | None
     who: str
@@ -132,7 +133,7 @@ def weigh(
     if report is not None:
         report(1.0, "")
     best = min(evidence, key=lambda each: each.chance, default=None)
-    pairing, confidence = None, 0.0
+    pairing, confidence, chance = None, 0.0, 1.0
     if best is not None:
         chance = min(best.chance * len(evidence), 1.0)
         against = [e for e in evidence if e.favours != best.favours and e.chance < _DOUBT]
@@ -141,6 +142,7 @@ def weigh(
     return Detection(
         pairing,
         confidence,
+        chance,
         tuple(evidence),
         None if model.interleaved is None else pairing_name(model.interleaved),
         model.who,

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ... import __version__
@@ -126,11 +126,7 @@ def convert(
     else:
         with placed_folder(target, force) as folder:
             proof = work.folder(folder, made)
-    return _with(made, verified=proof, written=True)
-
-
-def _with(made: Conversion, **changes: object) -> Conversion:
-    return Conversion(**{**vars(made), **changes})  # type: ignore[arg-type]
+    return replace(made, verified=proof, written=True)
 
 
 def _check_weights(plan: Plan, model: Model) -> None:
@@ -139,7 +135,7 @@ def _check_weights(plan: Plan, model: Model) -> None:
     if found.contradicts:
         fail(
             f"the checkpoint is {found.said}, says {found.who}, but its weights speak for {found.pairing} "
-            f"(chance {1.0 - found.confidence:.0e}): say --from"
+            f"(by chance once in {1.0 / max(found.chance, 1e-99):.0e}): say --from"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,7 +38,9 @@ def read_torch(path: Path) -> Weights:
     """
     records = _records(path)
     try:
-        loaded = torch.load(path, map_location="meta", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the pickle's protocol, where it is damaged
+            loaded = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         first = str(error).strip().splitlines()[0]
         fail(f"{path} must load with weights_only but does not: {first}")
@@ -70,9 +73,9 @@ def read_torch(path: Path) -> Weights:
 def _entry(name: str, tensor: torch.Tensor, path: Path, offset: int) -> Entry:
     size = tensor.element_size()
     contiguous = tensor.is_contiguous()
-    numel = tensor.numel() if contiguous else tensor.untyped_storage().nbytes() // size
+    numel = tensor.numel() if contiguous else int(tensor.untyped_storage().nbytes()) // size
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    first = offset + (tensor.storage_offset() * size if contiguous else 0)
+    first = offset + (int(tensor.storage_offset()) * size if contiguous else 0)
     return Entry(name, dtype, tuple(tensor.shape), path, first, numel * size, contiguous)
 
 
