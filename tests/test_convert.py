@@ -211,7 +211,8 @@ def test_tensors_that_several_ranks_share(tmp_path: Path) -> None:
         }
         torch.save(part, source / f"consolidated.{rank:02d}.pth")
         parts.append(part)
-    convert(source, tmp_path / "out", to="half")
+    done = convert(source, tmp_path / "out", to="half", verify=True)
+    assert done.verified is not None
     for rank, part in enumerate(parts):
         after = torch.load(tmp_path / "out" / f"consolidated.{rank:02d}.pth", weights_only=True)
         for name, weight in part.items():
@@ -503,6 +504,8 @@ def test_paired_so_already(tmp_path: Path) -> None:
     convert(source, tmp_path / "b", to="interleaved")
     with refused("paired so already: interleaved, says tightrope_convert.json"):
         convert(tmp_path / "b", tmp_path / "c", to="interleaved")
+    with refused("paired so already: interleaved, says tightrope_convert.json"):
+        convert(tmp_path / "b" / "model.safetensors", tmp_path / "c.safetensors", to="interleaved")
     with refused("to must be 'half' or 'interleaved' but got 'both'"):
         convert(source, tmp_path / "c", to="both")
 

@@ -106,22 +106,25 @@ def detect(
 
 
 def weigh(
-    plan: Plan, model: Model, report: Callable[[float, str], None] | None = None
+    plan: Plan,
+    model: Model,
+    report: Callable[[float, str], None] | None = None,
+    layers: int = _MOST_LAYERS,
 ) -> Detection:
-    """As :func:`detect`, for a checkpoint that has been read."""
-    layers: dict[tuple[int, str], dict[str, list[Change]]] = {}
+    """As :func:`detect`, for a checkpoint that has been read, from so many of its layers at most."""
+    places: dict[tuple[int, str], dict[str, list[Change]]] = {}
     for change in plan.changes:
         place = change.module.split(".self_attn")[0].split(".attention")[0].split(".attn")[0]
-        layers.setdefault((change.layer, place), {}).setdefault(change.role, []).append(change)
-    if not layers:
+        places.setdefault((change.layer, place), {}).setdefault(change.role, []).append(change)
+    if not places:
         fail("there is no layer that rotates")
-    step = max(len(layers) / _MOST_LAYERS, 1.0)
-    chosen = [key for n, key in enumerate(layers) if int(n / step) != int((n - 1) / step) or n == 0]
+    step = max(len(places) / layers, 1.0)
+    chosen = [key for n, key in enumerate(places) if int(n / step) != int((n - 1) / step) or n == 0]
     by_width: dict[tuple[str, int], list[torch.Tensor]] = {}
     for number, key in enumerate(chosen):
         if report is not None:
             report(number / len(chosen), f"layer {key[0]}")
-        for kind, sizes in (*_projections(layers[key], model), ("norms", _norms(layers[key]))):
+        for kind, sizes in (*_projections(places[key], model), ("norms", _norms(places[key]))):
             if sizes is not None:
                 by_width.setdefault((kind, sizes.shape[-1]), []).append(sizes)
     evidence = []

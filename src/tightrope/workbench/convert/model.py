@@ -141,12 +141,16 @@ def _config_of(home: Path) -> Path | None:
 
 
 def _recorded(checkpoint: Checkpoint) -> bool | None:
-    if checkpoint.folder is None or not (checkpoint.folder / RECORD).is_file():
+    """The pairing that a conversion left beside the weights that it wrote."""
+    path = checkpoint.home / RECORD
+    if not path.is_file():
         return None
-    told = load_json(checkpoint.folder / RECORD).get("pairing")
-    if told not in ("half", "interleaved"):
-        fail(f"{RECORD} must say a pairing but says {told!r}")
-    return bool(told == "interleaved")
+    told = load_json(path)
+    if checkpoint.folder is None and checkpoint.path.name not in (told.get("files") or []):
+        return None
+    if told.get("pairing") not in ("half", "interleaved"):
+        fail(f"{RECORD} must say a pairing but says {told.get('pairing')!r}")
+    return bool(told["pairing"] == "interleaved")
 
 
 # --- without a configuration ----------------------------------------------------------------------

@@ -21,6 +21,9 @@ from .rewrite import Change, rewrite
 from .tensors import Weights
 from .verify import Verified, verify
 
+# Layers whose weights are asked before a conversion whether their configuration is right.
+_LOOKED_AT = 16
+
 Report = Callable[[float, str], None]
 
 
@@ -131,7 +134,7 @@ def convert(
 
 def _check_weights(plan: Plan, model: Model) -> None:
     """Refuse a checkpoint whose weights speak against what its files say."""
-    found = weigh(plan, model)
+    found = weigh(plan, model, layers=_LOOKED_AT)
     if found.contradicts:
         fail(
             f"the checkpoint is {found.said}, says {found.who}, but its weights speak for {found.pairing} "
@@ -271,6 +274,7 @@ def _record(made: Conversion, proof: Verified | None) -> dict[str, object]:
         "was": made.source,
         "by": f"tightrope {__version__}",
         "model": made.model,
+        "files": list(made.files),
         "changed": list(made.changed),
         "verified": None if proof is None else vars(proof),
     }

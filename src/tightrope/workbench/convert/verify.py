@@ -142,24 +142,29 @@ def _read(
 
 def _project(changes: list[Change], copies: Mapping[Path, Path] | None, seed: int) -> torch.Tensor:
     """Random activations through a projection, a few rows at a time."""
-    weight = next(c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight"))
-    columns = weight.entry.shape[1]
+    # Several weights are one that is spread over several files, whole heads in each.
+    weights = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight")]
+    columns = weights[0].entry.shape[1]
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(_TOKENS, columns, generator=generator, dtype=torch.float64)
     step = max((4 << 20) // (8 * columns), 1)
-    parts = [
-        x @ _read(weight, copies, first, min(step, weight.units - first)).T
-        for first in range(0, weight.units, step)
-    ]
-    made = torch.cat(parts, -1)
-    for change in changes:
-        if change is weight or change.units != weight.units:
-            continue
-        if change.entry.name.endswith("bias"):
-            made = made + _read(change, copies, 0, change.units)[:, 0]
-        elif "scale" in change.entry.name.rpartition(".")[2]:
-            made = made * _read(change, copies, 0, change.units)[:, 0]
-    return made
+    every = []
+    for weight in sorted(weights, key=lambda change: change.entry.file):
+        parts = [
+            x @ _read(weight, copies, first, min(step, weight.units - first)).T
+            for first in range(0, weight.units, step)
+        ]
+        made = torch.cat(parts, -1)
+        for change in changes:
+            elsewhere = len(weights) > 1 and change.entry.file != weight.entry.file
+            if change is weight or change.units != weight.units or elsewhere:
+                continue
+            if change.entry.name.endswith("bias"):
+                made = made + _read(change, copies, 0, change.units)[:, 0]
+            elif "scale" in change.entry.name.rpartition(".")[2]:
+                made = made * _read(change, copies, 0, change.units)[:, 0]
+        every.append(made)
+    return torch.cat(every, -1)
 
 
 def _norm(
