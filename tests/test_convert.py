@@ -198,6 +198,23 @@ def test_a_low_rank_adapter(tmp_path: Path) -> None:
     assert after.tolist() == wanted
 
 
+def test_parts_of_a_model(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    for name in ("q_proj", "k_proj"):
+        weight = tensors[f"model.layers.0.self_attn.{name}.weight"]
+        tensors[f"mtp.layers.0.self_attn.{name}.weight"] = weight.clone()
+    done = convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved", verify=True)
+    assert "mtp.layers.0.self_attn.q_proj.weight" in done.changed
+    assert done.verified is not None
+    assert done.verified.layers == 3
+    # A tower of the same shape is another matter: the user says which one is meant.
+    tensors = {name.replace("mtp.", "vision.encoder."): w for name, w in tensors.items()}
+    source, said = write(tmp_path / "c", tensors), Said(prefix="model")
+    done = convert(source, tmp_path / "d", to="interleaved", said=said)
+    assert len(done.changed) == 12
+    assert "vision.encoder.layers.0.self_attn.q_proj.weight" in done.left
+
+
 def test_tensors_that_several_ranks_share(tmp_path: Path) -> None:
     params = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 1, "rope_theta": 10000.0}
     source = tmp_path / "meta"
