@@ -9,7 +9,9 @@ import typer
 from .. import __version__
 from ._console import make_console
 from .bench import bench
+from .convert import convert
 from .demo import demo
+from .detect import detect
 from .info import info
 from .inspect import inspect
 
@@ -21,9 +23,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
-app.command()(info)
 app.command()(inspect)
+app.command()(convert)
+app.command()(detect)
 app.command()(bench)
+app.command()(info)
 
 # UsageError, whichever way this version of typer spells its module (click, or its own copy).
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -52,6 +56,10 @@ def _root(
     `tightrope demo`   train a small transformer beside eager rotation, in two minutes
 
     `tightrope inspect config.json`   what a model's rotary embedding is, and what to mind about it
+
+    `tightrope convert CHECKPOINT OUT --to half`   a checkpoint for the other pairing of channels
+
+    `tightrope detect CHECKPOINT`   which pairing a checkpoint's weights speak for
 
     `tightrope bench`   how long a rotation takes here, beside what else is installed
 

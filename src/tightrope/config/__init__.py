@@ -61,6 +61,15 @@ def provenance(
     scaling      None     no rope section asks for it
     axes         None     one coordinate per position
     """
+    source = source_of(config, section)
+    return read(source, layer_type=layer_type, strict=strict, interleaved=interleaved)
+
+
+def source_of(config: object, section: str | None = None) -> Source:
+    """The part of a configuration that is read, in the names of transformers, and its family.
+
+    Internal to the library.
+    """
     values = _load(config)
     if formats.is_gguf(values):
         source = formats.gguf(values)
@@ -69,11 +78,10 @@ def provenance(
     elif formats.is_megatron(values):
         source = formats.megatron(values)
     else:
-        source = _section(values, section)
-        section = None
+        return _section(values, section)
     if section is not None:
         fail(f"section must be None for {source.name}, which has none, but got {section!r}")
-    return read(source, layer_type=layer_type, strict=strict, interleaved=interleaved)
+    return source
 
 
 def _load(config: object) -> Mapping[str, Any]:
