@@ -1,0 +1,330 @@
+"""What to audit, from what somebody names: a function, ``MODULE:FUNCTION``, or a model of transformers."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._errors import sentence
+from ...config import LayerSpecs, from_config
+from ...spec import RopeSpec
+from ._guard import said
+
+_NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to audit.
+
+    Attributes:
+        name: in words, for the report.
+        fn: the function; None if only ``make`` gives one.
+        make: makes a new one; None: copies are made.
+        header: program text that makes ``fn``; None where only the caller can.
+        spec: what it is meant to be, where that is known.
+        form, layout: how it is called, where that is known.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    make: Callable[[], Callable[..., Any]] | None = None
+    header: str | None = None
+    spec: RopeSpec | None = None
+    form: str | None = None
+    layout: str | None = None
+    head_dim: int | None = None
+
+
+def resolve(target: object, *, make: bool, layer_type: str | None) -> Target:
+    """The target that somebody names or hands over.
+
+    Raises:
+        ValueError, TypeError: there is no such thing, or it is nothing that can be called.
+    """
+    if isinstance(target, str) and _NAME.match(target):
+        found = named(target)
+    elif isinstance(target, str | Path):
+        return of_model(_config_of(str(target)), layer_type)
+    elif _is_config(target):
+        return of_model(target, layer_type)
+    else:
+        found = given(target)
+    return _made(found) if make else _checked(found)
+
+
+def given(target: object) -> Target:
+    """A function or module from a program."""
+    if not callable(target):
+        raise TypeError(
+            sentence(
+                "audit",
+                "target must be a function, a module, 'MODULE:FUNCTION', a config of transformers, its "
+                f"file, or the name of a model type, but got {type(target).__name__}",
+            )
+        )
+    name = getattr(target, "__qualname__", None) or type(target).__qualname__
+    module = getattr(target, "__module__", None)
+    header = None
+    # Only what an import gives back is worth importing in a snippet.
+    if isinstance(module, str) and module != "__main__" and "<" not in name:
+        owner: object = sys.modules.get(module)
+        for part in name.split("."):
+            owner = getattr(owner, part, None)
+        if owner is target:
+            header = _import(module, name)
+    return Target(name, target, header=header)
+
+
+def _import(module: str, name: str) -> str:
+    outer, _, rest = name.partition(".")
+    if rest:
+        return f"import torch\nfrom {module} import {outer}\n\nfn = {name}"
+    return f"import torch\nfrom {module} import {name} as fn"
+
+
+def named(target: str) -> Target:
+    """``MODULE:FUNCTION``, imported from the current directory or from what is installed."""
+    module, _, name = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except BaseException as error:  # noqa: BLE001  # a module may do anything while it is imported
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(
+            sentence("audit", f"module {module!r} must be importable from {here} but: {said(error)}")
+        ) from None
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ValueError(
+                sentence("audit", f"module {module!r} must have {name!r} but has none")
+            ) from None
+    if not callable(found):
+        raise TypeError(
+            sentence("audit", f"{target} must be callable but is {type(found).__name__}")
+        )
+    return Target(target, found, header=_import(module, name))
+
+
+def _made(target: Target) -> Target:
+    """A factory's product, made anew for each check."""
+    header = None if target.header is None else _made_header(target.header)
+    try:
+        fn = target.fn()
+    except Exception as error:  # noqa: BLE001  # somebody else's code
+        raise ValueError(
+            sentence("audit", f"{target.name}() must make something to audit but: {said(error)}")
+        ) from None
+    if not callable(fn):
+        raise TypeError(
+            sentence("audit", f"{target.name}() must be callable but is {type(fn).__name__}")
+        )
+    return replace(target, name=f"{target.name}()", fn=fn, make=target.fn, header=header)
+
+
+def _made_header(header: str) -> str:
+    if header.endswith(" as fn"):
+        first = header.removesuffix(" as fn")
+        return f"{first}\n\nfn = {first.rsplit(' ', 1)[1]}()"
+    return header + "()"
+
+
+def _checked(target: Target) -> Target:
+    if inspect.isclass(target.fn):
+        raise TypeError(
+            sentence(
+                "audit",
+                f"{target.name} must be a function or an object but is a class: name a function that "
+                "makes one without arguments, with make=True (--make)",
+            )
+        )
+    return target
+
+
+# --- models of transformers ------------------------------------------------------------------------
+
+
+def _is_config(target: object) -> bool:
+    return isinstance(getattr(target, "model_type", None), str) and callable(
+        getattr(target, "to_diff_dict", None)
+    )
+
+
+def _transformers() -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            sentence("audit", "a model's configuration can be audited only with transformers installed")
+        )
+    return importlib.import_module("transformers")
+
+
+def _config_of(name: str) -> Any:
+    """The config of a file, a folder, or a model type with its defaults."""
+    path = Path(name)
+    library = _transformers()
+    try:
+        if path.is_dir() or path.is_file():
+            file = path / "config.json" if path.is_dir() else path
+            if not file.is_file():
+                raise ValueError(sentence("audit", f"{path} must hold a config.json but does not"))
+            return _from_file(library, file)
+        if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types(library):
+            return library.AutoConfig.for_model(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        text = str(error)
+        if text.startswith("[audit]"):
+            raise
+        raise ValueError(sentence("audit", f"{name} must be a configuration but: {said(error)}")) from None
+    raise ValueError(
+        sentence(
+            "audit",
+            "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
+            f"of transformers, such as llama, but got {name!r}",
+        )
+    )
+
+
+def _types(library: Any) -> set[str]:
+    names = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    return {each.replace("-", "_") for each in names}
+
+
+def _from_file(library: Any, file: Path) -> Any:
+    json = importlib.import_module("json")
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ValueError(sentence("audit", f"{file} must have a model_type but has none"))
+    return library.AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+class Pair(nn.Module):
+    """A rotary module and an apply function as one function of q, k and positions."""
+
+    def __init__(self, rotary: nn.Module, apply: Callable[..., Any], layer_type: str | None) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.apply_function = apply
+        self.layer_type = layer_type
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q and k ``(rows, heads, tokens, channels)``."""
+        more = () if self.layer_type is None else (self.layer_type,)
+        cos, sin = self.rotary(q, positions, *more)
+        return self.apply_function(q, k, cos, sin)  # type: ignore[no-any-return]
+
+
+def of_model(config: Any, layer_type: str | None) -> Target:
+    """The rotary module and the apply function that transformers, as installed, has for a config."""
+    values = config.to_dict()
+    inner = getattr(config, "get_text_config", lambda: config)()
+    read = from_config(values, layer_type=layer_type, strict=False)
+    if isinstance(read, LayerSpecs):
+        names = ", ".join(name for name, spec in read.items() if spec is not None)
+        raise ValueError(
+            sentence("audit", f"layer_type must be one of {names}, as layers differ, but is None")
+        )
+    if read is None:
+        raise ValueError(sentence("audit", "the layers of this type must have RoPE but have none"))
+    spec: RopeSpec = read
+    module, rotary, apply = _parts(inner)
+    typed = "layer_type" in inspect.signature(rotary.forward).parameters
+    if spec.start:
+        # The model itself cuts the slice out, and rotates it alone.
+        spec = replace(spec, head_dim=spec.rotary_dim, start=0)
+    name = f"{module.__name__.rsplit('.', 1)[1].removeprefix('modeling_')}: {rotary.__name__}, {apply.__name__}"
+    chosen = layer_type if typed else None
+
+    def make() -> Callable[..., Any]:
+        return Pair(rotary(inner), apply, chosen)
+
+    try:
+        fn = make()
+    except Exception as error:  # noqa: BLE001  # somebody else's code
+        raise ValueError(
+            sentence("audit", f"{rotary.__name__} must be built from the config but: {said(error)}")
+        ) from None
+    return Target(
+        name,
+        fn,
+        make,
+        _model_header(inner, module.__name__, rotary.__name__, apply.__name__, chosen),
+        spec,
+        "q, k, positions",
+        "bhsd",
+        spec.head_dim,
+    )
+
+
+def _parts(config: Any) -> tuple[Any, Any, Any]:
+    """(module, rotary class, apply function) of a model type."""
+    where = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        module = importlib.import_module(where)
+    except ImportError as error:
+        raise ValueError(
+            sentence("audit", f"{config.model_type} must have a modeling file but: {said(error)}")
+        ) from None
+    source = inspect.getsource(module)
+    classes = re.findall(r"self\.rotary_emb\s*=\s*(\w+)\(", source)
+    classes += [name for name in vars(module) if name.endswith("RotaryEmbedding")]
+    classes = [name for name in classes if "Vision" not in name and hasattr(module, name)]
+    functions = ["apply_rotary_pos_emb"]
+    if getattr(config, "rope_interleave", False):
+        functions.insert(0, "apply_rotary_pos_emb_interleave")
+    found = [getattr(module, name) for name in functions if hasattr(module, name)]
+    if not classes or not found:
+        raise ValueError(
+            sentence(
+                "audit",
+                f"{config.model_type} must have a rotary module and apply_rotary_pos_emb in {where} but "
+                "has not: write a function of q, k and positions that does what it does, and audit that",
+            )
+        )
+    return module, getattr(module, classes[0]), found[0]
+
+
+def _model_header(
+    config: Any, module: str, rotary: str, apply: str, layer_type: str | None
+) -> str:
+    kind = type(config)
+    differing: Mapping[str, Any] = config.to_diff_dict()
+    keep = {k: v for k, v in differing.items() if k not in ("transformers_version", "model_type")}
+    # What cannot be written down as a literal cannot be of use here.
+    keep = {k: v for k, v in keep.items() if _is_literal(v)}
+    arguments = "".join(f"    {key}={value!r},\n" for key, value in keep.items())
+    made = f"{kind.__name__}(\n{arguments})" if arguments else f"{kind.__name__}()"
+    more = "" if layer_type is None else f", {layer_type!r}"
+    return (
+        "import torch\n"
+        f"from {kind.__module__} import {kind.__name__}\n"
+        f"from {module} import {apply}, {rotary}\n\n"
+        f"rotary = {rotary}({made})\n\n\n"
+        "def fn(q, k, positions):\n"
+        f"    cos, sin = rotary(q, positions{more})\n"
+        f"    return {apply}(q, k, cos, sin)"
+    )
+
+
+def _is_literal(value: object) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
