@@ -41,12 +41,14 @@ def check_gradients(log: Log) -> None:
 def _gradient(log: Log, subject: Subject, *, keys: bool) -> None:
     name = "k" if keys else ("q" if subject.call.takes_keys else "x")
     maps = matrices(subject, _WHERE, keys=keys)
-    leaf = subject.random(1, 2, len(_WHERE), seed=21).requires_grad_()
+    leaf = subject.random(1, 1 if log.found("heads") else 2, len(_WHERE), seed=21).requires_grad_()
     ids = subject.ids(list(_WHERE), 1)
 
     def forward() -> torch.Tensor:
         # Not the leaf itself: an in-place function may write to this one.
         x = leaf * 1.0
+        if subject.renew:
+            subject.space["fn"] = subject.fresh().fn
         if not keys:
             result = subject.space["rotate"](x, ids)
         else:

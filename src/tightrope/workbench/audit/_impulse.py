@@ -202,33 +202,35 @@ class Line:
     Attributes:
         slope: radians per position, signed.
         intercept: the angle at position 0, in [-π, π].
-        digits_until: the last position that sharpened the slope.
     """
 
     slope: float
     intercept: float
-    digits_until: int
 
 
-def line_of(positions: Sequence[int], angles: Sequence[float]) -> Line:
-    """The line through angles that are known modulo a turn.
+def lines_of(shape: Shape) -> tuple[Line, ...]:
+    """The line of each pair, through angles that are known modulo a turn.
 
-    The slope comes from positions 2 and 3 and is sharpened at each power of two that still agrees.
+    Slopes come from positions 2 and 3 and are sharpened at each power of two where all pairs agree.
     """
-    at = dict(zip(positions, angles, strict=True))
-    slope = wrapped(at[3] - at[2])
-    intercept = wrapped(at[2] - 2 * slope)
-    until = 3
+    angles = [dict(zip(shape.positions, pair.angle_first, strict=True)) for pair in shape.pairs]
+    slopes = [wrapped(at[3] - at[2]) for at in angles]
+
+    def intercepts() -> list[float]:
+        return [wrapped(at[2] - 2 * slope) for at, slope in zip(angles, slopes, strict=True)]
+
     for position in (4, 8, 16, 64, 512, 1024, 4096, 65536):
-        if position not in at:
+        if position not in shape.positions:
             continue
-        rest = wrapped(at[position] - intercept - slope * position)
-        if abs(rest) > 0.3:
+        start = intercepts()
+        rests = [
+            wrapped(at[position] - first - slope * position)
+            for at, first, slope in zip(angles, start, slopes, strict=True)
+        ]
+        if max(map(abs, rests)) > 0.3:
             break
-        slope += rest / position
-        intercept = wrapped(at[2] - 2 * slope)
-        until = position
-    return Line(slope, intercept, until)
+        slopes = [slope + rest / position for slope, rest in zip(slopes, rests, strict=True)]
+    return tuple(Line(slope, first) for slope, first in zip(slopes, intercepts(), strict=True))
 
 
 def agrees(a: float, b: float, tolerance: float = _ANGLE) -> bool:

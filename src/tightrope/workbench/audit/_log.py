@@ -96,5 +96,6 @@ class Log:
 def snippet(subject: Subject, body: str) -> str:
     """A program: what makes fn, the adapter, and the lines that show the fault."""
     header = subject.header or "import torch\n\n# fn is the function that the audit was given"
-    imports = "import math\n\n" if "math." in body else ""
+    names = [name for name in ("copy", "math") if f"{name}." in body]
+    imports = "".join(f"import {name}\n" for name in names) + ("\n" if names else "")
     return f"{imports}{header}\n\n\n{subject.source}\n\n\n{body.strip()}\n"

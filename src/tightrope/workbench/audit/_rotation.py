@@ -10,9 +10,12 @@ import torch
 
 from ._guard import CallFailed
 from ._identify import identify
-from ._impulse import Line, Pair, Shape, agrees, line_of, matrices, measure_shape
+from ._impulse import NEAR, Line, Pair, Shape, agrees, lines_of, matrices, measure_shape
 from ._log import Log
+from ._memory import say_nothing
 
+_LOOSE = 8e-3
+"""Relative, of an amplitude: tables in bfloat16 have 4e-3."""
 # A rotation keeps lengths and right angles.
 _KEEPS = """
 x = torch.zeros(1, {heads}, 1, {dim})
@@ -68,10 +71,13 @@ def check_rotation(log: Log) -> bool:
     log.facts["channels"] = _channels(shape, subject.head_dim)
     if not sound:
         return False
-    log.lines = tuple(line_of(shape.positions, pair.angle_first) for pair in shape.pairs)
+    log.lines = lines_of(shape)
     log.amplitude = median(a for pair in shape.pairs for a in pair.amplitude[:4])
     with log.check("direction and position 0"):
         _direction(log, shape)
+    if log.found("not-linear"):
+        log.skip("amplitude and frequencies", "what it does to impulses says nothing of other x")
+        return False
     with log.check("amplitude"):
         _amplitude(log, shape)
     _name(log, shape)
@@ -103,14 +109,7 @@ def _pairs_are_rotations(log: Log, shape: Shape) -> bool:
         log.add("not-finite", "error", "It returns numbers that are not finite.", "")
         return False
     if not shape.pairs and not shape.tangled and not shape.alone:
-        log.add(
-            "does-nothing",
-            "error",
-            "It returns x as it is, at every position.",
-            f"impulses in all {dim} channels at positions {_list(shape.positions)}",
-            f"x = torch.randn(1, {heads}, 4, {dim})\n"
-            "y = rotate(x, torch.tensor([[1, 2, 3, 4]]))\nassert not torch.equal(x, y)",
-        )
+        say_nothing(log)
         return False
     if shape.tangled or (shape.pairs and shape.interleaved is None and shape.rotary_dim > 2):
         some = shape.tangled[:4] or tuple(pair.first for pair in shape.pairs[:4])
@@ -262,17 +261,21 @@ def _direction(log: Log, shape: Shape) -> None:
 
 def _amplitude(log: Log, shape: Shape) -> None:
     meant = 1.0 if log.spec is None else log.spec.amplitude
+    if abs(log.amplitude - meant) <= _LOOSE:
+        # Measured from rounded tables it would be a little off.
+        log.amplitude = meant
     log.facts["amplitude"] = f"{log.amplitude:.6g}"
     pair = shape.pairs[0]
-    every = [a for each in shape.pairs for a in each.amplitude]
+    # Far away something else may be wrong, which has a name of its own.
+    every = [a for each in shape.pairs for a in each.amplitude[: len(NEAR)]]
     body = (
         f"x = torch.zeros(1, {log.subject.heads(2)}, 1, {log.subject.head_dim})\n"
         f"x[..., {pair.first}] = 1.0\n"
         "length = float(rotate(x, torch.tensor([[{position}]]))[0, 0, 0].norm())\n"
         f"assert abs(length - {meant:.9g}) < 1e-3, length"
     )
-    if max(every) - min(every) > 1e-3 * log.amplitude:
-        worst = max(range(len(shape.positions)), key=lambda i: abs(pair.amplitude[i] - meant))
+    if max(every) - min(every) > _LOOSE * log.amplitude:
+        worst = max(range(len(NEAR)), key=lambda i: abs(pair.amplitude[i] - meant))
         log.add(
             "amplitude-varies",
             "warning",
@@ -281,7 +284,7 @@ def _amplitude(log: Log, shape: Shape) -> None:
             f"factors from {min(every):.4g} to {max(every):.4g}",
             body.format(position=shape.positions[worst]),
         )
-    elif abs(log.amplitude - meant) > 1e-3:
+    elif abs(log.amplitude - meant) > _LOOSE:
         log.add(
             "amplitude",
             "warning" if log.spec is None else "error",
@@ -318,7 +321,7 @@ def _settle_amplitude(log: Log) -> None:
     """An amplitude that belongs to the rule that was recognised is no finding."""
     found = log.identity.spec if log.identity is not None else None
     if log.spec is None and found is not None and found.scaling is not None:
-        if abs(found.amplitude - log.amplitude) <= 1e-3:
+        if abs(found.amplitude - log.amplitude) <= _LOOSE:
             log.findings = [each for each in log.findings if each.code != "amplitude"]
 
 
@@ -397,7 +400,7 @@ def check_relative(log: Log) -> None:
         ) + " of |q| |k|"
         worst = max(drift, key=drift.__getitem__, default=1)
         # Two float32 angles at 30,000 are each off by at most 4e-3.
-        if drift and drift[worst] > 1e-2 and not log.found():
+        if drift and drift[worst] > 1e-2 and not log.found() and not log.found("length"):
             log.add(
                 "relative",
                 "error",

@@ -28,6 +28,8 @@ class Subject:
         inv_freq: an expression for the frequencies of the tables that it takes.
         header: program text that makes ``fn``; None where only the caller can.
         make: makes another ``fn`` that was never called; None: copies are made.
+        renew: whether each call gets an ``fn`` that was never called, as what it remembers spoils it.
+        space: the names of the compiled adapter.
     """
 
     fn: Callable[..., Any]
@@ -38,6 +40,7 @@ class Subject:
     header: str | None = None
     make: Callable[[], Callable[..., Any]] | None = None
     device: str = "cpu"
+    renew: bool = False
     space: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +64,11 @@ class Subject:
     def fresh(self) -> Subject:
         """The same function as it was before any call, where that can be had."""
         return replace(self, fn=fresh(self.fn, self.make), space={})
+
+    @property
+    def can_be_fresh(self) -> bool:
+        """Whether a fresh one is another object, with a memory of its own."""
+        return self.make is not None or fresh(self.fn, None) is not self.fn
 
     def heads(self, wanted: int) -> int:
         return min(wanted, self.most_heads or wanted)
@@ -97,6 +105,9 @@ class Subject:
             CallFailed: it raised.
             Hangs: it did not return in time.
         """
+
+        if self.renew:
+            self.space["fn"] = fresh(self.fn, self.make)
 
         def quietly() -> Any:
             with redirect_stdout(io.StringIO()):
