@@ -83,6 +83,7 @@ class Shape:
         tangled: channels that mix with more than one other.
         still: channels that stay as they are at every position.
         rotary_dim: how many channels the pairing spans, with those between that never move.
+        order: where the channels come out at position 0, if not where they went in.
         matrices: as measured.
     """
 
@@ -92,6 +93,16 @@ class Shape:
     tangled: tuple[int, ...]
     still: tuple[int, ...]
     matrices: torch.Tensor = field(repr=False)
+    order: tuple[int, ...] | None = None
+
+    @property
+    def channels(self) -> list[tuple[int, int]]:
+        """The channels of each pair."""
+        return [(pair.first, pair.second) for pair in self.pairs]
+
+    def comes_out(self, channel: int) -> int:
+        """Where the result has what x has in a channel."""
+        return channel if self.order is None else self.order[channel]
 
     @property
     def distances(self) -> set[int]:
@@ -157,9 +168,11 @@ def measure_shape(subject: Subject, *, keys: bool = False) -> Shape:
     return shape_of(seen, positions)
 
 
-def shape_of(seen: torch.Tensor, positions: Sequence[int]) -> Shape:
-    """The shape that matrices ``[positions, out, in]`` have."""
-    dim = seen.shape[-1]
+def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
+    """The shape that matrices ``[positions, out, in]`` have, the first of them at position 0."""
+    dim = measured.shape[-1]
+    order = _order(measured[0])
+    seen = measured if order is None else measured[:, order]
     off = seen.abs() > 1e-9
     off[:, range(dim), range(dim)] = False
     mixes = off.any(0)
@@ -174,7 +187,18 @@ def shape_of(seen: torch.Tensor, positions: Sequence[int]) -> Shape:
         elif not others:
             moved = bool(((seen[:, i, i] - 1).abs() > 1e-6).any())
             (alone if moved else still).append(i)
-    return Shape(tuple(positions), tuple(pairs), tuple(alone), tuple(tangled), tuple(still), seen)
+    shape = tuple(positions), tuple(pairs), tuple(alone), tuple(tangled), tuple(still)
+    return Shape(*shape, measured, order)
+
+
+def _order(start: torch.Tensor) -> tuple[int, ...] | None:
+    """Where channels come out at position 0, if that is a mere change of places."""
+    whole = start.round()
+    ones = whole.sum(0).eq(1).all() and whole.sum(1).eq(1).all() and whole.min() >= 0
+    if not ones or float((start - whole).abs().max()) > 1e-4:
+        return None
+    order = whole.argmax(0).tolist()
+    return None if order == sorted(order) else tuple(order)
 
 
 def _pair(seen: torch.Tensor, u: int, v: int) -> Pair:

@@ -26,7 +26,9 @@ class Log:
         spec: what the function is meant to do; None where nobody said.
         dtypes: the types of x to ask about.
         longest: no position above this one is asked.
-        shape, lines, identity, amplitude: what was measured, once it was.
+        shape, lines, identity, amplitude, shift: what was measured, once it was; shift is what has
+            to be added to positions.
+        doing: the check that runs.
     """
 
     target: str
@@ -42,6 +44,7 @@ class Log:
     lines: tuple[Line, ...] = ()
     identity: Identity | None = None
     amplitude: float = 1.0
+    shift: int | None = None
     doing: str = ""
     progress: Callable[[str], None] | None = None
 

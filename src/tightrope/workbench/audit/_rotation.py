@@ -30,7 +30,7 @@ _ANGLE_BODY = """
 x = torch.zeros(1, {heads}, 1, {dim}, dtype=torch.{dtype})
 x[..., {u}] = 1.0
 y = rotate(x, torch.tensor([[{position}]]))[0, 0, 0].double()
-angle = math.atan2(y[{v}], y[{u}])  # of channels {u} and {v}
+angle = math.atan2(y[{end}], y[{start}])  # of channels {u} and {v}
 wanted = {wanted}
 assert abs(math.remainder(angle - wanted, 2 * math.pi)) < {tolerance}, (angle, wanted)
 """
@@ -52,6 +52,8 @@ def angle_body(
         dtype=str(dtype).removeprefix("torch."),
         u=pair[0],
         v=pair[1],
+        start=pair[0] if log.shape is None else log.shape.comes_out(pair[0]),
+        end=pair[1] if log.shape is None else log.shape.comes_out(pair[1]),
         position=position,
         wanted=wanted,
         tolerance=tolerance,
@@ -71,6 +73,8 @@ def check_rotation(log: Log) -> bool:
     log.facts["channels"] = _channels(shape, subject.head_dim)
     if not sound:
         return False
+    if shape.order is not None:
+        _moved(log, shape)
     log.lines = lines_of(shape)
     log.amplitude = median(a for pair in shape.pairs for a in pair.amplitude[:4])
     with log.check("direction and position 0"):
@@ -82,6 +86,20 @@ def check_rotation(log: Log) -> bool:
         _amplitude(log, shape)
     _name(log, shape)
     return True
+
+
+def _moved(log: Log, shape: Shape) -> None:
+    halves = shape.interleaved and shape.comes_out(shape.start + 2) == shape.start + 1
+    how = "pairs go in interleaved and come out as two halves" if halves else (
+        f"channel {next(i for i, j in enumerate(shape.order or ()) if i != j)} comes out as another"
+    )
+    log.facts["order"] = how
+    log.add(
+        "channel-order",
+        "note",
+        "Channels come out in another order than they went in.",
+        f"{how}; scores stay, as q and k are both moved, but rotated keys fit no other implementation",
+    )
 
 
 def omegas_of(log: Log) -> list[float]:
@@ -240,6 +258,7 @@ def _direction(log: Log, shape: Shape) -> None:
     shift = median(shifts)
     whole = round(shift)
     if whole and all(abs(each - whole) < 0.02 for each in shifts):
+        log.shift = whole
         log.add(
             "position-offset",
             "warning",

@@ -261,6 +261,9 @@ def of_model(config: Any, layer_type: str | None) -> Target:
         raise ValueError(
             sentence("audit", f"{rotary.__name__} must be built from the config but: {said(error)}")
         ) from None
+    if spec.rotary_dim < spec.head_dim and not _takes(fn, spec.head_dim):
+        # As with Phi: the model cuts the slice out, and rotates it alone.
+        spec = replace(spec, head_dim=spec.rotary_dim)
     return Target(
         name,
         fn,
@@ -271,6 +274,15 @@ def of_model(config: Any, layer_type: str | None) -> Target:
         "bhsd",
         spec.head_dim,
     )
+
+
+def _takes(fn: Callable[..., Any], head_dim: int) -> bool:
+    x = torch.zeros(1, 1, 2, head_dim)
+    try:
+        fn(x, x.clone(), torch.arange(2)[None])
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return True
 
 
 def _parts(config: Any) -> tuple[Any, Any, Any]:
