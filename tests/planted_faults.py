@@ -286,6 +286,106 @@ class ForwardAgain(torch.autograd.Function):
         return PLAIN(grads[0], ctx.positions), None
 
 
+def by_sizes(bug: bool) -> Fn:
+    """Guesses the layout: where there are as many heads as tokens, it guesses wrong."""
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if bug and x.shape[1] == positions.shape[1]:
+            return plain(x.transpose(1, 2), positions).transpose(1, 2)
+        return plain(x, positions)
+
+    return fn
+
+
+def by_id_type(bug: bool) -> Fn:
+    """Positions in int32 are taken for counts from 1."""
+    plain = rope()
+    return lambda x, positions: plain(x, positions - int(bug and positions.dtype is torch.int32))
+
+
+def grouped(how: str) -> Fn:
+    """k with fewer heads than q: refused, or one position behind."""
+    plain = rope()
+
+    def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
+        if q.shape[1] != k.shape[1] and how == "refuse":
+            raise ValueError("heads differ")
+        behind = int(q.shape[1] != k.shape[1] and how == "behind")
+        return plain(q, positions), plain(k, positions - behind)
+
+    return fn
+
+
+def xpos() -> Fn:
+    """Rotation times a decay over positions."""
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        scale = (torch.arange(0, DIM, 2) + 0.4 * DIM) / (1.4 * DIM)
+        factor = scale ** (positions[..., None] / 512)
+        return plain(x, positions) * torch.cat((factor, factor), -1)[:, None].to(x.dtype)
+
+    return fn
+
+
+def mixed() -> Fn:
+    """A Hadamard-like mix of all channels before the rotation."""
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return plain(x - 2 / DIM * x.sum(-1, keepdim=True), positions)
+
+    return fn
+
+
+def lengths_differ() -> Fn:
+    """The second channel of each pair misses its cosine."""
+    omega = inv_freq()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = angles(positions, omega)[:, None]
+        u, v = x.float().chunk(2, -1)
+        y = torch.cat((u * angle.cos() - v * angle.sin(), u * angle.sin() + v), -1)
+        return y.to(x.dtype)
+
+    return fn
+
+
+def turned_at_0() -> Fn:
+    """Every pair a fifth of a radian ahead."""
+    omega = inv_freq()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = angles(positions, omega)[:, None] + 0.2
+        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
+    return fn
+
+
+def drifting() -> Fn:
+    """Positions that grow a little faster than they should."""
+    omega = inv_freq()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        p = positions.double()
+        angle = ((p + 1e-9 * p * p)[..., None] * omega)[:, None].float()
+        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
+    return fn
+
+
+def only_inference() -> Fn:
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            raise NotImplementedError("inference only")
+        return plain(x, positions)
+
+    return fn
+
+
 PLAIN = rope()
 SPEC: dict[str, Any] = {"head_dim": DIM}
 
@@ -415,7 +515,21 @@ FAULTS: dict[str, Fault] = {
         "q-k", lambda: on_both(rope(), rope(base=20_000.0)), lambda: on_both(rope(), rope())
     ),
     "head 1 a position behind": Fault("heads", lambda: per_head(True), lambda: per_head(False)),
+    "k with fewer heads refused": Fault("grouped", lambda: grouped("refuse"), lambda: grouped("")),
+    "k with fewer heads a position behind": Fault(
+        "grouped", lambda: grouped("behind"), lambda: grouped("")
+    ),
+    "as many heads as tokens": Fault("shape-dependent", lambda: by_sizes(True), lambda: by_sizes(False)),
+    "int32 positions from 1": Fault(
+        "position-type", lambda: by_id_type(True), lambda: by_id_type(False)
+    ),
+    "a decay over positions": Fault("amplitude-varies", xpos, also=("relative",)),
+    "all channels mixed": Fault("not-pairs", mixed),
+    "a cosine left out": Fault("not-a-rotation", lengths_differ),
+    "turned at position 0": Fault("phase", turned_at_0),
+    "positions that drift": Fault("far-angles", drifting),
     # gradients
+    "raises where grad is required": Fault("gradient-raises", only_inference),
     "no gradient": Fault("gradient-missing", lambda: detached("all")),
     "sine part detached": Fault("gradient-wrong", lambda: detached("sin")),
     "cosine part detached": Fault("gradient-wrong", lambda: detached("cos")),

@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from ._console import make_console
+from .audit import audit
 from .demo import demo
 from .info import info
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(audit)
 app.command()(demo)
 app.command()(info)
 
@@ -49,6 +51,8 @@ def _root(
     `tightrope demo`   train a small transformer beside eager rotation, in two minutes
 
     `tightrope info`   what is installed here, and which backend would run
+
+    `tightrope audit mymodel:apply_rope`   what somebody's rotary function is, and what is wrong with it
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -438,7 +438,8 @@ def check_type_history(log: Log, model: Model) -> None:
     if torch.bfloat16 not in log.dtypes or log.found("history"):
         return
     with log.check("results do not depend on the type of earlier calls") as subject:
-        positions, alone = _accepted(log, log.subject.fresh(), _ODD, torch.float32)
+        near = [position for position in _ODD if position < 5000]
+        positions, alone = _accepted(log, log.subject.fresh(), near, torch.float32)
         measure(subject, log, positions, torch.bfloat16)
         after = measure(subject, log, positions)
         if _error(after, alone) <= 1e-4:

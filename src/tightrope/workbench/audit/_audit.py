@@ -208,7 +208,11 @@ def _facts(call: Call, subject: Subject) -> dict[str, str]:
 
 
 def _not_called(found: Target, error: NoWay) -> Report:
-    tried = "; ".join(f"fn({call}): {why}" for call, why in error.tried[:4])
+    reasons: dict[str, str] = {}
+    for call, why in error.tried:
+        # One reason is said once, whatever was tried.
+        reasons.setdefault(why.rpartition(": ")[2], f"fn({call}), {why}")
+    tried = "; ".join([*reasons.values()][:4])
     finding = Finding(
         "cannot-call",
         "error",
