@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 
 import torch
 
@@ -65,7 +67,8 @@ def audit(
         layer_type: which layers of a model, where they differ.
         timeout: seconds after which one call counts as hanging.
         device: where its tensors are.
-        progress: is told the name of each check before it starts.
+        progress: is told the name of each check before it starts; it must not print to
+            ``sys.stdout``, which is closed to everybody then.
 
     Returns:
         A :class:`Report`; ``report.ok`` says whether there is nothing but notes.
@@ -92,8 +95,13 @@ def audit(
     if found.form is not None and call is None:
         form, layout = found.form, layout or found.layout
     head_dim = head_dim or found.head_dim or (None if spec is None else spec.head_dim)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), Guard(timeout) as guard:
-        # What it warns about is its own affair.
+    # What it prints and warns about is its own affair, and the seed is not.
+    with (
+        redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),
+        Guard(timeout) as guard,
+    ):
         warnings.simplefilter("ignore")
         return _run(
             found,
@@ -173,6 +181,10 @@ def _run(
         )
         log = Log(found.name, subject, spec, dtypes, longest, progress=progress)
         log.facts.update(_facts(subject.call, subject))
+        if spec is not None:
+            log.facts["declared"] = repr(spec)
+        elif found.unread:
+            log.facts["declared"] = f"nothing: {found.unread}"
         _check_all(log)
     except NoWay as error:
         return _not_called(found, error)
@@ -226,7 +238,7 @@ def _not_called(found: Target, error: NoWay) -> Report:
 def _check_all(log: Log) -> None:
     # First what would spoil all the rest: memory, while there is nothing to remember yet.
     _memory.check_memory(log)
-    if log.found("nondeterminism"):
+    if log.found("nondeterminism", "not-finite"):
         return
     looks = _memory.check_ids(log)
     _memory.check_rows(log)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from ..._errors import sentence
 
 ROLES = ("x", "q", "k", "positions", "offset", "seq_dim", "cos", "sin", "cis")
@@ -255,7 +257,8 @@ def parse(form: str) -> Call:
 def calls_of(fn: Callable[..., Any]) -> list[Call]:
     """Ways to call a function that its signature suggests, likeliest first."""
     try:
-        signature = inspect.signature(fn)
+        # Calling a module passes through __call__, which takes anything.
+        signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
     except (TypeError, ValueError):
         return [parse(form) for forms in _USUAL.values() for form in forms]
     found = _named(signature)
@@ -267,9 +270,7 @@ def calls_of(fn: Callable[..., Any]) -> list[Call]:
     usual = [parse(form) for form in _USUAL.get(len(needed), ())]
     if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):
         usual = [parse(form) for forms in _USUAL.values() for form in forms]
-    calls = [*found, *(call for call in usual if str(call) not in {str(each) for each in found})]
-    # Meta's own function takes (rows, tokens, heads, channels); try that first.
-    return calls
+    return [*found, *(call for call in usual if str(call) not in {str(each) for each in found})]
 
 
 def _named(signature: inspect.Signature) -> list[Call]:

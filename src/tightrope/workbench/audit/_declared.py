@@ -105,7 +105,6 @@ def _frequencies(log: Log, spec: RopeSpec, shape: Shape) -> bool:
     # Frequencies that 16 bits made of the declared ones: angles at odd positions tell what was rounded.
     if off[worst] <= _CLOSE or is_rounded(measured, meant):
         return True
-    log.facts["declared"] = repr(spec)
     code, words, extra = _cause(log, spec, measured, meant)
     u = spec.start + worst * (2 if spec.interleaved else 1)
     v = u + (1 if spec.interleaved else spec.rotary_dim // 2)

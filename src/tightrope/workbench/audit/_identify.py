@@ -58,12 +58,13 @@ def identify(
     base = ratio ** -(rotary_dim / 2)
     for close in (_CLOSE, 1e-2):
         if _meets(omegas, [ratio**k * factor for k in range(len(omegas))], close):
-            nice = _nice(base, 20 * close if close > _CLOSE else _CLOSE * len(omegas))
+            # From half the row the base is as sure as a few frequencies.
+            nice = _nice(base, 1e-5 if close == _CLOSE else 20 * close)
             loose = close != _CLOSE
             if abs(factor - 1) <= 2 * close:
                 by_head = None
                 if rotary_dim < head_dim:
-                    by_head = _nice(ratio ** -(head_dim / 2), _CLOSE * len(omegas))
+                    by_head = _nice(ratio ** -(head_dim / 2), 2e-5)
                 return Identity(spec(nice), f"geometric, base {nice:g}", loose, by_head)
             if factor < 1:
                 linear = _nice(1 / factor, 2 * close)

@@ -272,7 +272,10 @@ def _shapes(log: Log) -> None:
             "y = rotate(x.clone(), where)\n"
             "assert y.shape == x.shape\n"
             "for row in range(len(x)):\n"
-            "    assert torch.allclose(y[row:][:1], rotate(x[row:][:1].clone(), where[:1]), atol=1e-5)"
+            f"    for head in range({subject.heads(heads)}):\n"
+            "        one = x[row : row + 1, head : head + 1].clone()\n"
+            "        alone = rotate(one, where[:1])[0, 0]\n"
+            "        assert torch.allclose(y[row, head], alone, atol=1e-5), (row, head)"
         )
         try:
             y = subject.rotate(x.clone(), list(range(tokens))).detach()

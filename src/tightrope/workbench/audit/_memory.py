@@ -31,7 +31,7 @@ def check_memory(log: Log) -> None:
     """Determinism and history; first of all, while nothing has been asked yet."""
     with log.check("two equal calls give equal results") as fresh:
         _deterministic(log, fresh)
-    if log.found("nondeterminism"):
+    if log.found("nondeterminism", "not-finite"):
         return
     if log.subject.call.takes_tables:
         log.skip("results do not depend on earlier calls", "its angles are the caller's")
@@ -68,6 +68,9 @@ def _deterministic(log: Log, subject: Subject) -> None:
     x = subject.random(1, 2, 4)
     # The third and the fourth call: the first ones may have filled a cache.
     results = [subject.rotate(x.clone(), [1, 2, 3, 4]).detach() for _ in range(4)]
+    if not bool(results[0].isfinite().all()):
+        say_not_finite(log)
+        return
     size = max(apart(results[2].double(), each.double()) for each in results[1:])
     if size > 0:
         log.add(
@@ -264,9 +267,9 @@ def _rows(log: Log, subject: Subject) -> None:
 
 
 def _heads(log: Log, subject: Subject) -> None:
-    one = subject.random(1, 1, 4, seed=7)
+    one = subject.random(1, 1, 5, seed=7)
     x = subject.laid_out(one.expand(-1, 4, -1, -1))
-    y = subject.rotate(x, [1, 3, 5, 9]).detach().cpu().double()
+    y = subject.rotate(x, [1, 3, 5, 9, 2]).detach().cpu().double()
     differs = [h for h in range(4) if apart(y[:, h], y[:, 0]) > _SAME]
     if differs:
         size = max(apart(y[:, h], y[:, 0]) for h in differs)
@@ -275,10 +278,23 @@ def _heads(log: Log, subject: Subject) -> None:
             "error",
             f"Heads are rotated differently: head {differs[0]} is not as head 0.",
             f"of 4 heads with the same vectors, {len(differs)} come out up to {size:.3g} apart",
-            f"x = torch.randn(1, 1, 4, {subject.head_dim}).repeat(1, 4, 1, 1)\n"
-            "y = rotate(x, torch.tensor([[1, 3, 5, 9]]))\n"
+            f"x = torch.randn(1, 1, 5, {subject.head_dim}).repeat(1, 4, 1, 1)\n"
+            "y = rotate(x, torch.tensor([[1, 3, 5, 9, 2]]))\n"
             "assert torch.allclose(y, y[:, :1].expand_as(y), atol=1e-5)",
         )
+
+
+def say_not_finite(log: Log) -> None:
+    """The finding that there are numbers which are none."""
+    heads, dim = log.subject.heads(2), log.subject.head_dim
+    log.add(
+        "not-finite",
+        "error",
+        "It returns numbers that are not finite, for x and positions that are.",
+        "tokens at positions 1 to 4",
+        f"x = torch.randn(1, {heads}, 4, {dim})\n"
+        "assert rotate(x, torch.tensor([[1, 2, 3, 4]])).isfinite().all()",
+    )
 
 
 def say_nothing(log: Log) -> None:

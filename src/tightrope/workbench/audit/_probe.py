@@ -102,9 +102,11 @@ def _variants(call: Call, layout: str | None, tables: str | None) -> Iterator[Ca
         elif "positions" in call.roles:
             if each not in ("thd", "sd"):
                 yield replace(call, layout=each)
-            yield replace(call, layout=each, shared_positions=True)
         else:
             yield replace(call, layout=each)
+    if "positions" in call.roles and not call.gives_tables:
+        # Last: one set of positions may broadcast where it should not.
+        yield from (replace(call, layout=each, shared_positions=True) for each in layouts)
 
 
 def _fits(subject: Subject) -> _Verdict | None:
@@ -177,6 +179,7 @@ def _dims_of(fn: Callable[..., Any]) -> list[int]:
     """Head dimensions to try, those first that the object itself speaks of."""
     owner = getattr(fn, "__self__", fn)
     hints = []
+    owner = getattr(owner, "rotary", owner)
     if isinstance(owner, nn.Module):
         said = [getattr(owner, name, None) for name in _HINTS]
         hints += [value for value in said if isinstance(value, int) and not isinstance(value, bool)]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,12 +106,7 @@ class Subject:
 
         if self.renew:
             self.space["fn"] = fresh(self.fn, self.make)
-
-        def quietly() -> Any:
-            with redirect_stdout(io.StringIO()):
-                return self.space[name](*tensors)
-
-        return self.guard.run(quietly)
+        return self.guard.run(lambda: self.space[name](*tensors))
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """x rotated; rows are split where the function takes one row, or one set of positions.

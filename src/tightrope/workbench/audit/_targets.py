@@ -34,7 +34,8 @@ class Target:
         make: makes a new one; None: copies are made.
         header: program text that makes ``fn``; None where only the caller can.
         spec: what it is meant to be, where that is known.
-        form, layout: how it is called, where that is known.
+        form, layout, head_dim: how it is called, where that is known.
+        unread: why there is no spec although there is a config.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Target:
     form: str | None = None
     layout: str | None = None
     head_dim: int | None = None
+    unread: str = ""
 
 
 def resolve(target: object, *, make: bool, layer_type: str | None) -> Target:
@@ -186,9 +188,8 @@ def _config_of(name: str) -> Any:
             return _from_file(library, file)
         if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types(library):
             return library.AutoConfig.for_model(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        text = str(error)
-        if text.startswith("[audit]"):
+    except Exception as error:  # noqa: BLE001  # each config has its own ways to refuse values
+        if str(error).startswith("[audit]"):
             raise
         raise ValueError(sentence("audit", f"{name} must be a configuration but: {said(error)}")) from None
     raise ValueError(
@@ -228,64 +229,103 @@ class Pair(nn.Module):
         """Rotate q and k ``(rows, heads, tokens, channels)``."""
         more = () if self.layer_type is None else (self.layer_type,)
         cos, sin = self.rotary(q, positions, *more)
+        if one_at_a_time(self.apply_function):
+            return self.apply_function(q, cos, sin), self.apply_function(k, cos, sin)
         return self.apply_function(q, k, cos, sin)  # type: ignore[no-any-return]
+
+
+def one_at_a_time(apply: Callable[..., Any]) -> bool:
+    """Whether an apply function takes (x, cos, sin) and not (q, k, cos, sin), as Gemma's new one."""
+    return [*inspect.signature(apply).parameters][1:2] == ["cos"]
 
 
 def of_model(config: Any, layer_type: str | None) -> Target:
     """The rotary module and the apply function that transformers, as installed, has for a config."""
-    values = config.to_dict()
-    inner = getattr(config, "get_text_config", lambda: config)()
-    read = from_config(values, layer_type=layer_type, strict=False)
-    if isinstance(read, LayerSpecs):
-        names = ", ".join(name for name, spec in read.items() if spec is not None)
-        raise ValueError(
-            sentence("audit", f"layer_type must be one of {names}, as layers differ, but is None")
-        )
-    if read is None:
-        raise ValueError(sentence("audit", "the layers of this type must have RoPE but have none"))
-    spec: RopeSpec = read
-    module, rotary, apply = _parts(inner)
-    typed = "layer_type" in inspect.signature(rotary.forward).parameters
-    if spec.start:
-        # The model itself cuts the slice out, and rotates it alone.
-        spec = replace(spec, head_dim=spec.rotary_dim, start=0)
-    name = f"{module.__name__.rsplit('.', 1)[1].removeprefix('modeling_')}: {rotary.__name__}, {apply.__name__}"
-    chosen = layer_type if typed else None
-
-    def make() -> Callable[..., Any]:
-        return Pair(rotary(inner), apply, chosen)
-
+    inner = _text_of(config)
+    spec, unread = _meant(config, layer_type)
     try:
-        fn = make()
-    except Exception as error:  # noqa: BLE001  # somebody else's code
-        raise ValueError(
-            sentence("audit", f"{rotary.__name__} must be built from the config but: {said(error)}")
-        ) from None
-    if spec.rotary_dim < spec.head_dim and not _takes(fn, spec.head_dim):
-        # As with Phi: the model cuts the slice out, and rotates it alone.
-        spec = replace(spec, head_dim=spec.rotary_dim)
-    return Target(
-        name,
-        fn,
-        make,
-        _model_header(inner, module.__name__, rotary.__name__, apply.__name__, chosen),
-        spec,
-        "q, k, positions",
-        "bhsd",
-        spec.head_dim,
+        module, rotary, apply = _parts(inner, spec)
+    except ValueError:
+        if unread is not None:
+            # Without RoPE there is no rotary module either; the reason is the better sentence.
+            raise unread from None
+        raise
+    name = module.__name__.rsplit(".", 1)[1].removeprefix("modeling_")
+    name = f"{name}: {rotary.__name__}, {apply.__name__}"
+    types: list[str | None] = [None]
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        every = dict.fromkeys(getattr(inner, "layer_types", None) or ())
+        types = [layer_type] if layer_type is not None else [*every]
+    why = "it has no layer_type that works"
+    for chosen in types:
+        # Whole heads first; some models cut the slice out and rotate it alone, as Phi and DeepSeek do.
+        for cut in (False, True):
+            make = _maker(inner, rotary, apply, chosen)
+            head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim
+            try:
+                fn = make()
+                if head_dim is not None:
+                    _try(fn, head_dim)
+            except Exception as error:  # noqa: BLE001  # somebody else's code
+                why = said(error)
+                continue
+            if spec is not None and (cut or spec.start):
+                head_dim = spec.rotary_dim
+                spec = replace(spec, head_dim=head_dim, start=0)
+            header = _model_header(inner, module.__name__, rotary.__name__, apply, chosen)
+            unsaid = "" if unread is None else str(unread)
+            form = "q, k, positions"
+            return Target(name, fn, make, header, spec, form, "bhsd", head_dim, unsaid)
+    raise ValueError(
+        sentence(
+            "audit",
+            f"{rotary.__name__} must be built from the config and called with (x, position_ids) but: "
+            f"{why}",
+        )
     )
 
 
-def _takes(fn: Callable[..., Any], head_dim: int) -> bool:
+def _maker(
+    config: Any, rotary: Any, apply: Callable[..., Any], layer_type: str | None
+) -> Callable[[], Callable[..., Any]]:
+    return lambda: Pair(rotary(config), apply, layer_type)
+
+
+def _try(fn: Callable[..., Any], head_dim: int) -> None:
     x = torch.zeros(1, 1, 2, head_dim)
+    fn(x, x.clone(), torch.arange(2)[None])
+
+
+def _text_of(config: Any) -> Any:
+    """The part of a config that its language model is built from."""
     try:
-        fn(x, x.clone(), torch.arange(2)[None])
-    except (RuntimeError, ValueError, IndexError):
-        return False
-    return True
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config
 
 
-def _parts(config: Any) -> tuple[Any, Any, Any]:
+def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
+    """The spec that a config describes; or None, and why it cannot be read."""
+    try:
+        read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
+    except ValueError as error:
+        if layer_type is not None:
+            raise
+        return None, error
+    if isinstance(read, LayerSpecs):
+        rotating = {name: spec for name, spec in read.items() if spec is not None}
+        if len(rotating) > 1:
+            names = ", ".join(rotating)
+            raise ValueError(
+                sentence("audit", f"layer_type must be one of {names}, as layers differ, but is None")
+            )
+        return next(iter(rotating.values())), None
+    if read is None:
+        raise ValueError(sentence("audit", f"layers of type {layer_type!r} must have RoPE but have none"))
+    return read, None
+
+
+def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, Any]:
     """(module, rotary class, apply function) of a model type."""
     where = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
@@ -299,7 +339,7 @@ def _parts(config: Any) -> tuple[Any, Any, Any]:
     classes += [name for name in vars(module) if name.endswith("RotaryEmbedding")]
     classes = [name for name in classes if "Vision" not in name and hasattr(module, name)]
     functions = ["apply_rotary_pos_emb"]
-    if getattr(config, "rope_interleave", False):
+    if getattr(config, "rope_interleave", False) or (spec is not None and spec.interleaved):
         functions.insert(0, "apply_rotary_pos_emb_interleave")
     found = [getattr(module, name) for name in functions if hasattr(module, name)]
     if not classes or not found:
@@ -314,8 +354,12 @@ def _parts(config: Any) -> tuple[Any, Any, Any]:
 
 
 def _model_header(
-    config: Any, module: str, rotary: str, apply: str, layer_type: str | None
+    config: Any, module: str, rotary: str, apply: Callable[..., Any], layer_type: str | None
 ) -> str:
+    name = apply.__name__
+    result = f"{name}(q, k, cos, sin)"
+    if one_at_a_time(apply):
+        result = f"{name}(q, cos, sin), {name}(k, cos, sin)"
     kind = type(config)
     differing: Mapping[str, Any] = config.to_diff_dict()
     keep = {k: v for k, v in differing.items() if k not in ("transformers_version", "model_type")}
@@ -327,11 +371,11 @@ def _model_header(
     return (
         "import torch\n"
         f"from {kind.__module__} import {kind.__name__}\n"
-        f"from {module} import {apply}, {rotary}\n\n"
+        f"from {module} import {name}, {rotary}\n\n"
         f"rotary = {rotary}({made})\n\n\n"
         "def fn(q, k, positions):\n"
         f"    cos, sin = rotary(q, positions{more})\n"
-        f"    return {apply}(q, k, cos, sin)"
+        f"    return {result}"
     )
 
 
