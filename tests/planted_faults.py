@@ -149,7 +149,11 @@ def dynamic_ntk(
     longest = [original]
 
     def row(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        length = original if fixed else max(int(positions.max()) + 1 if len(positions[0]) else 0, original)
+        length = (
+            original
+            if fixed
+            else max(int(positions.max()) + 1 if len(positions[0]) else 0, original)
+        )
         if remembers:
             longest[0] = length = max(length, longest[0])
         scale = length / original
@@ -195,7 +199,9 @@ def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
     return fn
 
 
-def with_tables(*, swap: bool = False, interleaved: bool = False, in_place: bool = False, **rest: Any) -> Fn:
+def with_tables(
+    *, swap: bool = False, interleaved: bool = False, in_place: bool = False, **rest: Any
+) -> Fn:
     """A function of q, k, cos and sin (rows, tokens, channels), duplicated as its pairing needs."""
 
     def fn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
@@ -414,7 +420,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 FAULTS: dict[str, Fault] = {
     # what turns with what
-    "interleaved where half was declared": Fault("pairing", lambda: rope(interleaved=True), spec=SPEC),
+    "interleaved where half was declared": Fault(
+        "pairing", lambda: rope(interleaved=True), spec=SPEC
+    ),
     "half where interleaved was declared": Fault(
         "pairing", rope, lambda: rope(interleaved=True), spec=SPEC | {"interleaved": True}
     ),
@@ -441,7 +449,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "positions from 1": Fault("position-offset", lambda: rope(shift=1)),
     "amplitude 1.2": Fault("amplitude", lambda: rope(amplitude=1.2)),
-    "does nothing": Fault("does-nothing", lambda: lambda x, positions: x.clone()),
+    "does nothing": Fault("does-nothing", lambda: lambda x, _: x.clone()),
     # how fast
     "base 500000 where 10000 was declared": Fault("base", lambda: rope(base=500_000.0), spec=SPEC),
     "linear scaling ignored": Fault(
@@ -519,7 +527,9 @@ FAULTS: dict[str, Fault] = {
     "k with fewer heads a position behind": Fault(
         "grouped", lambda: grouped("behind"), lambda: grouped("")
     ),
-    "as many heads as tokens": Fault("shape-dependent", lambda: by_sizes(True), lambda: by_sizes(False)),
+    "as many heads as tokens": Fault(
+        "shape-dependent", lambda: by_sizes(True), lambda: by_sizes(False)
+    ),
     "int32 positions from 1": Fault(
         "position-type", lambda: by_id_type(True), lambda: by_id_type(False)
     ),

@@ -63,7 +63,8 @@ def audit(
         bool | None, typer.Option("--interleaved/--half", help="The pairing that it should have.")
     ] = None,
     make: Annotated[
-        bool, typer.Option("--make", help="FUNCTION makes what is to be audited, without arguments.")
+        bool,
+        typer.Option("--make", help="FUNCTION makes what is to be audited, without arguments."),
     ] = False,
     layer_type: Annotated[
         str | None, typer.Option(help="Which layers of the model, where they differ.")
@@ -144,7 +145,9 @@ def _declared(
                 raise typer.BadParameter("--base, --rotary-dim and --half need --head-dim as well.")
             return RopeSpec(head_dim=head_dim, **said).to_dict()  # type: ignore[arg-type]
         if said:
-            raise typer.BadParameter("--meant says it all; leave out --base, --rotary-dim and --half.")
+            raise typer.BadParameter(
+                "--meant says it all; leave out --base, --rotary-dim and --half."
+            )
         return _read(meant).to_dict()
     except (OSError, ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -190,7 +193,11 @@ def _apart(target: str, options: dict[str, Any]) -> Report:
         except subprocess.TimeoutExpired:
             return _lost(target, "hangs", f"The audit did not end within {seconds:g} s.")
         if not out.is_file():
-            said = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+            said = (
+                f"signal {-done.returncode}"
+                if done.returncode < 0
+                else f"exit code {done.returncode}"
+            )
             return _lost(target, "crashes", f"The process of the audit was ended by {said}.")
         saved = json.loads(out.read_text(encoding="utf-8"))
     if "wrong use" in saved:
@@ -232,7 +239,11 @@ def print_report(console: Console, report: Report) -> None:
     skipped = [check for check in report.checks if check.outcome.startswith("skipped")]
     for check in skipped:
         why = check.outcome.removeprefix("skipped: ")
-        console.print(Padding(Text(f"not checked: {check.name} ({why})", style="dim"), (0, 0, 0, 2), expand=False))
+        console.print(
+            Padding(
+                Text(f"not checked: {check.name} ({why})", style="dim"), (0, 0, 0, 2), expand=False
+            )
+        )
     style = "green" if report.ok else "bold"
     console.print(Text(verdict(report), style=style))
 

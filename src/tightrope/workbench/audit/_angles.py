@@ -111,7 +111,7 @@ def measure(
     y = subject.rotate(subject.laid_out(x), list(positions))[0, 0].detach().cpu().double()
     seen = torch.stack((y[:, ends[0]], y[:, ends[1]]))
     if log.found("amplitude-varies"):
-        return seen / seen.norm(dim=0)
+        return seen / torch.hypot(seen[0], seen[1])
     return seen / log.amplitude
 
 
@@ -278,7 +278,9 @@ def _rounding(
             if mask & 4:
                 angle = _cast(angle, dtype)
             angle = angle + model.intercepts
-            error = float((torch.stack((angle.cos(), angle.sin())) - seen).abs().nan_to_num(2.0).max())
+            error = float(
+                (torch.stack((angle.cos(), angle.sin())) - seen).abs().nan_to_num(2.0).max()
+            )
             # A hypothesis with more roundings must be better by far than a simpler one.
             if error <= max(tolerance, 1e-3) and error < 0.5 * best[0]:
                 chosen = [
@@ -396,7 +398,9 @@ def _where_it_ends(log: Log, subject: Subject, model: Model, wrong: int) -> None
     after = [first + 1, first + 7, bad]
     name, sentence = _what_comes(log, subject, model, last, after)
     # Position 0 is right even where all tokens come back unrotated or the table starts again.
-    errors = {p: _error(measure(subject, log, [p]), model.table([p])) for p in (first, first + 7, bad)}
+    errors = {
+        p: _error(measure(subject, log, [p]), model.table([p])) for p in (first, first + 7, bad)
+    }
     shown = next((p for p, size in errors.items() if size > 5e-2), bad)
     pair, position, wanted = _worst(
         log, model, [shown], measure(subject, log, [shown]), model.table([shown])
@@ -439,7 +443,10 @@ def _what_comes(
     if all_are(lambda _: model.table([last])):
         return "table-clamp", f"All positions from {size:,} on are rotated as position {last:,}."
     if all_are(lambda position: model.table([position % size])):
-        return "table-wrap", f"Positions start again at {size:,}: p is rotated as p modulo {size:,}."
+        return (
+            "table-wrap",
+            f"Positions start again at {size:,}: p is rotated as p modulo {size:,}.",
+        )
     if any(not bool(measure(subject, log, [position]).isfinite().all()) for position in after):
         return "table-nan", f"Tokens at positions from {size:,} on come back as NaN."
     return "far-angles", f"Positions from about {size:,} on are rotated by wrong angles."

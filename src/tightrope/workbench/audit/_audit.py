@@ -13,7 +13,7 @@ from ..._errors import sentence
 from ...spec import RopeSpec
 from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
 from ._calls import Call, parse
-from ._guard import CallFailed, Guard, Hangs
+from ._guard import CallFailed, Guard, Hangs, said
 from ._log import Log
 from ._probe import NoWay, check_layout, find_call
 from ._report import Finding, Report
@@ -92,6 +92,7 @@ def audit(
     check_layout(layout)
     call = None if form is None else parse(form)
     _check_options(tables, head_dim, dtypes, longest, timeout)
+    _check_device(device)
     if found.form is not None and call is None:
         form, layout = found.form, layout or found.layout
     head_dim = head_dim or found.head_dim or (None if spec is None else spec.head_dim)
@@ -131,19 +132,36 @@ def _check_options(
             sentence("audit", f"tables must be one of {', '.join(_TABLES)} but got {tables!r}")
         )
     if head_dim is not None and (head_dim < 2 or head_dim % 2):
-        raise ValueError(sentence("audit", f"head_dim must be even and positive but got {head_dim}"))
+        raise ValueError(
+            sentence("audit", f"head_dim must be even and positive but got {head_dim}")
+        )
     if not dtypes or any(dtype not in allowed for dtype in dtypes):
         raise ValueError(
-            sentence("audit", f"dtypes must be of float32, bfloat16, float16 but got {list(dtypes)}")
+            sentence(
+                "audit", f"dtypes must be of float32, bfloat16, float16 but got {list(dtypes)}"
+            )
         )
     if torch.float32 not in dtypes:
         raise ValueError(
-            sentence("audit", f"dtypes must have float32, which measures most, but got {list(dtypes)}")
+            sentence(
+                "audit", f"dtypes must have float32, which measures most, but got {list(dtypes)}"
+            )
         )
     if longest < 128:
         raise ValueError(sentence("audit", f"longest must be at least 128 but got {longest}"))
-    if not timeout > 0:
-        raise ValueError(sentence("audit", f"timeout must be positive but got {timeout}"))
+    if not 0 < timeout < 1e6:
+        raise ValueError(
+            sentence("audit", f"timeout must be positive and below 1e6 seconds but got {timeout}")
+        )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            sentence("audit", f"device must be one that torch has here but: {said(error)}")
+        ) from None
 
 
 def _run(
@@ -215,7 +233,9 @@ def _facts(call: Call, subject: Subject) -> dict[str, str]:
     elif "positions" in call.roles:
         facts["positions"] = "(tokens,)" if call.shared_positions else "(rows, tokens)"
     else:
-        facts["positions"] = "its own, from an offset" if "offset" in call.roles else "its own, 0 to n − 1"
+        facts["positions"] = (
+            "its own, from an offset" if "offset" in call.roles else "its own, 0 to n − 1"
+        )
     return facts
 
 

@@ -132,9 +132,7 @@ class Call:
 
     def _gives_tables_source(self) -> str:
         positions = "positions[0]" if self.shared_positions else "positions"
-        call = self._expression(
-            {"x": _INTO[self.layout].format("x"), "positions": positions}
-        )
+        call = self._expression({"x": _INTO[self.layout].format("x"), "positions": positions})
         shape = "[None, None]" if self.shared_positions else "[:, None]"
         widen = {
             "half": "\n    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)",
@@ -265,7 +263,8 @@ def calls_of(fn: Callable[..., Any]) -> list[Call]:
     needed = [
         each
         for each in signature.parameters.values()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     usual = [parse(form) for form in _USUAL.get(len(needed), ())]
     if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):

@@ -33,7 +33,8 @@ def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
     if spec.axis_count != 1 or len(spec.frequencies().inv_freq.shape) > 1:
         raise ValueError(
             sentence(
-                "audit", f"spec must have one coordinate per position for all heads but got {spec!r}"
+                "audit",
+                f"spec must have one coordinate per position for all heads but got {spec!r}",
             )
         )
 
@@ -48,7 +49,7 @@ def check_declared(log: Log) -> bool:
     if not same or log.subject.call.takes_tables:
         return False
     with log.check("frequencies are as declared"):
-        return _frequencies(log, spec, shape)
+        return _frequencies(log, spec)
     return False
 
 
@@ -57,7 +58,8 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
     step = 1 if spec.interleaved else spec.rotary_dim // 2
     stride = 2 if spec.interleaved else 1
     meant = {
-        (spec.start + stride * k, spec.start + stride * k + step) for k in range(spec.rotary_dim // 2)
+        (spec.start + stride * k, spec.start + stride * k + step)
+        for k in range(spec.rotary_dim // 2)
     }
     idle = {
         (spec.start + stride * k, spec.start + stride * k + step)
@@ -95,12 +97,18 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
     return False
 
 
-def _frequencies(log: Log, spec: RopeSpec, shape: Shape) -> bool:
+def _frequencies(log: Log, spec: RopeSpec) -> bool:
     measured = omegas_of(log)
     meant = spec.frequencies().inv_freq.tolist()
-    off = [abs(a - b) / max(abs(b), 1e-30) if b else abs(a) for a, b in zip(measured, meant, strict=True)]
+    off = [
+        abs(a - b) / max(abs(b), 1e-30) if b else abs(a)
+        for a, b in zip(measured, meant, strict=True)
+    ]
     # A pair that turns by less than can be seen counts as turning right.
-    off = [0.0 if a == 0 and b < 1e-8 else each for a, b, each in zip(measured, meant, off, strict=True)]
+    off = [
+        0.0 if a == 0 and b < 1e-8 else each
+        for a, b, each in zip(measured, meant, off, strict=True)
+    ]
     worst = max(range(len(off)), key=off.__getitem__)
     # Frequencies that 16 bits made of the declared ones: angles at odd positions tell what was rounded.
     if off[worst] <= _CLOSE or is_rounded(measured, meant):
@@ -170,7 +178,9 @@ def _cause(
 
 
 def _same(measured: Sequence[float], row: Sequence[float]) -> bool:
-    return all(abs(a - b) <= _CLOSE * max(abs(b), 1e-30) for a, b in zip(measured, row, strict=True))
+    return all(
+        abs(a - b) <= _CLOSE * max(abs(b), 1e-30) for a, b in zip(measured, row, strict=True)
+    )
 
 
 def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:

@@ -12,10 +12,14 @@ import torch
 from ..._rules import CONTEXT, TWO_PI
 
 
-def cos_sin(positions: Sequence[int], omegas: Sequence[Decimal]) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_sin(
+    positions: Sequence[int], omegas: Sequence[Decimal]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of position · ω, float64 ``[positions, pairs]``, right to a rounding or two."""
     with decimal.localcontext(CONTEXT):
-        angles = [[float((omega * p).remainder_near(TWO_PI)) for omega in omegas] for p in positions]
+        angles = [
+            [float((omega * p).remainder_near(TWO_PI)) for omega in omegas] for p in positions
+        ]
     cos = [[math.cos(angle) for angle in row] for row in angles]
     sin = [[math.sin(angle) for angle in row] for row in angles]
     return (

@@ -61,7 +61,9 @@ def _gradient(log: Log, subject: Subject, *, keys: bool) -> None:
         heads=subject.heads(2),
         dim=subject.head_dim,
         call=call,
-        again=f"rotate_qk(z.clone(), z.clone(), where){index}" if keys else "rotate(z.clone(), where)",
+        again=f"rotate_qk(z.clone(), z.clone(), where){index}"
+        if keys
+        else "rotate(z.clone(), where)",
     )
     code = "gradient"
 

@@ -42,7 +42,12 @@ def identify(
     interleaved: bool,
 ) -> Identity:
     """The rule behind frequencies, one per pair of the slice, in order, zeros where one never turns."""
-    where = dict(head_dim=head_dim, rotary_dim=rotary_dim, start=start, interleaved=interleaved)
+    where = {
+        "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
+        "start": start,
+        "interleaved": interleaved,
+    }
 
     def spec(base: float, scaling: object = None) -> RopeSpec:
         return RopeSpec(base=base, scaling=scaling, **where)  # type: ignore[arg-type]

@@ -178,7 +178,10 @@ def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
     mixes = off.any(0)
     mixes |= mixes.T.clone()
     partners = [mixes[i].nonzero().flatten().tolist() for i in range(dim)]
-    pairs, alone, tangled, still = [], [], [], []
+    pairs: list[Pair] = []
+    alone: list[int] = []
+    tangled: list[int] = []
+    still: list[int] = []
     for i, others in enumerate(partners):
         if len(others) > 1 or (others and partners[others[0]] != [i]):
             tangled.append(i)

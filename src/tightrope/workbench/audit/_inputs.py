@@ -69,7 +69,11 @@ def _expanded(subject: Subject) -> torch.Tensor:
 
 
 _STRIDES: tuple[tuple[str, str, Callable[[Subject], torch.Tensor]], ...] = (
-    ("with tokens and heads exchanged in memory", "x.transpose(1, 2).contiguous().transpose(1, 2)", _transposed),
+    (
+        "with tokens and heads exchanged in memory",
+        "x.transpose(1, 2).contiguous().transpose(1, 2)",
+        _transposed,
+    ),
     ("a slice of a wider row", "torch.cat((x, x, x), -1)[..., {d} : 2 * {d}]", _wide),
     ("with heads expanded from one", "x[:, :1].expand_as(x)", _expanded),
     ("with a stride of 2 in its channels", "torch.stack((x, x), -1)[..., 0]", _sparse),
@@ -78,7 +82,11 @@ _STRIDES: tuple[tuple[str, str, Callable[[Subject], torch.Tensor]], ...] = (
 
 def _mutation(log: Log, subject: Subject) -> None:
     meant = getattr(subject.fn, "__name__", "").endswith("_")
-    for name, make in (("contiguous", _plain), ("exchanged in memory", _transposed), ("a slice", _wide)):
+    for name, make in (
+        ("contiguous", _plain),
+        ("exchanged in memory", _transposed),
+        ("a slice", _wide),
+    ):
         x = make(subject)
         before = x.clone()
         ids = subject.ids(list(_WHERE), 1)
@@ -98,7 +106,9 @@ def _mutation(log: Log, subject: Subject) -> None:
             log.add(
                 "mutates",
                 "note" if meant else "error",
-                "x is overwritten." if name == "contiguous" else f"x is overwritten if it is {name}.",
+                "x is overwritten."
+                if name == "contiguous"
+                else f"x is overwritten if it is {name}.",
                 f"{int((x != before).sum())} of {x.numel()} elements of x change"
                 + ("; its name says so" if meant else ""),
                 base + "before = x.clone()\nrotate(x, where)\nassert torch.equal(x, before)",
@@ -109,7 +119,8 @@ def _mutation(log: Log, subject: Subject) -> None:
                 "error",
                 "The positions are overwritten.",
                 f"{ids_before.tolist()} becomes {ids.tolist()}",
-                base + "before = where.clone()\nrotate(x, where)\nassert torch.equal(where, before)",
+                base
+                + "before = where.clone()\nrotate(x, where)\nassert torch.equal(where, before)",
             )
         if any(not torch.equal(table, kept) for table, kept in made):
             log.add(
@@ -203,7 +214,9 @@ def _position_types(log: Log, subject: Subject) -> None:
             seen = subject.rotate(x.clone(), where.to(dtype)).detach()
         except CallFailed as error:
             if dtype is torch.int32:
-                log.add("position-types", "note", "Positions in int32 are refused.", str(error), body)
+                log.add(
+                    "position-types", "note", "Positions in int32 are refused.", str(error), body
+                )
             continue
         size = apart(seen.double(), wanted.double())
         if size > 1e-4:
@@ -279,16 +292,31 @@ def _shapes(log: Log) -> None:
         )
         try:
             y = subject.rotate(x.clone(), list(range(tokens))).detach()
-            wanted = [
-                torch.cat([subject.rotate(x[r : r + 1, h : h + 1].clone(), list(range(tokens))).detach()
-                           for h in range(x.shape[1])], 1)
-                for r in range(rows)
-            ] if tokens and name != "one head" else []
+            wanted = (
+                [
+                    torch.cat(
+                        [
+                            subject.rotate(
+                                x[r : r + 1, h : h + 1].clone(), list(range(tokens))
+                            ).detach()
+                            for h in range(x.shape[1])
+                        ],
+                        1,
+                    )
+                    for r in range(rows)
+                ]
+                if tokens and name != "one head"
+                else []
+            )
         except CallFailed as error:
             severity = "warning" if tokens else "note"
             log.add("shapes", severity, f"An x with {name} is refused.", str(error), body)
             continue
-        if wanted and apart(torch.cat(wanted).double(), y.double()) > _NUMBERS and not log.found("heads"):
+        if (
+            wanted
+            and apart(torch.cat(wanted).double(), y.double()) > _NUMBERS
+            and not log.found("heads")
+        ):
             log.add(
                 "shape-dependent",
                 "error",
@@ -312,7 +340,9 @@ def _grouped(log: Log, subject: Subject) -> None:
     except CallFailed as error:
         log.add("grouped", "warning", "k with fewer heads than q is refused.", str(error), body)
         return
-    size = max(apart(seen[0].double(), wide[0].double()), apart(seen[1].double(), wide[1][:, :2].double()))
+    size = max(
+        apart(seen[0].double(), wide[0].double()), apart(seen[1].double(), wide[1][:, :2].double())
+    )
     if size > _NUMBERS:
         log.add(
             "grouped",

@@ -93,7 +93,9 @@ def _variants(call: Call, layout: str | None, tables: str | None) -> Iterator[Ca
     for each in layouts:
         if call.takes_tables:
             shapes = ("sd", "bsd") if "cis" in call.roles else ("bsd", "sd", "b1sd", "bs1d")
-            for shape, width in itertools.product(shapes, ("half",) if "cis" in call.roles else widths):
+            for shape, width in itertools.product(
+                shapes, ("half",) if "cis" in call.roles else widths
+            ):
                 yield replace(call, layout=each, tables=width, table_shape=shape)
         elif call.gives_tables:
             if each == layouts[0]:
@@ -160,7 +162,9 @@ def _gives_tables(subject: Subject) -> _Verdict | None:
     if tuple(cos.shape[:-1]) != wanted:
         raise CallFailed(f"its tables have shape {tuple(cos.shape)}")
     half = cos.shape[-1] // 2
-    if torch.equal(cos[..., :half], cos[..., half:]) and torch.equal(sin[..., :half], sin[..., half:]):
+    if torch.equal(cos[..., :half], cos[..., half:]) and torch.equal(
+        sin[..., :half], sin[..., half:]
+    ):
         width = "cat"
     elif torch.equal(cos[..., ::2], cos[..., 1::2]) and torch.equal(sin[..., ::2], sin[..., 1::2]):
         width = "repeat"

@@ -90,8 +90,12 @@ def check_rotation(log: Log) -> bool:
 
 def _moved(log: Log, shape: Shape) -> None:
     halves = shape.interleaved and shape.comes_out(shape.start + 2) == shape.start + 1
-    how = "pairs go in interleaved and come out as two halves" if halves else (
-        f"channel {next(i for i, j in enumerate(shape.order or ()) if i != j)} comes out as another"
+    how = (
+        "pairs go in interleaved and come out as two halves"
+        if halves
+        else (
+            f"channel {next(i for i, j in enumerate(shape.order or ()) if i != j)} comes out as another"
+        )
     )
     log.facts["order"] = how
     log.add(
@@ -190,8 +194,7 @@ def _say_what_it_is(log: Log, shape: Shape, pair: Pair, count: int) -> None:
         f"{position}: the first turns by {first:+.4f} rad, the second by {second:+.4f}"
     )
     opposite = all(
-        agrees(a, -b, 1e-2)
-        or agrees(a, math.pi - b, 1e-2)
+        agrees(a, -b, 1e-2) or agrees(a, math.pi - b, 1e-2)
         for a, b in zip(pair.angle_first, pair.angle_second)
     )
     if opposite:
@@ -247,13 +250,15 @@ def _direction(log: Log, shape: Shape) -> None:
         )
         return
     if backward:
-        name = "All pairs turn" if backward == len(lines) else f"{backward} of {len(lines)} pairs turn"
+        name = (
+            "All pairs turn" if backward == len(lines) else f"{backward} of {len(lines)} pairs turn"
+        )
         log.add(
             "sign",
-            "error",
-            f"{name} the wrong way: the sine has the wrong sign.",
+            "warning" if log.spec is None else "error",
+            f"{name} the other way round than RoPE does: the sine has the opposite sign.",
             f"channels {pair.first} and {pair.second} turn by {log.lines[0].slope:+.4f} rad per "
-            "position; RoPE turns the first channel towards the second",
+            "position; RoPE turns the first channel towards the second. Both ways work, but not together",
             angle_body(log, pair=both, position=1, wanted=f"{slope:.9g}"),
         )
     shifts = [line.intercept / line.slope for line in lines if abs(line.slope) > 1e-3]
@@ -312,8 +317,7 @@ def _amplitude(log: Log, shape: Shape) -> None:
             "amplitude",
             "warning" if log.spec is None else "error",
             f"The rotated channels are multiplied by {log.amplitude:.6g}, not by {meant:.6g}.",
-            "scores of two rotated vectors are multiplied by the square, "
-            f"{log.amplitude**2:.6g}",
+            f"scores of two rotated vectors are multiplied by the square, {log.amplitude**2:.6g}",
             body.format(position=3),
         )
 
@@ -418,9 +422,11 @@ def check_relative(log: Log) -> None:
                 drift[shift] = float((score(7 + shift, 3 + shift) - here).abs().max()) / size
             except CallFailed:
                 break
-        log.facts["scores"] = "move by " + ", ".join(
-            f"{value:.1e} (+{shift})" for shift, value in drift.items()
-        ) + " of |q| |k|"
+        log.facts["scores"] = (
+            "move by "
+            + ", ".join(f"{value:.1e} (+{shift})" for shift, value in drift.items())
+            + " of |q| |k|"
+        )
         worst = max(drift, key=drift.__getitem__, default=1)
         # Two float32 angles at 30,000 are each off by at most 4e-3.
         if drift and drift[worst] > 1e-2 and not log.found() and not log.found("length"):

@@ -104,11 +104,13 @@ def named(target: str) -> Target:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module)
-    except BaseException as error:  # noqa: BLE001  # a module may do anything while it is imported
+    except BaseException as error:  # a module may do anything while it is imported
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(
-            sentence("audit", f"module {module!r} must be importable from {here} but: {said(error)}")
+            sentence(
+                "audit", f"module {module!r} must be importable from {here} but: {said(error)}"
+            )
         ) from None
     for part in name.split("."):
         try:
@@ -171,7 +173,9 @@ def _is_config(target: object) -> bool:
 def _transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
-            sentence("audit", "a model's configuration can be audited only with transformers installed")
+            sentence(
+                "audit", "a model's configuration can be audited only with transformers installed"
+            )
         )
     return importlib.import_module("transformers")
 
@@ -186,12 +190,14 @@ def _config_of(name: str) -> Any:
             if not file.is_file():
                 raise ValueError(sentence("audit", f"{path} must hold a config.json but does not"))
             return _from_file(library, file)
-        if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types(library):
+        if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types():
             return library.AutoConfig.for_model(name)
-    except Exception as error:  # noqa: BLE001  # each config has its own ways to refuse values
+    except Exception as error:  # each config has its own ways to refuse values
         if str(error).startswith("[audit]"):
             raise
-        raise ValueError(sentence("audit", f"{name} must be a configuration but: {said(error)}")) from None
+        raise ValueError(
+            sentence("audit", f"{name} must be a configuration but: {said(error)}")
+        ) from None
     raise ValueError(
         sentence(
             "audit",
@@ -201,8 +207,10 @@ def _config_of(name: str) -> Any:
     )
 
 
-def _types(library: Any) -> set[str]:
-    names = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+def _types() -> set[str]:
+    names = importlib.import_module(
+        "transformers.models.auto.configuration_auto"
+    ).CONFIG_MAPPING_NAMES
     return {each.replace("-", "_") for each in names}
 
 
@@ -217,7 +225,9 @@ def _from_file(library: Any, file: Path) -> Any:
 class Pair(nn.Module):
     """A rotary module and an apply function as one function of q, k and positions."""
 
-    def __init__(self, rotary: nn.Module, apply: Callable[..., Any], layer_type: str | None) -> None:
+    def __init__(
+        self, rotary: nn.Module, apply: Callable[..., Any], layer_type: str | None
+    ) -> None:
         super().__init__()
         self.rotary = rotary
         self.apply_function = apply
@@ -264,8 +274,8 @@ def of_model(config: Any, layer_type: str | None) -> Target:
             head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim
             try:
                 fn = make()
-                if head_dim is not None:
-                    _try(fn, head_dim)
+                head_dim = head_dim or _width(fn)
+                _try(fn, head_dim)
             except Exception as error:  # noqa: BLE001  # somebody else's code
                 why = said(error)
                 continue
@@ -287,8 +297,15 @@ def of_model(config: Any, layer_type: str | None) -> Target:
 
 def _maker(
     config: Any, rotary: Any, apply: Callable[..., Any], layer_type: str | None
-) -> Callable[[], Callable[..., Any]]:
+) -> Callable[[], Pair]:
     return lambda: Pair(rotary(config), apply, layer_type)
+
+
+def _width(fn: Pair) -> int:
+    """How many channels the cosines of a model's rotary module are for."""
+    more = () if fn.layer_type is None else (fn.layer_type,)
+    cos, _ = fn.rotary(torch.zeros(1, 1, 2, 8), torch.arange(2)[None], *more)
+    return int(cos.shape[-1])
 
 
 def _try(fn: Callable[..., Any], head_dim: int) -> None:
@@ -317,11 +334,15 @@ def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueE
         if len(rotating) > 1:
             names = ", ".join(rotating)
             raise ValueError(
-                sentence("audit", f"layer_type must be one of {names}, as layers differ, but is None")
+                sentence(
+                    "audit", f"layer_type must be one of {names}, as layers differ, but is None"
+                )
             )
         return next(iter(rotating.values())), None
     if read is None:
-        raise ValueError(sentence("audit", f"layers of type {layer_type!r} must have RoPE but have none"))
+        raise ValueError(
+            sentence("audit", f"layers of type {layer_type!r} must have RoPE but have none")
+        )
     return read, None
 
 
