@@ -223,6 +223,7 @@ def print_report(console: Console, report: Report) -> None:
     if report.angle_errors:
         console.print()
         console.print(Padding(_errors(report), (0, 0, 0, 2), expand=False))
+    shown = False
     for finding in report.findings:
         console.print()
         head = Text(f"{finding.severity} ", style=_COLOURS[finding.severity])
@@ -230,10 +231,16 @@ def print_report(console: Console, report: Report) -> None:
         console.print(head)
         console.print(Padding(Text(finding.sentence), (0, 0, 0, 2), expand=False))
         if finding.evidence:
-            console.print(Padding(Text(finding.evidence, style="dim"), (0, 0, 0, 2), expand=False))
-        if finding.snippet:
+            evidence = Text(finding.evidence, style="dim")
+            console.print(Padding(evidence, (0, 0, 0, 2), expand=False))
+        # The programs of notes are in the JSON: nobody has to act on them.
+        if finding.snippet and finding.severity != "note":
+            program = finding.snippet
+            if shown:
+                program = program.replace(report.preamble, "# first, as above: fn and its adapter")
+            shown = True
             console.print()
-            for line in finding.snippet.splitlines():
+            for line in program.splitlines():
                 console.print(f"    {line}".rstrip(), markup=False, soft_wrap=True)
     console.print()
     skipped = [check for check in report.checks if check.outcome.startswith("skipped")]

@@ -93,12 +93,18 @@ class Log:
             tuple(worst_first),
             tuple(self.checks),
             tuple(self.angle_errors),
+            preamble(self.subject),
         )
 
 
 def snippet(subject: Subject, body: str) -> str:
     """A program: what makes fn, the adapter, and the lines that show the fault."""
-    header = subject.header or "import torch\n\n# fn is the function that the audit was given"
     names = [name for name in ("copy", "math") if f"{name}." in body]
     imports = "".join(f"import {name}\n" for name in names) + ("\n" if names else "")
-    return f"{imports}{header}\n\n\n{subject.source}\n\n\n{body.strip()}\n"
+    return f"{imports}{preamble(subject)}\n\n\n{body.strip()}\n"
+
+
+def preamble(subject: Subject) -> str:
+    """What makes fn, and the adapter."""
+    header = subject.header or "import torch\n\n# fn is the function that the audit was given"
+    return f"{header}\n\n\n{subject.source}"

@@ -173,9 +173,7 @@ def _length(log: Log, subject: Subject) -> None:
         return
     few = ", ".join(map(str, _FEW))
     by_length = log.spec is not None and log.spec.by_length
-    log.facts["depends on length"] = (
-        f"yes: another rotation from {length - 1:,} positions on, or before"
-    )
+    log.facts["depends on length"] = f"yes, from a call of at most {length:,} positions on"
     log.add(
         "length",
         "note" if by_length else "warning",

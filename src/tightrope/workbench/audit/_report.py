@@ -61,6 +61,7 @@ class Report:
         findings: worst first.
         checks: everything that was looked at.
         angle_errors: how wrong the angles are, by position.
+        preamble: what all programs of the findings have in common: ``fn`` and its adapter.
     """
 
     target: str
@@ -68,6 +69,7 @@ class Report:
     findings: tuple[Finding, ...] = ()
     checks: tuple[Check, ...] = ()
     angle_errors: tuple[AngleError, ...] = ()
+    preamble: str = ""
 
     @property
     def ok(self) -> bool:
@@ -92,6 +94,7 @@ class Report:
             findings=tuple(Finding(**each) for each in saved["findings"]),
             checks=tuple(Check(**each) for each in saved["checks"]),
             angle_errors=tuple(AngleError(**each) for each in saved["angle_errors"]),
+            preamble=saved["preamble"],
         )
 
     def __str__(self) -> str:

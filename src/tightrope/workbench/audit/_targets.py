@@ -384,6 +384,11 @@ def _model_header(
     kind = type(config)
     differing: Mapping[str, Any] = config.to_diff_dict()
     keep = {k: v for k, v in differing.items() if k not in ("transformers_version", "model_type")}
+    try:
+        usual = kind().to_dict()
+    except Exception:  # noqa: BLE001  # some configs cannot be made without arguments
+        usual = {}
+    keep = {k: v for k, v in keep.items() if k not in usual or usual[k] != v}
     # What cannot be written down as a literal cannot be of use here.
     keep = {k: v for k, v in keep.items() if _is_literal(v)}
     arguments = "".join(f"    {key}={value!r},\n" for key, value in keep.items())
