@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -215,7 +216,6 @@ def _types() -> set[str]:
 
 
 def _from_file(library: Any, file: Path) -> Any:
-    json = importlib.import_module("json")
     values = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ValueError(sentence("audit", f"{file} must have a model_type but has none"))
