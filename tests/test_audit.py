@@ -672,3 +672,16 @@ def test_a_report_survives_json() -> None:
     assert [finding.severity for finding in report.findings] == sorted(
         (finding.severity for finding in report.findings), key=["error", "warning", "note"].index
     )
+
+
+def test_a_program_runs_again_and_again() -> None:
+    # A finding's program draws random vectors: whatever they are, it must tell.
+    for name in ("sine part detached", "row 0 for all rows", "reads memory as contiguous"):
+        fault = planted.FAULTS[name]
+        (finding,) = (each for each in audit(fault.bad()).findings if each.code == fault.code)
+        for seed in range(10):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                with pytest.raises(AssertionError):
+                    exec(finding.snippet, {"fn": fault.bad()})
+                exec(finding.snippet, {"fn": fault.good()})

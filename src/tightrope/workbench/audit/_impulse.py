@@ -81,7 +81,6 @@ class Shape:
         pairs: ordered by their first channel.
         alone: channels that mix with no other but do not stay what they are.
         tangled: channels that mix with more than one other.
-        still: channels that stay as they are at every position.
         rotary_dim: how many channels the pairing spans, with those between that never move.
         order: where the channels come out at position 0, if not where they went in.
         matrices: as measured.
@@ -91,7 +90,6 @@ class Shape:
     pairs: tuple[Pair, ...]
     alone: tuple[int, ...]
     tangled: tuple[int, ...]
-    still: tuple[int, ...]
     matrices: torch.Tensor = field(repr=False)
     order: tuple[int, ...] | None = None
 
@@ -181,7 +179,6 @@ def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
     pairs: list[Pair] = []
     alone: list[int] = []
     tangled: list[int] = []
-    still: list[int] = []
     for i, others in enumerate(partners):
         if len(others) > 1 or (others and partners[others[0]] != [i]):
             tangled.append(i)
@@ -189,8 +186,9 @@ def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
             pairs.append(_pair(seen, i, others[0]))
         elif not others:
             moved = bool(((seen[:, i, i] - 1).abs() > 1e-6).any())
-            (alone if moved else still).append(i)
-    shape = tuple(positions), tuple(pairs), tuple(alone), tuple(tangled), tuple(still)
+            if moved:
+                alone.append(i)
+    shape = tuple(positions), tuple(pairs), tuple(alone), tuple(tangled)
     return Shape(*shape, measured, order)
 
 
