@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from ._console import make_console
+from .audit import audit
 from .bench import bench
 from .convert import convert
 from .demo import demo
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(inspect)
+app.command()(audit)
 app.command()(convert)
 app.command()(detect)
 app.command()(bench)
@@ -56,6 +58,8 @@ def _root(
     `tightrope demo`   train a small transformer beside eager rotation, in two minutes
 
     `tightrope inspect config.json`   what a model's rotary embedding is, and what to mind about it
+
+    `tightrope audit mymodel:apply_rope`   what somebody's rotary function is, and what is wrong with it
 
     `tightrope convert CHECKPOINT OUT --to half`   a checkpoint for the other pairing of channels
 
