@@ -154,7 +154,7 @@ def test_what_the_machine_cannot(
     arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json"]
     assert run_here(monkeypatch, *arguments) == code
     words, error = capsys.readouterr()
-    assert (words, error) == ("", f"Error: somewhere: {about}\n")
+    assert (words, error) == ("", f"Error: somewhere: {about}.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

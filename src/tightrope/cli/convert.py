@@ -13,7 +13,7 @@ from rich.text import Text
 from ..workbench.convert import Conversion, convert as convert_checkpoint
 from . import _checkpoint as given
 from ._console import Ticker, make_console
-from ._failure import one_line
+from ._mistakes import as_mistakes
 from ._names import grouped, size
 
 _MOST_LEFT = 12
@@ -59,7 +59,7 @@ def convert(
     `tightrope convert llama-3-8b llama-3-8b-interleaved --to interleaved --verify`
     """
     console = make_console()
-    with one_line(), Ticker(make_console(stderr=True), "convert") as ticker:
+    with as_mistakes({"[convert] ": ""}), Ticker(make_console(stderr=True), "convert") as ticker:
         done = convert_checkpoint(
             checkpoint,
             out,

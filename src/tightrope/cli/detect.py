@@ -10,7 +10,7 @@ from rich.text import Text
 from ..workbench.convert import Detection, detect as detect_pairing
 from . import _checkpoint as given
 from ._console import Ticker, make_console
-from ._failure import one_line
+from ._mistakes import as_mistakes
 
 
 def detect(
@@ -35,7 +35,7 @@ def detect(
 
     `tightrope detect llama-3-8b`
     """
-    with one_line(), Ticker(make_console(stderr=True), "detect") as ticker:
+    with as_mistakes({"[detect] ": ""}), Ticker(make_console(stderr=True), "detect") as ticker:
         found = detect_pairing(
             checkpoint,
             said=given.said(
