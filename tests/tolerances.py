@@ -77,7 +77,9 @@ TABLE = {
         "one rounding is 2^-9; gradients of gates sum results that were rounded",
     ),
     "f and P, float16": Tolerance(
-        2.0**-10, "of the largest number of a head vector", "as bfloat16"
+        2.0**-10,
+        "of the largest number of a head vector",
+        "one rounding is 2^-12; gradients of gates sum results that were rounded",
     ),
     "f, float32": Tolerance(
         3e-6,
