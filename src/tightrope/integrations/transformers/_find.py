@@ -97,11 +97,22 @@ def looks_rotary(name: str, value: Any) -> bool:
     return any("cos" in n for n in names) and any("sin" in n for n in names)
 
 
+def is_rotary_method(name: str, value: Any) -> bool:
+    """Whether a member of a class is a method worth trying."""
+    return bool(_NAME.search(name)) and isinstance(unwrapped(value), FunctionType)
+
+
+def original_of(value: Any) -> Any:
+    """What stood at a global before the library as a whole was patched."""
+    inner = value.__func__ if isinstance(value, staticmethod) else value
+    return getattr(inner, "_tightrope_original", value)
+
+
 def neighbours(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """(name, value) of the globals that a function reads."""
     for name in sorted(global_names(function.__code__)):
         if name in function.__globals__:
-            yield name, function.__globals__[name]
+            yield name, original_of(function.__globals__[name])
 
 
 def is_near(value: Any, function: FunctionType) -> bool:
@@ -124,7 +135,8 @@ def rotary(
     seen: set[int] = set()
     pending: list[FunctionType] = []
     for owner, name, value, function in methods(cls):
-        if _NAME.search(name):
+        value = original_of(value)
+        if is_rotary_method(name, value):
             found = Found(
                 owner.__module__,
                 f"{owner.__qualname__}.{name}",
