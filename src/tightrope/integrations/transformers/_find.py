@@ -88,8 +88,6 @@ def looks_rotary(name: str, value: Any) -> bool:
     """Whether a global is a function worth trying."""
     if isinstance(value, type) or not isinstance(unwrapped(value), FunctionType):
         return False
-    if isinstance(value, torch.nn.Module) and isinstance(value.forward, FunctionType):
-        return bool(_NAME.search(name))
     if _NAME.search(name):
         return True
     seen = signature(value)
@@ -160,7 +158,10 @@ def rotary(
                 if looks_rotary(name, value):
                     seen.add(id(value))
                     plain = unwrapped(value)
-                    found = Found(plain.__module__, plain.__name__, value)
+                    if isinstance(value, torch.nn.Module):  # the function of a kernels slot
+                        found = Found(layer.__module__, name, value)
+                    else:
+                        found = Found(plain.__module__, plain.__name__, value)
                     yield found
                     if not accepts(found) and isinstance(plain, FunctionType):
                         pending.append(plain)

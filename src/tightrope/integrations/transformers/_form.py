@@ -133,6 +133,8 @@ def unwrapped(function: Any) -> Callable[..., Any]:
 
 def signature(function: Any) -> inspect.Signature | None:
     """The signature that callers see, or None where there is none to see."""
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

@@ -99,7 +99,8 @@ def _patch_module(module: ModuleType) -> None:
     for name, value in sorted(vars(module).items()):
         if _find.looks_rotary(name, value):
             plain = unwrapped(value)
-            where = Found(plain.__module__, name, value)
+            home = module.__name__ if isinstance(value, torch.nn.Module) else plain.__module__
+            where = Found(home, name, value)
             swaps.append((module, where, _recognised(value)))
         elif isinstance(value, type) and value.__module__ == module.__name__:
             for method, stands in vars(value).items():
