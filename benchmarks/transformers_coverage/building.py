@@ -22,10 +22,11 @@ SPECIAL = 160
 
 # The first pattern that matches the whole name of an integer setting gives its value. None keeps it.
 SIZES: tuple[tuple[str, int | None], ...] = (
-    (r".*(max|min)_(pixels|duration|length).*", None),
+    (r".*(max|min)_(pixels|duration|length).*|num_feat_extract_layers|pooling_kernel_size", None),
+    (r".*(num_key_value_heads|num_key_value_attention_heads|kv_n?_?heads?|num_kv_heads|n_head_kv"
+     r"|key_value_heads)(_per_layer)?|num_query_groups", 2),
     (r"(num_)?(attention_|encoder_attention_|decoder_attention_|encoder_|decoder_)?(n_)?heads?|n_heads?"
      r"|.*num_attention_heads|.*_heads|n_head|num_heads", HEADS),
-    (r".*(num_key_value_heads|kv_heads?|num_kv_heads|n_head_kv|key_value_heads)|num_query_groups", 2),
     (r".*linear_num_(key|value)_heads", 2),
     (r"(.*_)?(head_dim|head_size|qk_nope_head_dim|qk_rope_head_dim|v_head_dim|kv_channels|d_kv"
      r"|attention_key_hidden_size|attention_head_dim)", HEAD),
@@ -38,7 +39,10 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?vocab_size.*|.*_vocab(ulary)?_size.*|vocab_size", VOCABULARY),
     (r"(.*_)?(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts)", 4),
     (r"(.*_)?(num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k)", 2),
-    (r"n_group|topk_group|n_groups", 1),
+    (r"n_group|topk_group|n_groups|num_group|num_expert_group", 1),
+    (r"mm_tokens_per_image", 4),
+    (r"upsample_groups|lru_width", WIDTH),
+    (r"num_filters|n_filters", 4),
     (r"first_k_dense_replace|.*num_dense_layers", 1),
     (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|inner_dim|mlp_dim"
      r"|encoder_ffn_dim|decoder_ffn_dim|expert_intermediate_size|moe_intermediate_size).*", 48),
@@ -94,7 +98,7 @@ class Shrinker:
         for name, value in overrides.items():
             if not isinstance(given.get(name), PreTrainedConfig):
                 out[name] = value
-        self._rope(given, out)
+        self._rope(config, given, out)
         return out
 
     def _layers(self, given: dict[str, Any]) -> tuple[int, list[int]] | None:
@@ -120,7 +124,9 @@ class Shrinker:
         return count, sorted(keep)
 
     def _value(self, name: str, value: Any, layers: tuple[int, list[int]] | None) -> Any:
-        if isinstance(value, bool) or value is None:
+        if value is None:
+            return FILLED.get(name)
+        if isinstance(value, bool):
             return value
         if isinstance(value, int):
             if re.search(r"(^|_)(token_id|token_index|tokenid)$|_token$", name) or name.endswith(
@@ -140,13 +146,27 @@ class Shrinker:
             return type(value)(sized(name, v) for v in value)
         return value
 
-    def _rope(self, given: dict[str, Any], out: dict[str, Any]) -> None:
+    def _rope(self, config: Any, given: dict[str, Any], out: dict[str, Any]) -> None:
         rope = out.get("rope_parameters", given.get("rope_parameters"))
-        if not isinstance(rope, dict):
-            return
-        merged = {**given, **out}
-        out["rope_parameters"] = _rope(rope, merged)
+        if isinstance(rope, dict):
+            keys = getattr(type(config), "ignore_keys_at_rope_validation", None) or ()
+            start = {"mrope_section": MROPE} if "mrope_section" in keys else {}
+            out["rope_parameters"] = _rope({**start, **rope}, {**given, **out})
 
+
+# Settings that some classes need and leave open.
+FILLED = {
+    "head_dim": HEAD,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "top_k_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "sliding_window": 8,
+}
+MROPE = [16, 24, 24]
 
 # Recomputed from the others, or no setting of a model's shape.
 UNTOUCHED = frozenset(
@@ -159,8 +179,9 @@ UNTOUCHED = frozenset(
 
 
 def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    if rope and all(isinstance(v, dict) for v in rope.values()):
-        return {k: _rope(v, config) for k, v in rope.items()}
+    if any(isinstance(v, dict) for v in rope.values()):
+        start = {k: v for k, v in rope.items() if not isinstance(v, dict)}
+        return {k: _rope({**start, **v}, config) for k, v in rope.items() if isinstance(v, dict)}
     small = dict(rope)
     head = config.get("qk_rope_head_dim") or config.get("head_dim") or HEAD
     pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .building import SPECIAL, WIDTH
+from .families import Family
 
 BATCH = 2
 TOKENS = 14
@@ -22,9 +23,10 @@ GRIDS = ((1, 4, 6), (1, 6, 4))
 class Maker:
     """Makes the inputs of one model; one method per kind of input, results are shared by name."""
 
-    def __init__(self, model: Any, config: Any) -> None:
+    def __init__(self, model: Any, config: Any, family: Family) -> None:
         self.model = model
         self.config = config
+        self.family = family
         parameters = inspect.signature(model.forward).parameters
         self.names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
         self.required = [
@@ -37,22 +39,32 @@ class Maker:
 
     def __call__(self) -> dict[str, Any]:
         """The inputs; ValueError names a required one that nobody knows how to make."""
-        if "pixel_values" in self.names or "grid_thw" in self.names:
-            self.images()
-        if "input_features" in self.names or "input_values" in self.names:
-            self.audio()
+        if self.family.inputs is not None:
+            self.made.update(self.family.inputs(self))
+        for names, make in (
+            (("pixel_values", "grid_thw", "image_grid_thw"), self.images),
+            (("input_features", "input_values"), self.audio),
+        ):
+            if any(n in self.names and n not in self.family.without for n in names):
+                make()
         if "pixel_values_videos" in self.required:
             self.videos()
         if "input_ids" in self.names:
             self.text()
-        elif "inputs_embeds" in self.names:
+        elif "inputs_embeds" in self.names and not self.made:
             self.embeddings()
         if "decoder_input_ids" in self.names:
-            self.made["decoder_input_ids"] = self.ids(TOKENS)
+            self.put("decoder_input_ids", self.ids(TOKENS))
         missing = [n for n in self.required if n not in self.made]
         if missing:
             raise ValueError(f"no input for {', '.join(missing)}")
-        return {n: v for n, v in self.made.items() if n in self.names}
+        return {
+            n: v for n, v in self.made.items() if n in self.names and n not in self.family.without
+        }
+
+    def put(self, name: str, value: Any) -> None:
+        """An input, unless the family brought its own."""
+        self.made.setdefault(name, value)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Seeded normal numbers."""
@@ -65,6 +77,8 @@ class Maker:
 
     def text(self) -> None:
         """`input_ids` with as many placeholder tokens as there are features of what was made."""
+        if "input_ids" in self.made:
+            return
         ids = self.ids(TOKENS)
         kinds = torch.zeros_like(ids)
         for kind, names, getter, given in PLACEHOLDERS:
@@ -80,13 +94,13 @@ class Maker:
             ids = torch.cat([ids[:, :4], part, ids[:, 4:]], 1)
             mark = (part == token).long() * kind
             kinds = torch.cat([kinds[:, :4], mark, kinds[:, 4:]], 1)
-        self.made["input_ids"] = ids
+        self.put("input_ids", ids)
         if "attention_mask" in self.names:
-            self.made["attention_mask"] = torch.ones_like(ids)
+            self.put("attention_mask", torch.ones_like(ids))
         if "mm_token_type_ids" in self.names:
-            self.made["mm_token_type_ids"] = kinds
+            self.put("mm_token_type_ids", kinds)
         if "token_type_ids" in self.names and "pixel_values" in self.made:
-            self.made["token_type_ids"] = kinds
+            self.put("token_type_ids", kinds)
 
     def features(self, find: Callable[..., Any]) -> int:
         """How many feature rows a model makes of what was given."""
@@ -109,7 +123,7 @@ class Maker:
     def embeddings(self) -> None:
         """`inputs_embeds` where there are no tokens."""
         width = setting(self.config, "hidden_size") or WIDTH
-        self.made["inputs_embeds"] = self.normal(BATCH, TOKENS, width)
+        self.put("inputs_embeds", self.normal(BATCH, TOKENS, width))
 
     def images(self) -> None:
         """Pixels: patches in rows with their grids, or pictures."""
@@ -118,25 +132,26 @@ class Maker:
         patch = square(setting(vision, "patch_size", "spatial_patch_size") or 8)
         grid = next((n for n in ("image_grid_thw", "grid_thw", "image_grid_hws") if n in self.names), None)
         if grid:
-            step = setting(vision, "temporal_patch_size") or 1
+            step = setting(vision, "temporal_patch_size", "patch_temporal") or 1
             step = step if isinstance(step, int) else step[0]
             rows = sum(math.prod(g) for g in GRIDS)
-            pixels = self.normal(rows, channels * step * patch * patch)
-            self.made[grid] = torch.tensor(GRIDS)
+            shape = {"flat": (channels * step * patch * patch,), "square": (channels, patch, patch)}
+            pixels = self.normal(rows, *shape[self.family.patches])
+            self.put(grid, torch.tensor(GRIDS))
             for name in ("pixel_values", "hidden_states"):
-                self.made[name] = pixels
+                self.put(name, pixels)
             return
         size = setting(vision, "image_size", "img_size") or 32
         height, width = (size, size) if isinstance(size, int) else size
-        self.made["pixel_values"] = self.normal(BATCH, channels, height, width)
+        self.put("pixel_values", self.normal(BATCH, channels, height, width))
         if "image_sizes" in self.names:
-            self.made["image_sizes"] = torch.tensor([[height, width]] * BATCH)
+            self.put("image_sizes", torch.tensor([[height, width]] * BATCH))
 
     def videos(self) -> None:
         """Frames of pictures, two per video."""
         vision = part(self.config, "vision_config")
         size = setting(vision, "image_size", "crop_size") or 32
-        self.made["pixel_values_videos"] = self.normal(BATCH, 4, 3, size, size)
+        self.put("pixel_values_videos", self.normal(BATCH, 4, 3, size, size))
 
     def audio(self) -> None:
         """Features of frames, or samples."""
@@ -144,13 +159,13 @@ class Maker:
         bins = setting(audio, "num_mel_bins", "n_mels", "input_feat_size", "feature_size") or 16
         order = (BATCH, FRAMES, bins) if self.frames_first() else (BATCH, bins, FRAMES)
         if "input_features" in self.names:
-            self.made["input_features"] = self.normal(*order)
+            self.put("input_features", self.normal(*order))
             for mask in ("input_features_mask", "feature_attention_mask"):
-                self.made[mask] = torch.ones(BATCH, FRAMES, dtype=torch.long)
+                self.put(mask, torch.ones(BATCH, FRAMES, dtype=torch.long))
         if "input_values" in self.names:
             channels = setting(audio, "audio_channels")
             shape = (BATCH, SAMPLES) if channels is None else (BATCH, channels, SAMPLES)
-            self.made["input_values"] = self.normal(*shape)
+            self.put("input_values", self.normal(*shape))
 
     def frames_first(self) -> bool:
         """Whether features have frames before bins."""

@@ -24,8 +24,7 @@ def prepare(model_type: ModelType) -> tuple[Any, dict[str, Any], Any]:
         try:
             config = small_config(model_type.config_class, family.config)
             model = small_model(model_class, config)
-            inputs = (family.inputs or Maker)(model, config)
-            inputs = inputs() if callable(inputs) else inputs
+            inputs = Maker(model, config, family)()
             return model, inputs, run(model, inputs)
         except Exception as error:
             failure = failure or error
