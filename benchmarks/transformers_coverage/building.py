@@ -6,6 +6,7 @@ WIDTH channels in HEADS heads. What a family needs besides stands in `families.p
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -20,11 +21,15 @@ VOCABULARY = 256
 # Ids from here on are the special ones; inputs draw ordinary tokens from below.
 SPECIAL = 160
 
+KEY_HEADS = (
+    r".*(num_key_value_heads|num_key_value_attention_heads|kv_n?_?heads?|num_kv_heads|n_head_kv"
+    r"|key_value_heads)(_per_layer)?|num_query_groups"
+)
+GROUPED = re.compile(KEY_HEADS)
 # The first pattern that matches the whole name of an integer setting gives its value. None keeps it.
 SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*(max|min)_(pixels|duration|length).*|num_feat_extract_layers|pooling_kernel_size", None),
-    (r".*(num_key_value_heads|num_key_value_attention_heads|kv_n?_?heads?|num_kv_heads|n_head_kv"
-     r"|key_value_heads)(_per_layer)?|num_query_groups", 2),
+    (KEY_HEADS, 2),
     (r"(num_)?(attention_|encoder_attention_|decoder_attention_|encoder_|decoder_)?(n_)?heads?|n_heads?"
      r"|.*num_attention_heads|.*_heads|n_head|num_heads", HEADS),
     (r".*linear_num_(key|value)_heads", 2),
@@ -71,7 +76,8 @@ def sized(name: str, value: int) -> int:
 class Shrinker:
     """Turns the defaults of a configuration class into the arguments of a small one."""
 
-    def __init__(self) -> None:
+    def __init__(self, grouped: bool = True) -> None:
+        self._grouped = grouped
         self._special: dict[int, int] = {}
 
     def token(self, value: int) -> int:
@@ -87,8 +93,10 @@ class Shrinker:
         given = {k: v for k, v in vars(config).items() if not k.startswith("_")}
         out: dict[str, Any] = {}
         layers = self._layers(given)
+        fields = {f.name: f.default for f in dataclasses.fields(config)}
         for name, value in given.items():
-            if name in UNTOUCHED:
+            derived = type(value) in (int, float) and fields.get(name) is None
+            if name in UNTOUCHED or (derived and (name not in fields or name not in FILLED)):
                 continue
             if isinstance(value, PreTrainedConfig):
                 small = self.arguments(value, overrides.get(name, {}))
@@ -125,7 +133,8 @@ class Shrinker:
 
     def _value(self, name: str, value: Any, layers: tuple[int, list[int]] | None) -> Any:
         if value is None:
-            return FILLED.get(name)
+            filled = FILLED.get(name)
+            return HEADS if name == "num_key_value_heads" and not self._grouped else filled
         if isinstance(value, bool):
             return value
         if isinstance(value, int):
@@ -135,7 +144,8 @@ class Shrinker:
                 return self.token(value)
             if layers and value == layers[0] and sized(name, value) == LAYERS:
                 return len(layers[1])
-            return sized(name, value)
+            small = sized(name, value)
+            return HEADS if small == 2 and GROUPED.fullmatch(name) and not self._grouped else small
         if isinstance(value, list) and layers and len(value) == layers[0]:
             return [value[i] for i in layers[1]]
         if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
@@ -210,12 +220,15 @@ def sections(old: list[int], pairs: int) -> list[int]:
     return new
 
 
-def small_config(config_class: type[Any], overrides: dict[str, Any]) -> Any:
-    """A small configuration of the class; overrides are merged in, nested for its parts."""
+def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bool = True) -> Any:
+    """A small configuration of the class; overrides are merged in, nested for its parts.
+
+    Half as many keys as queries where `grouped`, which not every family can.
+    """
     start = {k: v for k, v in overrides.get("__defaults__", {}).items()}
     overrides = {k: v for k, v in overrides.items() if k != "__defaults__"}
     config = config_class(**start)
-    arguments = Shrinker().arguments(config, overrides)
+    arguments = Shrinker(grouped).arguments(config, overrides)
     small = config_class(**{**start, **arguments})
     for part in (small, *(v for v in vars(small).values() if hasattr(v, "to_dict"))):
         for name in DROPOUTS:

@@ -6,7 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .catalogue import ModelType
+
+
+# Times, rows and columns of patches of the two images of a batch; h and w differ.
+GRIDS = ((1, 4, 6), (1, 6, 4))
 
 
 @dataclass(frozen=True)
@@ -15,7 +21,8 @@ class Family:
 
     `config` holds settings, nested for the parts of a configuration; `inputs` makes some inputs, given
     the maker of the rest; `without` names inputs that it must not be given; `model` is the class to
-    build; `patches` says how pixels come where a grid comes with them: flat rows or small squares.
+    build; `patches` says how pixels come where a grid comes with them: flat rows or small squares;
+    `grids` says how many patches each image has.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -23,10 +30,42 @@ class Family:
     without: tuple[str, ...] = ()
     model: str = ""
     patches: str = "flat"
+    grids: tuple[tuple[int, int, int], ...] = GRIDS
+
+
+def count(maker: Any, *shape: int) -> torch.Tensor:
+    """Lengths, one per row of the batch."""
+    return torch.full((2,), *shape)
+
+
+def tiles(maker: Any) -> dict[str, Any]:
+    """Pictures in tiles: one tile of four is there."""
+    return {
+        "pixel_values": maker.normal(2, 1, 4, 3, 32, 32),
+        "aspect_ratio_ids": torch.full((2, 1), 6),
+        "aspect_ratio_mask": torch.ones(2, 1, 4, dtype=torch.long),
+    }
+
+
+def places(maker: Any) -> torch.Tensor:
+    """Columns and rows of the patches of two images of six by three."""
+    at = [(x, y) for y in range(3) for x in range(6)]
+    return torch.tensor([at, at])
+
+
+def patches_with_places(maker: Any) -> dict[str, Any]:
+    """Patches as rows of a batch, with where they stand."""
+    at = places(maker)
+    return {
+        "pixel_values": maker.normal(2, 18, 3 * 8 * 8),
+        "pixel_position_ids": at,
+        "image_position_ids": at,
+    }
 
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
 TEXT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {"rope_parameters": {**TEXT_ROPE, "mrope_section": [2, 3, 3]}}
 ERNIE = {"rope_parameters": {**TEXT_ROPE, "mrope_section": [22, 22, 20]}}
 COMPASS = {"rope_parameters": {"full_attention": {**TEXT_ROPE, "mrope_section": [2, 3, 3]}}}
 VQ = {"base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1, "resolution": 32}
@@ -34,10 +73,19 @@ CODES = {f"IMGIMG{chr(65 + i)}Z": 100 + i for i in range(8)} | {"<image>": 120}
 VISUAL = {f"<|visual token {i:06d}|>": 100 + i for i in range(8)}
 VISUAL |= {"<image>": 120, "<|extra_200|>": 121}
 CLVP = {"hidden_size": 128, "projection_dim": 128, "intermediate_size": 96}
+DOTS = {
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
+    "per_layer_config": None, "rope_parameters": None, "index_topk": 4, "index_head_dim": 16,
+}  # fmt: skip
+OMNI_START = {"vision_start_token_id": 230, "vision_end_token_id": 231}
+PROJECTED = {"out_hidden_size": 256, "projector_hidden_size": 64}
+T5GEMMA = {"dropout_rate": 0.0}
+SAM = {"image_size": 32, "patch_size": 8, "downsample_channels": [32, 64], "mlp_dim": 64}
+OCR = {"sam_config": SAM, "encoder_config": {"hidden_size": 64}}
 
 FAMILIES: dict[str, Family] = {
     "bamba": Family({**MAMBA, "attn_layer_indices": [1]}),
-    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}),
     "recurrent_gemma": Family({"num_hidden_layers": 3}),
     "granitemoehybrid": Family(
         {
@@ -46,9 +94,7 @@ FAMILIES: dict[str, Family] = {
             "position_embedding_type": "rope",
         }
     ),
-    "chameleon": Family(
-        {"vocabulary_map": CODES, "vq_config": VQ}, without=("pixel_values",)
-    ),
+    "chameleon": Family({"vocabulary_map": CODES, "vq_config": VQ}, without=("pixel_values",)),
     "emu3": Family(
         {"vocabulary_map": VISUAL, "vq_config": VQ}, without=("pixel_values", "image_sizes")
     ),
@@ -56,15 +102,75 @@ FAMILIES: dict[str, Family] = {
     "clvp_encoder": Family(CLVP),
     "cohere_compass": Family({"text_config": COMPASS}),
     "cohere_compass_text": Family(COMPASS),
+    "deepseek_ocr2": Family({"text_config": {"mlp_layer_types": ["dense", "sparse"]}, "vision_config": OCR}),
+    "deepseek_ocr2_vision": Family(OCR),
+    "deepseek_ocr2_encoder": Family(
+        inputs=lambda m: {"inputs_embeds": m.normal(2, 14, 64), "num_patches": 7}
+    ),
     "deepseek_ocr2_text": Family({"mlp_layer_types": ["dense", "sparse"]}),
     "ernie4_5_vl_moe": Family({"text_config": ERNIE}),
     "ernie4_5_vl_moe_text": Family(ERNIE),
     "esm": Family({"vocab_size": 128, "position_embedding_type": "rotary", "pad_token_id": 1}),
-    "dbrx": Family({"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}}),
+    "dbrx": Family({"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}}),
     "lfm2_moe": Family({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "kimi_k25": Family(patches="square"),
     "kimi_k25_vision": Family(patches="square"),
     "aria": Family({"projector_patch_to_query_dict": {16: 4}}),
+    "paddleocr_vl_text": Family(MROPE),
+    "paddleocr_vl": Family({"text_config": MROPE}, patches="batch"),
+    "paddleocr_vl_vision": Family(patches="batch"),
+    "wav2vec2-conformer": Family({"position_embeddings_type": "rotary"}),
+    "wav2vec2-bert": Family({"position_embeddings_type": "rotary", "vocab_size": 64}),
+    "seamless_m4t": Family({"position_embeddings_type": "rotary"}),
+    "dots3_note_text": Family(DOTS),
+    "hunyuan_vl": Family(grids=((1, 4, 6), (1, 4, 6))),
+    "bailing_hybrid": Family({"num_expert_group": 1, "topk_group": 1}),
+    "muse_glimmer": Family(PROJECTED),
+    "muse_spark": Family(PROJECTED),
+    "mllama": Family(inputs=tiles),
+    "mllama_vision_model": Family(inputs=tiles),
+    "lightglue": Family(inputs=lambda m: {"pixel_values": m.normal(2, 2, 1, 64, 64)}),
+    "qwen2_5_omni_thinker": Family(OMNI_START),
+    "qwen3_omni_moe_thinker": Family(OMNI_START),
+    "qwen3_omni_moe_talker_text": Family({"shared_expert_intermediate_size": 48}),
+    "qwen4_exp_text": Family(
+        {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+         "indexer_compress_ratio": 2}
+    ),
+    "t5gemma2_text": Family(T5GEMMA),
+    "t5gemma2_encoder": Family({"text_config": T5GEMMA}),
+    "t5gemma2_decoder": Family(T5GEMMA),
+    "llama4_vision_model": Family({"intermediate_size": 256, "hidden_size": 64}),
+    "llama4": Family({"vision_config": {"intermediate_size": 256}}),
+    "gemma4_vision": Family(inputs=patches_with_places),
+    "neomme": Family(inputs=lambda m: {"pixel_values": m.normal(8, 192)}),
+    "idefics": Family(inputs=lambda m: {"pixel_values": m.normal(2, 1, 3, 32, 32)}),
+    "video_llama_3": Family(inputs=lambda m: {"image_merge_sizes": torch.tensor([2, 2])}),
+    "video_llama_3_vision": Family(inputs=lambda m: {"merge_sizes": torch.tensor([2, 2])}),
+    "sapiens2": Family({"num_key_value_heads_per_layer": [4, 2]}),
+    "inkling2": Family(patches="folded"),
+    "inkling2_vision": Family(patches="folded"),
+    "muse_spark_audio": Family({"num_hidden_layers": 4, "hidden_sizes": (16, 32, 32, 64)}),
+    "granite_docling": Family(
+        inputs=lambda m: {
+            "pixel_values": m.normal(2, 1, 3, 64, 64),
+            "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
+        }
+    ),
+    "granite4_vision": Family({"downsample_rate": "1/2", "deepstack_layer_map": [(-1, 0)]}),
+    "csm": Family(without=("input_values",)),
+    "molmo2": Family(without=("pixel_values",)),
+    "molmo2_vision": Family(
+        {"num_position_embeddings": 16}, inputs=lambda m: {"pixel_values": m.normal(2, 16, 192)}
+    ),
+    "gemma4": Family(without=("pixel_values", "input_features")),
+    "gemma4_unified": Family(without=("pixel_values", "input_features")),
+    "embedding_gemma2": Family(without=("pixel_values", "input_features")),
+    "glm_image": Family(without=("pixel_values", "image_grid_thw")),
+    "timesfm2_5": Family(inputs=lambda m: {"past_values": [m.normal(64), m.normal(64)]}),
+    "dia": Family(inputs=lambda m: {"decoder_input_ids": m.ids(14)[..., None].repeat(1, 1, 9)}),
+    "dia_decoder": Family(inputs=lambda m: {"input_ids": m.ids(14)[..., None].repeat(1, 1, 9)}),
+    "blt": Family({"encoder_hash_byte_group_vocab": 64}),
 }  # fmt: skip
 
 

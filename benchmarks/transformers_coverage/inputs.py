@@ -16,8 +16,6 @@ BATCH = 2
 TOKENS = 14
 FRAMES = 64
 SAMPLES = 1600
-# Rows and columns of patches of the two images of a batch: t, h and w all differ between tokens.
-GRIDS = ((1, 4, 6), (1, 6, 4))
 
 
 class Maker:
@@ -134,10 +132,16 @@ class Maker:
         if grid:
             step = setting(vision, "temporal_patch_size", "patch_temporal") or 1
             step = step if isinstance(step, int) else step[0]
-            rows = sum(math.prod(g) for g in GRIDS)
-            shape = {"flat": (channels * step * patch * patch,), "square": (channels, patch, patch)}
-            pixels = self.normal(rows, *shape[self.family.patches])
-            self.put(grid, torch.tensor(GRIDS))
+            rows = sum(math.prod(g) for g in self.family.grids)
+            width = channels * step * patch * patch
+            shape = {
+                "flat": (rows, width),
+                "square": (rows, channels, patch, patch),
+                "batch": (1, rows, channels, patch, patch),
+                "folded": (rows * patch, patch, channels),
+            }[self.family.patches]
+            pixels = self.normal(*shape)
+            self.put(grid, torch.tensor(self.family.grids))
             for name in ("pixel_values", "hidden_states"):
                 self.put(name, pixels)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from . import families
@@ -20,14 +21,15 @@ def prepare(model_type: ModelType) -> tuple[Any, dict[str, Any], Any]:
     if not classes:
         raise LookupError(f"no model class takes a {model_type.config_class.__name__}")
     failure: Exception | None = None
-    for model_class in classes[:3]:
+    for model_class, grouped in itertools.product(classes[:3], (True, False)):
         try:
-            config = small_config(model_type.config_class, family.config)
+            config = small_config(model_type.config_class, family.config, grouped)
             model = small_model(model_class, config)
             inputs = Maker(model, config, family)()
             return model, inputs, run(model, inputs)
         except Exception as error:
-            failure = failure or error
+            if model_class is classes[0]:
+                failure = error
     raise failure
 
 
