@@ -333,6 +333,8 @@ def apply_rotary_pos_emb(
     *,
     interleaved: bool = False,
     tables: str = "cat",
+    start: int = 0,
+    inverse: bool = False,
     position_ids: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -351,6 +353,8 @@ def apply_rotary_pos_emb(
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
         tables: how the width holds the pairs: "cat", halves duplicated; "repeat", pairs duplicated;
             "half", one entry per pair. Of duplicates the first is read.
+        start: the first channel that rotates.
+        inverse: rotate by the negative angles. Lengths in the tables multiply, as they do forward.
         position_ids: int32 or int64 ``(tokens,)`` or ``(rows, tokens)``: which rows of the tables.
         backend: as of :func:`rotate`.
 
@@ -370,7 +374,7 @@ def apply_rotary_pos_emb(
     """
     name = "apply_rotary_pos_emb"
     arguments = given_tables.arguments(
-        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
+        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables, start, inverse
     )
     ys = _run(name, q, k, arguments, backend)
     return ys[0], cast(_K, None if k is None else ys[1])
@@ -385,6 +389,8 @@ def apply_rotary_pos_emb_(
     *,
     interleaved: bool = False,
     tables: str = "cat",
+    start: int = 0,
+    inverse: bool = False,
     position_ids: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -402,7 +408,7 @@ def apply_rotary_pos_emb_(
     name = "apply_rotary_pos_emb_"
     names = _QK if k is not None else _Q
     arguments = given_tables.arguments(
-        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
+        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables, start, inverse
     )
     _run_in_place(name, names, q, k, arguments, backend)
     return q, k
