@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
+from tightrope import functional
+
 from .catalogue import rotary_codes
 
+OURS = functional.__file__
 # The bounds of issue 7, in float32, relative to the largest magnitude of the tensor.
 OUTPUT_BOUND = 2e-5
 GRADIENT_BOUND = 1e-4
@@ -69,16 +72,26 @@ def rotary_modules(model: torch.nn.Module) -> list[ModuleType]:
     return [sys.modules[n] for n in sorted(names) if n.startswith("transformers.models.")]
 
 
+# Where a function stands: its file, its first line, its name. A copy of it stands there as well.
+Place = tuple[str, int, str]
+
+
+def place(code: CodeType) -> Place:
+    """Where a code object comes from."""
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
 @contextmanager
-def counting(codes: dict[CodeType, str], calls: Counter[str]) -> Iterator[None]:
-    """Count calls of these functions, whoever holds them: by their code, nothing is replaced."""
+def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
+    """Count calls of these functions, whoever holds or has copied them: nothing is replaced."""
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
-            name = codes.get(frame.f_code)
+            code = frame.f_code
+            name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
             if name is not None:
                 calls[name] += 1
-            elif "/tightrope/integrations/" in frame.f_code.co_filename:
+            elif code.co_filename == OURS:
                 calls["tightrope"] += 1
 
     sys.setprofile(note)
@@ -88,14 +101,14 @@ def counting(codes: dict[CodeType, str], calls: Counter[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def codes_of(model: torch.nn.Module) -> dict[CodeType, str]:
+def places_of(model: torch.nn.Module) -> dict[Place, str]:
     """Rotary functions of every modeling file that the model has parts of."""
-    codes: dict[CodeType, str] = {}
+    places: dict[Place, str] = {}
     for module in rotary_modules(model):
-        short = module.__name__.removeprefix("transformers.models.").rpartition(".")[2]
+        short = module.__name__.removeprefix("transformers.models.").rpartition(".")[0]
         for code, name in rotary_codes(module).items():
-            codes.setdefault(code, f"{short.removeprefix('modeling_')}.{name}")
-    return codes
+            places.setdefault(place(code), f"{short}.{name}")
+    return places
 
 
 def run(model: torch.nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None) -> Run:
@@ -103,7 +116,7 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], call: Callable[..., Any]
     result = Run({}, {})
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    with counting(codes_of(model), result.calls):
+    with counting(places_of(model), result.calls):
         out = (call or model)(**inputs)
     generator = torch.Generator().manual_seed(2)
     loss = torch.zeros(())
