@@ -46,7 +46,7 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?(num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k)", 2),
     (r"n_group|topk_group|n_groups|num_group|num_expert_group", 1),
     (r"mm_tokens_per_image", 4),
-    (r"upsample_groups|lru_width", WIDTH),
+    (r"upsample_groups|lru_width|adapter_(input_size|in_dim|out_dim)", WIDTH),
     (r"num_filters|n_filters", 4),
     (r"first_k_dense_replace|.*num_dense_layers", 1),
     (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|inner_dim|mlp_dim"
@@ -96,7 +96,7 @@ class Shrinker:
         fields = {f.name: f.default for f in dataclasses.fields(config)}
         for name, value in given.items():
             derived = type(value) in (int, float) and fields.get(name) is None
-            if name in UNTOUCHED or (derived and (name not in fields or name not in FILLED)):
+            if name in UNTOUCHED or name not in fields or (derived and name not in FILLED):
                 continue
             if isinstance(value, PreTrainedConfig):
                 small = self.arguments(value, overrides.get(name, {}))
@@ -111,11 +111,7 @@ class Shrinker:
 
     def _layers(self, given: dict[str, Any]) -> tuple[int, list[int]] | None:
         """How many layers there were, and which to keep so that each kind of layer stays."""
-        counts = [
-            v
-            for n in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
-            if isinstance(v := given.get(n), int)
-        ]
+        counts = [v for n in LAYER_COUNTS if isinstance(v := given.get(n), int)]
         if not counts:
             return None
         count = counts[0]
@@ -142,7 +138,7 @@ class Shrinker:
                 ("_start_id", "_end_id")
             ):
                 return self.token(value)
-            if layers and value == layers[0] and sized(name, value) == LAYERS:
+            if layers and value == layers[0] and name in LAYER_COUNTS:
                 return len(layers[1])
             small = sized(name, value)
             return HEADS if small == 2 and GROUPED.fullmatch(name) and not self._grouped else small
@@ -161,7 +157,8 @@ class Shrinker:
         if isinstance(rope, dict):
             keys = getattr(type(config), "ignore_keys_at_rope_validation", None) or ()
             start = {"mrope_section": MROPE} if "mrope_section" in keys else {}
-            out["rope_parameters"] = _rope({**start, **rope}, {**given, **out})
+            if start or rope:
+                out["rope_parameters"] = _rope({**start, **rope}, {**given, **out})
 
 
 # Settings that some classes need and leave open.
@@ -177,6 +174,7 @@ FILLED = {
     "sliding_window": 8,
 }
 MROPE = [16, 24, 24]
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 
 # Recomputed from the others, or no setting of a model's shape.
 UNTOUCHED = frozenset(
@@ -237,7 +235,14 @@ def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bo
     return small
 
 
-DROPOUTS = ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
+DROPOUTS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "dropout",
+    "resid_pdrop",
+    "attn_pdrop",
+    "embd_pdrop",
+)
 LARGEST = 20_000_000
 
 
@@ -267,9 +272,7 @@ def small_model(model_class: type[Any], config: Any) -> Any:
 def reweigh(model: torch.nn.Module) -> None:
     """Weights that keep variances, so that scores depend on angles: no zeros, nothing tiny."""
     generator = torch.Generator().manual_seed(1)
-    kinds = {
-        id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)
-    }
+    kinds = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim < 2:

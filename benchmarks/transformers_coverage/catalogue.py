@@ -113,7 +113,9 @@ def catalogue() -> list[ModelType]:
         for path in sorted(folder.glob("modeling_*.py")):
             if rotary_names(path):
                 rotary[folder.relative_to(root).as_posix()] = path.relative_to(root).as_posix()
-    named = {name: model_type_to_module_name(name).replace(".", "/") for name in CONFIG_MAPPING_NAMES}
+    named = {
+        name: model_type_to_module_name(name).replace(".", "/") for name in CONFIG_MAPPING_NAMES
+    }
     return [
         ModelType(name, folder, rotary[folder])
         for name, folder in sorted(named.items())

@@ -111,7 +111,9 @@ def places_of(model: torch.nn.Module) -> dict[Place, str]:
     return places
 
 
-def run(model: torch.nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None) -> Run:
+def run(
+    model: torch.nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None
+) -> Run:
     """Forward and backward; every output has a part in the loss, weighted at random but fixed."""
     result = Run({}, {})
     model.zero_grad(set_to_none=True)

@@ -15,7 +15,8 @@ from .families import Family
 BATCH = 2
 TOKENS = 14
 FRAMES = 64
-SAMPLES = 1600
+# Six frames of the codecs that take 1,920 samples to one.
+SAMPLES = 11_520
 
 
 class Maker:
@@ -37,8 +38,8 @@ class Maker:
 
     def __call__(self) -> dict[str, Any]:
         """The inputs; ValueError names a required one that nobody knows how to make."""
-        if self.family.inputs is not None:
-            self.made.update(self.family.inputs(self))
+        given = self.family.inputs(self) if self.family.inputs else {}
+        self.made.update(given)
         for names, make in (
             (("pixel_values", "grid_thw", "image_grid_thw"), self.images),
             (("input_features", "input_values"), self.audio),
@@ -47,7 +48,7 @@ class Maker:
                 make()
         if "pixel_values_videos" in self.required:
             self.videos()
-        if "input_ids" in self.names:
+        if "input_ids" in self.names and "input_ids" not in self.family.without:
             self.text()
         elif "inputs_embeds" in self.names and not self.made:
             self.embeddings()
@@ -57,7 +58,9 @@ class Maker:
         if missing:
             raise ValueError(f"no input for {', '.join(missing)}")
         return {
-            n: v for n, v in self.made.items() if n in self.names and n not in self.family.without
+            n: v
+            for n, v in self.made.items()
+            if n in given or (n in self.names and n not in self.family.without)
         }
 
     def put(self, name: str, value: Any) -> None:
@@ -87,7 +90,11 @@ class Maker:
             count = self.features(find)
             start = setting(self.config, "vision_start_token_id")
             end = setting(self.config, "vision_end_token_id")
-            row = [start] * (start is not None) + [token] * (count // BATCH) + [end] * (end is not None)
+            row = (
+                [start] * (start is not None)
+                + [token] * (count // BATCH)
+                + [end] * (end is not None)
+            )
             part = torch.tensor(row).expand(BATCH, -1)
             ids = torch.cat([ids[:, :4], part, ids[:, 4:]], 1)
             mark = (part == token).long() * kind
@@ -128,7 +135,9 @@ class Maker:
         vision = part(self.config, "vision_config")
         channels = setting(vision, "num_channels", "in_channels", "in_chans", "in_channel") or 3
         patch = square(setting(vision, "patch_size", "spatial_patch_size") or 8)
-        grid = next((n for n in ("image_grid_thw", "grid_thw", "image_grid_hws") if n in self.names), None)
+        grid = next(
+            (n for n in ("image_grid_thw", "grid_thw", "image_grid_hws") if n in self.names), None
+        )
         if grid:
             step = setting(vision, "temporal_patch_size", "patch_temporal") or 1
             step = step if isinstance(step, int) else step[0]
@@ -138,7 +147,7 @@ class Maker:
                 "flat": (rows, width),
                 "square": (rows, channels, patch, patch),
                 "batch": (1, rows, channels, patch, patch),
-                "folded": (rows * patch, patch, channels),
+                "folded": (rows // 4, 2 * patch, 2 * patch, channels),
             }[self.family.patches]
             pixels = self.normal(*shape)
             self.put(grid, torch.tensor(self.family.grids))
@@ -178,7 +187,7 @@ class Maker:
 
 
 FRAMES_FIRST = (
-    "lasr", "parakeet", "nemotron", "wav2vec2", "seamless", "gemma", "phi4", "fastspeech",
+    "lasr", "parakeet", "nemotron", "nemo_", "wav2vec2", "seamless", "gemma", "phi4", "fastspeech",
 )  # fmt: skip
 
 # Kind in `mm_token_type_ids`, settings that hold the token, what makes features, from which inputs.

@@ -100,12 +100,22 @@ class Worker:
 def main(arguments: list[str] | None = None) -> None:
     """Rows into a JSON file, one per type; types that it holds already are not run again."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="a regular expression that a type's name must match")
+    parser.add_argument(
+        "--only", default="", help="a regular expression that a type's name must match"
+    )
     parser.add_argument("--out", type=Path, default=Path("transformers-models.json"))
-    parser.add_argument("--again", action="store_true", help="run types that the file holds already")
-    parser.add_argument("--seconds", type=float, default=500, help="stop after so long; go on later")
+    parser.add_argument(
+        "--again", action="store_true", help="run types that the file holds already"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=500, help="stop after so long; go on later"
+    )
     options = parser.parse_args(arguments)
-    rows = {r["model_type"]: r for r in json.loads(options.out.read_text())} if options.out.exists() else {}
+    rows = (
+        {r["model_type"]: r for r in json.loads(options.out.read_text())}
+        if options.out.exists()
+        else {}
+    )
     todo = [
         t for t in catalogue()
         if re.search(options.only, t.name) and (options.again or t.name not in rows)

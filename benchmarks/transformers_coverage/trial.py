@@ -42,12 +42,20 @@ def trial(model_type: ModelType) -> dict[str, Any]:
     own = [n for n in before.calls if n.startswith(model_type.folder.replace("/", ".") + ".")]
     again = difference(before, run(model, inputs))
     if again.output or again.gradient:
-        return {**out, "status": "different", "reason": f"not deterministic by itself: {again.where}"}
+        return {
+            **out,
+            "status": "different",
+            "reason": f"not deterministic by itself: {again.where}",
+        }
     with fault(model):
         spoilt = difference(before, run(model, inputs))
     out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
     if not own:
-        return {**out, "status": "not exercised", "reason": "none of its file's rotary functions ran"}
+        return {
+            **out,
+            "status": "not exercised",
+            "reason": "none of its file's rotary functions ran",
+        }
     if spoilt.within:
         return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
     return {**out, **patched(model, inputs, before, own)}
@@ -77,7 +85,11 @@ def patched(model: Any, inputs: dict[str, Any], before: Run, own: list[str]) -> 
     if undone.output or undone.gradient:
         return {**out, "status": "different", "reason": f"after unpatch, at {undone.where}"}
     if not served or not after.calls["tightrope"]:
-        return {**out, "status": "not exercised", "reason": "no call of its own functions was replaced"}
+        return {
+            **out,
+            "status": "not exercised",
+            "reason": "no call of its own functions was replaced",
+        }
     return {**out, "status": "equal", "reason": ""}
 
 
