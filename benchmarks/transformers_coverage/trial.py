@@ -1,0 +1,104 @@
+"""One model type: build it, run it, patch it, run it again, and see that a fault would be seen."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tightrope.integrations.transformers import Entry, patch, unpatch
+
+from . import families
+from .building import small_config, small_model
+from .catalogue import ModelType
+from .comparing import Run, difference, fault, run
+from .inputs import Maker
+
+
+def prepare(model_type: ModelType) -> tuple[Any, dict[str, Any], Any]:
+    """A small model of the type, inputs for it, and its first run."""
+    family = families.of(model_type)
+    classes = model_type.model_classes()
+    if family.model:
+        classes = [c for c in classes if c.__name__ == family.model] or classes
+    if not classes:
+        raise LookupError(f"no model class takes a {model_type.config_class.__name__}")
+    failure: Exception | None = None
+    for model_class, grouped in itertools.product(classes[:3], (True, False)):
+        try:
+            config = small_config(model_type.config_class, family.config, grouped)
+            model = small_model(model_class, config)
+            inputs = Maker(model, config, family)()
+            return model, inputs, run(model, inputs)
+        except Exception as error:
+            if model_class is classes[0]:
+                failure = error
+    raise failure
+
+
+def trial(model_type: ModelType) -> dict[str, Any]:
+    """The row's part that depends on the run."""
+    model, inputs, before = prepare(model_type)
+    out: dict[str, Any] = {"model": type(model).__name__, "calls": dict(before.calls)}
+    own = [n for n in before.calls if n.startswith(model_type.folder.replace("/", ".") + ".")]
+    again = difference(before, run(model, inputs))
+    if again.output or again.gradient:
+        return {
+            **out,
+            "status": "different",
+            "reason": f"not deterministic by itself: {again.where}",
+        }
+    with fault(model):
+        spoilt = difference(before, run(model, inputs))
+    out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
+    if not own:
+        return {
+            **out,
+            "status": "not exercised",
+            "reason": "none of its file's rotary functions ran",
+        }
+    if spoilt.within:
+        return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
+    return {**out, **patched(model, inputs, before, own)}
+
+
+def patched(model: Any, inputs: dict[str, Any], before: Run, own: list[str]) -> dict[str, Any]:
+    """What patching changes: nothing, in values and gradients; and that it was undone."""
+    report = patch(model, angles="model")
+    out: dict[str, Any] = {
+        "replaced": [name_of(e) for e in report.replaced],
+        "left": [{"name": name_of(e), "reason": e.reason} for e in report.left],
+    }
+    after = run(model, inputs)
+    change = difference(before, after)
+    out |= {
+        "max_doutput": significant(change.absolute_output),
+        "max_rel_doutput": significant(change.output),
+        "max_rel_dgrad": significant(change.gradient),
+        # Calls that still reached an original: it was left, or was asked by its replacement.
+        "given_back": {n: c for n, c in after.calls.items() if n != "tightrope"},
+    }
+    unpatch(model)
+    undone = difference(before, run(model, inputs))
+    served = [n for n in own if after.calls[n] < before.calls[n]]
+    if not change.within:
+        return {**out, "status": "different", "reason": f"at {change.where}"}
+    if undone.output or undone.gradient:
+        return {**out, "status": "different", "reason": f"after unpatch, at {undone.where}"}
+    if not served or not after.calls["tightrope"]:
+        return {
+            **out,
+            "status": "not exercised",
+            "reason": "no call of its own functions was replaced",
+        }
+    return {**out, "status": "equal", "reason": ""}
+
+
+def name_of(entry: Entry) -> str:
+    """`folder.function`, as the calls are counted."""
+    folder = entry.module.removeprefix("transformers.models.").rpartition(".")[0]
+    return f"{folder}.{entry.name}"
+
+
+def significant(value: float) -> float:
+    """Three digits are enough of a difference."""
+    return float(f"{value:.3g}")
