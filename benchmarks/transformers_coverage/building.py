@@ -99,6 +99,9 @@ class Shrinker:
             if name in UNTOUCHED or name not in fields or (derived and name not in FILLED):
                 continue
             if isinstance(value, PreTrainedConfig):
+                if "model_type" in overrides.get(name, {}):
+                    out[name] = overrides[name]
+                    continue
                 small = self.arguments(value, overrides.get(name, {}))
                 out[name] = {"model_type": value.model_type, **small}
             elif (small := self._value(name, value, layers)) is not value:
@@ -283,3 +286,7 @@ def reweigh(model: torch.nn.Module) -> None:
             parameter.copy_(noise / math.sqrt(parameter[0].numel()))
         else:
             parameter.copy_(noise / math.sqrt(max(1, *parameter.shape[-2:])))
+    for name, buffer in model.named_buffers():
+        # The vectors of a codebook, zeros until it is trained.
+        if name.endswith("embed_sum"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))

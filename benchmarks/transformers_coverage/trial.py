@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from tightrope.integrations.transformers import Entry, patch, unpatch
@@ -14,8 +15,21 @@ from .comparing import Run, difference, fault, run
 from .inputs import Maker
 
 
-def prepare(model_type: ModelType) -> tuple[Any, dict[str, Any], Any]:
-    """A small model of the type, inputs for it, and its first run."""
+@dataclass(frozen=True)
+class Ready:
+    """A model, inputs, and what takes them: the model, or a part of it."""
+
+    model: Any
+    inputs: dict[str, Any]
+    target: Any
+
+    def run(self) -> Run:
+        """Forward and backward."""
+        return run(self.model, self.inputs, self.target)
+
+
+def prepare(model_type: ModelType) -> tuple[Ready, Run]:
+    """A small model of the type with inputs for it, and its first run."""
     family = families.of(model_type)
     classes = model_type.model_classes()
     if family.model:
@@ -28,7 +42,8 @@ def prepare(model_type: ModelType) -> tuple[Any, dict[str, Any], Any]:
             config = small_config(model_type.config_class, family.config, grouped)
             model = small_model(model_class, config)
             inputs = Maker(model, config, family)()
-            return model, inputs, run(model, inputs)
+            ready = Ready(model, inputs, model.get_submodule(family.part))
+            return ready, ready.run()
         except Exception as error:
             if model_class is classes[0]:
                 failure = error
@@ -37,18 +52,18 @@ def prepare(model_type: ModelType) -> tuple[Any, dict[str, Any], Any]:
 
 def trial(model_type: ModelType) -> dict[str, Any]:
     """The row's part that depends on the run."""
-    model, inputs, before = prepare(model_type)
-    out: dict[str, Any] = {"model": type(model).__name__, "calls": dict(before.calls)}
+    ready, before = prepare(model_type)
+    out: dict[str, Any] = {"model": type(ready.model).__name__, "calls": dict(before.calls)}
     own = [n for n in before.calls if n.startswith(model_type.folder.replace("/", ".") + ".")]
-    again = difference(before, run(model, inputs))
+    again = difference(before, ready.run())
     if again.output or again.gradient:
         return {
             **out,
             "status": "different",
             "reason": f"not deterministic by itself: {again.where}",
         }
-    with fault(model):
-        spoilt = difference(before, run(model, inputs))
+    with fault(ready.model):
+        spoilt = difference(before, ready.run())
     out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
     if not own:
         return {
@@ -58,17 +73,17 @@ def trial(model_type: ModelType) -> dict[str, Any]:
         }
     if spoilt.within:
         return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
-    return {**out, **patched(model, inputs, before, own)}
+    return {**out, **patched(ready, before, own)}
 
 
-def patched(model: Any, inputs: dict[str, Any], before: Run, own: list[str]) -> dict[str, Any]:
+def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
     """What patching changes: nothing, in values and gradients; and that it was undone."""
-    report = patch(model, angles="model")
+    report = patch(ready.model, angles="model")
     out: dict[str, Any] = {
         "replaced": [name_of(e) for e in report.replaced],
         "left": [{"name": name_of(e), "reason": e.reason} for e in report.left],
     }
-    after = run(model, inputs)
+    after = ready.run()
     change = difference(before, after)
     out |= {
         "max_doutput": significant(change.absolute_output),
@@ -77,8 +92,8 @@ def patched(model: Any, inputs: dict[str, Any], before: Run, own: list[str]) -> 
         # Calls that still reached an original: it was left, or was asked by its replacement.
         "given_back": {n: c for n, c in after.calls.items() if n != "tightrope"},
     }
-    unpatch(model)
-    undone = difference(before, run(model, inputs))
+    unpatch(ready.model)
+    undone = difference(before, ready.run())
     served = [n for n in own if after.calls[n] < before.calls[n]]
     if not change.within:
         return {**out, "status": "different", "reason": f"at {change.where}"}
