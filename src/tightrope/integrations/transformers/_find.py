@@ -88,8 +88,6 @@ def looks_rotary(name: str, value: Any) -> bool:
     """Whether a global is a function worth trying."""
     if isinstance(value, type) or not isinstance(unwrapped(value), FunctionType):
         return False
-    if isinstance(value, torch.nn.Module) and isinstance(value.forward, FunctionType):
-        return bool(_NAME.search(name))
     if _NAME.search(name):
         return True
     seen = signature(value)
@@ -97,11 +95,22 @@ def looks_rotary(name: str, value: Any) -> bool:
     return any("cos" in n for n in names) and any("sin" in n for n in names)
 
 
+def is_rotary_method(name: str, value: Any) -> bool:
+    """Whether a member of a class is a method worth trying."""
+    return bool(_NAME.search(name)) and isinstance(unwrapped(value), FunctionType)
+
+
+def original_of(value: Any) -> Any:
+    """What stood at a global before the library as a whole was patched."""
+    inner = value.__func__ if isinstance(value, staticmethod) else value
+    return getattr(inner, "_tightrope_original", value)
+
+
 def neighbours(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """(name, value) of the globals that a function reads."""
     for name in sorted(global_names(function.__code__)):
         if name in function.__globals__:
-            yield name, function.__globals__[name]
+            yield name, original_of(function.__globals__[name])
 
 
 def is_near(value: Any, function: FunctionType) -> bool:
@@ -124,7 +133,8 @@ def rotary(
     seen: set[int] = set()
     pending: list[FunctionType] = []
     for owner, name, value, function in methods(cls):
-        if _NAME.search(name):
+        value = original_of(value)
+        if is_rotary_method(name, value):
             found = Found(
                 owner.__module__,
                 f"{owner.__qualname__}.{name}",
@@ -148,7 +158,10 @@ def rotary(
                 if looks_rotary(name, value):
                     seen.add(id(value))
                     plain = unwrapped(value)
-                    found = Found(plain.__module__, plain.__name__, value)
+                    if isinstance(value, torch.nn.Module):  # the function of a kernels slot
+                        found = Found(layer.__module__, name, value)
+                    else:
+                        found = Found(plain.__module__, plain.__name__, value)
                     yield found
                     if not accepts(found) and isinstance(plain, FunctionType):
                         pending.append(plain)

@@ -49,7 +49,7 @@ class Form:
             parts = torch.view_as_real(table)
             return parts[..., 0], parts[..., 1]
         if self.carrier == "stack":
-            return table[0], table[1]
+            return table[0].transpose(0, 1), table[1].transpose(0, 1)
         sin, cos = table.chunk(2, dim=-1)
         return cos, sin
 
@@ -60,7 +60,7 @@ class Form:
         if self.carrier == "complex":
             value = torch.complex(cos, sin)
         elif self.carrier == "stack":
-            value = torch.stack((cos, sin))
+            value = torch.stack((cos.transpose(0, 1), sin.transpose(0, 1)))
         else:
             value = torch.cat((sin, cos), dim=-1)
         return {self.tables[0]: value}
@@ -79,6 +79,7 @@ class Candidate:
         keeps_dtype: whether results have the dtype of x, or the wider of x's and the tables'.
         alone: what comes back where the second tensor is None: "pair", (y, None); "one", y; None where
             that is an error.
+        trailing: whether tensors after the second may be None, and then nothing comes back for them.
     """
 
     form: Form
@@ -87,6 +88,7 @@ class Candidate:
     tokens: str = "same"
     keeps_dtype: bool = False
     alone: str | None = None
+    trailing: bool = False
 
     def __str__(self) -> str:
         words = [str(self.rotation)]
@@ -131,6 +133,8 @@ def unwrapped(function: Any) -> Callable[..., Any]:
 
 def signature(function: Any) -> inspect.Signature | None:
     """The signature that callers see, or None where there is none to see."""
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

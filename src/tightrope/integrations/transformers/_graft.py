@@ -12,14 +12,14 @@ import copyreg
 import dis
 import importlib
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
-from ._find import codes, is_near, layers, methods, neighbours
+from ._find import is_near, methods, neighbours, original_of
+from ._exact import Angles, forward_of
 from ._form import Candidate
 from ._run import replacement
 
@@ -41,11 +41,10 @@ class Swap:
         *owners, last = self.name.split(".")
         for owner in owners:
             value = getattr(value, owner)
-        value = vars(value)[last]
-        return getattr(value, "_tightrope_original", value)
+        return original_of(vars(value)[last])
 
 
-Recipe = tuple[Swap, ...]
+Recipe = tuple["Swap | Angles", ...]
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,11 @@ def apply(module: torch.nn.Module, cls: type) -> None:
 
 
 def _make(base: type, recipe: Recipe) -> type:
-    originals = {id(swap.original()): swap for swap in recipe}
+    originals = {id(swap.original()): swap for swap in recipe if isinstance(swap, Swap)}
     copier = _Copier({key: replacement_of(swap) for key, swap in originals.items()})
     members: dict[str, Any] = {}
-    for owner, name, value, function in methods(base):
+    for _owner, name, stands, function in methods(base):
+        value = original_of(stands)
         swap = originals.get(id(value))
         if swap is not None:
             new = replacement_of(swap)
@@ -116,6 +116,9 @@ def _make(base: type, recipe: Recipe) -> type:
         if copied is not None:
             kind = type(value) if isinstance(value, (staticmethod, classmethod)) else None
             members[name] = copied if kind is None else kind(copied)
+    for made in recipe:
+        if isinstance(made, Angles):
+            members["forward"] = forward_of(base.forward, made)  # type: ignore[attr-defined]
     if not members:
         return base
     members |= {
@@ -231,11 +234,3 @@ def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
             _renamed(c, names) if isinstance(c, CodeType) else c for c in code.co_consts
         ),
     )
-
-
-def rotary_layers(function: FunctionType) -> Iterable[FunctionType]:
-    """See :func:`layers`."""
-    return layers(function)
-
-
-__all__ = ["Graft", "Recipe", "Swap", "apply", "base_of", "codes", "graft_of", "grafted"]

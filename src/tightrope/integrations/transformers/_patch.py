@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from ..._errors import sentence
-from . import _find, _graft
+from . import _exact, _find, _graft, _library
 from ._find import Found
 from ._form import unwrapped
 from ._recognise import Recognition, recognise
-from ._report import Entry, Report
+from ._report import Report, entry_of
 
 ANGLES = ("model", "exact")
 
@@ -25,7 +25,8 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
 
     Args:
         model: a model of transformers, or any module built like one. On any device, meta too.
-        angles: "model", the cosines and sines that the model makes.
+        angles: "model", the cosines and sines that the model makes; "exact", this library's, which are
+            right at any position and in float32 whatever the model was cast to.
 
     Returns:
         What was found and done, function by function.
@@ -37,21 +38,33 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
             sentence("patch", f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
         )
     if model is None:
-        raise NotImplementedError(sentence("patch", "patching the library is not there yet"))
+        return _library.patch(angles)
     found = _found(model)
+    # Where a function stays that is not known, tables must keep the dtype that it may count on.
+    wide = angles == "exact" and all(recognition for _, recognition in found)
     swaps = tuple(
-        _graft.Swap(each.module, each.name, recognition.candidate)
+        _graft.Swap(each.module, each.name, recognition.candidate, wide)
         for each, recognition in found
         if recognition.candidate is not None
     )
+    report = Report([entry_of(each.module, each.name, recognition) for each, recognition in found])
     for module in model.modules():
-        _graft.apply(module, _graft.grafted(_graft.base_of(type(module)), swaps))
-    return Report([_entry(each, recognition) for each, recognition in found])
+        base = _graft.base_of(type(module))
+        recipe: _graft.Recipe = swaps
+        if angles == "exact" and _exact.may_make_angles(base):
+            made, reason = _exact.read(module, wide)
+            recipe = swaps if made is None else (*swaps, made)
+            line = _exact.entry(module, made, reason)
+            if line not in report.entries:
+                report.entries.append(line)
+        _graft.apply(module, _graft.grafted(base, recipe))
+    return report
 
 
 def unpatch(model: torch.nn.Module | None = None) -> None:
     """Undo :func:`patch`: everything is as it was, to the bit."""
     if model is None:
+        _library.unpatch()
         return
     for module in model.modules():
         _graft.apply(module, _graft.base_of(type(module)))
@@ -82,14 +95,3 @@ def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
 
 def _callable(value: Any) -> Any:
     return value.__func__ if isinstance(value, staticmethod) else value
-
-
-def _entry(found: Found, recognition: Recognition) -> Entry:
-    candidate = recognition.candidate
-    return Entry(
-        found.module,
-        found.name,
-        None if candidate is None else str(candidate),
-        candidate is not None,
-        recognition.reason,
-    )

@@ -93,7 +93,11 @@ def _forms(seen: inspect.Signature, method: bool) -> Iterator[Form]:
         return
     parameters = [p for p in parameters if p.kind is not p.VAR_KEYWORD][1 if method else 0 :]
     names = tuple(p.name for p in parameters)
-    tables = [name for name in names if _TABLE.search(name)]
+    tables = [
+        p.name
+        for p in parameters
+        if _TABLE.search(p.name) and (p.default is None or p.default is p.empty)
+    ]
     unsqueeze, rows = None, None
     rotated = []
     for p in parameters:
@@ -114,6 +118,8 @@ def _forms(seen: inspect.Signature, method: bool) -> Iterator[Form]:
     elif len(tables) == 1:
         for carrier in ("complex", "sines first"):
             yield Form(tables=(tables[0],), carrier=carrier, **known)
+        if method:
+            yield Form(tables=(tables[0],), carrier="stack", **known)
 
 
 class _Caller:
@@ -138,16 +144,34 @@ class _Caller:
     ) -> list[torch.Tensor | None]:
         """The results, in order; any error of the function is passed on."""
         form = self.form
+        flat = form.carrier == "stack"
+        if flat:
+            shape = next(iter(xs.values())).shape
+            xs = {name: x.flatten(2) for name, x in xs.items()}
         arguments: dict[str, Any] = {**xs, **form.join(cos, sin), **more}
         if form.unsqueeze:
             arguments[form.unsqueeze] = given
         if form.rows:
             arguments[form.rows] = torch.arange(cos.shape[-2])[None] if rows is None else rows
         if self.owner is not None:
-            result = self.function(self.owner, **arguments)
+            owner = _StandIn(self.owner, *shape[-2:]) if flat else self.owner
+            result = self.function(owner, **arguments)
         else:
             result = self.function(**arguments)
-        return list(result) if isinstance(result, (tuple, list)) else [result]
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        return [y.unflatten(-1, shape[-2:]) for y in results] if flat else results
+
+
+class _StandIn:
+    """The owner of a method, with heads of the sizes of a probe."""
+
+    def __init__(self, owner: object, heads: int, channels: int) -> None:
+        self._owner, self._heads, self._channels = owner, heads, channels
+
+    def __getattr__(self, name: str) -> Any:
+        if re.fullmatch(r"n(um)?_(attention_)?heads", name):
+            return self._heads
+        return self._channels if name in ("head_size", "head_dim") else getattr(self._owner, name)
 
 
 @dataclass(frozen=True)
@@ -170,6 +194,7 @@ _WITHOUT_PARAMETER = (
     *(_Shape("bhs", "11s", None, None), _Shape("bs", "bs", None, None), _Shape("hs", "s", None, None)),
     *(_Shape("bs", "s", None, None), _Shape("hs", "1s", None, None)),
 )
+_FLAT = (_Shape("bsh", "1s1", None, None),)
 _WITH_PARAMETER = (
     *(_Shape("bhs", "bs", 1, -3), _Shape("bsh", "bs", 2, -2), _Shape("bsh", "bs", -2, -2)),
     *(_Shape("bhs", "1s", 1, -3), _Shape("bsh", "1s", 2, -2), _Shape("bhs", "bs", -3, -3)),
@@ -223,6 +248,8 @@ def _agrees(y: object, expected: torch.Tensor, bound: float) -> bool:
 def _explain(call: _Caller) -> list[Candidate]:
     """The candidates that agree with the function under one form."""
     shapes = _WITH_PARAMETER if call.form.unsqueeze else _WITHOUT_PARAMETER
+    if call.form.carrier == "stack":
+        shapes = _FLAT
     if call.form.rows:
         shapes = tuple(_Shape(s.x, s.table.replace("1s", "bs"), s.given, s.place) for s in shapes)
     alive: list[Rotation] | None = None
@@ -326,6 +353,7 @@ def _confirm(
         keeps_dtype=_keeps_dtype(call, candidate, shape, width),
         tokens=_uneven_tokens(call, candidate, shape, width),
         alone=_alone(call, candidate, shape, width),
+        trailing=_trailing(call, candidate, shape, width),
     )
 
 
@@ -456,3 +484,17 @@ def _alone(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> st
     if len(ys) == 1:
         return "one"
     return "pair" if len(ys) == 2 and ys[1] is None else None
+
+
+def _trailing(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> bool:
+    """Whether the function takes None for the tensors after the second."""
+    rotated = call.form.rotated
+    if len(rotated) < 3:
+        return False
+    xs, cos, sin = _tensors(call, shape, width)
+    present = {name: xs[name] for name in rotated[:2]}
+    try:
+        ys = call({**present, **dict.fromkeys(rotated[2:])}, cos, sin, shape.given)
+    except Exception:
+        return False
+    return len(ys) == 2 and _all_agree(ys, present, cos, sin, shape, candidate.rotation)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ._recognise import Recognition
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -29,6 +31,13 @@ class Entry:
         verb = "replaced" if self.replaced else "left"
         what = f"{self.recognised}; " if self.recognised else ""
         return f"{verb:8} {self.module.rsplit('.', 1)[-1]}.{self.name}: {what}{self.reason}"
+
+
+def entry_of(module: str, name: str, recognition: Recognition) -> Entry:
+    """The line for a function that was tried."""
+    candidate = recognition.candidate
+    words = None if candidate is None else str(candidate)
+    return Entry(module, name, words, candidate is not None, recognition.reason)
 
 
 @dataclass
