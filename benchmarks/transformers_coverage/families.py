@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from .catalogue import ModelType
-
 
 # Times, rows and columns of patches of the two images of a batch; h and w differ.
 GRIDS = ((1, 4, 6), (1, 6, 4))
@@ -23,7 +23,8 @@ class Family:
     the maker of the rest; `without` names inputs that it must not be given; `model` is the class to
     build; `patches` says how pixels come where a grid comes with them: flat rows or small squares;
     `grids` says how many patches each image has; `part` names the part of the model that is called,
-    where the whole of it cannot be differentiated.
+    where the whole of it cannot be differentiated; `attention` is the implementation to ask for;
+    `gain` scales the random weights.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +33,8 @@ class Family:
     model: str = ""
     patches: str = "flat"
     part: str = ""
+    attention: str = "eager"
+    gain: float = 1.0
     grids: tuple[tuple[int, int, int], ...] = GRIDS
 
 
@@ -56,23 +59,32 @@ def patches_with_places(maker: Any) -> dict[str, Any]:
 
 
 def memory(maker: Any) -> dict[str, Any]:
-    """A frame of six by four, and two frames and four pointers to attend to."""
+    """The features of a frame, and those of two frames and four pointers to attend to."""
+    frame = math.prod(maker.config.memory_attention_rope_feat_sizes)
     return {
-        "current_vision_features": maker.normal(24, 1, 64),
-        "memory": maker.normal(52, 1, 64),
-        "memory_posision_embeddings": maker.normal(52, 1, 64),
+        "current_vision_features": maker.normal(frame, 1, 64),
+        "memory": maker.normal(2 * frame + 4, 1, 64),
+        "memory_posision_embeddings": maker.normal(2 * frame + 4, 1, 64),
         "num_object_pointer_tokens": 4,
     }
 
 
 def pooled_memory(maker: Any) -> dict[str, Any]:
     """The same where each remembered frame is eight latents and four by four places."""
-    return {**memory(maker), "num_spatial_memory_tokens": 2}
+    past = {
+        n: maker.normal(2 * (8 + 16) + 4, 1, 64) for n in ("memory", "memory_posision_embeddings")
+    }
+    return {**memory(maker), **past, "num_spatial_memory_tokens": 2}
 
 
 def one_channel(maker: Any) -> dict[str, Any]:
     """Sound with a dimension for its one channel."""
     return {"input_values": maker.normal(2, 1, 240)}
+
+
+def pixel_videos(maker: Any) -> dict[str, Any]:
+    """Six frames of pictures for each of two videos."""
+    return {"pixel_values_videos": maker.normal(2, 6, 3, 32, 32)}
 
 
 def codec_rows(maker: Any) -> dict[str, Any]:
@@ -118,7 +130,7 @@ MEMORY = {
     "memory_attention_hidden_size": 64, "memory_attention_rope_feat_sizes": [6, 4],
     "memory_attention_feed_forward_hidden_size": 48, "memory_attention_mlp_hidden_size": 48,
 }  # fmt: skip
-CODEC = {"encoder_hidden_size": 4}
+CODEC = {"encoder_hidden_size": 4, "quantization_dim": 128}
 INDEXER = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
     "indexer_compress_ratio": 2,
@@ -190,7 +202,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "t5gemma2_text": Family(T5GEMMA),
     "t5gemma2_encoder": Family({"text_config": T5GEMMA}),
-    "t5gemma2_decoder": Family(T5GEMMA),
     "llama4_vision_model": Family({"intermediate_size": 256, "hidden_size": 64}),
     "llama4": Family({"vision_config": {"intermediate_size": 256}}),
     "gemma4_vision": Family(inputs=patches_with_places),
@@ -201,8 +212,8 @@ FAMILIES: dict[str, Family] = {
             "image_attention_mask": torch.ones(2, 14, 1, dtype=torch.long),
         }
     ),
-    "video_llama_3": Family(inputs=lambda m: {"image_merge_sizes": torch.tensor([2, 2])}),
-    "video_llama_3_vision": Family(inputs=lambda m: {"merge_sizes": torch.tensor([2, 2])}),
+    "video_llama_3": Family(inputs=lambda _: {"image_merge_sizes": torch.tensor([2, 2])}),
+    "video_llama_3_vision": Family(inputs=lambda _: {"merge_sizes": torch.tensor([2, 2])}),
     "sapiens2": Family({"num_key_value_heads_per_layer": [4, 2]}),
     "inkling2": Family(patches="folded"),
     "inkling2_vision": Family(patches="folded"),
@@ -231,7 +242,7 @@ FAMILIES: dict[str, Family] = {
             "encoder_hidden_states": m.normal(2, 14, 64),
         }
     ),
-    "blt": Family({"encoder_hash_byte_group_vocab": 64}, inputs=lambda m: {"use_cache": False}),
+    "blt": Family({"encoder_hash_byte_group_vocab": 64}, inputs=lambda _: {"use_cache": False}),
     "zamba2": Family(
         {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2,
          "use_mem_rope": True, "n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 8}
@@ -242,8 +253,12 @@ FAMILIES: dict[str, Family] = {
             "stage_num_blocks": [1, 1, 1, 1],
             "out_features": [16, 16, 32, 64],
             "hidden_size": 64,
+            "num_attention_heads": 8,
+            "activation_function": "gelu",
+            "mlp_activation_function": "gelu",
         },
         inputs=lambda m: {"pixel_values": m.normal(2, 2, 3, 64, 64)},
+        gain=0.5,
     ),
     "glmasr": Family({"audio_config": {"intermediate_size": 256}}),
     "moonshine_streaming": Family({"num_key_value_heads": 4}),
@@ -255,22 +270,23 @@ FAMILIES: dict[str, Family] = {
     "voxtral_realtime": Family(inputs=lambda m: {"input_features": m.normal(2, 16, 112)}),
     "csm_depth_decoder_model": Family({"num_codebooks": 16}),
     "moshi_depth": Family(
-        {"num_codebooks": 14}, inputs=lambda m: {"last_hidden_state": m.normal(2, 1, 64)}
+        {"num_codebooks": 14, "input_size": 64}, inputs=lambda m: {"last_hidden_state": m.normal(2, 1, 64)}
     ),
     "kyutai_speech_to_text": Family(inputs=lambda m: {"input_ids": m.ids(14)[..., None].repeat(1, 1, 3)}),
     "mimi_decoder": Family(inputs=lambda m: {"latents": m.normal(2, 64, 8)}),
     "pocket_tts_audio_tokenizer_decoder": Family(inputs=lambda m: {"latents": m.normal(2, 64, 8)}),
     "pe_audio": Family({"audio_config": {"dac_config": DAC}}, one_channel),
     "pe_audio_encoder": Family({"dac_config": DAC}, one_channel),
-    "pe_video": Family({"video_config": {"vision_config": VIT}}),
-    "pe_video_encoder": Family({"vision_config": VIT}),
+    "pe_video": Family({"video_config": {"vision_config": VIT}}, pixel_videos),
+    "pe_video_encoder": Family({"vision_config": VIT}, pixel_videos),
     "pe_audio_video_encoder": Family(
-        {"audio_config": {"dac_config": DAC}, "video_config": {"vision_config": VIT}}, one_channel
+        {"audio_config": {"dac_config": DAC}, "video_config": {"vision_config": VIT}},
+        lambda m: {**one_channel(m), **pixel_videos(m)},
     ),
-    "neucodec": Family(CODEC, codec_rows),
-    "xcodec2": Family(CODEC, codec_rows),
+    "neucodec": Family(CODEC, codec_rows, without=("input_features_mask", "padding_mask")),
+    "xcodec2": Family(CODEC, codec_rows, without=("input_features_mask", "padding_mask")),
     "sam2_video": Family(MEMORY, memory, part="memory_attention"),
-    "sam3_tracker_video": Family(MEMORY, memory, part="memory_attention"),
+    "sam3_tracker_video": Family({**MEMORY, "image_size": 48}, memory, part="memory_attention"),
     "edgetam_video": Family(
         {**MEMORY, "memory_attention_rope_k_sizes": [4, 4]}, pooled_memory, part="memory_attention"
     ),
@@ -284,6 +300,7 @@ FAMILIES: dict[str, Family] = {
             "quantized_code": m.ids(10, 60)[:1] % 60,
             "time_step": torch.tensor([0.3]),
         },
+        attention="sdpa",
     ),
     "muse_glimmer_assistant": Family(
         inputs=lambda m: {

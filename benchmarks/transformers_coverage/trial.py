@@ -40,11 +40,11 @@ def prepare(model_type: ModelType) -> tuple[Ready, Run]:
     for model_class, grouped in itertools.product(classes[:3], (True, False)):
         try:
             config = small_config(model_type.config_class, family.config, grouped)
-            model = small_model(model_class, config)
+            model = small_model(model_class, config, family.attention, family.gain)
             inputs = Maker(model, config, family)()
             ready = Ready(model, inputs, model.get_submodule(family.part))
             return ready, ready.run()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a model raises, the next class may do
             if model_class is classes[0]:
                 failure = error
     raise failure
