@@ -258,7 +258,7 @@ FAMILIES: dict[str, Family] = {
             "mlp_activation_function": "gelu",
         },
         inputs=lambda m: {"pixel_values": m.normal(2, 2, 3, 64, 64)},
-        gain=0.5,
+        gain=0.2,
     ),
     "glmasr": Family({"audio_config": {"intermediate_size": 256}}),
     "moonshine_streaming": Family({"num_key_value_heads": 4}),
