@@ -50,7 +50,13 @@ class Angles:
         """Cosines and sines, (rows, tokens, width)."""
         spec = dict(self.specs)[layer_type]
         factor = dict(self.factors)[layer_type]
-        prepared = spec.at(_positions(spec, position_ids), device=position_ids.device)
+        # Each row its own length, whatever stands beside it; sequences packed into one share it.
+        lengths = position_ids.amax((0, 2) if position_ids.dim() == 3 else 1) + 1 if (
+            spec.by_length and position_ids.numel()
+        ) else None
+        prepared = spec.at(
+            _positions(spec, position_ids), device=position_ids.device, seq_len=lengths
+        )
         phase = exact_angles.phases(
             *(prepared.words, prepared.turns, prepared.ids, prepared.offset, prepared.ramp),
             position_ids.shape[-1],

@@ -12,6 +12,7 @@ import copyreg
 import dis
 import importlib
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -83,6 +84,11 @@ def grafted(base: type, recipe: Recipe) -> type:
     if key not in _classes:
         _classes[key] = _make(base, recipe)
     return _classes[key]
+
+
+def calling(function: FunctionType, swaps: Iterable[Swap]) -> FunctionType | None:
+    """A copy of a function that calls the replacements; None where it reaches none of them."""
+    return _Copier({id(swap.original()): replacement_of(swap) for swap in swaps}).copy(function)
 
 
 def apply(module: torch.nn.Module, cls: type) -> None:

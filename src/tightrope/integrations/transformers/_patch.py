@@ -31,8 +31,7 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     Returns:
         What was found and done, function by function.
     """
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(sentence("patch", f"model must be a torch.nn.Module but got {model!r}"))
+    _check("patch", model)
     if angles not in ANGLES:
         raise ValueError(
             sentence("patch", f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
@@ -63,11 +62,17 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
 
 def unpatch(model: torch.nn.Module | None = None) -> None:
     """Undo :func:`patch`: everything is as it was, to the bit."""
+    _check("unpatch", model)
     if model is None:
         _library.unpatch()
         return
     for module in model.modules():
         _graft.apply(module, _graft.base_of(type(module)))
+
+
+def _check(operation: str, model: object) -> None:
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(sentence(operation, f"model must be a torch.nn.Module but got {model!r}"))
 
 
 def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
