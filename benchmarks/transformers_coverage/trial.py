@@ -10,7 +10,7 @@ from tightrope.integrations.transformers import Entry, patch, unpatch
 
 from . import families
 from .building import small_config, small_model
-from .catalogue import ModelType
+from .catalogue import ModelType, called_names, models_folder
 from .comparing import Run, difference, fault, run
 from .inputs import Maker
 
@@ -66,11 +66,11 @@ def trial(model_type: ModelType) -> dict[str, Any]:
         spoilt = difference(before, ready.run())
     out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
     if not own:
-        return {
-            **out,
-            "status": "not exercised",
-            "reason": "none of its file's rotary functions ran",
-        }
+        unused = not called_names(models_folder() / model_type.file)
+        reason = (
+            "its file defines a rotation and never calls it" if unused else "it rotates nothing"
+        )
+        return {**out, "status": "not exercised", "reason": reason}
     if spoilt.within:
         return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
     return {**out, **patched(ready, before, own)}
@@ -81,7 +81,7 @@ def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
     report = patch(ready.model, angles="model")
     out: dict[str, Any] = {
         "replaced": [name_of(e) for e in report.replaced],
-        "left": [{"name": name_of(e), "reason": e.reason} for e in report.left],
+        "left": [f"{name_of(e)}: {e.reason}" for e in report.left],
     }
     after = ready.run()
     change = difference(before, after)
@@ -100,11 +100,11 @@ def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
     if undone.output or undone.gradient:
         return {**out, "status": "different", "reason": f"after unpatch, at {undone.where}"}
     if not served or not after.calls["tightrope"]:
-        return {
-            **out,
-            "status": "not exercised",
-            "reason": "no call of its own functions was replaced",
-        }
+        back = ", ".join(n for n in own if n in out["replaced"])
+        reason = (
+            f"every call was given back to the original: {back}" if back else "nothing was replaced"
+        )
+        return {**out, "status": "not exercised", "reason": reason}
     return {**out, "status": "equal", "reason": ""}
 
 
