@@ -24,16 +24,22 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers-coverage.md"
 
 def main(arguments: list[str] | None = None) -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transformers_coverage", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transformers_coverage", description=__doc__
+    )
     parser.add_argument("--functions", action="store_true", help="run the functions")
     parser.add_argument("--models", action="store_true", help="run the models")
     parser.add_argument("--only", default="", help="files or types whose name contains this")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to renew")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown file to write from it")
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, help="the Markdown file to write from it"
+    )
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    data: dict[str, Any] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    data: dict[str, Any] = (
+        json.loads(options.results.read_text()) if options.results.exists() else {}
+    )
     if options.functions:
         torch.set_num_threads(1)
         data["functions"] = merged(data.get("functions", []), functions.run(options.only), "file")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .building import WIDTH
 from .catalogue import ModelType
 
 # Times, rows and columns of patches of the two images of a batch; h and w differ.
@@ -19,12 +20,12 @@ GRIDS = ((1, 4, 6), (1, 6, 4))
 class Family:
     """What is special about a model type.
 
-    `config` holds settings, nested for the parts of a configuration; `inputs` makes some inputs, given
-    the maker of the rest; `without` names inputs that it must not be given; `model` is the class to
-    build; `patches` says how pixels come where a grid comes with them: flat rows or small squares;
-    `grids` says how many patches each image has; `part` names the part of the model that is called,
-    where the whole of it cannot be differentiated; `attention` is the implementation to ask for;
-    `gain` scales the random weights.
+    `config` holds settings, nested for the parts of a configuration; a part with a `model_type` takes the
+    place of the whole part. `inputs` makes some inputs, given the maker of the rest; `without` names
+    inputs that it must not be given. `model` is the class to build. `patches` says how pixels come where
+    a grid comes with them (see `Maker.images`), `grids` how many patches each image has. `part` names the
+    part of the model that is called, where the whole of it cannot be differentiated or is badly
+    conditioned. `attention` is the implementation to ask for; `gain` scales the random weights.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -82,6 +83,22 @@ def one_channel(maker: Any) -> dict[str, Any]:
     return {"input_values": maker.normal(2, 1, 240)}
 
 
+def matched(maker: Any) -> dict[str, Any]:
+    """Features of two pairs of pictures and where they stand, as the whole model makes them."""
+    features = maker.normal(2, 2, WIDTH, 16, 24)
+    cos, sin = (
+        t.expand(4, -1, -1, -1).reshape(4, -1, WIDTH) for t in maker.whole.rotary_emb(features)
+    )
+    return {"hidden_states": features, "position_embeddings": (cos, sin)}
+
+
+def music(maker: Any) -> dict[str, Any]:
+    """Placeholders for a quarter of the frames: they are halved, and halved again."""
+    ids = maker.ids(30)
+    ids[:, 4:20] = maker.config.audio_token_id
+    return {"input_ids": ids}
+
+
 def pixel_videos(maker: Any) -> dict[str, Any]:
     """Six frames of pictures for each of two videos."""
     return {"pixel_values_videos": maker.normal(2, 6, 3, 32, 32)}
@@ -130,6 +147,10 @@ MEMORY = {
     "memory_attention_hidden_size": 64, "memory_attention_rope_feat_sizes": [6, 4],
     "memory_attention_feed_forward_hidden_size": 48, "memory_attention_mlp_hidden_size": 48,
 }  # fmt: skip
+PE_ENCODER = {
+    "audio_config": {"dac_config": DAC},
+    "video_config": {"vision_config": VIT},
+}
 CODEC = {"encoder_hidden_size": 4, "quantization_dim": 128}
 INDEXER = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
@@ -254,12 +275,15 @@ FAMILIES: dict[str, Family] = {
             "out_features": [16, 16, 32, 64],
             "hidden_size": 64,
             "num_attention_heads": 8,
-            "activation_function": "gelu",
-            "mlp_activation_function": "gelu",
         },
-        inputs=lambda m: {"pixel_values": m.normal(2, 2, 3, 64, 64)},
-        gain=0.2,
+        matched,
+        part="local_feature_transformer",
     ),
+    "vjepa2": Family({"crop_size": 32, "frames_per_clip": 4}),
+    "pe_audio_video": Family(
+        {"audio_video_config": PE_ENCODER}, lambda m: {**one_channel(m), **pixel_videos(m)}
+    ),
+    "musicflamingo": Family({"audio_config": {"max_source_positions": 32}}, music),
     "glmasr": Family({"audio_config": {"intermediate_size": 256}}),
     "moonshine_streaming": Family({"num_key_value_heads": 4}),
     "t5gemma2_decoder": Family(
@@ -280,7 +304,7 @@ FAMILIES: dict[str, Family] = {
     "pe_video": Family({"video_config": {"vision_config": VIT}}, pixel_videos),
     "pe_video_encoder": Family({"vision_config": VIT}, pixel_videos),
     "pe_audio_video_encoder": Family(
-        {"audio_config": {"dac_config": DAC}, "video_config": {"vision_config": VIT}},
+        PE_ENCODER,
         lambda m: {**one_channel(m), **pixel_videos(m)},
     ),
     "neucodec": Family(CODEC, codec_rows, without=("input_features_mask", "padding_mask")),

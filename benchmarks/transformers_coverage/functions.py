@@ -49,7 +49,9 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             yield _one(module, name, function, swaps)
         except Exception as error:
-            yield _row(name, function, "different", reason=f"{type(error).__name__}: {error!s:.200}")
+            yield _row(
+                name, function, "different", reason=f"{type(error).__name__}: {error!s:.200}"
+            )
 
 
 def names(module: ModuleType, path: Path) -> list[str]:
@@ -178,7 +180,12 @@ def compare(original: Any, replaced: Any, make: Make) -> dict[str, Any]:
     theirs, _ = _run(original, make(torch.bfloat16))
     ours, _ = _run(replaced, make(torch.bfloat16))
     off, their_off = _apart(exact, ours), _apart(exact, theirs)
-    equal = spy.calls > 1 and values <= VALUES and gradients <= GRADIENTS and off <= max(their_off, BF16)
+    equal = (
+        spy.calls > 1
+        and values <= VALUES
+        and gradients <= GRADIENTS
+        and off <= max(their_off, BF16)
+    )
     return {
         "status": "equal" if equal else "different",
         "reason": "equal in values and gradients" if equal else "differs, see the numbers",
@@ -195,7 +202,9 @@ def _narrowed(values: dict[str, Any]) -> dict[str, Any]:
     return {
         name: v.double()
         if isinstance(v, torch.Tensor) and v.is_floating_point()
-        else v.to(torch.complex128) if isinstance(v, torch.Tensor) and v.is_complex() else v
+        else v.to(torch.complex128)
+        if isinstance(v, torch.Tensor) and v.is_complex()
+        else v
         for name, v in values.items()
     }
 
@@ -207,7 +216,8 @@ def _run(function: Any, values: dict[str, Any]) -> tuple[list[torch.Tensor], lis
     leaves = [
         t.requires_grad_()
         for n, t in zip([n for n in names if isinstance(values.get(n), torch.Tensor)], tensors)
-        if t.is_floating_point() and not any(word in n for word in ("cos", "sin", "freq", "position"))
+        if t.is_floating_point()
+        and not any(word in n for word in ("cos", "sin", "freq", "position"))
     ]
     result = function(**values) if owner is None else function(owner, **values)
     ys = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]

@@ -23,6 +23,7 @@ class Maker:
     """Makes the inputs of one model; one method per kind of input, results are shared by name."""
 
     def __init__(self, model: Any, config: Any, family: Family) -> None:
+        self.whole = model
         self.model = model.get_submodule(family.part)
         self.config = config
         self.family = family

@@ -30,7 +30,9 @@ def summary(data: dict[str, Any]) -> str:
     if rows := data.get("functions"):
         files = Counter(file_status(rows).values())
         functions = Counter(row["status"] for row in rows)
-        lines.append(f"functions: {_counts(functions)}, in {sum(files.values())} files: {_counts(files)}")
+        lines.append(
+            f"functions: {_counts(functions)}, in {sum(files.values())} files: {_counts(files)}"
+        )
     if rows := data.get("models"):
         lines.append(f"models: {_counts(Counter(row['status'] for row in rows))}")
     return "\n".join(lines)
@@ -75,7 +77,9 @@ def _functions(rows: list[Row]) -> list[str]:
         if row["status"] == "equal":
             groups.setdefault(row["recognised"] or row["reason"], []).append(row)
     for words, group in sorted(groups.items(), key=lambda item: -len(item[1])):
-        worst = {k: max(r[k] for r in group) for k in ("values", "gradients", "bf16", "bf16_original")}
+        worst = {
+            k: max(r[k] for r in group) for k in ("values", "gradients", "bf16", "bf16_original")
+        }
         lines.append(
             f"| {words} | {len(group)} | {worst['values']:.0e} | {worst['gradients']:.0e} | "
             f"{worst['bf16_original']:.1e} → {worst['bf16']:.1e} |"
@@ -110,11 +114,16 @@ def _models(rows: list[Row]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [_number(row.get("max_dlogit", row.get("max_doutput"))), _number(row.get("max_rel_dgrad"))]
+        cells = [
+            _number(row.get("max_dlogit", row.get("max_doutput"))),
+            _number(row.get("max_rel_dgrad")),
+        ]
         names = [str(len(row.get("replaced") or []))]
         why = row.get("reason") or "; ".join(str(left) for left in row.get("left") or [])
         why = str(why).replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {row['model_type']} | {row['status']} | {' | '.join(cells + names)} | {why} |")
+        lines.append(
+            f"| {row['model_type']} | {row['status']} | {' | '.join(cells + names)} | {why} |"
+        )
     return [*lines, ""]
 
 

@@ -17,15 +17,24 @@ from .inputs import Maker
 
 @dataclass(frozen=True)
 class Ready:
-    """A model, inputs, and what takes them: the model, or a part of it."""
+    """A model, inputs, and what takes them: the model, or a part of it.
+
+    `instead_of` names a class with more to it that could not be built or run, and why.
+    """
 
     model: Any
     inputs: dict[str, Any]
-    target: Any
+    part: str = ""
+    instead_of: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was run: a class, and the name of its part."""
+        return ".".join(filter(None, (type(self.model).__name__, self.part)))
 
     def run(self) -> Run:
         """Forward and backward."""
-        return run(self.model, self.inputs, self.target)
+        return run(self.model, self.inputs, self.model.get_submodule(self.part))
 
 
 def prepare(model_type: ModelType) -> tuple[Ready, Run]:
@@ -37,24 +46,29 @@ def prepare(model_type: ModelType) -> tuple[Ready, Run]:
     if not classes:
         raise LookupError(f"no model class takes a {model_type.config_class.__name__}")
     failure: Exception | None = None
+    instead = ""
     for model_class, grouped in itertools.product(classes[:3], (True, False)):
         try:
             config = small_config(model_type.config_class, family.config, grouped)
             model = small_model(model_class, config, family.attention, family.gain)
             inputs = Maker(model, config, family)()
-            ready = Ready(model, inputs, model.get_submodule(family.part))
+            same = model_class is classes[0]
+            ready = Ready(model, inputs, family.part, "" if same else instead)
             return ready, ready.run()
         except Exception as error:  # noqa: BLE001 - whatever a model raises, the next class may do
             if model_class is classes[0]:
                 failure = error
+                instead = f"{model_class.__name__}: {type(error).__name__}: {str(error)[:200]}"
     raise failure
 
 
 def trial(model_type: ModelType) -> dict[str, Any]:
     """The row's part that depends on the run."""
     ready, before = prepare(model_type)
-    out: dict[str, Any] = {"model": type(ready.model).__name__, "calls": dict(before.calls)}
+    out: dict[str, Any] = {"model": ready.name, "calls": dict(before.calls)}
     own = [n for n in before.calls if n.startswith(model_type.folder.replace("/", ".") + ".")]
+    if ready.instead_of:
+        out["instead_of"] = ready.instead_of
     again = difference(before, ready.run())
     if again.output or again.gradient:
         return {
