@@ -54,7 +54,7 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_dim|hidden_dim|model_dim|embed_size"
      r"|projection_dim|output_dim|hidden_channels|embedding_size|dim|out_hidden_size|width"
      r"|output_hidden_size|decoder_hidden_size|encoder_hidden_size|projection_size).*", WIDTH),
-    (r"(.*_)?(image_size|img_size|input_size)", 32),
+    (r"(.*_)?(image_size|img_size)", 32),
     (r"(.*_)?(patch_size|spatial_patch_size)", 8),
     (r"(.*_)?max_position_embeddings.*|n_positions|max_seq_len|seq_length", 128),
     (r"sliding_window|attention_window.*|local_attention", 8),
@@ -88,7 +88,7 @@ class Shrinker:
 
     def arguments(self, config: Any, overrides: dict[str, Any]) -> dict[str, Any]:
         """What to make a small configuration of the same class from."""
-        from transformers import PreTrainedConfig
+        from transformers import CONFIG_MAPPING, PreTrainedConfig
 
         given = {k: v for k, v in vars(config).items() if not k.startswith("_")}
         out: dict[str, Any] = {}
@@ -99,6 +99,9 @@ class Shrinker:
             if name in UNTOUCHED or name not in fields or (derived and name not in FILLED):
                 continue
             if isinstance(value, PreTrainedConfig):
+                if "model_type" in (other := dict(overrides.get(name, {}))):
+                    out[name] = CONFIG_MAPPING[other.pop("model_type")](**other)
+                    continue
                 small = self.arguments(value, overrides.get(name, {}))
                 out[name] = {"model_type": value.model_type, **small}
             elif (small := self._value(name, value, layers)) is not value:
@@ -223,11 +226,8 @@ def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bo
 
     Half as many keys as queries where `grouped`, which not every family can.
     """
-    start = {k: v for k, v in overrides.get("__defaults__", {}).items()}
-    overrides = {k: v for k, v in overrides.items() if k != "__defaults__"}
-    config = config_class(**start)
-    arguments = Shrinker(grouped).arguments(config, overrides)
-    small = config_class(**{**start, **arguments})
+    arguments = Shrinker(grouped).arguments(config_class(), overrides)
+    small = config_class(**arguments)
     for part in (small, *(v for v in vars(small).values() if hasattr(v, "to_dict"))):
         for name in DROPOUTS:
             if isinstance(getattr(part, name, None), float):
@@ -246,12 +246,14 @@ DROPOUTS = (
 LARGEST = 20_000_000
 
 
-def small_model(model_class: type[Any], config: Any) -> Any:
+def small_model(
+    model_class: type[Any], config: Any, attention: str = "eager", gain: float = 1.0
+) -> Any:
     """A model in float32, in eval mode, with random weights on which the output depends."""
     with torch.device("meta"):
         size, name = 0, ""
         try:
-            probe = model_class._from_config(config, attn_implementation="eager")
+            probe = model_class._from_config(config, attn_implementation=attention)
         except (NotImplementedError, RuntimeError):
             probe = None
         if probe is not None:
@@ -263,14 +265,17 @@ def small_model(model_class: type[Any], config: Any) -> Any:
             f"the small configuration still has {size:,} parameters, {name} {tuple(largest.shape)}"
         )
     torch.manual_seed(0)
-    model = model_class._from_config(config, attn_implementation="eager").float().eval()
-    reweigh(model)
+    model = model_class._from_config(config, attn_implementation=attention).float().eval()
+    reweigh(model, gain)
     return model
 
 
 @torch.no_grad()
-def reweigh(model: torch.nn.Module) -> None:
-    """Weights that keep variances, so that scores depend on angles: no zeros, nothing tiny."""
+def reweigh(model: torch.nn.Module, gain: float) -> None:
+    """Weights that keep variances, so that scores depend on angles: no zeros, nothing tiny.
+
+    A gain below 1 is for a family in which variances grow until softmax picks one token.
+    """
     generator = torch.Generator().manual_seed(1)
     kinds = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     for parameter in model.parameters():
@@ -280,6 +285,10 @@ def reweigh(model: torch.nn.Module) -> None:
         elif "Embedding" in kinds[id(parameter)]:
             parameter.copy_(noise)
         elif "Conv" in kinds[id(parameter)]:
-            parameter.copy_(noise / math.sqrt(parameter[0].numel()))
+            parameter.copy_(gain * noise / math.sqrt(parameter[0].numel()))
         else:
-            parameter.copy_(noise / math.sqrt(max(1, *parameter.shape[-2:])))
+            parameter.copy_(gain * noise / math.sqrt(max(1, *parameter.shape[-2:])))
+    for name, buffer in model.named_buffers():
+        # The vectors of a codebook, zeros until it is trained.
+        if name.endswith("embed_sum"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))

@@ -100,6 +100,17 @@ def rotary_names(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
+@cache
+def called_names(path: Path) -> frozenset[str]:
+    """Which of the functions that rotate the file calls anywhere."""
+    names = {name.rpartition(".")[2] for name in rotary_names(path)}
+    calls = [
+        n.func for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)
+    ]
+    called = {getattr(f, "id", None) or getattr(f, "attr", "") for f in calls}
+    return frozenset(names & called)
+
+
 def catalogue() -> list[ModelType]:
     """Every model type of a folder in which a modeling file defines a function that rotates."""
     from transformers.models.auto.configuration_auto import (

@@ -23,10 +23,11 @@ class Maker:
     """Makes the inputs of one model; one method per kind of input, results are shared by name."""
 
     def __init__(self, model: Any, config: Any, family: Family) -> None:
-        self.model = model
+        self.whole = model
+        self.model = model.get_submodule(family.part)
         self.config = config
         self.family = family
-        parameters = inspect.signature(model.forward).parameters
+        parameters = inspect.signature(self.model.forward).parameters
         self.names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
         self.required = [
             n
@@ -147,7 +148,7 @@ class Maker:
                 "flat": (rows, width),
                 "square": (rows, channels, patch, patch),
                 "batch": (1, rows, channels, patch, patch),
-                "folded": (rows // 4, 2 * patch, 2 * patch, channels),
+                "folded": (rows, 2 * patch, 2 * patch, channels),
             }[self.family.patches]
             pixels = self.normal(*shape)
             self.put(grid, torch.tensor(self.family.grids))

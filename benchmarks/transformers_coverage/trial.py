@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from tightrope.integrations.transformers import Entry, patch, unpatch
 
 from . import families
 from .building import small_config, small_model
-from .catalogue import ModelType
+from .catalogue import ModelType, called_names, models_folder
 from .comparing import Run, difference, fault, run
 from .inputs import Maker
 
 
-def prepare(model_type: ModelType) -> tuple[Any, dict[str, Any], Any]:
-    """A small model of the type, inputs for it, and its first run."""
+@dataclass(frozen=True)
+class Ready:
+    """A model, inputs, and what takes them: the model, or a part of it.
+
+    `instead_of` names a class with more to it that could not be built or run, and why.
+    """
+
+    model: Any
+    inputs: dict[str, Any]
+    part: str = ""
+    instead_of: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was run: a class, and the name of its part."""
+        return ".".join(filter(None, (type(self.model).__name__, self.part)))
+
+    def run(self) -> Run:
+        """Forward and backward."""
+        return run(self.model, self.inputs, self.model.get_submodule(self.part))
+
+
+def prepare(model_type: ModelType) -> tuple[Ready, Run]:
+    """A small model of the type with inputs for it, and its first run."""
     family = families.of(model_type)
     classes = model_type.model_classes()
     if family.model:
@@ -23,52 +46,58 @@ def prepare(model_type: ModelType) -> tuple[Any, dict[str, Any], Any]:
     if not classes:
         raise LookupError(f"no model class takes a {model_type.config_class.__name__}")
     failure: Exception | None = None
+    instead = ""
     for model_class, grouped in itertools.product(classes[:3], (True, False)):
         try:
             config = small_config(model_type.config_class, family.config, grouped)
-            model = small_model(model_class, config)
+            model = small_model(model_class, config, family.attention, family.gain)
             inputs = Maker(model, config, family)()
-            return model, inputs, run(model, inputs)
-        except Exception as error:
+            same = model_class is classes[0]
+            ready = Ready(model, inputs, family.part, "" if same else instead)
+            return ready, ready.run()
+        except Exception as error:  # noqa: BLE001 - whatever a model raises, the next class may do
             if model_class is classes[0]:
                 failure = error
+                instead = f"{model_class.__name__}: {type(error).__name__}: {str(error)[:200]}"
     raise failure
 
 
 def trial(model_type: ModelType) -> dict[str, Any]:
     """The row's part that depends on the run."""
-    model, inputs, before = prepare(model_type)
-    out: dict[str, Any] = {"model": type(model).__name__, "calls": dict(before.calls)}
+    ready, before = prepare(model_type)
+    out: dict[str, Any] = {"model": ready.name, "calls": dict(before.calls)}
     own = [n for n in before.calls if n.startswith(model_type.folder.replace("/", ".") + ".")]
-    again = difference(before, run(model, inputs))
+    if ready.instead_of:
+        out["instead_of"] = ready.instead_of
+    again = difference(before, ready.run())
     if again.output or again.gradient:
         return {
             **out,
             "status": "different",
             "reason": f"not deterministic by itself: {again.where}",
         }
-    with fault(model):
-        spoilt = difference(before, run(model, inputs))
+    with fault(ready.model):
+        spoilt = difference(before, ready.run())
     out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
     if not own:
-        return {
-            **out,
-            "status": "not exercised",
-            "reason": "none of its file's rotary functions ran",
-        }
+        unused = not called_names(models_folder() / model_type.file)
+        reason = (
+            "its file defines a rotation and never calls it" if unused else "it rotates nothing"
+        )
+        return {**out, "status": "not exercised", "reason": reason}
     if spoilt.within:
         return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
-    return {**out, **patched(model, inputs, before, own)}
+    return {**out, **patched(ready, before, own)}
 
 
-def patched(model: Any, inputs: dict[str, Any], before: Run, own: list[str]) -> dict[str, Any]:
+def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
     """What patching changes: nothing, in values and gradients; and that it was undone."""
-    report = patch(model, angles="model")
+    report = patch(ready.model, angles="model")
     out: dict[str, Any] = {
         "replaced": [name_of(e) for e in report.replaced],
-        "left": [{"name": name_of(e), "reason": e.reason} for e in report.left],
+        "left": [f"{name_of(e)}: {e.reason}" for e in report.left],
     }
-    after = run(model, inputs)
+    after = ready.run()
     change = difference(before, after)
     out |= {
         "max_doutput": significant(change.absolute_output),
@@ -77,19 +106,19 @@ def patched(model: Any, inputs: dict[str, Any], before: Run, own: list[str]) -> 
         # Calls that still reached an original: it was left, or was asked by its replacement.
         "given_back": {n: c for n, c in after.calls.items() if n != "tightrope"},
     }
-    unpatch(model)
-    undone = difference(before, run(model, inputs))
+    unpatch(ready.model)
+    undone = difference(before, ready.run())
     served = [n for n in own if after.calls[n] < before.calls[n]]
     if not change.within:
         return {**out, "status": "different", "reason": f"at {change.where}"}
     if undone.output or undone.gradient:
         return {**out, "status": "different", "reason": f"after unpatch, at {undone.where}"}
     if not served or not after.calls["tightrope"]:
-        return {
-            **out,
-            "status": "not exercised",
-            "reason": "no call of its own functions was replaced",
-        }
+        back = ", ".join(n for n in own if n in out["replaced"])
+        reason = (
+            f"every call was given back to the original: {back}" if back else "nothing was replaced"
+        )
+        return {**out, "status": "not exercised", "reason": reason}
     return {**out, "status": "equal", "reason": ""}
 
 
