@@ -454,6 +454,27 @@ def test_a_module_whose_frequencies_were_changed_is_served_by_none_or_right(llam
     assert [entry.replaced for entry in report if "Scaled" in entry.name] == [False]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
+    """A function that stays as it is would widen everything after it."""
+
+    class Reader(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
+            self.layer = modeling_llama.LlamaAttention(config, 0) if known else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cos, sin = self.rotary_emb(x, torch.arange(x.shape[1])[None])
+            return x * cos + x.roll(8, -1) * sin
+
+    model = Reader(small_model("Llama").config)
+    report = patch(model, angles="exact")
+    assert any(entry.name == "LlamaRotaryEmbedding" for entry in report.replaced)
+    cos, _ = model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), torch.arange(4)[None])
+    assert cos.dtype == (torch.float32 if known else torch.bfloat16)
+
+
 # --- the report and errors ------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--functions", action="store_true", help="run the functions")
     parser.add_argument("--models", action="store_true", help="run the models")
-    parser.add_argument("--only", default="", help="files or types whose name contains this")
+    parser.add_argument("--only", default="", help="a regular expression for folders or types")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to renew")
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="the Markdown file to write from it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,7 +244,7 @@ def run(only: str = "") -> list[dict[str, Any]]:
     """All rows, with a bar of progress."""
     from tqdm import tqdm
 
-    chosen = [path for path in files() if only in path.as_posix()]
+    chosen = [path for path in files() if re.search(only, path.parent.name)]
     found: list[dict[str, Any]] = []
     for path in tqdm(chosen, file=sys.stderr, mininterval=5, unit="file"):
         found += rows(path)

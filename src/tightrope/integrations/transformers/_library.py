@@ -116,7 +116,7 @@ def _patch_module(module: ModuleType) -> None:
                         (value, found, _recognised(function, None if static else object()))
                     )
     exact = _state.angles == "exact"
-    wide = exact and all(recognition for _, _, recognition in swaps)
+    wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
     for holder, found, recognition in swaps:
         if recognition.candidate is not None:
             new = replacement(found.value, recognition.candidate, narrow=wide)

@@ -41,7 +41,8 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
         return _library.patch(angles)
     found = _found(model)
     # Where a function stays that is not known, tables must keep the dtype that it may count on.
-    wide = angles == "exact" and all(recognition for _, recognition in found)
+    # So must they where none was found, as then something unseen reads them.
+    wide = angles == "exact" and bool(found) and all(recognition for _, recognition in found)
     swaps = tuple(
         _graft.Swap(each.module, each.name, recognition.candidate, wide)
         for each, recognition in found
