@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from benchmarks.transformers_coverage import functions, report
 
 ROOT = Path(__file__).resolve().parent.parent

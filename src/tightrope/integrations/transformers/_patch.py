@@ -25,12 +25,24 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     recognised is left as it is, and listed. Only this model is affected.
 
     Args:
-        model: a model of transformers, or any module built like one. On any device, meta too.
+        model: a model of transformers, or any module built like one. On any device, meta too. None for
+            the library as a whole: every modeling file that is imported, and every one that will be,
+            which affects all models; exact angles then those that are made afterwards.
         angles: "model", the cosines and sines that the model makes; "exact", this library's, which are
             right at any position and in float32 whatever the model was cast to.
 
     Returns:
-        What was found and done, function by function.
+        What was found and done, function by function. The report of the library grows as files are
+        imported.
+
+    Raises:
+        TypeError, ValueError: no module, or no such angles.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> model = LlamaModel(LlamaConfig(8, 16, 16, 1, 2))
+    >>> [entry.name for entry in patch(model).replaced]
+    ['apply_rotary_pos_emb']
+    >>> unpatch(model)
     """
     _check("patch", model)
     if angles not in ANGLES:

@@ -52,6 +52,14 @@ def recognise(function: Any, owner: object = None) -> Recognition:
 
     Returns:
         The one candidate that agrees everywhere, or the reason why there is none.
+
+    >>> def turn(x, cos, sin):
+    ...     u, v = x.chunk(2, -1)
+    ...     return x * cos + torch.cat((-v, u), -1) * sin
+    >>> print(recognise(turn).candidate.rotation)
+    half pairs, whole width, tables with halves twice
+    >>> recognise(lambda x, cos, sin: x * cos + x * sin).reason
+    'it agrees with no candidate'
     """
     seen = signature(function)
     if seen is None:
