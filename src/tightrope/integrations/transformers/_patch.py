@@ -39,7 +39,7 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
         TypeError, ValueError: no module, or no such angles.
 
     >>> from transformers import LlamaConfig, LlamaModel
-    >>> model = LlamaModel(LlamaConfig(8, 16, 16, 1, 2))
+    >>> model = LlamaModel(LlamaConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
     >>> [entry.name for entry in patch(model).replaced]
     ['apply_rotary_pos_emb']
     >>> unpatch(model)
