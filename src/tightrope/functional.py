@@ -355,6 +355,8 @@ def apply_rotary_pos_emb(
     *,
     interleaved: bool = False,
     tables: str = "cat",
+    start: int = 0,
+    inverse: bool = False,
     position_ids: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -373,6 +375,8 @@ def apply_rotary_pos_emb(
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
         tables: how the width holds the pairs: "cat", halves duplicated; "repeat", pairs duplicated;
             "half", one entry per pair. Of duplicates the first is read.
+        start: the first channel that rotates.
+        inverse: rotate by the negative angles. Lengths in the tables multiply, as they do forward.
         position_ids: int32 or int64 ``(tokens,)`` or ``(rows, tokens)``: which rows of the tables.
         backend: as of :func:`rotate`.
 
@@ -392,7 +396,7 @@ def apply_rotary_pos_emb(
     """
     name = "apply_rotary_pos_emb"
     arguments = given_tables.arguments(
-        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
+        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables, start, inverse
     )
     ys = calls.run(name, q, k, arguments, backend)
     return ys[0], cast(_K, None if k is None else ys[1])
@@ -407,6 +411,8 @@ def apply_rotary_pos_emb_(
     *,
     interleaved: bool = False,
     tables: str = "cat",
+    start: int = 0,
+    inverse: bool = False,
     position_ids: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -424,7 +430,7 @@ def apply_rotary_pos_emb_(
     name = "apply_rotary_pos_emb_"
     names = _QK if k is not None else _Q
     arguments = given_tables.arguments(
-        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
+        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables, start, inverse
     )
     calls.run_in_place(name, names, q, k, arguments, backend)
     return q, k

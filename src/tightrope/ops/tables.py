@@ -25,6 +25,8 @@ def arguments(
     position_ids: torch.Tensor | None,
     interleaved: bool,
     tables: str,
+    start: int = 0,
+    inverse: bool = False,
 ) -> tuple[Any, ...]:
     """Check everything against everything else.
 
@@ -43,7 +45,7 @@ def arguments(
                 f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}",
             )
         )
-    _check_tables(operation, q, cos, sin, tables)
+    _check_tables(operation, q, cos, sin, tables, start)
     c, s = (_canonical(operation, table, q, unsqueeze_dim, layout) for table in (cos, sin))
     _check_fit(operation, c, q, k, cos, layout)
     length, tokens = c.shape[2], shape[layout.token]
@@ -62,7 +64,9 @@ def arguments(
         )
     form = schema.Form(
         layout=layout.code,
+        start=start,
         interleaved=interleaved,
+        direction=schema.INVERSE if inverse else schema.FORWARD,
         ramp=ids is None,
         source=schema.SOURCES.index(tables),
     )
@@ -87,7 +91,12 @@ def _layout(operation: str, q: torch.Tensor, unsqueeze_dim: int) -> Layout:
 
 
 def _check_tables(
-    operation: str, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tables: str
+    operation: str,
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    tables: str,
+    start: int,
 ) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         check_floating(operation, name, table)
@@ -115,6 +124,18 @@ def _check_tables(
                 operation,
                 f"tables {tables!r} of width {width} rotate {rotated} channels but q has "
                 f"{q.shape[-1]}",
+                q=q,
+                cos=cos,
+            )
+        )
+    if not isinstance(start, (int, torch.SymInt)) or isinstance(start, bool):
+        raise TypeError(sentence(operation, f"start must be an int but got {start!r}"))
+    if start and not 0 <= start <= q.shape[-1] - rotated:
+        raise ValueError(
+            sentence(
+                operation,
+                f"start must lie between 0 and {q.shape[-1] - rotated}, as tables {tables!r} of width "
+                f"{width} rotate {rotated} channels, but got {start}",
                 q=q,
                 cos=cos,
             )

@@ -1,0 +1,1 @@
+"""What of transformers is served: `python -m benchmarks.transformers_coverage --help`."""

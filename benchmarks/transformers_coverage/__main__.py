@@ -1,0 +1,68 @@
+"""Run the coverage of transformers: `python -m benchmarks.transformers_coverage`.
+
+Two parts, each kept in one JSON file and shown in one table: every rotary function by itself, and every
+model type before and after `patch`. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import functions, report
+
+FOLDER = Path(__file__).resolve().parents[1] / "results"
+RESULTS = FOLDER / "transformers-coverage.json"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers-coverage.md"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transformers_coverage", description=__doc__
+    )
+    parser.add_argument("--functions", action="store_true", help="run the functions")
+    parser.add_argument("--models", action="store_true", help="run the models")
+    parser.add_argument("--only", default="", help="a regular expression for folders or types")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to renew")
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, help="the Markdown file to write from it"
+    )
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    data: dict[str, Any] = (
+        json.loads(options.results.read_text()) if options.results.exists() else {}
+    )
+    if options.functions:
+        torch.set_num_threads(1)
+        data["functions"] = merged(data.get("functions", []), functions.run(options.only), "file")
+    if options.models:
+        from . import models
+
+        data["models"] = merged(data.get("models", []), models.run(options.only), "model_type")
+    import transformers
+
+    data |= {"transformers": transformers.__version__, "torch": torch.__version__}
+    options.results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    options.page.write_text(report.page(data), encoding="utf-8")
+    print(report.summary(data))
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """The rows of a run in place of those it ran again."""
+    renewed = {row[key] for row in new}
+    return sorted(
+        [row for row in old if row[key] not in renewed] + new,
+        key=lambda row: (row[key], row.get("function", "")),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""A small configuration for any model type, and a model of it with weights that make it sensitive.
+
+Sizes are chosen by the name of the setting, one width for every part, so that parts fit together:
+WIDTH channels in HEADS heads. What a family needs besides stands in `families.py`, as data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import torch
+
+WIDTH = 64
+HEADS = 4
+HEAD = WIDTH // HEADS
+LAYERS = 2
+VOCABULARY = 256
+# Ids from here on are the special ones; inputs draw ordinary tokens from below.
+SPECIAL = 160
+
+KEY_HEADS = (
+    r".*(num_key_value_heads|num_key_value_attention_heads|kv_n?_?heads?|num_kv_heads|n_head_kv"
+    r"|key_value_heads)(_per_layer)?|num_query_groups"
+)
+GROUPED = re.compile(KEY_HEADS)
+# The first pattern that matches the whole name of an integer setting gives its value. None keeps it.
+SIZES: tuple[tuple[str, int | None], ...] = (
+    (r".*(max|min)_(pixels|duration|length).*|num_feat_extract_layers|pooling_kernel_size", None),
+    (KEY_HEADS, 2),
+    (r"(num_)?(attention_|encoder_attention_|decoder_attention_|encoder_|decoder_)?(n_)?heads?|n_heads?"
+     r"|.*num_attention_heads|.*_heads|n_head|num_heads", HEADS),
+    (r".*linear_num_(key|value)_heads", 2),
+    (r"(.*_)?(head_dim|head_size|qk_nope_head_dim|qk_rope_head_dim|v_head_dim|kv_channels|d_kv"
+     r"|attention_key_hidden_size|attention_head_dim)", HEAD),
+    (r"rotary_dim", HEAD // 2),
+    (r"q_lora_rank|o_lora_rank", 24),
+    (r"kv_lora_rank", 32),
+    (r"(.*_)?(num_layers|num_hidden_layers|n_layers?|depth|num_encoder_layers|num_decoder_layers|layers"
+     r"|encoder_layers|decoder_layers|num_blocks|n_layer|encoder_num_layers|decoder_num_layers)",
+     LAYERS),
+    (r"(.*_)?vocab_size.*|.*_vocab(ulary)?_size.*|vocab_size", VOCABULARY),
+    (r"(.*_)?(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts)", 4),
+    (r"(.*_)?(num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k)", 2),
+    (r"n_group|topk_group|n_groups|num_group|num_expert_group", 1),
+    (r"mm_tokens_per_image", 4),
+    (r"upsample_groups|lru_width|adapter_(input_size|in_dim|out_dim)", WIDTH),
+    (r"num_filters|n_filters", 4),
+    (r"first_k_dense_replace|.*num_dense_layers", 1),
+    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|inner_dim|mlp_dim"
+     r"|encoder_ffn_dim|decoder_ffn_dim|expert_intermediate_size|moe_intermediate_size).*", 48),
+    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_dim|hidden_dim|model_dim|embed_size"
+     r"|projection_dim|output_dim|hidden_channels|embedding_size|dim|out_hidden_size|width"
+     r"|output_hidden_size|decoder_hidden_size|encoder_hidden_size|projection_size).*", WIDTH),
+    (r"(.*_)?(image_size|img_size)", 32),
+    (r"(.*_)?(patch_size|spatial_patch_size)", 8),
+    (r"(.*_)?max_position_embeddings.*|n_positions|max_seq_len|seq_length", 128),
+    (r"sliding_window|attention_window.*|local_attention", 8),
+    (r"(.*_)?num_codebooks|n_codebooks", 2),
+    (r"(.*_)?codebook_size|audio_vocab.*", VOCABULARY),
+    (r"(.*_)?(num_mel_bins|n_mels|mel_bins|feature_size)", 16),
+)  # fmt: skip
+PATTERNS = [(re.compile(pattern), value) for pattern, value in SIZES]
+
+
+def sized(name: str, value: int) -> int:
+    """A small value for an integer setting; never a larger one than it has."""
+    for pattern, small in PATTERNS:
+        if pattern.fullmatch(name):
+            return value if small is None else min(small, value) if value > 0 else value
+    return value
+
+
+class Shrinker:
+    """Turns the defaults of a configuration class into the arguments of a small one."""
+
+    def __init__(self, grouped: bool = True) -> None:
+        self._grouped = grouped
+        self._special: dict[int, int] = {}
+
+    def token(self, value: int) -> int:
+        """A special token's id in the small vocabulary: the same for the same id everywhere."""
+        if value < 0:
+            return value
+        return self._special.setdefault(value, SPECIAL + len(self._special))
+
+    def arguments(self, config: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+        """What to make a small configuration of the same class from."""
+        from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+        given = {k: v for k, v in vars(config).items() if not k.startswith("_")}
+        out: dict[str, Any] = {}
+        layers = self._layers(given)
+        fields = {f.name: f.default for f in dataclasses.fields(config)}
+        for name, value in given.items():
+            derived = type(value) in (int, float) and fields.get(name) is None
+            if name in UNTOUCHED or name not in fields or (derived and name not in FILLED):
+                continue
+            if isinstance(value, PreTrainedConfig):
+                if "model_type" in (other := dict(overrides.get(name, {}))):
+                    out[name] = CONFIG_MAPPING[other.pop("model_type")](**other)
+                    continue
+                small = self.arguments(value, overrides.get(name, {}))
+                out[name] = {"model_type": value.model_type, **small}
+            elif (small := self._value(name, value, layers)) is not value:
+                out[name] = small
+        for name, value in overrides.items():
+            if not isinstance(given.get(name), PreTrainedConfig):
+                out[name] = value
+        self._rope(config, given, out)
+        return out
+
+    def _layers(self, given: dict[str, Any]) -> tuple[int, list[int]] | None:
+        """How many layers there were, and which to keep so that each kind of layer stays."""
+        counts = [v for n in LAYER_COUNTS if isinstance(v := given.get(n), int)]
+        if not counts:
+            return None
+        count = counts[0]
+        lists = [v for v in given.values() if isinstance(v, list) and len(v) == count]
+        kinds: dict[str, int] = {}
+        for i in range(count):
+            kinds.setdefault(repr([v[i] for v in lists]), i)
+        keep = sorted(kinds.values())
+        if len(keep) > 4:
+            keep = keep[:4]
+        for i in range(count):
+            if len(keep) < min(LAYERS, count) and i not in keep:
+                keep.append(i)
+        return count, sorted(keep)
+
+    def _value(self, name: str, value: Any, layers: tuple[int, list[int]] | None) -> Any:
+        if value is None:
+            filled = FILLED.get(name)
+            return HEADS if name == "num_key_value_heads" and not self._grouped else filled
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            if re.search(r"(^|_)(token_id|token_index|tokenid)$|_token$", name) or name.endswith(
+                ("_start_id", "_end_id")
+            ):
+                return self.token(value)
+            if layers and value == layers[0] and name in LAYER_COUNTS:
+                return len(layers[1])
+            small = sized(name, value)
+            return HEADS if small == 2 and GROUPED.fullmatch(name) and not self._grouped else small
+        if isinstance(value, list) and layers and len(value) == layers[0]:
+            return [value[i] for i in layers[1]]
+        if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
+            if re.search(r"token", name):
+                return type(value)(self.token(v) for v in value)
+            if re.search(r"ind(ex|ice)|layers?$|_layer$", name):
+                return sorted({min(v, LAYERS - 1) if v >= 0 else v for v in value})
+            return type(value)(sized(name, v) for v in value)
+        return value
+
+    def _rope(self, config: Any, given: dict[str, Any], out: dict[str, Any]) -> None:
+        rope = out.get("rope_parameters", given.get("rope_parameters"))
+        if isinstance(rope, dict):
+            keys = getattr(type(config), "ignore_keys_at_rope_validation", None) or ()
+            start = {"mrope_section": MROPE} if "mrope_section" in keys else {}
+            if start or rope:
+                out["rope_parameters"] = _rope({**start, **rope}, {**given, **out})
+
+
+# Settings that some classes need and leave open.
+FILLED = {
+    "head_dim": HEAD,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "top_k_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "sliding_window": 8,
+}
+MROPE = [16, 24, 24]
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+
+# Recomputed from the others, or no setting of a model's shape.
+UNTOUCHED = frozenset(
+    {
+        "transformers_version", "architectures", "id2label", "label2id", "problem_type", "dtype",
+        "return_dict", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder",
+        "name_or_path", "torch_dtype", "num_labels", "output_attentions", "gradient_checkpointing",
+    }
+)  # fmt: skip
+
+
+def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    if any(isinstance(v, dict) for v in rope.values()):
+        start = {k: v for k, v in rope.items() if not isinstance(v, dict)}
+        return {k: _rope({**start, **v}, config) for k, v in rope.items() if isinstance(v, dict)}
+    small = dict(rope)
+    head = config.get("qk_rope_head_dim") or config.get("head_dim") or HEAD
+    pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    for key in ("short_factor", "long_factor"):
+        if key in small:
+            small[key] = list(small[key][:pairs])
+    if small.get("mrope_section"):
+        small["mrope_section"] = sections(small["mrope_section"], pairs)
+    if "original_max_position_embeddings" in small:
+        small["original_max_position_embeddings"] = 64
+    return small
+
+
+def sections(old: list[int], pairs: int) -> list[int]:
+    """Sections in about the old proportions that add up to `pairs`, none empty.
+
+    >>> sections([16, 24, 24], 8)
+    [2, 3, 3]
+    """
+    new = [max(1, math.floor(v * pairs / sum(old))) for v in old]
+    while sum(new) < pairs:
+        short = [v * pairs / sum(old) - n for v, n in zip(old, new)]
+        new[short.index(max(short))] += 1
+    while sum(new) > pairs:
+        new[new.index(max(new))] -= 1
+    return new
+
+
+def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bool = True) -> Any:
+    """A small configuration of the class; overrides are merged in, nested for its parts.
+
+    Half as many keys as queries where `grouped`, which not every family can.
+    """
+    arguments = Shrinker(grouped).arguments(config_class(), overrides)
+    small = config_class(**arguments)
+    for part in (small, *(v for v in vars(small).values() if hasattr(v, "to_dict"))):
+        for name in DROPOUTS:
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+    return small
+
+
+DROPOUTS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "dropout",
+    "resid_pdrop",
+    "attn_pdrop",
+    "embd_pdrop",
+)
+LARGEST = 20_000_000
+
+
+def small_model(
+    model_class: type[Any], config: Any, attention: str = "eager", gain: float = 1.0
+) -> Any:
+    """A model in float32, in eval mode, with random weights on which the output depends."""
+    with torch.device("meta"):
+        size, name = 0, ""
+        try:
+            probe = model_class._from_config(config, attn_implementation=attention)
+        except (NotImplementedError, RuntimeError):
+            probe = None
+        if probe is not None:
+            size = sum(p.numel() for p in probe.parameters())
+            name = max(probe.named_parameters(), key=lambda p: p[1].numel())[0] if size else ""
+    if size > LARGEST:
+        largest = dict(probe.named_parameters())[name]
+        raise ValueError(
+            f"the small configuration still has {size:,} parameters, {name} {tuple(largest.shape)}"
+        )
+    torch.manual_seed(0)
+    model = model_class._from_config(config, attn_implementation=attention).float().eval()
+    reweigh(model, gain)
+    return model
+
+
+@torch.no_grad()
+def reweigh(model: torch.nn.Module, gain: float) -> None:
+    """Weights that keep variances, so that scores depend on angles: no zeros, nothing tiny.
+
+    A gain below 1 is for a family in which variances grow until softmax picks one token.
+    """
+    generator = torch.Generator().manual_seed(1)
+    kinds = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim < 2:
+            parameter.add_(noise, alpha=0.1)
+        elif "Embedding" in kinds[id(parameter)]:
+            parameter.copy_(noise)
+        elif "Conv" in kinds[id(parameter)]:
+            parameter.copy_(gain * noise / math.sqrt(parameter[0].numel()))
+        else:
+            parameter.copy_(gain * noise / math.sqrt(max(1, *parameter.shape[-2:])))
+    for name, buffer in model.named_buffers():
+        # The vectors of a codebook, zeros until it is trained.
+        if name.endswith("embed_sum"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))

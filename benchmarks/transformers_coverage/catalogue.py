@@ -1,0 +1,160 @@
+"""Which model types there are in the installed transformers, and where their rotary functions stand."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+# What a function or method that rotates queries or keys is called there. Not `rotate_half` and the
+# like, which are the parts that such functions are made of.
+ROTARY = re.compile(
+    r"^_?(vision_)?apply_\w*rotary\w*$|^rotate_queries_or_keys$|^_apply_rotary_embedding$"
+)
+
+# In this order: the class with a head over text first, since it runs everything below it.
+PREFERRED = (
+    "ForConditionalGeneration",
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForCTC",
+    "ForRNNT",
+    "ForTDT",
+    "Model",
+)
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A key of transformers' configuration mapping and the modeling file that rotates."""
+
+    name: str
+    folder: str
+    file: str
+
+    @property
+    def config_class(self) -> type[Any]:
+        """The class of its configurations."""
+        from transformers import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[self.name]
+
+    @property
+    def module(self) -> ModuleType:
+        """Its modeling module, imported."""
+        return importlib.import_module(f"transformers.models.{self.file[:-3].replace('/', '.')}")
+
+    def model_classes(self) -> list[type[Any]]:
+        """The classes of models that take its configuration, the most complete one first."""
+        from transformers import PreTrainedModel
+
+        module = self.module
+        found = [
+            value
+            for name, value in vars(module).items()
+            if inspect.isclass(value)
+            and issubclass(value, PreTrainedModel)
+            and value.__module__ == module.__name__
+            and not name.endswith("PreTrainedModel")
+            and getattr(value, "config_class", None) is self.config_class
+        ]
+
+        def rank(value: type[Any]) -> tuple[int, int]:
+            ends = [i for i, end in enumerate(PREFERRED) if value.__name__.endswith(end)]
+            return (ends[0] if ends else len(PREFERRED), len(value.__name__))
+
+        return sorted(found, key=rank)
+
+
+def models_folder() -> Path:
+    """Where the installed transformers keeps its models."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        raise ImportError("transformers is not installed: pip install transformers")
+    return Path(spec.origin).parent / "models"
+
+
+@cache
+def rotary_names(path: Path) -> tuple[str, ...]:
+    """Names of the functions and methods of a file that rotate, `Class.method` for methods."""
+    found: list[str] = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.FunctionDef) and ROTARY.match(child.name):
+                found.append(prefix + child.name)
+
+    text = path.read_text(encoding="utf-8")
+    if "rotary" in text or "rotate_" in text:
+        visit(ast.parse(text), "")
+    return tuple(found)
+
+
+@cache
+def called_names(path: Path) -> frozenset[str]:
+    """Which of the functions that rotate the file calls anywhere."""
+    names = {name.rpartition(".")[2] for name in rotary_names(path)}
+    calls = [
+        n.func for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)
+    ]
+    called = {getattr(f, "id", None) or getattr(f, "attr", "") for f in calls}
+    return frozenset(names & called)
+
+
+def catalogue() -> list[ModelType]:
+    """Every model type of a folder in which a modeling file defines a function that rotates."""
+    from transformers.models.auto.configuration_auto import (
+        CONFIG_MAPPING_NAMES,
+        model_type_to_module_name,
+    )
+
+    root = models_folder()
+    rotary = {}
+    for folder in sorted({p.parent for p in root.rglob("modeling_*.py")}):
+        for path in sorted(folder.glob("modeling_*.py")):
+            if rotary_names(path):
+                rotary[folder.relative_to(root).as_posix()] = path.relative_to(root).as_posix()
+    named = {
+        name: model_type_to_module_name(name).replace(".", "/") for name in CONFIG_MAPPING_NAMES
+    }
+    return [
+        ModelType(name, folder, rotary[folder])
+        for name, folder in sorted(named.items())
+        if folder in rotary
+    ]
+
+
+def rotary_codes(module: ModuleType) -> dict[CodeType, str]:
+    """The code object of each function of a module that rotates, with the name it stands under."""
+    if module.__file__ is None:
+        return {}
+    found = {}
+    for name in rotary_names(Path(module.__file__)):
+        value: Any = module
+        for part in name.split("."):
+            value = inspect.getattr_static(value, part)
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        value = inspect.unwrap(value)
+        # A decorator of transformers may have made a module of it that holds the function.
+        if not isinstance(value, FunctionType):
+            value = _held(value)
+        if value is not None:
+            found[value.__code__] = name
+    return found
+
+
+def _held(value: Any) -> FunctionType | None:
+    closure = getattr(getattr(type(value), "forward", None), "__closure__", None) or ()
+    functions = [c.cell_contents for c in closure if isinstance(c.cell_contents, FunctionType)]
+    return functions[0] if functions else None

@@ -1,0 +1,346 @@
+"""What single families need besides the general rules: settings, inputs, the class to build."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .building import WIDTH
+from .catalogue import ModelType
+
+# Times, rows and columns of patches of the two images of a batch; h and w differ.
+GRIDS = ((1, 4, 6), (1, 6, 4))
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is special about a model type.
+
+    `config` holds settings, nested for the parts of a configuration; a part with a `model_type` takes the
+    place of the whole part. `inputs` makes some inputs, given the maker of the rest; `without` names
+    inputs that it must not be given. `model` is the class to build. `patches` says how pixels come where
+    a grid comes with them (see `Maker.images`), `grids` how many patches each image has. `part` names the
+    part of the model that is called, where the whole of it cannot be differentiated or is badly
+    conditioned. `attention` is the implementation to ask for; `gain` scales the random weights.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: Callable[[Any], dict[str, Any]] | None = None
+    without: tuple[str, ...] = ()
+    model: str = ""
+    patches: str = "flat"
+    part: str = ""
+    attention: str = "eager"
+    gain: float = 1.0
+    grids: tuple[tuple[int, int, int], ...] = GRIDS
+
+
+def tiles(maker: Any) -> dict[str, Any]:
+    """Pictures in tiles: one tile of four is there."""
+    return {
+        "pixel_values": maker.normal(2, 1, 4, 3, 32, 32),
+        "aspect_ratio_ids": torch.full((2, 1), 6),
+        "aspect_ratio_mask": torch.ones(2, 1, 4, dtype=torch.long),
+    }
+
+
+def places(maker: Any) -> torch.Tensor:
+    """Columns and rows of the patches of two images of six by three."""
+    at = [(x, y) for y in range(3) for x in range(6)]
+    return torch.tensor([at, at])
+
+
+def patches_with_places(maker: Any) -> dict[str, Any]:
+    """Patches as rows of a batch, with where they stand."""
+    return {"pixel_values": maker.normal(2, 18, 3 * 8 * 8), "pixel_position_ids": places(maker)}
+
+
+def memory(maker: Any) -> dict[str, Any]:
+    """The features of a frame, and those of two frames and four pointers to attend to."""
+    frame = math.prod(maker.config.memory_attention_rope_feat_sizes)
+    return {
+        "current_vision_features": maker.normal(frame, 1, 64),
+        "memory": maker.normal(2 * frame + 4, 1, 64),
+        "memory_posision_embeddings": maker.normal(2 * frame + 4, 1, 64),
+        "num_object_pointer_tokens": 4,
+    }
+
+
+def pooled_memory(maker: Any) -> dict[str, Any]:
+    """The same where each remembered frame is eight latents and four by four places."""
+    past = {
+        n: maker.normal(2 * (8 + 16) + 4, 1, 64) for n in ("memory", "memory_posision_embeddings")
+    }
+    return {**memory(maker), **past, "num_spatial_memory_tokens": 2}
+
+
+def one_channel(maker: Any) -> dict[str, Any]:
+    """Sound with a dimension for its one channel."""
+    return {"input_values": maker.normal(2, 1, 240)}
+
+
+def matched(maker: Any) -> dict[str, Any]:
+    """Features of two pairs of pictures and where they stand, as the whole model makes them."""
+    features = maker.normal(2, 2, WIDTH, 16, 24)
+    cos, sin = (
+        t.expand(4, -1, -1, -1).reshape(4, -1, WIDTH) for t in maker.whole.rotary_emb(features)
+    )
+    return {"hidden_states": features, "position_embeddings": (cos, sin)}
+
+
+def music(maker: Any) -> dict[str, Any]:
+    """Placeholders for a quarter of the frames: they are halved, and halved again."""
+    ids = maker.ids(30)
+    ids[:, 4:20] = maker.config.audio_token_id
+    return {"input_ids": ids}
+
+
+def pixel_videos(maker: Any) -> dict[str, Any]:
+    """Six frames of pictures for each of two videos."""
+    return {"pixel_values_videos": maker.normal(2, 6, 3, 32, 32)}
+
+
+def codec_rows(maker: Any) -> dict[str, Any]:
+    """Sound, and rows of its frames for the semantic part."""
+    width = maker.config.semantic_model_config.feature_projection_input_dim
+    return {"input_values": maker.normal(2, 1, 1920), "input_features": maker.normal(2, 6, width)}
+
+
+def speech_rows(maker: Any) -> dict[str, Any]:
+    """Frames of speech as wide as the model projects them."""
+    return {"input_features": maker.normal(2, 24, maker.config.feature_projection_input_dim)}
+
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+TEXT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {"rope_parameters": {**TEXT_ROPE, "mrope_section": [2, 3, 3]}}
+ERNIE = {"rope_parameters": {**TEXT_ROPE, "mrope_section": [22, 22, 20]}}
+COMPASS = {"rope_parameters": {"full_attention": {**TEXT_ROPE, "mrope_section": [2, 3, 3]}}}
+VQ = {"base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1, "resolution": 32}
+CODES = {f"IMGIMG{chr(65 + i)}Z": 100 + i for i in range(8)} | {"<image>": 120}
+VISUAL = {f"<|visual token {i:06d}|>": 100 + i for i in range(8)}
+VISUAL |= {"<image>": 120, "<|extra_200|>": 121}
+CLVP = {"hidden_size": 128, "projection_dim": 128, "intermediate_size": 96}
+DOTS = {
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
+    "rope_parameters": None, "index_topk": 4, "index_head_dim": 16,
+}  # fmt: skip
+OMNI_START = {"vision_start_token_id": 230, "vision_end_token_id": 231}
+PROJECTED = {"out_hidden_size": 256, "projector_hidden_size": 64}
+T5GEMMA = {"dropout_rate": 0.0}
+SAM = {"image_size": 32, "patch_size": 8, "downsample_channels": [32, 64], "mlp_dim": 64}
+OCR = {"sam_config": SAM, "encoder_config": {"hidden_size": 64}}
+
+AUDIO = ("input_features", "feature_attention_mask")
+MUSE_AUDIO = {"num_hidden_layers": 4, "hidden_sizes": (16, 32, 32, 64)}
+DAC = {"encoder_hidden_size": 8, "downsampling_ratios": [2, 4], "hidden_size": 32, "hop_length": 8}
+VIT = {
+    "model_type": "vit", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "intermediate_size": 48, "image_size": 32, "patch_size": 8, "num_labels": 32,
+}  # fmt: skip
+MEMORY = {
+    "memory_attention_hidden_size": 64, "memory_attention_rope_feat_sizes": [6, 4],
+    "memory_attention_feed_forward_hidden_size": 48, "memory_attention_mlp_hidden_size": 48,
+}  # fmt: skip
+PE_ENCODER = {
+    "audio_config": {"dac_config": DAC},
+    "video_config": {"vision_config": VIT},
+}
+CODEC = {"encoder_hidden_size": 4, "quantization_dim": 128}
+INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}),
+    "bamba": Family({**MAMBA, "attn_layer_indices": [1]}),
+    "recurrent_gemma": Family({"num_hidden_layers": 3}),
+    "granitemoehybrid": Family(
+        {
+            **MAMBA,
+            "layer_types": ["linear_attention", "full_attention"],
+            "position_embedding_type": "rope",
+        }
+    ),
+    "chameleon": Family({"vocabulary_map": CODES, "vq_config": VQ}, without=("pixel_values",)),
+    "emu3": Family(
+        {"vocabulary_map": VISUAL, "vq_config": VQ}, without=("pixel_values", "image_sizes")
+    ),
+    "clvp": Family({"text_config": CLVP, "speech_config": CLVP}),
+    "clvp_encoder": Family(CLVP),
+    "cohere_compass": Family({"text_config": COMPASS}),
+    "cohere_compass_text": Family(COMPASS),
+    "deepseek_ocr2": Family({"text_config": {"mlp_layer_types": ["dense", "sparse"]}, "vision_config": OCR}),
+    "deepseek_ocr2_vision": Family(OCR),
+    "deepseek_ocr2_encoder": Family(
+        inputs=lambda m: {"inputs_embeds": m.normal(2, 14, 64), "num_patches": 7}
+    ),
+    "deepseek_ocr2_text": Family({"mlp_layer_types": ["dense", "sparse"]}),
+    "ernie4_5_vl_moe": Family({"text_config": ERNIE}),
+    "ernie4_5_vl_moe_text": Family(ERNIE),
+    "esm": Family({"vocab_size": 128, "position_embedding_type": "rotary", "pad_token_id": 1}),
+    "dbrx": Family({"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}}),
+    "lfm2_moe": Family({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "kimi_k25": Family(patches="square"),
+    "kimi_k25_vision": Family(patches="square"),
+    "aria": Family({"projector_patch_to_query_dict": {16: 4}}),
+    "paddleocr_vl_text": Family(MROPE),
+    "paddleocr_vl": Family({"text_config": MROPE}, patches="square"),
+    "paddleocr_vl_vision": Family(patches="batch"),
+    "wav2vec2-conformer": Family({"position_embeddings_type": "rotary"}),
+    "wav2vec2-bert": Family(
+        {"position_embeddings_type": "rotary", "vocab_size": 64}, inputs=speech_rows
+    ),
+    "seamless_m4t": Family(
+        {"position_embeddings_type": "rotary", "pad_token_id": 0}, speech_rows,
+        model="SeamlessM4TForSpeechToText",
+    ),
+    "dots3_note_text": Family(DOTS),
+    "dots3_note": Family({"text_config": DOTS}, without=AUDIO),
+    "hunyuan_vl": Family(grids=((1, 4, 6), (1, 4, 6))),
+    "bailing_hybrid": Family({"num_expert_group": 1, "topk_group": 1}),
+    "muse_glimmer": Family(PROJECTED),
+    "muse_spark": Family({**PROJECTED, "audio_config": MUSE_AUDIO}),
+    "mllama": Family({"vision_config": {"vision_output_dim": 128}}, inputs=tiles),
+    "mllama_vision_model": Family(inputs=tiles),
+    "lightglue": Family(
+        {"keypoint_detector_config": {"keypoint_decoder_dim": 65}},
+        inputs=lambda m: {"pixel_values": m.normal(2, 2, 3, 64, 64)},
+    ),
+    "qwen2_5_omni_thinker": Family(OMNI_START),
+    "qwen3_omni_moe_thinker": Family(OMNI_START, without=AUDIO),
+    "qwen3_omni_moe_talker_text": Family(
+        {"shared_expert_intermediate_size": 48}, without=("input_ids",)
+    ),
+    "qwen4_exp_text": Family(
+        INDEXER
+    ),
+    "t5gemma2_text": Family(T5GEMMA),
+    "t5gemma2_encoder": Family({"text_config": T5GEMMA}),
+    "llama4_vision_model": Family({"intermediate_size": 256, "hidden_size": 64}),
+    "llama4": Family({"vision_config": {"intermediate_size": 256}}),
+    "gemma4_vision": Family(inputs=patches_with_places),
+    "neomme": Family(inputs=lambda m: {"pixel_values": m.normal(8, 192)}),
+    "idefics": Family(
+        inputs=lambda m: {
+            "pixel_values": m.normal(2, 1, 3, 32, 32),
+            "image_attention_mask": torch.ones(2, 14, 1, dtype=torch.long),
+        }
+    ),
+    "video_llama_3": Family(inputs=lambda _: {"image_merge_sizes": torch.tensor([2, 2])}),
+    "video_llama_3_vision": Family(inputs=lambda _: {"merge_sizes": torch.tensor([2, 2])}),
+    "sapiens2": Family({"num_key_value_heads_per_layer": [4, 2]}),
+    "inkling2": Family(patches="folded"),
+    "inkling2_vision": Family(patches="folded"),
+    "muse_spark_audio": Family(MUSE_AUDIO),
+    "granite_docling": Family(
+        inputs=lambda m: {
+            "pixel_values": m.normal(2, 1, 3, 32, 32),
+            "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
+        }
+    ),
+    "granite4_vision": Family({"downsample_rate": "1/2", "deepstack_layer_map": [(-1, 0)]}),
+    "csm": Family(without=("input_values",)),
+    "molmo2": Family(without=("pixel_values",)),
+    "molmo2_vision": Family(
+        {"num_position_embeddings": 16}, inputs=lambda m: {"pixel_values": m.normal(2, 16, 192)}
+    ),
+    "gemma4": Family(without=("pixel_values", "input_features")),
+    "gemma4_unified": Family(without=("pixel_values", "input_features")),
+    "embedding_gemma2": Family(without=("pixel_values", "input_features")),
+    "glm_image": Family(without=("pixel_values", "image_grid_thw")),
+    "timesfm2_5": Family(inputs=lambda m: {"past_values": [m.normal(64), m.normal(64)]}),
+    "dia": Family(inputs=lambda m: {"decoder_input_ids": m.ids(14)[..., None].repeat(1, 1, 9)}),
+    "dia_decoder": Family(
+        inputs=lambda m: {
+            "input_ids": m.ids(14)[..., None].repeat(1, 1, 9),
+            "encoder_hidden_states": m.normal(2, 14, 64),
+        }
+    ),
+    "blt": Family({"encoder_hash_byte_group_vocab": 64}, inputs=lambda _: {"use_cache": False}),
+    "zamba2": Family(
+        {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2,
+         "use_mem_rope": True, "n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 8}
+    ),
+    "beam": Family({"rope_parameters": {"full_attention": TEXT_ROPE, "sliding_attention": TEXT_ROPE}}),
+    "efficientloftr": Family(
+        {
+            "stage_num_blocks": [1, 1, 1, 1],
+            "out_features": [16, 16, 32, 64],
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+        },
+        matched,
+        part="local_feature_transformer",
+    ),
+    "vjepa2": Family({"crop_size": 32, "frames_per_clip": 4}),
+    "pe_audio_video": Family(
+        {"audio_video_config": PE_ENCODER}, lambda m: {**one_channel(m), **pixel_videos(m)}
+    ),
+    "musicflamingo": Family({"audio_config": {"max_source_positions": 32}}, music),
+    "glmasr": Family({"audio_config": {"intermediate_size": 256}}),
+    "moonshine_streaming": Family({"num_key_value_heads": 4}),
+    "t5gemma2_decoder": Family(
+        T5GEMMA, inputs=lambda m: {"encoder_hidden_states": m.normal(2, 14, 64)}
+    ),
+    "wav2vec2_conformer": Family({"position_embeddings_type": "rotary"}),
+    "voxtral_realtime_text": Family(inputs=lambda m: {"t_cond": m.normal(1, 1, 64)}),
+    "voxtral_realtime": Family(inputs=lambda m: {"input_features": m.normal(2, 16, 112)}),
+    "csm_depth_decoder_model": Family({"num_codebooks": 16}),
+    "moshi_depth": Family(
+        {"num_codebooks": 14, "input_size": 64}, inputs=lambda m: {"last_hidden_state": m.normal(2, 1, 64)}
+    ),
+    "kyutai_speech_to_text": Family(inputs=lambda m: {"input_ids": m.ids(14)[..., None].repeat(1, 1, 3)}),
+    "mimi_decoder": Family(inputs=lambda m: {"latents": m.normal(2, 64, 8)}),
+    "pocket_tts_audio_tokenizer_decoder": Family(inputs=lambda m: {"latents": m.normal(2, 64, 8)}),
+    "pe_audio": Family({"audio_config": {"dac_config": DAC}}, one_channel),
+    "pe_audio_encoder": Family({"dac_config": DAC}, one_channel),
+    "pe_video": Family({"video_config": {"vision_config": VIT}}, pixel_videos),
+    "pe_video_encoder": Family({"vision_config": VIT}, pixel_videos),
+    "pe_audio_video_encoder": Family(
+        PE_ENCODER,
+        lambda m: {**one_channel(m), **pixel_videos(m)},
+    ),
+    "neucodec": Family(CODEC, codec_rows, without=("input_features_mask", "padding_mask")),
+    "xcodec2": Family(CODEC, codec_rows, without=("input_features_mask", "padding_mask")),
+    "sam2_video": Family(MEMORY, memory, part="memory_attention"),
+    "sam3_tracker_video": Family({**MEMORY, "image_size": 48}, memory, part="memory_attention"),
+    "edgetam_video": Family(
+        {**MEMORY, "memory_attention_rope_k_sizes": [4, 4]}, pooled_memory, part="memory_attention"
+    ),
+    "qwen2_5_omni_dit": Family(
+        {"enc_channels": (16, 16, 16, 16, 48), "enc_dim": 16, "enc_emb_dim": 16, "emb_dim": 16,
+         "mel_dim": 16, "num_embeds": 64, "block_size": 8},
+        inputs=lambda m: {
+            "hidden_states": m.normal(1, 20, 16),
+            "condition_vector": m.normal(1, 20, 16),
+            "speaker_embedding": m.normal(1, 20, 16),
+            "quantized_code": m.ids(10, 60)[:1] % 60,
+            "time_step": torch.tensor([0.3]),
+        },
+        attention="sdpa",
+    ),
+    "muse_glimmer_assistant": Family(
+        inputs=lambda m: {
+            "noise_embeds": m.normal(2, 4, 64),
+            "context_hidden_states": m.normal(2, 10, 64 * len(m.config.target_layer_ids)),
+        }
+    ),
+    "qwen4_exp": Family({"text_config": INDEXER}),
+    "qwen3_omni_moe_talker_code_predictor": Family(
+        model="Qwen3OmniMoeTalkerCodePredictorModel", without=("input_ids",)
+    ),
+    "unlimited_ocr": Family({"vision_config": OCR}),
+    "unlimited_ocr_vision": Family(OCR),
+}  # fmt: skip
+
+
+def of(model_type: ModelType) -> Family:
+    """The family's entry, or nothing special."""
+    return FAMILIES.get(model_type.name, Family())

@@ -1,0 +1,251 @@
+"""Every rotary function of transformers by itself: what it is recognised as, and whether the
+replacement equals it in values and gradients."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightrope.integrations.transformers import recognise
+from tightrope.integrations.transformers._find import global_names, looks_rotary
+from tightrope.integrations.transformers._form import Candidate, unwrapped
+from tightrope.integrations.transformers._graft import Swap, calling, replacement_of
+
+from .catalogue import models_folder, rotary_names
+
+ROWS, HEADS, TOKENS, CHANNELS = 2, 4, 11, 16
+# Relative to the largest value: float32 arithmetic in another order; issue 7's bounds are 2e-5 and 1e-4.
+VALUES, GRADIENTS = 2e-6, 2e-6
+# Results in bfloat16 may be off from float64 by one rounding more than those of the original.
+BF16 = 2.0**-8
+
+Make = Callable[[torch.dtype], dict[str, Any]]
+
+
+def files() -> list[Path]:
+    """The modeling files that define a rotary function."""
+    found = sorted(models_folder().rglob("modeling_*.py"))
+    return [path for path in found if rotary_names(path)]
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """A row for each rotary function of a file; an error becomes one."""
+    name = path.relative_to(models_folder()).with_suffix("").as_posix()
+    try:
+        module = importlib.import_module("transformers.models." + name.replace("/", "."))
+    except Exception as error:  # noqa: BLE001
+        yield _row(name, "*", "left", reason=f"cannot be imported: {error!s:.200}")
+        return
+    swaps: dict[str, Swap] = {}
+    for function in names(module, path):
+        try:
+            yield _one(module, name, function, swaps)
+        except Exception as error:  # noqa: BLE001
+            yield _row(
+                name, function, "different", reason=f"{type(error).__name__}: {error!s:.200}"
+            )
+
+
+def names(module: ModuleType, path: Path) -> list[str]:
+    """Rotary functions and methods that a file defines, by what they are called or by their arguments."""
+    known = list(rotary_names(path))
+    for name, value in vars(module).items():
+        here = getattr(unwrapped(value), "__module__", None) == module.__name__
+        if here and name not in known and looks_rotary(name, value):
+            known.append(name)
+    return known
+
+
+class _Spy(TorchDispatchMode):
+    """Counts calls of the operator: a replacement that asks the original would be equal too."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.tightrope.rotate.default
+        return func(*args, **(kwargs or {}))
+
+
+def _row(name: str, function: str, status: str, **more: Any) -> dict[str, Any]:
+    return {"file": name, "function": function, "status": status, "recognised": None, **more}
+
+
+def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -> dict[str, Any]:
+    *owners, last = function.split(".")
+    holder: Any = module
+    for owner in owners:
+        holder = getattr(holder, owner)
+    value = vars(holder)[last]
+    method = bool(owners) and not isinstance(value, staticmethod)
+    this = SimpleNamespace(num_heads=HEADS, head_size=CHANNELS) if method else None
+    target = unwrapped(value) if owners else value
+    recognition = recognise(target, this)
+    if recognition.candidate is not None:
+        swap = Swap(module.__name__, function, recognition.candidate)
+        swaps[function] = swap
+        replaced = replacement_of(swap)
+        make = arguments(recognition.candidate, this)
+        compared = compare(target, replaced, make)
+        return _row(name, function, **compared, recognised=str(recognition.candidate))
+    # One that only passes on to others: what it calls is replaced.
+    for each in (n for n in names(module, Path(module.__file__ or "")) if n not in swaps):
+        inner = getattr(module, each, None)
+        if isinstance(inner, FunctionType) and each != function:
+            found = recognise(inner)
+            if found.candidate is not None:
+                swaps[each] = Swap(module.__name__, each, found.candidate)
+    copied = calling(target, swaps.values()) if isinstance(target, FunctionType) else None
+    if copied is not None and function in COMPOSED:
+        compared = compare(target, copied, COMPOSED[function])
+        reached = ", ".join(each for each in swaps if each in global_names(target.__code__))
+        return _row(name, function, **compared | {"reason": f"calls {reached}, which is replaced"})
+    return _row(name, function, "left", reason=recognition.reason)
+
+
+def arguments(candidate: Candidate, owner: object = None) -> Make:
+    """Arguments of a signature, with tables as a model makes them: of angles, entries held twice."""
+    form, rotation = candidate.form, candidate.rotation
+    # Four dimensions where the function takes them; tables of three.
+    dims, table, given, place = max(
+        candidate.shapes, key=lambda s: (s[0], s[1] == 3, -(s[2] or 0), s[1])
+    )
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        torch.manual_seed(0)
+        behind = place == -2 or form.carrier == "stack"
+        middle = (TOKENS, HEADS) if behind else (HEADS, TOKENS)
+        lead = (ROWS, *middle) if dims == 4 else middle if place == -2 else (ROWS, TOKENS)
+        xs = {name: torch.randn(*lead, CHANNELS, dtype=dtype) for name in form.rotated}
+        pairs = CHANNELS // 2
+        angle = torch.arange(1, TOKENS + 1)[:, None] * 10.0 ** -torch.linspace(0, 3, pairs)
+        if rotation.reading == "half":
+            full = angle
+        elif rotation.reading in ("repeat", "even", "odd"):
+            full = angle.repeat_interleave(2, -1)
+        else:
+            full = torch.cat((angle, angle), -1)
+        cos, sin = full.cos().to(dtype), full.sin().to(dtype)
+        shape = {2: (), 3: (1,), 4: (1, 1)}[table]
+        if form.rows is None:
+            cos, sin = cos.expand(*shape, *cos.shape), sin.expand(*shape, *sin.shape)
+        if form.carrier == "complex":
+            cos, sin = cos.float(), sin.float()
+        values: dict[str, Any] = {**xs, **form.join(cos, sin)}
+        if form.carrier == "stack":
+            values |= {name: x.flatten(2) for name, x in xs.items()}
+            table_name = form.tables[0]
+            values[table_name] = torch.stack((cos[0, 0], sin[0, 0]))[:, :, None, None]
+        if form.unsqueeze:
+            values[form.unsqueeze] = given
+        if form.rows:
+            values[form.rows] = torch.arange(TOKENS).flip(0)[None]
+        if owner is not None:
+            values["self"] = owner
+        return values
+
+    return make
+
+
+def _multidimensional(dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    angle = torch.rand(ROWS, TOKENS, CHANNELS // 4)
+    table = torch.cat((angle, angle, 2 * angle, 2 * angle), -1)
+    return {
+        "x": torch.randn(ROWS, TOKENS, HEADS, CHANNELS, dtype=dtype),
+        "cos": table.cos().to(dtype),
+        "sin": table.sin().to(dtype),
+        "position_ids": torch.zeros(ROWS, TOKENS, 2, dtype=torch.int64),
+    }
+
+
+#: Arguments of functions that pass on to others.
+COMPOSED: dict[str, Make] = {"apply_multidimensional_rope": _multidimensional}
+
+
+def compare(original: Any, replaced: Any, make: Make) -> dict[str, Any]:
+    """Values and gradients of both, in float32, and in bfloat16 against float64."""
+    theirs, their_grads = _run(original, make(torch.float32))
+    with _Spy() as spy:
+        ours, our_grads = _run(replaced, make(torch.float32))
+    values, gradients = _apart(theirs, ours), _apart(their_grads, our_grads)
+    exact, _ = _run(original, _narrowed(make(torch.bfloat16)))
+    theirs, _ = _run(original, make(torch.bfloat16))
+    ours, _ = _run(replaced, make(torch.bfloat16))
+    off, their_off = _apart(exact, ours), _apart(exact, theirs)
+    equal = (
+        spy.calls > 1
+        and values <= VALUES
+        and gradients <= GRADIENTS
+        and off <= max(their_off, BF16)
+    )
+    return {
+        "status": "equal" if equal else "different",
+        "reason": "equal in values and gradients" if equal else "differs, see the numbers",
+        "operator_calls": spy.calls,
+        "values": values,
+        "gradients": gradients,
+        "bf16": off,
+        "bf16_original": their_off,
+    }
+
+
+def _narrowed(values: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers in float64."""
+    return {
+        name: v.double()
+        if isinstance(v, torch.Tensor) and v.is_floating_point()
+        else v.to(torch.complex128)
+        if isinstance(v, torch.Tensor) and v.is_complex()
+        else v
+        for name, v in values.items()
+    }
+
+
+def _run(function: Any, values: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    owner = values.pop("self", None)
+    names = list(inspect.signature(getattr(function, "forward", function)).parameters)
+    tensors = [values[n] for n in names if isinstance(values.get(n), torch.Tensor)]
+    leaves = [
+        t.requires_grad_()
+        for n, t in zip([n for n in names if isinstance(values.get(n), torch.Tensor)], tensors)
+        if t.is_floating_point()
+        and not any(word in n for word in ("cos", "sin", "freq", "position"))
+    ]
+    result = function(**values) if owner is None else function(owner, **values)
+    ys = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in ys]
+    return [y.detach() for y in ys], list(torch.autograd.grad(ys, leaves, weights))
+
+
+def _apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest value; infinite where they cannot be compared."""
+    if len(one) != len(other):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(one, other):
+        if a.shape != b.shape or not bool(b.isfinite().all()):
+            return float("inf")
+        scale = float(a.double().abs().max()) or 1.0
+        worst = max(worst, float((a.double() - b.double()).abs().max()) / scale)
+    return worst
+
+
+def run(only: str = "") -> list[dict[str, Any]]:
+    """All rows, with a bar of progress."""
+    from tqdm import tqdm
+
+    chosen = [path for path in files() if re.search(only, path.parent.name)]
+    found: list[dict[str, Any]] = []
+    for path in tqdm(chosen, file=sys.stderr, mininterval=5, unit="file"):
+        found += rows(path)
+    return found

@@ -1,0 +1,233 @@
+"""Inputs for a model from the names of its forward's parameters."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .building import SPECIAL, WIDTH
+from .families import Family
+
+BATCH = 2
+TOKENS = 14
+FRAMES = 64
+# Six frames of the codecs that take 1,920 samples to one.
+SAMPLES = 11_520
+
+
+class Maker:
+    """Makes the inputs of one model; one method per kind of input, results are shared by name."""
+
+    def __init__(self, model: Any, config: Any, family: Family) -> None:
+        self.whole = model
+        self.model = model.get_submodule(family.part)
+        self.config = config
+        self.family = family
+        parameters = inspect.signature(self.model.forward).parameters
+        self.names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
+        self.required = [
+            n
+            for n, p in parameters.items()
+            if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
+        self.generator = torch.Generator().manual_seed(3)
+        self.made: dict[str, Any] = {}
+
+    def __call__(self) -> dict[str, Any]:
+        """The inputs; ValueError names a required one that nobody knows how to make."""
+        given = self.family.inputs(self) if self.family.inputs else {}
+        self.made.update(given)
+        for names, make in (
+            (("pixel_values", "grid_thw", "image_grid_thw"), self.images),
+            (("input_features", "input_values"), self.audio),
+        ):
+            if any(n in self.names and n not in self.family.without for n in names):
+                make()
+        if "pixel_values_videos" in self.required:
+            self.videos()
+        if "input_ids" in self.names and "input_ids" not in self.family.without:
+            self.text()
+        elif "inputs_embeds" in self.names and not self.made:
+            self.embeddings()
+        if "decoder_input_ids" in self.names:
+            self.put("decoder_input_ids", self.ids(TOKENS))
+        missing = [n for n in self.required if n not in self.made]
+        if missing:
+            raise ValueError(f"no input for {', '.join(missing)}")
+        return {
+            n: v
+            for n, v in self.made.items()
+            if n in given or (n in self.names and n not in self.family.without)
+        }
+
+    def put(self, name: str, value: Any) -> None:
+        """An input, unless the family brought its own."""
+        self.made.setdefault(name, value)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Seeded normal numbers."""
+        return torch.randn(*shape, generator=self.generator)
+
+    def ids(self, tokens: int, low: int = 4) -> torch.Tensor:
+        """Ordinary tokens."""
+        vocabulary = min(SPECIAL, setting(self.config, "vocab_size") or SPECIAL)
+        return torch.randint(low, vocabulary, (BATCH, tokens), generator=self.generator)
+
+    def text(self) -> None:
+        """`input_ids` with as many placeholder tokens as there are features of what was made."""
+        if "input_ids" in self.made:
+            return
+        ids = self.ids(TOKENS)
+        kinds = torch.zeros_like(ids)
+        for kind, names, getter, given in PLACEHOLDERS:
+            token = next((t for n in names if (t := setting(self.config, n)) is not None), None)
+            find = getattr(self.model, getter, None)
+            if token is None or find is None or not any(n in self.made for n in given):
+                continue
+            count = self.features(find)
+            start = setting(self.config, "vision_start_token_id")
+            end = setting(self.config, "vision_end_token_id")
+            row = (
+                [start] * (start is not None)
+                + [token] * (count // BATCH)
+                + [end] * (end is not None)
+            )
+            part = torch.tensor(row).expand(BATCH, -1)
+            ids = torch.cat([ids[:, :4], part, ids[:, 4:]], 1)
+            mark = (part == token).long() * kind
+            kinds = torch.cat([kinds[:, :4], mark, kinds[:, 4:]], 1)
+        self.put("input_ids", ids)
+        if "attention_mask" in self.names:
+            self.put("attention_mask", torch.ones_like(ids))
+        if "mm_token_type_ids" in self.names:
+            self.put("mm_token_type_ids", kinds)
+        if "token_type_ids" in self.names and "pixel_values" in self.made:
+            self.put("token_type_ids", kinds)
+
+    def features(self, find: Callable[..., Any]) -> int:
+        """How many feature rows a model makes of what was given."""
+        wanted = inspect.signature(find).parameters
+        given = {n: v for n, v in self.made.items() if n in wanted}
+        if "args" in wanted:
+            inner = getattr(self.model, "model", None) or self.model
+            return Maker.features(self, getattr(inner, find.__name__))
+        with torch.no_grad():
+            out = find(**given)
+        value = getattr(out, "pooler_output", None)
+        if value is None:
+            value = out if isinstance(out, (torch.Tensor, list, tuple)) else out.last_hidden_state
+        if isinstance(value, (list, tuple)):
+            if value and isinstance(value[0], (list, tuple)):
+                value = value[0]
+            return sum(v.numel() // v.shape[-1] for v in value)
+        return int(value.numel() // value.shape[-1])
+
+    def embeddings(self) -> None:
+        """`inputs_embeds` where there are no tokens."""
+        width = setting(self.config, "hidden_size") or WIDTH
+        self.put("inputs_embeds", self.normal(BATCH, TOKENS, width))
+
+    def images(self) -> None:
+        """Pixels: patches in rows with their grids, or pictures."""
+        vision = part(self.config, "vision_config")
+        channels = setting(vision, "num_channels", "in_channels", "in_chans", "in_channel") or 3
+        patch = square(setting(vision, "patch_size", "spatial_patch_size") or 8)
+        grid = next(
+            (n for n in ("image_grid_thw", "grid_thw", "image_grid_hws") if n in self.names), None
+        )
+        if grid:
+            step = setting(vision, "temporal_patch_size", "patch_temporal") or 1
+            step = step if isinstance(step, int) else step[0]
+            rows = sum(math.prod(g) for g in self.family.grids)
+            width = channels * step * patch * patch
+            shape = {
+                "flat": (rows, width),
+                "square": (rows, channels, patch, patch),
+                "batch": (1, rows, channels, patch, patch),
+                "folded": (rows, 2 * patch, 2 * patch, channels),
+            }[self.family.patches]
+            pixels = self.normal(*shape)
+            self.put(grid, torch.tensor(self.family.grids))
+            for name in ("pixel_values", "hidden_states"):
+                self.put(name, pixels)
+            return
+        size = setting(vision, "image_size", "img_size") or 32
+        height, width = (size, size) if isinstance(size, int) else size
+        self.put("pixel_values", self.normal(BATCH, channels, height, width))
+        if "image_sizes" in self.names:
+            self.put("image_sizes", torch.tensor([[height, width]] * BATCH))
+
+    def videos(self) -> None:
+        """Frames of pictures, two per video."""
+        vision = part(self.config, "vision_config")
+        size = setting(vision, "image_size", "crop_size") or 32
+        self.put("pixel_values_videos", self.normal(BATCH, 4, 3, size, size))
+
+    def audio(self) -> None:
+        """Features of frames, or samples."""
+        audio = part(self.config, "audio_config", "encoder_config")
+        bins = setting(audio, "num_mel_bins", "n_mels", "input_feat_size", "feature_size") or 16
+        order = (BATCH, FRAMES, bins) if self.frames_first() else (BATCH, bins, FRAMES)
+        if "input_features" in self.names:
+            self.put("input_features", self.normal(*order))
+            for mask in ("input_features_mask", "feature_attention_mask"):
+                self.put(mask, torch.ones(BATCH, FRAMES, dtype=torch.long))
+        if "input_values" in self.names:
+            channels = setting(audio, "audio_channels")
+            shape = (BATCH, SAMPLES) if channels is None else (BATCH, channels, SAMPLES)
+            self.put("input_values", self.normal(*shape))
+
+    def frames_first(self) -> bool:
+        """Whether features have frames before bins."""
+        name = self.config.model_type
+        return any(k in name for k in FRAMES_FIRST)
+
+
+FRAMES_FIRST = (
+    "lasr", "parakeet", "nemotron", "nemo_", "wav2vec2", "seamless", "gemma", "phi4", "fastspeech",
+)  # fmt: skip
+
+# Kind in `mm_token_type_ids`, settings that hold the token, what makes features, from which inputs.
+PLACEHOLDERS = (
+    (1, ("image_token_id", "image_token_index", "media_placeholder_token_id"), "get_image_features",
+     ("pixel_values", "image_pixel_values")),
+    (3, ("audio_token_id", "audio_token_index"), "get_audio_features",
+     ("input_features", "input_values", "audio_input_features")),
+)  # fmt: skip
+
+
+def part(config: Any, *names: str) -> Any:
+    """The named part of a configuration, wherever it stands in it, or itself."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    for inner in vars(config).values():
+        if hasattr(inner, "to_dict"):
+            value = part(inner, *names)
+            if value is not inner:
+                return value
+    return config
+
+
+def setting(config: Any, *names: str) -> Any:
+    """The first setting that there is, in the configuration or else in its parts."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    for inner in vars(config).values():
+        if hasattr(inner, "to_dict"):
+            value = setting(inner, *names)
+            if value is not None:
+                return value
+    return None
+
+
+def square(value: Any) -> int:
+    """One side of a patch."""
+    return int(value if isinstance(value, int) else value[-1])

@@ -1,0 +1,131 @@
+"""The committed table: numbers and Markdown from rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def file_status(rows: list[Row]) -> dict[str, str]:
+    """file -> equal, where every function of it is; else partly, different or left."""
+    by_file: dict[str, list[str]] = {}
+    for row in rows:
+        by_file.setdefault(row["file"], []).append(row["status"])
+    result = {}
+    for file, statuses in by_file.items():
+        if "different" in statuses:
+            result[file] = "different"
+        elif set(statuses) == {"equal"}:
+            result[file] = "equal"
+        else:
+            result[file] = "partly" if "equal" in statuses else "left"
+    return result
+
+
+def summary(data: dict[str, Any]) -> str:
+    """A few lines: how many of what."""
+    lines = []
+    if rows := data.get("functions"):
+        files = Counter(file_status(rows).values())
+        functions = Counter(row["status"] for row in rows)
+        lines.append(
+            f"functions: {_counts(functions)}, in {sum(files.values())} files: {_counts(files)}"
+        )
+    if rows := data.get("models"):
+        lines.append(f"models: {_counts(Counter(row['status'] for row in rows))}")
+    return "\n".join(lines)
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counter.most_common())
+
+
+def page(data: dict[str, Any]) -> str:
+    """The Markdown page."""
+    lines = [
+        "# Coverage of transformers",
+        "",
+        f"Written by `python -m benchmarks.transformers_coverage` with transformers "
+        f"{data['transformers']} and torch {data['torch']}; the numbers are in "
+        "`benchmarks/results/transformers-coverage.json`.",
+        "",
+    ]
+    if rows := data.get("functions"):
+        lines += _functions(rows)
+    if rows := data.get("models"):
+        lines += _models(rows)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _functions(rows: list[Row]) -> list[str]:
+    files = file_status(rows)
+    equal = sum(status == "equal" for status in files.values())
+    lines = [
+        "## Functions",
+        "",
+        f"{len(rows)} rotary functions and methods in {len(files)} modeling files, each called by itself, "
+        "original against replacement. In "
+        f"{equal} files all of them are recognised, replaced, and equal in values and gradients.",
+        "",
+        "| recognised as | functions | float32 values | gradients | bfloat16 off, before → after |",
+        "|---|---|---|---|---|",
+    ]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["status"] == "equal":
+            groups.setdefault(row["recognised"] or row["reason"], []).append(row)
+    for words, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+        worst = {
+            k: max(r[k] for r in group) for k in ("values", "gradients", "bf16", "bf16_original")
+        }
+        lines.append(
+            f"| {words} | {len(group)} | {worst['values']:.0e} | {worst['gradients']:.0e} | "
+            f"{worst['bf16_original']:.1e} → {worst['bf16']:.1e} |"
+        )
+    lines += [
+        "",
+        "Largest differences over the functions of a line, relative to the largest value; in bfloat16 "
+        "against float64 on the same numbers.",
+        "",
+        "Left as they are:",
+        "",
+        "| function | reason |",
+        "|---|---|",
+    ]
+    lines += [
+        f"| `{row['file']}`, `{row['function']}` | {row['reason']} |"
+        for row in rows
+        if row["status"] != "equal"
+    ]
+    return [*lines, ""]
+
+
+def _models(rows: list[Row]) -> list[str]:
+    counts = Counter(row["status"] for row in rows)
+    lines = [
+        "## Models",
+        "",
+        f"{len(rows)} model types, a small random model of each, forward and backward before and after "
+        f"`patch(model)`: {_counts(counts)}.",
+        "",
+        "| type | | output | gradient | replaced | left, or why not built |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [
+            _number(row.get("max_dlogit", row.get("max_doutput"))),
+            _number(row.get("max_rel_dgrad")),
+        ]
+        names = [str(len(row.get("replaced") or []))]
+        why = row.get("reason") or "; ".join(str(left) for left in row.get("left") or [])
+        why = str(why).replace("|", "\\|").replace("\n", " ")
+        lines.append(
+            f"| {row['model_type']} | {row['status']} | {' | '.join(cells + names)} | {why} |"
+        )
+    return [*lines, ""]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0e}"

@@ -1,0 +1,133 @@
+"""One model type: build it, run it, patch it, run it again, and see that a fault would be seen."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from tightrope.integrations.transformers import Entry, patch, unpatch
+
+from . import families
+from .building import small_config, small_model
+from .catalogue import ModelType, called_names, models_folder
+from .comparing import Run, difference, fault, run
+from .inputs import Maker
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model, inputs, and what takes them: the model, or a part of it.
+
+    `instead_of` names a class with more to it that could not be built or run, and why.
+    """
+
+    model: Any
+    inputs: dict[str, Any]
+    part: str = ""
+    instead_of: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was run: a class, and the name of its part."""
+        return ".".join(filter(None, (type(self.model).__name__, self.part)))
+
+    def run(self) -> Run:
+        """Forward and backward."""
+        return run(self.model, self.inputs, self.model.get_submodule(self.part))
+
+
+def prepare(model_type: ModelType) -> tuple[Ready, Run]:
+    """A small model of the type with inputs for it, and its first run."""
+    family = families.of(model_type)
+    classes = model_type.model_classes()
+    if family.model:
+        classes = [c for c in classes if c.__name__ == family.model] or classes
+    if not classes:
+        raise LookupError(f"no model class takes a {model_type.config_class.__name__}")
+    failure: Exception | None = None
+    instead = ""
+    for model_class, grouped in itertools.product(classes[:3], (True, False)):
+        try:
+            config = small_config(model_type.config_class, family.config, grouped)
+            model = small_model(model_class, config, family.attention, family.gain)
+            inputs = Maker(model, config, family)()
+            same = model_class is classes[0]
+            ready = Ready(model, inputs, family.part, "" if same else instead)
+            return ready, ready.run()
+        except Exception as error:  # noqa: BLE001 - whatever a model raises, the next class may do
+            if model_class is classes[0]:
+                failure = error
+                instead = f"{model_class.__name__}: {type(error).__name__}: {str(error)[:200]}"
+    raise failure
+
+
+def trial(model_type: ModelType) -> dict[str, Any]:
+    """The row's part that depends on the run."""
+    ready, before = prepare(model_type)
+    out: dict[str, Any] = {"model": ready.name, "calls": dict(before.calls)}
+    own = [n for n in before.calls if n.startswith(model_type.folder.replace("/", ".") + ".")]
+    if ready.instead_of:
+        out["instead_of"] = ready.instead_of
+    again = difference(before, ready.run())
+    if again.output or again.gradient:
+        return {
+            **out,
+            "status": "different",
+            "reason": f"not deterministic by itself: {again.where}",
+        }
+    with fault(ready.model):
+        spoilt = difference(before, ready.run())
+    out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
+    if not own:
+        unused = not called_names(models_folder() / model_type.file)
+        reason = (
+            "its file defines a rotation and never calls it" if unused else "it rotates nothing"
+        )
+        return {**out, "status": "not exercised", "reason": reason}
+    if spoilt.within:
+        return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
+    return {**out, **patched(ready, before, own)}
+
+
+def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
+    """What patching changes: nothing, in values and gradients; and that it was undone."""
+    report = patch(ready.model, angles="model")
+    out: dict[str, Any] = {
+        "replaced": [name_of(e) for e in report.replaced],
+        "left": [f"{name_of(e)}: {e.reason}" for e in report.left],
+    }
+    after = ready.run()
+    change = difference(before, after)
+    out |= {
+        "max_doutput": significant(change.absolute_output),
+        "max_rel_doutput": significant(change.output),
+        "max_rel_dgrad": significant(change.gradient),
+        # Calls that still reached an original: it was left, or was asked by its replacement.
+        "given_back": {n: c for n, c in after.calls.items() if n != "tightrope"},
+    }
+    unpatch(ready.model)
+    undone = difference(before, ready.run())
+    served = [n for n in own if after.calls[n] < before.calls[n]]
+    if not change.within:
+        return {**out, "status": "different", "reason": f"at {change.where}"}
+    if undone.output or undone.gradient:
+        return {**out, "status": "different", "reason": f"after unpatch, at {undone.where}"}
+    if not served or not after.calls["tightrope"]:
+        back = ", ".join(n for n in own if n in out["replaced"])
+        reason = (
+            f"every call was given back to the original: {back}" if back else "nothing was replaced"
+        )
+        return {**out, "status": "not exercised", "reason": reason}
+    return {**out, "status": "equal", "reason": ""}
+
+
+def name_of(entry: Entry) -> str:
+    """`folder.function`, as the calls are counted."""
+    folder = entry.module.removeprefix("transformers.models.").rpartition(".")[0]
+    return f"{folder}.{entry.name}"
+
+
+def significant(value: float) -> float:
+    """Three digits are enough of a difference."""
+    return float(f"{value:.3g}")

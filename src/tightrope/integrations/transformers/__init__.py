@@ -1,0 +1,9 @@
+"""Models of transformers, with their rotations served by this library.
+
+See docs/transformers.md.
+"""
+
+from ._kernels import mapping as mapping, register as register
+from ._patch import patch as patch, unpatch as unpatch
+from ._recognise import Recognition as Recognition, recognise as recognise
+from ._report import Entry as Entry, Report as Report

@@ -1,0 +1,343 @@
+"""Modules that make cosines and sines, served by exact angles."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import angles as exact_angles, positions as positions_
+from ...config import LayerSpecs
+from ...frequencies import Given
+from ...spec import RopeSpec
+from ._classes import base_of
+from ._report import Entry
+
+LAYOUTS = ("cat", "repeat", "half")
+
+# Probes: positions, and how far fp32 arithmetic of the original may be off there, as a share of the
+# angle and of the values.
+_SMALL = (3, 1, 7, 2, 12, 40)
+_ANGLE, _VALUE = 6e-7, 4e-6
+
+
+@dataclass(frozen=True)
+class Angles:
+    """What a module makes, as plain data: what a pickled model keeps of it.
+
+    Attributes:
+        specs: the spec of each type of layer; the type is None where the module knows none.
+        layout: how its tables hold an entry of each pair, of LAYOUTS.
+        factors: what the tables are multiplied by beyond what the spec says, by type.
+        ranks: of positions, as far as they were tried: 2, or 3 with an axis in front.
+        wide: whether tables are float32, whatever the dtype that they are asked for.
+    """
+
+    specs: tuple[tuple[str | None, RopeSpec], ...]
+    layout: str
+    factors: tuple[tuple[str | None, float], ...]
+    ranks: frozenset[int]
+    wide: bool = False
+
+    def tables(
+        self, position_ids: torch.Tensor, layer_type: str | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, (rows, tokens, width)."""
+        spec = dict(self.specs)[layer_type]
+        factor = dict(self.factors)[layer_type]
+        # Each row its own length, whatever stands beside it; sequences packed into one share it.
+        lengths = (
+            position_ids.amax((0, 2) if position_ids.dim() == 3 else 1) + 1
+            if (spec.by_length and position_ids.numel())
+            else None
+        )
+        prepared = spec.at(
+            _positions(spec, position_ids), device=position_ids.device, seq_len=lengths
+        )
+        phase = exact_angles.phases(
+            *(prepared.words, prepared.turns, prepared.ids, prepared.offset, prepared.ramp),
+            position_ids.shape[-1],
+        )
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        scale = prepared.amplitude * factor
+        cos, sin = (
+            _laid_out(t[:, 0] * scale if scale != 1.0 else t[:, 0], self.layout)
+            for t in exact_angles.cos_sin(phase, wide)
+        )
+        target = wide if self.wide else dtype
+        return cos.to(target), sin.to(target)
+
+
+def _positions(spec: RopeSpec, position_ids: torch.Tensor) -> Any:
+    if spec.axes is None:
+        return position_ids
+    if position_ids.dim() == 2:
+        position_ids = position_ids.expand(spec.axis_count, *position_ids.shape)
+    return positions_.multi_axis(position_ids)
+
+
+def _laid_out(table: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "cat":
+        return torch.cat((table, table), dim=-1)
+    return table.repeat_interleave(2, dim=-1) if layout == "repeat" else table
+
+
+def may_make_angles(cls: type) -> bool:
+    """Whether objects of a class are worth a try: forward takes x and positions, and no more."""
+    forward = getattr(cls, "forward", None)
+    try:
+        names = list(inspect.signature(forward).parameters)[1:]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return len(names) in (2, 3) and names[1] == "position_ids" and names[2:] in ([], ["layer_type"])
+
+
+class _Unserved(Exception):
+    """Why a module cannot be served exactly."""
+
+
+def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
+    """What a module makes, found out and tried; or None and the reason."""
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return _read(module, wide), "agrees with the module at all probes"
+    except _Unserved as unserved:
+        return None, str(unserved)
+
+
+def _read(module: torch.nn.Module, wide: bool) -> Angles:
+    probe = _fresh(module)
+    types = _layer_types(module)
+    found: list[tuple[str | None, RopeSpec, float]] = []
+    kept: tuple[str, frozenset[int]] | None = None
+    for layer_type in types:
+        reasons = []
+        for spec, factor, source in _specs(module, probe, layer_type):
+            try:
+                layout, ranks = _layout(probe, spec, factor, layer_type)
+            except _Unserved as unserved:
+                reasons.append(f"{source}: {unserved}")
+                continue
+            if kept is None:
+                kept = layout, ranks
+            if kept[0] == layout:
+                kept = layout, kept[1] & ranks
+                found.append((layer_type, spec, factor))
+                break
+        else:
+            raise _Unserved(
+                "; ".join(reasons) or "neither its config nor a buffer says frequencies"
+            )
+    if kept is None:
+        raise _Unserved("it has no type of layer to serve")
+    return Angles(
+        tuple((t, spec) for t, spec, _ in found),
+        kept[0],
+        tuple((t, factor) for t, _, factor in found),
+        kept[1],
+        wide,
+    )
+
+
+_busy = threading.local()
+
+
+def is_probing() -> bool:
+    """Whether a module is being made to be tried, by this thread."""
+    return getattr(_busy, "now", False)
+
+
+def _fresh(module: torch.nn.Module) -> torch.nn.Module:
+    """A module of the same kind in float32 that nothing has happened to."""
+    cls = base_of(type(module))
+    config = getattr(module, "config", None)
+    if config is not None:
+        default = torch.get_default_dtype()
+        _busy.now = True
+        try:
+            torch.set_default_dtype(torch.float32)
+            made: torch.nn.Module = cls(config)
+            return made
+        except Exception:  # noqa: BLE001
+            pass
+        finally:
+            _busy.now = False
+            torch.set_default_dtype(default)
+    if any(t.device.type == "meta" or t.dtype != torch.float32 for t in module.buffers()):
+        raise _Unserved("its frequencies are on meta or were cast, and no config says them")
+    return copy.deepcopy(module).cpu()
+
+
+def _layer_types(module: torch.nn.Module) -> list[str | None]:
+    """The types that forward may be asked for."""
+    if "layer_type" not in inspect.signature(type(module).forward).parameters:
+        return [None]
+    kinds = [
+        name.removesuffix("_inv_freq")
+        for name, _ in module.named_buffers()
+        if name.endswith("_inv_freq") and not name.endswith("original_inv_freq")
+    ]
+    return list(kinds)
+
+
+def _specs(
+    module: torch.nn.Module, probe: torch.nn.Module, layer_type: str | None
+) -> list[tuple[RopeSpec, float, str]]:
+    """What it may be: what its config says, then its own frequencies."""
+    found: list[tuple[RopeSpec, float, str]] = []
+    config = getattr(module, "config", None)
+    if config is not None:
+        try:
+            spec: Any = RopeSpec.from_config(config, strict=False)
+            if isinstance(spec, LayerSpecs):
+                spec = spec.get(layer_type) if layer_type else None
+            if isinstance(spec, RopeSpec):
+                found.append((spec, 1.0, "by its config"))
+        except (TypeError, ValueError, NotImplementedError):
+            pass
+    prefix = f"{layer_type}_" if layer_type else ""
+    inv_freq = getattr(probe, f"{prefix}inv_freq", None)
+    factor = getattr(probe, f"{prefix}attention_scaling", 1.0)
+    if (
+        isinstance(inv_freq, torch.Tensor)
+        and inv_freq.dim() == 1
+        and isinstance(factor, (int, float))
+    ):
+        values = tuple(float(v) for v in inv_freq.double().tolist())
+        spec = RopeSpec(2 * len(values), scaling=Given(values))
+        found.append((spec, float(factor), "by its inv_freq"))
+    return found
+
+
+def _layout(
+    probe: torch.nn.Module, spec: RopeSpec, factor: float, layer_type: str | None
+) -> tuple[str, frozenset[int]]:
+    """How tables are laid out and which positions are understood, by trying."""
+    far = _far(probe)
+    rows = torch.tensor([_SMALL, [p * 9 + 1 for p in _SMALL]])
+    sets = [rows, rows[:, :1], torch.stack((rows[0], rows[0]))]
+    sets += [torch.tensor([[n - 2, n - 1], [n - 1, n - 1]]) for n in far]
+    sets += [torch.tensor([[n, n + 5], [n + 5, 3]])[:, :1] for n in far]
+    ranks, layouts = set(), set(LAYOUTS)
+    for rank in (2, 3):
+        tried = []
+        for ids in sets:
+            # Rows of one length: of others the module takes the longest, and this library each its own.
+            ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
+            if rank == 3:
+                if spec.axes is None:
+                    break
+                ids = torch.stack([ids // (axis + 1) + axis for axis in range(spec.axis_count)])
+            try:
+                theirs = _call(probe, ids, layer_type)
+            except Exception:  # noqa: BLE001
+                break
+            tried.append((ids, theirs))
+        else:
+            good = {
+                layout
+                for layout in LAYOUTS
+                if all(
+                    _same(
+                        theirs,
+                        ids,
+                        Angles(((layer_type, spec),), layout, ((layer_type, factor),), frozenset()),
+                        layer_type,
+                    )
+                    for ids, theirs in tried
+                )
+            }
+            if not good:
+                raise _Unserved("the tables of the module are others")
+            ranks.add(rank)
+            layouts &= good
+    if not ranks or len(layouts) != 1:
+        raise _Unserved("its positions or the layout of its tables cannot be told")
+    return layouts.pop(), frozenset(ranks)
+
+
+def _far(probe: torch.nn.Module) -> list[int]:
+    """Lengths around which a rule may change."""
+    config = getattr(probe, "config", None)
+    lengths = {1024, 5000}
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [v for v in parameters.values() if isinstance(v, dict)]
+    for values in (parameters, *nested, getattr(config, "__dict__", {})):
+        for key in ("original_max_position_embeddings", "max_position_embeddings"):
+            if isinstance(values.get(key), int):
+                lengths |= {values[key], 2 * values[key]}
+    return sorted(n for n in lengths if 8 < n < 2**21)
+
+
+def _call(probe: torch.nn.Module, ids: torch.Tensor, layer_type: str | None) -> Any:
+    extra = {} if layer_type is None else {"layer_type": layer_type}
+    fresh = copy.deepcopy(probe)  # some remember the longest sequence
+    return fresh(torch.zeros(1, 1, 1, 1), ids, **extra)
+
+
+def _same(theirs: Any, ids: torch.Tensor, ours: Angles, layer_type: str | None) -> bool:
+    """Whether tables agree, as far as fp32 angles can."""
+    try:
+        cos, sin = theirs
+        exact = ours.tables(ids, layer_type, torch.float64)
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    spec = ours.specs[0][1]
+    if cos.shape != exact[0].shape or cos.dtype != torch.float32:
+        return False
+    longest = int(ids.max()) + 1
+    rates = spec.frequencies(longest if spec.by_length else None).inv_freq.double().reshape(-1)
+    if spec.axes is not None:
+        rates = rates.abs().max().expand(rates.shape)
+    amplitude = max(1.0, float(exact[0].abs().max()))
+    bound = _laid_out(rates * longest * _ANGLE, ours.layout) + _VALUE
+    if bound.shape[-1] != cos.shape[-1]:
+        bound = bound.max()
+    return all(
+        bool(((mine - other.double()).abs() <= bound * amplitude).all())
+        for mine, other in zip(exact, (cos, sin))
+    )
+
+
+def forward_of(original: Callable[..., Any], made: Angles) -> Callable[..., Any]:
+    """A forward with exact angles; the original where it is asked for what was not tried."""
+    names = list(inspect.signature(original).parameters)[1:]
+    types = {layer_type for layer_type, _ in made.specs}
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        values = {"layer_type": None, **dict(zip(names, args)), **kwargs}
+        x, ids = values.get(names[0]), values.get("position_ids")
+        if (
+            len(args) > len(names)
+            or not set(values) <= {*names, "layer_type"}
+            or not isinstance(x, torch.Tensor)
+            or not isinstance(ids, torch.Tensor)
+            or ids.dtype not in (torch.int64, torch.int32)
+            or ids.dim() not in made.ranks
+            or values["layer_type"] not in types
+            or not x.is_floating_point()
+        ):
+            return original(self, *args, **kwargs)
+        with torch.no_grad():
+            return made.tables(ids.to(x.device), values["layer_type"], x.dtype)
+
+    return forward
+
+
+def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
+    """A line of the report."""
+    cls = base_of(type(module))
+    words = None
+    if made is not None:
+        specs = "; ".join(str(spec) if t is None else f"{t}: {spec}" for t, spec in made.specs)
+        words = (
+            f"tables of {specs}, {made.layout}, {'float32' if made.wide else 'in the dtype of x'}"
+        )
+    return Entry(cls.__module__, cls.__qualname__, words, made is not None, reason)

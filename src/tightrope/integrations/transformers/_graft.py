@@ -1,0 +1,220 @@
+"""Classes for the modules of one model, whose methods call other functions than the class's own.
+
+Rotary functions are globals of the Python module that all models of a family share. A method finds
+them by a name in its code. So each class that reaches one gets a subclass, for the patched model alone,
+with copies of those methods whose code names something else, put beside the original under a name of
+its own. Everything else that the copies read stays the module's, now and later.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dis
+import importlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from ._classes import MARK, Graft
+from ._exact import Angles, forward_of
+from ._find import is_near, methods, neighbours, original_of
+from ._form import Candidate
+from ._run import replacement
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One replacement, as plain data: what a pickled model keeps of it."""
+
+    module: str
+    name: str
+    candidate: Candidate
+    narrow: bool = False
+
+    def original(self) -> Any:
+        """What stands at the name, unpatched."""
+        value: Any = sys.modules.get(self.module) or importlib.import_module(self.module)
+        *owners, last = self.name.split(".")
+        for owner in owners:
+            value = getattr(value, owner)
+        return original_of(vars(value)[last])
+
+
+Recipe = tuple["Swap | Angles", ...]
+
+
+_replacements: dict[Swap, Any] = {}
+_classes: dict[tuple[type, Recipe], type] = {}
+
+
+def replacement_of(swap: Swap) -> Any:
+    """The one replacement of a swap, so that models that share it share compiled code."""
+    if swap not in _replacements:
+        _replacements[swap] = replacement(swap.original(), swap.candidate, swap.narrow)
+    return _replacements[swap]
+
+
+def grafted(base: type, recipe: Recipe) -> type:
+    """The class for modules of a patched model; the base where nothing changes for it."""
+    key = base, recipe
+    if key not in _classes:
+        _classes[key] = _make(base, recipe)
+    return _classes[key]
+
+
+def calling(function: FunctionType, swaps: Iterable[Swap]) -> FunctionType | None:
+    """A copy of a function that calls the replacements; None where it reaches none of them."""
+    return _Copier({id(swap.original()): replacement_of(swap) for swap in swaps}).copy(function)
+
+
+def apply(module: torch.nn.Module, cls: type) -> None:
+    """Give a module another class, and bound methods that it keeps the functions of that class."""
+    old = type(module)
+    if old is cls:
+        return
+    for name, value in vars(module).items():
+        if not isinstance(value, MethodType) or value.__self__ is not module:
+            continue
+        function = value.__func__
+        if getattr(old, function.__name__, None) is function:
+            vars(module)[name] = getattr(cls, function.__name__).__get__(module)
+    module.__class__ = cls
+
+
+def _make(base: type, recipe: Recipe) -> type:
+    originals = {id(swap.original()): swap for swap in recipe if isinstance(swap, Swap)}
+    copier = _Copier({key: replacement_of(swap) for key, swap in originals.items()})
+    members: dict[str, Any] = {}
+    for _owner, name, stands, function in methods(base):
+        value = original_of(stands)
+        swap = originals.get(id(value))
+        if swap is not None:
+            new = replacement_of(swap)
+            members[name] = staticmethod(new) if isinstance(value, staticmethod) else new
+            continue
+        copied = copier.copy(function)
+        if copied is not None:
+            kind = type(value) if isinstance(value, (staticmethod, classmethod)) else None
+            members[name] = copied if kind is None else kind(copied)
+    for made in recipe:
+        if isinstance(made, Angles):
+            members["forward"] = forward_of(base.forward, made)  # type: ignore[attr-defined]
+    if not members:
+        return base
+    members |= {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce_ex,
+        MARK: Graft(base, recipe),
+    }
+    return type(base)(base.__name__, (base,), members)
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """Pickle as an object of the base, to be grafted again where it is loaded."""
+    graft: Graft = vars(type(self))[MARK]
+    made = super(type(self), self).__reduce_ex__(protocol)
+    if isinstance(made, str) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return made
+    return (_remake, (graft.base, graft.recipe, *made[1][1:]), *made[2:])
+
+
+def _remake(base: type, recipe: Recipe, *arguments: Any) -> Any:
+    cls = grafted(base, recipe)
+    return cls.__new__(cls, *arguments)
+
+
+class _Copier:
+    """Copies functions so that they call replacements; shares what it copied."""
+
+    def __init__(self, replacements: dict[int, Any]) -> None:
+        self._replacements = replacements
+        self._copies: dict[int, FunctionType | None] = {}
+
+    def copy(self, function: FunctionType) -> FunctionType | None:
+        """A copy that calls the replacements, or None where it reaches none."""
+        if id(function) not in self._copies:
+            self._copies[id(function)] = None  # while under way: a cycle reaches nothing new
+            self._copies[id(function)] = self._copy(function)
+        return self._copies[id(function)]
+
+    def _copy(self, function: FunctionType) -> FunctionType | None:
+        names: dict[str, str] = {}
+        for name, value in neighbours(function):
+            new = self._replacements.get(id(value))
+            if new is None and is_near(value, function):
+                new = self.copy(value)
+            if new is not None:
+                names[name] = _alias(function.__globals__, name, new)
+        cells = list(function.__closure__ or ())
+        inner = {}
+        for i, cell in enumerate(cells):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if isinstance(value, FunctionType):
+                new = self.copy(value)
+                if new is not None:
+                    inner[id(value)] = new
+                    cells[i] = CellType(new)
+        if not names and not inner:
+            return None
+        copied = FunctionType(
+            _renamed(function.__code__, names),
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(cells) if function.__closure__ is not None else None,
+        )
+        copied.__kwdefaults__ = function.__kwdefaults__
+        copied.__qualname__ = function.__qualname__
+        copied.__module__ = function.__module__
+        copied.__doc__ = function.__doc__
+        copied.__annotations__ = function.__annotations__
+        copied.__dict__.update(function.__dict__)
+        wrapped = function.__dict__.get("__wrapped__")
+        if id(wrapped) in inner:
+            copied.__dict__["__wrapped__"] = inner[id(wrapped)]
+        return copied
+
+
+def _alias(names: dict[str, Any], name: str, value: Any) -> str:
+    """A global name for a value, beside the one it stands for."""
+    number = 0
+    while True:
+        alias = f"_tightrope_{name}_{number}"
+        if names.setdefault(alias, value) is value:
+            return alias
+        number += 1
+
+
+def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
+    """A code object that reads other globals."""
+    if not names:
+        return code
+    mine = {
+        str(step.argval)
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in names
+    }
+    shared = {
+        str(step.argval)
+        for step in dis.get_instructions(code)
+        if step.argval in mine
+        and step.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
+        and step.opcode in dis.hasname
+    }
+    if shared:
+        raise NameError(f"{code.co_name} reads {sorted(shared)} as a global and as an attribute")
+    return code.replace(
+        co_names=tuple(names[n] if n in mine else n for n in code.co_names),
+        co_consts=tuple(
+            _renamed(c, names) if isinstance(c, CodeType) else c for c in code.co_consts
+        ),
+    )

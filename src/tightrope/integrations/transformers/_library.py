@@ -1,0 +1,164 @@
+"""The library as a whole: functions rebound in their modules, now and when others are imported."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import _exact, _find, _graft
+from ._classes import base_of
+from ._find import Found
+from ._form import unwrapped
+from ._recognise import Recognition, recognise
+from ._report import Entry, Report, entry_of
+from ._run import replacement
+
+_MODELING = re.compile(r"^transformers\.models\.\w+(\.\w+)*\.modeling_\w+$")
+
+
+@dataclass
+class _State:
+    """What is patched, and how to undo it.
+
+    Attributes:
+        undo: (holder, name, what stood there, what stands there now).
+        results: what was found out about functions, by identity, with the function to keep it alive.
+    """
+
+    report: Report | None = None
+    angles: str = "model"
+    undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    results: dict[int, tuple[Any, Recognition]] = field(default_factory=dict)
+
+
+_state = _State()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Patches modeling files right after they are imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that others find, with a loader that patches afterwards."""
+        if not _MODELING.match(name) or _state.report is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _patch_module(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_finder = _Finder()
+
+
+def patch(angles: str) -> Report:
+    """Every modeling file that is imported, and every one that will be."""
+    if _state.report is not None:
+        if _state.angles == angles:
+            return _state.report
+        unpatch()
+    _state.report, _state.angles = Report(), angles
+    sys.meta_path.insert(0, _finder)
+    for name, module in sorted(sys.modules.items()):
+        if _MODELING.match(name) and isinstance(module, ModuleType):
+            _patch_module(module)
+    return _state.report
+
+
+def unpatch() -> None:
+    """Everything back, unless somebody else has put something there since."""
+    while _state.undo:
+        holder, name, old, new = _state.undo.pop()
+        if vars(holder).get(name) is new:
+            setattr(holder, name, old)
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    _state.report = None
+    _state.results.clear()
+
+
+def _patch_module(module: ModuleType) -> None:
+    if _state.report is None:
+        return
+    swaps: list[tuple[Any, Found, Recognition]] = []
+    for name, value in sorted(vars(module).items()):
+        if _find.looks_rotary(name, value):
+            plain = unwrapped(value)
+            home = module.__name__ if isinstance(value, torch.nn.Module) else plain.__module__
+            where = Found(home, name, value)
+            swaps.append((module, where, _recognised(value)))
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            for method, stands in vars(value).items():
+                if _find.is_rotary_method(method, stands):
+                    static = isinstance(stands, staticmethod)
+                    function = unwrapped(stands)
+                    found = Found(
+                        module.__name__, f"{value.__qualname__}.{method}", stands, not static
+                    )
+                    swaps.append(
+                        (value, found, _recognised(function, None if static else object()))
+                    )
+    exact = _state.angles == "exact"
+    wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
+    for holder, found, recognition in swaps:
+        if recognition.candidate is not None:
+            new = replacement(found.value, recognition.candidate, narrow=wide)
+            stands = staticmethod(new) if isinstance(found.value, staticmethod) else new
+            _set(holder, found.name.rsplit(".", 1)[-1], stands)
+        if found.module == module.__name__:
+            _note(entry_of(found.module, found.name, recognition))
+    if exact:
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                if issubclass(value, torch.nn.Module) and _exact.may_make_angles(value):
+                    _set(value, "__init__", _initialiser(value, wide, _note))
+
+
+def _recognised(function: Any, owner: object = None) -> Recognition:
+    if id(function) not in _state.results:
+        _state.results[id(function)] = function, recognise(function, owner)
+    return _state.results[id(function)][1]
+
+
+def _note(entry: Entry) -> None:
+    if _state.report is not None and entry not in _state.report.entries:
+        _state.report.entries.append(entry)
+
+
+def _set(holder: Any, name: str, new: Any) -> None:
+    _state.undo.append((holder, name, vars(holder).get(name), new))
+    setattr(holder, name, new)
+
+
+def _initialiser(cls: type, wide: bool, note: Callable[[Entry], None]) -> Callable[..., None]:
+    """An ``__init__`` after which objects of a class make exact angles."""
+    old = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(old)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        old(self, *args, **kwargs)
+        if _exact.is_probing() or base_of(type(self)) is not cls:
+            return
+        made, reason = _exact.read(self, wide)
+        note(_exact.entry(self, made, reason))
+        if made is not None:
+            _graft.apply(self, _graft.grafted(cls, (made,)))
+
+    return __init__

@@ -1,0 +1,116 @@
+"""``patch`` and ``unpatch``: all rotations of a model, one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._errors import sentence
+from . import _exact, _find, _graft, _library
+from ._classes import base_of
+from ._find import Found
+from ._form import unwrapped
+from ._recognise import Recognition, recognise
+from ._report import Report, entry_of
+
+ANGLES = ("model", "exact")
+
+
+def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Report:
+    """Replace the rotary functions of a model by the fused operator.
+
+    Every function that rotates, as far as methods of the model's modules reach one, is tested
+    numerically (see :func:`recognise`) and replaced where it is known what it computes. What is not
+    recognised is left as it is, and listed. Only this model is affected.
+
+    Args:
+        model: a model of transformers, or any module built like one. On any device, meta too. None for
+            the library as a whole: every modeling file that is imported, and every one that will be,
+            which affects all models; exact angles then those that are made afterwards.
+        angles: "model", the cosines and sines that the model makes; "exact", this library's, which are
+            right at any position and in float32 whatever the model was cast to.
+
+    Returns:
+        What was found and done, function by function. The report of the library grows as files are
+        imported.
+
+    Raises:
+        TypeError, ValueError: no module, or no such angles.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> model = LlamaModel(LlamaConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
+    >>> [entry.name for entry in patch(model).replaced]
+    ['apply_rotary_pos_emb']
+    >>> unpatch(model)
+    """
+    _check("patch", model)
+    if angles not in ANGLES:
+        raise ValueError(
+            sentence("patch", f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
+        )
+    if model is None:
+        return _library.patch(angles)
+    found = _found(model)
+    # Where a function stays that is not known, tables must keep the dtype that it may count on.
+    # So must they where none was found, as then something unseen reads them.
+    wide = angles == "exact" and bool(found) and all(recognition for _, recognition in found)
+    swaps = tuple(
+        _graft.Swap(each.module, each.name, recognition.candidate, wide)
+        for each, recognition in found
+        if recognition.candidate is not None
+    )
+    report = Report([entry_of(each.module, each.name, recognition) for each, recognition in found])
+    for module in model.modules():
+        base = base_of(type(module))
+        recipe: _graft.Recipe = swaps
+        if angles == "exact" and _exact.may_make_angles(base):
+            made, reason = _exact.read(module, wide)
+            recipe = swaps if made is None else (*swaps, made)
+            line = _exact.entry(module, made, reason)
+            if line not in report.entries:
+                report.entries.append(line)
+        _graft.apply(module, _graft.grafted(base, recipe))
+    return report
+
+
+def unpatch(model: torch.nn.Module | None = None) -> None:
+    """Undo :func:`patch`: everything is as it was, to the bit."""
+    _check("unpatch", model)
+    if model is None:
+        _library.unpatch()
+        return
+    for module in model.modules():
+        _graft.apply(module, base_of(type(module)))
+
+
+def _check(operation: str, model: object) -> None:
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(sentence(operation, f"model must be a torch.nn.Module but got {model!r}"))
+
+
+def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
+    """The rotary functions of a model, each once, with what they compute."""
+    results: dict[tuple[str, str], tuple[Found, Recognition]] = {}
+    examples: dict[type, Any] = {}
+    for module in model.modules():
+        examples.setdefault(base_of(type(module)), module)
+    for cls, example in examples.items():
+
+        def accepts(found: Found, example: Any = example) -> bool:
+            key = found.module, found.name
+            if key not in results:
+                owner = example if found.method else None
+                recognition = recognise(
+                    unwrapped(found.value) if found.method else _callable(found.value), owner
+                )
+                results[key] = found, recognition
+            return results[key][1].candidate is not None
+
+        for found in _find.rotary(cls, accepts):
+            accepts(found)
+    return list(results.values())
+
+
+def _callable(value: Any) -> Any:
+    return value.__func__ if isinstance(value, staticmethod) else value

@@ -1,0 +1,307 @@
+"""The replacement of a recognised function: the fused operator under the same signature."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ... import functional
+from ...ops import autograd, schema
+from ._form import Candidate, signature
+from ._rotation import HALF, Rotation, entries, plain
+from ._twice import twice
+
+_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# How the operator calls the tables of each reading; of "second" and "odd" it gets a view.
+_TABLES = {"cat": "cat", "first": "cat", "repeat": "repeat", "even": "repeat"}
+_DIFFERENT = -1  # the shapes are not among those that were tried
+
+
+def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Callable[..., Any]:
+    """A function with the signature of the original.
+
+    Args:
+        original: asked wherever a call is not one of those that were tried.
+        candidate: what the original was recognised as.
+        narrow: give results in the dtype of x even where the original would widen them: for tables
+            that are float32 now and were of the dtype of x.
+    """
+    call = _Call(original, candidate, narrow)
+    bind, short, long = call.bind, call.short, call.long
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        values = bind(args, kwargs)
+        if values is None:
+            return original(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            result = short(values)
+            if result is not None:
+                return result
+        result = long(values)
+        return original(*args, **kwargs) if result is None else result
+
+    functools.update_wrapper(apply, original if callable(original) else original.__func__)
+    apply.__signature__ = call.signature  # type: ignore[attr-defined]
+    apply._tightrope_original = original  # type: ignore[attr-defined]
+    return apply
+
+
+class _Call:
+    """One replacement: what is known of its signature, and two ways through it."""
+
+    def __init__(self, original: Any, candidate: Candidate, narrow: bool) -> None:
+        seen = signature(original)
+        if seen is None:
+            raise TypeError("a candidate is made from a signature, and here is none")
+        form = candidate.form
+        parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        self.signature, self.candidate = seen, candidate
+        self.keeps = candidate.keeps_dtype or narrow
+        self.names = [p.name for p in parameters]
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        known = {*form.rotated, *form.tables, form.unsqueeze, form.rows, *form.ignored}
+        if form.method:
+            known.add(self.names[0])
+        self.others = [name for name in self.names if name not in known]
+        self.places = {(x, table, given): place for x, table, given, place in candidate.shapes}
+        self.plan = functools.lru_cache(maxsize=256)(self._plan)
+        self.straight = (
+            form.carrier == "pair"
+            and form.rows is None
+            and len(form.rotated) <= 2
+            and candidate.rotation.pairs == candidate.rotation.out
+            and candidate.rotation.reading not in ("second", "odd")
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
+        """Arguments by name; None where one of them is nothing that was tried."""
+        values = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
+        if len(args) > len(self.names) or len(values) != len(self.names):
+            return None
+        for name in self.others:
+            if values[name] is not self.defaults.get(name, _PLAIN):
+                return None
+        return values
+
+    def short(self, values: Mapping[str, Any]) -> Any:
+        """The operator without another look at what a call of the same kind has shown already."""
+        if not self.straight or forward_ad._current_level >= 0 or functorch():
+            return None
+        form = self.candidate.form
+        q = values[form.rotated[0]]
+        k = values[form.rotated[1]] if len(form.rotated) > 1 else None
+        cos, sin = values[form.tables[0]], values[form.tables[1]]
+        given = values[form.unsqueeze] if form.unsqueeze else None
+        plan = self.plan(_kind(q), _kind(k), _kind(cos), _kind(sin), given)
+        if plan is None or cos.requires_grad or sin.requires_grad:
+            return None
+        place, heads, form_code = plan
+        assumed = self.candidate.rotation.assumes
+        if assumed and not (twice(cos, assumed) and twice(sin, assumed)):
+            return None
+        cos, sin = _placed(cos, place, q.dim(), heads), _placed(sin, place, q.dim(), heads)
+        ys = autograd.differentiable(q, k, (cos, sin, None, 0, form_code, 1.0, None))
+        if len(form.rotated) == 1 or (k is None and self.candidate.alone == "one"):
+            return ys[0]
+        return ys[0], None if k is None else ys[1]
+
+    def _plan(self, q: Any, k: Any, cos: Any, sin: Any, given: int | None) -> Any:
+        """Where the tables get a dimension, which axis is heads, and the packed form; None for
+        a call that the operator does not take as it is."""
+        rotation = self.candidate.rotation
+        if None in (q, cos, sin) or cos != sin:
+            return None
+        if k is None and len(self.candidate.form.rotated) > 1 and self.candidate.alone is None:
+            return None
+        (shape, dtype, device), (table, table_dtype, table_device) = q, cos
+        place = self.places.get((len(shape), len(table), given), _DIFFERENT)
+        if place == _DIFFERENT or len(shape) != 4 or device != table_device or 0 in shape:
+            return None
+        if not self.keeps and torch.promote_types(dtype, table_dtype) != dtype:
+            return None
+        if dtype not in _FLOATING or table_dtype not in _FLOATING or device.type == "meta":
+            return None
+        if not rotation.fits(shape[-1], table[-1]):
+            return None
+        full = _placed_shape(table, place, 4)
+        if full is None:
+            return None
+        heads = _heads_axis(full, shape)
+        rows, length = full[0], full[3 - heads]
+        tokens = shape[3 - heads]
+        if length != tokens or rows not in (1, shape[0]) or full[heads] != 1:
+            return None
+        if k is not None:
+            (other, other_dtype, other_device) = k
+            fits = len(other) == 4 and other[0] == shape[0] and other[3 - heads] == tokens
+            if not fits or other[-1] != shape[-1] or other_dtype != dtype or other_device != device:
+                return None
+            if 0 in other:
+                return None
+        code = schema.Form(
+            layout=schema.LAYOUTS.index("bhsd" if heads == 1 else "bshd"),
+            start=rotation.start(shape[-1], table[-1]),
+            interleaved=rotation.pairs != HALF,
+            direction=schema.INVERSE if rotation.sign < 0 else schema.FORWARD,
+            source=schema.SOURCES.index(_TABLES.get(rotation.reading, "half")),
+        )
+        return place, heads, code.pack()
+
+    def long(self, values: Mapping[str, Any]) -> Any:
+        """Any call that was tried, compiled code too; None where the original must be asked."""
+        candidate = self.candidate
+        form = candidate.form
+        xs = [values[name] for name in form.rotated]
+        present = [x for x in xs if x is not None]
+        first = xs[0]
+        if not _tensors(present, values, form.tables) or first is None:
+            return None
+        if len(xs) > 1 and xs[1] is None and candidate.alone is None:
+            return None
+        if None in xs[2:] and not candidate.trailing:
+            return None
+        if any(x.dim() != first.dim() or x.dtype != first.dtype for x in present):
+            return None
+        given = values[form.unsqueeze] if form.unsqueeze else None
+        cos, sin = form.split(values)
+        if form.rows:
+            cos, sin = cos[values[form.rows]], sin[values[form.rows]]
+        if form.carrier == "stack":
+            if first.shape[-1] % cos.shape[-1] or cos.dim() != 4 or cos.shape[1] < first.shape[1]:
+                return None
+            cos, sin = cos[:, : first.shape[1]], sin[:, : first.shape[1]]
+            present = [x.unflatten(-1, (-1, cos.shape[-1])) for x in present]
+            first = present[0]
+        place = self.places.get((first.dim(), cos.dim(), given), _DIFFERENT)
+        if place == _DIFFERENT or cos.shape != sin.shape or cos.requires_grad or sin.requires_grad:
+            return None
+        if not candidate.rotation.fits(first.shape[-1], cos.shape[-1]):
+            return None
+        if place is not None:
+            cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
+        dtype = first.dtype if self.keeps else torch.promote_types(first.dtype, cos.dtype)
+        ys = _turn(present, cos, sin, candidate, dtype)
+        if ys is None:
+            return None
+        if form.carrier == "stack":
+            ys = [y.flatten(-2) for y in ys]
+        if len(xs) == 1:
+            return ys[0]
+        if xs[1] is None:
+            return ys[0] if candidate.alone == "one" else (ys[0], None)
+        return tuple(ys)
+
+
+def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    return (x.shape, x.dtype, x.device) if type(x) in _PLAIN else None
+
+
+def _tensors(xs: list[Any], values: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    return all(isinstance(x, torch.Tensor) for x in (*xs, *(values[name] for name in names)))
+
+
+def functorch() -> bool:
+    """Whether tensors may be wrapped by a transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _placed_shape(table: torch.Size, place: int | None, dims: int) -> list[int] | None:
+    full = list(table)
+    if place is not None:
+        full.insert(len(full) + 1 + place, 1)
+    return [1] * (dims - len(full)) + full if len(full) <= dims else None
+
+
+def _heads_axis(table: list[int], x: torch.Size) -> int:
+    """Which axis of x is heads, by where tables of four dimensions are one wide."""
+    return 2 if table[2] == 1 and x[2] != 1 else 1
+
+
+def _placed(table: torch.Tensor, place: int | None, dims: int, heads: int) -> torch.Tensor:
+    """[rows|1, heads|1, tokens, width], as the operator takes tables."""
+    if place is not None:
+        table = table.unsqueeze(place)
+    while table.dim() < dims:
+        table = table[None]
+    return table.transpose(1, 2) if heads == 2 else table
+
+
+def _turn(
+    xs: list[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    candidate: Candidate,
+    dtype: torch.dtype,
+) -> list[torch.Tensor] | None:
+    """All of xs by tables that broadcast against each; None where the original must be asked."""
+    ys = []
+    turn = plain if torch.compiler.is_compiling() else _fused
+    for x in xs:
+        c, s, passed = cos, sin, None
+        if candidate.tokens != "same":
+            tokens, rows = x.shape[-2], cos.shape[-2]
+            if candidate.tokens == "prefix" and tokens > rows:
+                passed, x = x[..., : tokens - rows, :], x[..., tokens - rows :, :]
+            elif candidate.tokens == "suffix" and tokens < rows:
+                c, s = cos[..., rows - tokens :, :], sin[..., rows - tokens :, :]
+        y = turn(x, c, s, candidate.rotation, dtype)
+        if y is None:
+            return None
+        ys.append(y if passed is None else torch.cat((passed.to(dtype), y), dim=-2))
+    return ys
+
+
+def _fused(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The operator, where it takes these tensors."""
+    dims = x.dim()
+    if (
+        type(x) not in _PLAIN
+        or type(cos) not in _PLAIN
+        or x.dtype not in _FLOATING
+        or cos.dtype not in _FLOATING
+        or x.device.type == "meta"
+        or functorch()
+        or dims not in (3, 4)
+        or cos.dim() > dims
+    ):
+        return None
+    assumed = rotation.assumes
+    if assumed and not (twice(cos, assumed) and twice(sin, assumed)):
+        return None
+    while cos.dim() < dims:
+        cos, sin = cos[None], sin[None]
+    # Heads, of four dimensions or of three, stand in front of the tokens or behind them.
+    behind = cos.shape[-2] == 1 and x.shape[-2] != 1
+    heads = dims - 2 if behind else dims - 3
+    count, channels = rotation.pairs_of(cos.shape[-1]), x.shape[-1]
+    start = rotation.start(channels, cos.shape[-1])
+    if rotation.reading in ("second", "odd"):
+        cos, sin = entries(cos, rotation.reading)[0], entries(sin, rotation.reading)[0]
+    try:
+        y, _ = functional.apply_rotary_pos_emb(
+            *(x.to(dtype), None, cos, sin, heads),
+            interleaved=rotation.pairs != HALF,
+            tables=_TABLES.get(rotation.reading, "half"),
+            start=start,
+            inverse=rotation.sign < 0,
+        )
+    except (TypeError, ValueError):
+        return None
+    return y if rotation.out == rotation.pairs else _reorder(y, start, count, rotation)
+
+
+def _reorder(y: torch.Tensor, start: int, count: int, rotation: Rotation) -> torch.Tensor:
+    """Pairs that the operator left where they were, to where the function leaves them."""
+    part = y[..., start : start + 2 * count]
+    shape = (2, count) if rotation.pairs == HALF else (count, 2)
+    moved: torch.Tensor = part.unflatten(-1, shape).transpose(-1, -2).flatten(-2)
+    if 2 * count == y.shape[-1]:
+        return moved
+    return torch.cat((y[..., :start], moved, y[..., start + 2 * count :]), dim=-1)

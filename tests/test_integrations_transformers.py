@@ -1,0 +1,518 @@
+"""`patch` on live models of transformers: the common families, and what models are used with."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.models.llama import modeling_llama
+
+from small_models import FAMILIES, TEXT, gradients, outputs, small_inputs, small_model
+from tightrope.integrations.transformers import patch, unpatch
+from tolerances import assert_same_bits, value
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def assert_outputs(got: torch.Tensor, want: torch.Tensor, name: str = "patched outputs") -> None:
+    """Equal as issue 7 asks; NaN fails."""
+    assert got.shape == want.shape
+    off = ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+    assert off <= value(name), off
+
+
+def assert_gradients(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    top = max(g.abs().max().item() for g in want.values())
+    for name, gradient in want.items():
+        scale = max(gradient.abs().max().item(), 1e-3 * top)
+        off = (got[name] - gradient).abs().max().item() / scale
+        assert off <= value("patched gradients"), (name, off)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return small_model("Llama")
+
+
+@pytest.fixture
+def inputs() -> dict[str, torch.Tensor]:
+    return small_inputs("Llama")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_forward_and_backward(family: str) -> None:
+    model, given = small_model(family), small_inputs(family)
+    before = gradients(model, given)
+    report = patch(model)
+    assert report.replaced
+    assert not report.left, str(report)
+    after = gradients(model, given)
+    assert_outputs(after[0], before[0])
+    assert_gradients(after[1], before[1])
+    # And it was the operator that ran, not the functions as they were.
+    assert_calls_operator(model, given)
+    unpatch(model)
+    again = gradients(model, given)
+    assert_same_bits(again[0], before[0])
+    for name, gradient in before[1].items():
+        assert_same_bits(again[1][name], gradient)
+
+
+def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.no_grad():
+            outputs(model, given)
+    assert any(event.key == "tightrope::rotate" for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_depend_on_the_rotation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: with the operator wrong by a little, it does."""
+    from tightrope.ops import autograd
+
+    model, given = small_model(family), small_inputs(family)
+    with torch.no_grad():
+        before = outputs(model, given)
+    patch(model)
+    right = autograd.differentiable
+
+    def wrong(q: Any, k: Any, arguments: Any) -> Any:
+        cos, sin, *rest = arguments
+        return right(q, k, (cos, 1.01 * sin, *rest))
+
+    monkeypatch.setattr(autograd, "differentiable", wrong)
+    with torch.no_grad():
+        after = outputs(model, given)
+    off = ((after - before).abs().max() / before.abs().max()).item()
+    assert off > 5 * value("patched outputs")
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "ModernBERT"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_family_generates_the_same(family: str, cache: str) -> None:
+    model, given = small_model(family), small_inputs(family)
+
+    def generate() -> torch.Tensor:
+        static = {"cache_implementation": "static"} if cache == "static" else {}
+        if family in ("GPT-J",) and cache == "static":
+            static = {}
+        result: torch.Tensor = model.generate(
+            **given, max_new_tokens=4, do_sample=False, disable_compile=True, **static
+        )
+        return result
+
+    before = generate()
+    patch(model)
+    assert torch.equal(generate(), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_with_exact_angles(family: str) -> None:
+    model, given = small_model(family), small_inputs(family)
+    with torch.no_grad():
+        before = outputs(model, given)
+        report = patch(model, angles="exact")
+        after = outputs(model, given)
+    assert_outputs(after, before, "exact angles outputs")
+    served = [entry for entry in report.replaced if "RotaryEmbedding" in entry.name]
+    if family == "GPT-J":  # its attention holds a table of sines, and there is no module to replace
+        assert not served
+    elif family == "Qwen2-VL":  # the picture's own module takes sizes, and is listed
+        assert [entry.name for entry in served] == ["Qwen2VLRotaryEmbedding"]
+    else:
+        assert served
+    model.to(torch.bfloat16)
+    with torch.no_grad():
+        assert (
+            outputs(model, small_inputs(family) if family != "Qwen2-VL" else _halved(given)).dtype
+            == torch.bfloat16
+        )
+
+
+def _halved(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX", "Cohere", "GPT-J"])
+def test_bfloat16_is_as_near_to_float64_as_before(family: str) -> None:
+    model, given = small_model(family), small_inputs(family)
+    model.to(torch.bfloat16)
+    with torch.no_grad():
+        exact = outputs(copy.deepcopy(model).double(), given)
+        before = outputs(model, given)
+        patch(model)
+        after = outputs(model, given)
+    error = [(y.double() - exact).square().mean().sqrt().item() for y in (before, after)]
+    assert error[1] <= value("patched bfloat16 outputs") * error[0], error
+
+
+# --- which model is affected ----------------------------------------------------------------------
+
+
+def test_only_this_model_is_affected(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+    other = copy.deepcopy(llama)
+    function, method = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward
+    with torch.no_grad():
+        before = outputs(other, inputs)
+        patch(llama)
+        assert_same_bits(outputs(other, inputs), before)
+    assert modeling_llama.apply_rotary_pos_emb is function
+    assert modeling_llama.LlamaAttention.forward is method
+    assert type(other.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+    assert isinstance(llama.model.layers[0].self_attn, modeling_llama.LlamaAttention)
+    assert type(llama.model.layers[0].self_attn).__name__ == "LlamaAttention"
+
+
+def test_two_models_of_one_family_with_different_angles(inputs: dict[str, torch.Tensor]) -> None:
+    one = small_model("Llama")
+    two = small_model(
+        "Llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    )
+    with torch.no_grad():
+        before = outputs(one, inputs), outputs(two, inputs)
+        patch(one)
+        patch(two, angles="exact")
+        assert_outputs(outputs(one, inputs), before[0])
+        assert_outputs(outputs(two, inputs), before[1], "exact angles outputs")
+        unpatch(one)
+        assert_same_bits(outputs(one, inputs), before[0])
+        assert_outputs(outputs(two, inputs), before[1], "exact angles outputs")
+    assert_calls_operator(two, inputs)
+
+
+def test_patching_twice_changes_nothing(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+    first = patch(llama)
+    with torch.no_grad():
+        once = outputs(llama, inputs)
+    cls = type(llama.model.layers[0].self_attn)
+    second = patch(llama)
+    assert type(llama.model.layers[0].self_attn) is cls
+    assert first.to_dict() == second.to_dict()
+    with torch.no_grad():
+        assert_same_bits(outputs(llama, inputs), once)
+
+
+def test_the_last_call_decides_about_angles(llama: Any) -> None:
+    plain = type(llama.model.rotary_emb)
+    patch(llama, angles="exact")
+    assert type(llama.model.rotary_emb) is not plain
+    patch(llama)
+    assert type(llama.model.rotary_emb) is plain
+    unpatch(llama)
+    unpatch(llama)
+    assert type(llama.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+
+
+def test_what_is_patched_later_in_the_module_is_still_seen(
+    llama: Any, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of methods read the module's own globals, not a copy of them."""
+    patch(llama)
+    calls = []
+    eager = modeling_llama.eager_attention_forward
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return eager(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", spy)
+    with torch.no_grad():
+        outputs(llama, inputs)
+    assert len(calls) == 2
+
+
+# --- what models are used with --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("angles", ["model", "exact"])
+def test_deepcopy_and_pickle_keep_the_patch(
+    llama: Any, inputs: dict[str, torch.Tensor], angles: str
+) -> None:
+    patch(llama, angles=angles)
+    with torch.no_grad():
+        want = outputs(llama, inputs)
+    buffer = io.BytesIO()
+    torch.save(llama, buffer)
+    buffer.seek(0)
+    for twin in (
+        copy.deepcopy(llama),
+        pickle.loads(pickle.dumps(llama)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert type(twin.model.layers[0].self_attn) is type(llama.model.layers[0].self_attn)
+        assert type(twin.model.rotary_emb) is type(llama.model.rotary_emb)
+        with torch.no_grad():
+            assert_same_bits(outputs(twin, inputs), want)
+        unpatch(twin)
+        assert type(twin.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+    assert type(llama.model.layers[0].self_attn) is not modeling_llama.LlamaAttention
+
+
+@pytest.mark.parametrize("angles", ["model", "exact"])
+def test_save_pretrained_knows_nothing_of_the_patch(
+    llama: Any, inputs: dict[str, torch.Tensor], tmp_path: Path, angles: str
+) -> None:
+    with torch.no_grad():
+        before = outputs(llama, inputs)
+    llama.save_pretrained(tmp_path / "before")
+    patch(llama, angles=angles)
+    llama.save_pretrained(tmp_path / "after")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "after", attn_implementation="eager")
+    with torch.no_grad():
+        assert_same_bits(outputs(loaded.eval(), inputs), before)
+
+
+@pytest.mark.parametrize("angles", ["model", "exact"])
+def test_compiles_as_one_graph(llama: Any, inputs: dict[str, torch.Tensor], angles: str) -> None:
+    before = gradients(llama, inputs)
+    patch(llama, angles=angles)
+    torch._dynamo.reset()
+    compiled = torch.compile(llama, fullgraph=True, backend="aot_eager")
+    after = gradients(compiled, inputs)
+    name = "patched outputs" if angles == "model" else "exact angles outputs"
+    assert_outputs(after[0], before[0], name)
+    if angles == "model":
+        assert_gradients({k.removeprefix("_orig_mod."): g for k, g in after[1].items()}, before[1])
+    torch._dynamo.reset()
+
+
+def test_gradient_checkpointing_and_accumulation(
+    llama: Any, inputs: dict[str, torch.Tensor]
+) -> None:
+    llama.train()
+    plain = gradients(llama, inputs)
+    patch(llama)
+    llama.gradient_checkpointing_enable()
+    after = gradients(llama, inputs)
+    assert_outputs(after[0], plain[0])
+    assert_gradients(after[1], plain[1])
+    llama.zero_grad()
+    rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(2)]
+    weights = torch.randn(plain[0].shape, generator=torch.Generator().manual_seed(2))
+    for i, row in enumerate(rows):
+        ((outputs(llama, row) * weights[i : i + 1]).mean() / 2).backward()
+    assert_gradients(
+        {n: p.grad for n, p in llama.named_parameters() if p.grad is not None}, plain[1]
+    )
+
+
+@pytest.mark.parametrize("angles", ["model", "exact"])
+def test_left_padding(llama: Any, angles: str) -> None:
+    """Rows of their own positions: each row as it is alone."""
+    given = small_inputs("Llama")
+    given["attention_mask"] = given["attention_mask"].clone()
+    given["attention_mask"][1, :4] = 0
+    positions = given["attention_mask"].cumsum(-1).sub(1).clamp(min=0)
+    with torch.no_grad():
+        before = llama(**given, position_ids=positions).logits[1, 4:]
+        patch(llama, angles=angles)
+        after = llama(**given, position_ids=positions).logits[1, 4:]
+        alone = llama(input_ids=given["input_ids"][1:, 4:]).logits[0]
+    assert_outputs(after, before, "exact angles outputs")
+    assert_outputs(after, alone, "exact angles outputs")
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+def test_cached_steps_equal_the_whole(llama: Any, cache: Any) -> None:
+    patch(llama)
+    ids = small_inputs("Llama")["input_ids"]
+    with torch.no_grad():
+        whole = llama(ids).logits
+        options = {"max_cache_len": 32} if cache is StaticCache else {}
+        kept = cache(config=llama.config, **options)
+        steps = []
+        for i in range(ids.shape[1]):
+            step = llama(
+                ids[:, i : i + 1], past_key_values=kept, position_ids=torch.full((2, 1), i)
+            )
+            steps.append(step.logits)
+    assert_outputs(torch.cat(steps, 1), whole)
+
+
+def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+    """Patched before there are weights, as from_pretrained builds, and then materialised."""
+    with torch.no_grad():
+        want = outputs(llama, inputs)
+    with torch.device("meta"):
+        empty = type(llama)(llama.config)
+    report = patch(empty, angles="exact")
+    assert not report.left, str(report)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(llama.state_dict())
+    # What to_empty left in the buffers is anything; exact angles do not read them.
+    for name, buffer in empty.named_buffers():
+        assert "inv_freq" in name
+        buffer.fill_(torch.nan)
+    with torch.no_grad():
+        assert_outputs(outputs(empty.eval(), inputs), want, "exact angles outputs")
+
+
+def test_hooks_that_keep_the_old_forward(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+    """accelerate's way: the module keeps its bound forward and gets another."""
+    attention = llama.model.layers[0].self_attn
+    attention._old_forward = attention.forward
+    calls = []
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return attention._old_forward(*args, **kwargs)
+
+    attention.forward = hooked
+    with torch.no_grad():
+        before = outputs(llama, inputs)
+        patch(llama)
+        unpatch(llama.model.layers[1])
+        assert_calls_operator(llama, inputs)
+        unpatch(llama)
+        assert_same_bits(outputs(llama, inputs), before)
+    assert len(calls) == 3
+
+
+def test_hooks_registered_on_modules_stay(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+    calls = []
+    llama.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    patch(llama)
+    with torch.no_grad():
+        outputs(llama, inputs)
+    assert calls == [1]
+
+
+def test_autocast(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+    def run() -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            return outputs(llama, inputs)
+
+    with torch.no_grad():
+        exact = outputs(llama, inputs)
+    before = run()
+    patch(llama)
+    after = run()
+    assert after.dtype == before.dtype
+    assert (after - exact).square().mean() <= 1.2 * (before - exact).square().mean()
+
+
+# --- exact angles ---------------------------------------------------------------------------------
+
+
+def test_exact_angles_survive_a_cast(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+    patch(llama, angles="exact")
+    ids = torch.arange(12)[None] + 100_000
+    want = llama.model.rotary_emb(torch.zeros(1), ids)
+    llama.to(torch.bfloat16)
+    for buffer in llama.buffers():
+        buffer.fill_(torch.nan)
+    got = llama.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), ids)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_dynamic_rules_forget_the_last_call() -> None:
+    """transformers keeps the longest sequence it saw; a pure function of the length does not."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = small_model("Llama", rope_parameters=rope, max_position_embeddings=16)
+    patch(model, angles="exact")
+    x, short, long = torch.zeros(1), torch.arange(24)[None], torch.arange(60)[None]
+    before = model.model.rotary_emb(x, short)
+    model.model.rotary_emb(x, long)
+    for a, b in zip(model.model.rotary_emb(x, short), before, strict=True):
+        assert_same_bits(a, b)
+    # Rows of unequal length: each its own rule.
+    both = torch.stack((short[0], torch.arange(24) // 4))
+    assert_same_bits(model.model.rotary_emb(x, both)[0][:1], before[0])
+
+
+def test_a_module_whose_frequencies_nobody_knows_is_left(llama: Any) -> None:
+    class OwnRotaryEmbedding(torch.nn.Module):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            angle = position_ids[..., None].sqrt() * torch.ones(16)
+            return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+    llama.model.rotary_emb = OwnRotaryEmbedding()
+    report = patch(llama, angles="exact")
+    assert [entry.name.rsplit(".", 1)[-1] for entry in report.left] == ["OwnRotaryEmbedding"]
+    assert type(llama.model.rotary_emb) is OwnRotaryEmbedding
+
+
+def test_a_module_whose_frequencies_were_changed_is_served_by_none_or_right(llama: Any) -> None:
+    """A config that says one base and a module that computes another: the module's word counts."""
+
+    class Scaled(type(llama.model.rotary_emb)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            return super().forward(x, 3 * position_ids)
+
+    llama.model.rotary_emb = Scaled(llama.config)
+    report = patch(llama, angles="exact")
+    assert [entry.replaced for entry in report if "Scaled" in entry.name] == [False]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
+    """A function that stays as it is would widen everything after it."""
+
+    class Reader(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
+            self.layer = modeling_llama.LlamaAttention(config, 0) if known else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cos, sin = self.rotary_emb(x, torch.arange(x.shape[1])[None])
+            return x * cos + x.roll(8, -1) * sin
+
+    model = Reader(small_model("Llama").config)
+    report = patch(model, angles="exact")
+    assert any(entry.name == "LlamaRotaryEmbedding" for entry in report.replaced)
+    cos, _ = model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), torch.arange(4)[None])
+    assert cos.dtype == (torch.float32 if known else torch.bfloat16)
+
+
+# --- the report and errors ------------------------------------------------------------------------
+
+
+def test_report_reads_well(llama: Any) -> None:
+    report = patch(llama)
+    (entry,) = report
+    assert entry.module == "transformers.models.llama.modeling_llama"
+    assert entry.name == "apply_rotary_pos_emb"
+    assert entry.replaced
+    assert "half pairs" in str(entry.recognised)
+    assert str(report).splitlines()[0] == "1 replaced, 0 left"
+    assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"
+    assert len(report) == len(report.replaced) == 1
+    assert str(patch(torch.nn.Linear(2, 2))) == "no rotary function found"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3,), TypeError, r"\[patch\] model must be a torch.nn.Module but got 3\."),
+        (
+            (torch.nn.Linear, "x"),
+            ValueError,
+            r"\[patch\] angles must be one of model, exact but got 'x'",
+        ),
+    ],
+)
+def test_errors(arguments: Any, error: type[Exception], message: str) -> None:
+    first, *rest = arguments
+    model = first(1, 1) if isinstance(first, type) else first
+    with pytest.raises(error, match=message):
+        patch(model, **({"angles": rest[0]} if rest else {}))
+    if error is TypeError:
+        with pytest.raises(
+            TypeError, match=r"\[unpatch\] model must be a torch.nn.Module but got 3"
+        ):
+            unpatch(first)
+
+
+def test_settings_are_those_of_the_family() -> None:
+    assert TEXT["num_key_value_heads"] < TEXT["num_attention_heads"]

@@ -1,0 +1,70 @@
+"""The functions half of the coverage run: what is committed, and that its verdicts can fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.transformers_coverage import functions, report
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "transformers-coverage.json"
+PAGE = ROOT / "docs" / "transformers-coverage.md"
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return data
+
+
+def test_committed_functions_are_as_many_as_asked_for(committed: dict[str, Any]) -> None:
+    rows = committed["functions"]
+    statuses = report.file_status(rows)
+    assert sum(status == "equal" for status in statuses.values()) >= 195
+    assert "different" not in statuses.values()
+    assert all(row["reason"] for row in rows if row["status"] != "equal")
+
+
+def test_page_is_written_from_the_numbers(committed: dict[str, Any]) -> None:
+    assert PAGE.read_text(encoding="utf-8") == report.page(committed)
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj", "deepseek_v2", "gemma4", "roformer", "vjepa2"])
+def test_rows_of_today_are_those_committed(name: str, committed: dict[str, Any]) -> None:
+    file = f"{name}/modeling_{name}"
+    (path,) = [p for p in functions.files() if p.as_posix().endswith(f"/{file}.py")]
+    today = {row["function"]: (row["status"], row["recognised"]) for row in functions.rows(path)}
+    then = {
+        row["function"]: (row["status"], row["recognised"])
+        for row in committed["functions"]
+        if row["file"] == file
+    }
+    assert today == then
+
+
+def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin
+
+
+def arguments(dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "x": torch.randn(2, 4, 5, 16, dtype=dtype),
+        "cos": torch.rand(5, 8).repeat(1, 2).to(dtype),
+        "sin": torch.rand(5, 8).repeat(1, 2).to(dtype),
+    }
+
+
+def test_a_wrong_replacement_is_different() -> None:
+    def wrong(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return plain(x, cos, 1.001 * sin)
+
+    assert functions.compare(plain, wrong, arguments)["status"] == "different"
+
+
+def test_a_replacement_that_asks_the_original_is_no_replacement() -> None:
+    assert functions.compare(plain, plain, arguments)["status"] == "different"

@@ -1,0 +1,214 @@
+"""The models half of the coverage of transformers: its verdicts, and that a fault changes them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.transformers_coverage import models, trial
+from benchmarks.transformers_coverage.building import SPECIAL, sections, sized, small_config
+from benchmarks.transformers_coverage.catalogue import (
+    ModelType,
+    called_names,
+    catalogue,
+    models_folder,
+    rotary_names,
+)
+from benchmarks.transformers_coverage.comparing import (
+    GRADIENT_BOUND,
+    OUTPUT_BOUND,
+    Run,
+    difference,
+    fault,
+    relative,
+    spoilt,
+)
+
+from tightrope.integrations.transformers import _graft
+
+# What the models of transformers warn of is not what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# Odd ones, each for something: a head, channels before others, three axes and pictures, low rank,
+# complex tables, a method, rows and columns, sound, tables of a sliding window, partial width.
+ODD = (
+    "llama", "gptj", "qwen2_vl", "deepseek_v3", "llama4_text", "roformer", "dinov3_vit", "glmasr",
+    "gemma3", "gpt_neox", "cohere", "pe_audio_encoder",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def types() -> dict[str, ModelType]:
+    return {each.name: each for each in catalogue()}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_patched_models_are_equal_and_their_rotations_were_served(
+    name: str, types: dict[str, ModelType]
+) -> None:
+    row = models.row(types[name])
+    assert row["status"] == "equal", row
+    assert row["calls"]
+    assert row["replaced"]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """What stands in place of rotary functions is changed, and nothing made before is used."""
+    real = _graft.replacement_of
+    monkeypatch.setattr(_graft, "_classes", {})
+    monkeypatch.setattr(_graft, "replacement_of", lambda swap: change(real(swap)))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl", "dinov3_vit"])
+def test_a_replacement_that_is_wrong_is_reported_as_different(
+    name: str, types: dict[str, ModelType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, spoilt)
+    row = models.row(types[name])
+    assert row["status"] == "different", row
+    assert row["max_rel_doutput"] > OUTPUT_BOUND
+
+
+class Halved(torch.autograd.Function):
+    """Right values, half of the gradient."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+
+def test_a_gradient_that_alone_is_wrong_is_reported_as_different(
+    types: dict[str, ModelType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, lambda real: lambda *a, **k: tuple(map(Halved.apply, real(*a, **k))))
+    row = models.row(types["llama"])
+    assert row["status"] == "different"
+    assert row["max_rel_doutput"] <= OUTPUT_BOUND
+    assert row["max_rel_dgrad"] > GRADIENT_BOUND
+
+
+def test_a_type_whose_calls_all_go_back_to_the_original_is_not_equal(
+    types: dict[str, ModelType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, lambda real: real.__wrapped__)
+    row = models.row(types["llama"])
+    assert row["status"] == "not exercised"
+    assert row["reason"] == "every call was given back to the original: llama.apply_rotary_pos_emb"
+
+
+def test_a_type_without_rotation_is_not_equal(types: dict[str, ModelType]) -> None:
+    row = models.row(types["jamba"])
+    assert row["status"] == "not exercised"
+    assert row["reason"] == "its file defines a rotation and never calls it"
+
+
+def test_a_model_that_is_not_the_same_twice_is_different(
+    types: dict[str, ModelType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trial.run
+    seen: Counter[str] = Counter()
+
+    def noisy(*args: Any) -> Run:
+        result = real(*args)
+        seen["runs"] += 1
+        for value in result.outputs.values():
+            value.view(-1)[0] += seen["runs"]
+        return result
+
+    monkeypatch.setattr(trial, "run", noisy)
+    row = models.row(types["llama"])
+    assert row["status"] == "different"
+    assert row["reason"].startswith("not deterministic by itself")
+
+
+def test_a_model_that_cannot_be_made_says_why(
+    types: dict[str, ModelType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("Titles come first:\n    the sentence last")
+
+    monkeypatch.setattr(trial, "small_model", broken)
+    row = models.row(types["llama"])
+    assert row["status"] == "not built"
+    assert row["reason"] == "RuntimeError: Titles come first: the sentence last"
+
+
+def test_fault_is_undone(types: dict[str, ModelType]) -> None:
+    ready, before = trial.prepare(types["roformer"])
+    with fault(ready.model):
+        assert not difference(before, ready.run()).within
+    after = difference(before, ready.run())
+    assert (after.output, after.gradient) == (0, 0)
+
+
+def test_differences_are_relative_and_nan_is_never_within() -> None:
+    a = torch.tensor([1.0, -4.0])
+    assert relative(a, a + torch.tensor([0.0, 1.0]), 0.0) == (1.0, 0.25)
+    assert relative(a, a, 0.0) == (0.0, 0.0)
+    assert relative(a * 1e-9, a * 2e-9, 1.0)[1] == pytest.approx(4e-9)
+    for broken in (torch.tensor([1.0]), torch.tensor([1.0, float("nan")])):
+        assert not difference(Run({"y": a}, {}), Run({"y": broken}, {})).within
+    assert not difference(Run({"y": a}, {}), Run({}, {})).within
+    assert not difference(Run({"y": a}, {"w": a}), Run({"y": a}, {})).within
+    infinite = torch.tensor([float("-inf"), 2.0])
+    assert difference(Run({"y": infinite}, {}), Run({"y": infinite.clone()}, {})).within
+
+
+def test_the_catalogue_is_every_type_of_a_folder_that_rotates(types: dict[str, ModelType]) -> None:
+    assert len(types) >= 360
+    assert len({each.file for each in types.values()}) >= 205
+    assert types["qwen2_vl_vision"].file == types["qwen2_vl"].file
+    path = models_folder() / types["jamba"].file
+    assert rotary_names(path) == ("apply_rotary_pos_emb",)
+    assert not called_names(path)
+
+
+def test_small_configurations_fit_together(types: dict[str, ModelType]) -> None:
+    assert sections([16, 24, 24], 8) == [2, 3, 3]
+    assert sections([22, 22, 20], 3) == [1, 1, 1]
+    assert sized("hidden_size", 4096) == 64
+    assert sized("num_key_value_heads", 32) == 2
+    assert sized("num_experts_per_tok", 1) == 1
+    config = small_config(types["qwen2_vl"].config_class, {})
+    assert config.text_config.rope_parameters["mrope_section"] == [2, 3, 3]
+    assert config.image_token_id >= SPECIAL
+    # Each kind of layer of a pattern stays.
+    kinds = small_config(types["gemma3_text"].config_class, {}).layer_types
+    assert set(kinds) == {"sliding_attention", "full_attention"}
+
+
+def test_a_lost_process_is_a_row_and_the_run_goes_on(
+    types: dict[str, ModelType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Lost:
+        def ask(self, model_type: ModelType) -> dict[str, Any]:
+            return {**models.blank(model_type), "reason": "the process ended with -9"}
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(models, "Worker", Lost)
+    out = tmp_path / "rows.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        models.main(["--only", "^llama", "--out", str(out)])
+        first = json.loads(out.read_text())
+        models.main(["--only", "^gptj$", "--out", str(out)])
+    assert {row["model_type"] for row in first} == {
+        "llama",
+        "llama4",
+        "llama4_text",
+        "llama4_vision_model",
+    }
+    assert json.loads(out.read_text())[0]["model_type"] == "gptj"
+    assert {row["reason"] for row in first} == {"the process ended with -9"}
