@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, ModernBertForMaskedLM, PreTrainedModel
-from transformers import Qwen2VLForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+    Qwen2VLForConditionalGeneration,
+)
 
 VOCABULARY, TOKENS = 96, 12
 TEXT = {

@@ -55,7 +55,10 @@ LAZY: dict[tuple[str, str], str] = {
 }
 
 # Modules that import by a name which they compute -> why, and what keeps it within the ranks.
-DYNAMIC: dict[str, str] = {}
+DYNAMIC: dict[str, str] = {
+    "integrations.transformers._graft": "the module of a model's rotary function, which a pickled "
+    "model names; it is never one of ours",
+}
 
 
 # --- reading the source ---------------------------------------------------------------------------

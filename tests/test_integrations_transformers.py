@@ -130,7 +130,10 @@ def test_family_with_exact_angles(family: str) -> None:
         assert served
     model.to(torch.bfloat16)
     with torch.no_grad():
-        assert outputs(model, small_inputs(family) if family != "Qwen2-VL" else _halved(given)).dtype == torch.bfloat16
+        assert (
+            outputs(model, small_inputs(family) if family != "Qwen2-VL" else _halved(given)).dtype
+            == torch.bfloat16
+        )
 
 
 def _halved(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -169,7 +172,9 @@ def test_only_this_model_is_affected(llama: Any, inputs: dict[str, torch.Tensor]
 
 def test_two_models_of_one_family_with_different_angles(inputs: dict[str, torch.Tensor]) -> None:
     one = small_model("Llama")
-    two = small_model("Llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    two = small_model(
+        "Llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    )
     with torch.no_grad():
         before = outputs(one, inputs), outputs(two, inputs)
         patch(one)
@@ -280,7 +285,9 @@ def test_compiles_as_one_graph(llama: Any, inputs: dict[str, torch.Tensor], angl
     torch._dynamo.reset()
 
 
-def test_gradient_checkpointing_and_accumulation(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+def test_gradient_checkpointing_and_accumulation(
+    llama: Any, inputs: dict[str, torch.Tensor]
+) -> None:
     llama.train()
     plain = gradients(llama, inputs)
     patch(llama)
@@ -293,7 +300,9 @@ def test_gradient_checkpointing_and_accumulation(llama: Any, inputs: dict[str, t
     weights = torch.randn(plain[0].shape, generator=torch.Generator().manual_seed(2))
     for i, row in enumerate(rows):
         ((outputs(llama, row) * weights[i : i + 1]).mean() / 2).backward()
-    assert_gradients({n: p.grad for n, p in llama.named_parameters() if p.grad is not None}, plain[1])
+    assert_gradients(
+        {n: p.grad for n, p in llama.named_parameters() if p.grad is not None}, plain[1]
+    )
 
 
 @pytest.mark.parametrize("angles", ["model", "exact"])
@@ -465,7 +474,11 @@ def test_report_reads_well(llama: Any) -> None:
     ("arguments", "error", "message"),
     [
         ((3,), TypeError, r"\[patch\] model must be a torch.nn.Module but got 3\."),
-        ((torch.nn.Linear, "x"), ValueError, r"\[patch\] angles must be one of model, exact but got 'x'"),
+        (
+            (torch.nn.Linear, "x"),
+            ValueError,
+            r"\[patch\] angles must be one of model, exact but got 'x'",
+        ),
     ],
 )
 def test_errors(arguments: Any, error: type[Exception], message: str) -> None:
@@ -474,7 +487,9 @@ def test_errors(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         patch(model, **({"angles": rest[0]} if rest else {}))
     if error is TypeError:
-        with pytest.raises(TypeError, match=r"\[unpatch\] model must be a torch.nn.Module but got 3"):
+        with pytest.raises(
+            TypeError, match=r"\[unpatch\] model must be a torch.nn.Module but got 3"
+        ):
             unpatch(first)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightrope.integrations.transformers import recognise
-from tightrope.integrations.transformers._find import looks_rotary
+from tightrope.integrations.transformers._find import global_names, looks_rotary
 from tightrope.integrations.transformers._form import Candidate, unwrapped
 from tightrope.integrations.transformers._graft import Swap, calling, replacement_of
 
@@ -41,14 +41,14 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
     name = path.relative_to(models_folder()).with_suffix("").as_posix()
     try:
         module = importlib.import_module("transformers.models." + name.replace("/", "."))
-    except Exception as error:  # the run goes on whatever a file does
+    except Exception as error:  # noqa: BLE001
         yield _row(name, "*", "left", reason=f"cannot be imported: {error!s:.200}")
         return
     swaps: dict[str, Swap] = {}
     for function in names(module, path):
         try:
             yield _one(module, name, function, swaps)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             yield _row(
                 name, function, "different", reason=f"{type(error).__name__}: {error!s:.200}"
             )
@@ -105,7 +105,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
     copied = calling(target, swaps.values()) if isinstance(target, FunctionType) else None
     if copied is not None and function in COMPOSED:
         compared = compare(target, copied, COMPOSED[function])
-        reached = ", ".join(each for each in swaps if each in target.__code__.co_names)
+        reached = ", ".join(each for each in swaps if each in global_names(target.__code__))
         return _row(name, function, **compared | {"reason": f"calls {reached}, which is replaced"})
     return _row(name, function, "left", reason=recognition.reason)
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ... import angles as exact_angles, positions as positions_
 from ...config import LayerSpecs
 from ...frequencies import Given
 from ...spec import RopeSpec
+from ._classes import base_of
 from ._report import Entry
 
 LAYOUTS = ("cat", "repeat", "half")
@@ -51,9 +52,11 @@ class Angles:
         spec = dict(self.specs)[layer_type]
         factor = dict(self.factors)[layer_type]
         # Each row its own length, whatever stands beside it; sequences packed into one share it.
-        lengths = position_ids.amax((0, 2) if position_ids.dim() == 3 else 1) + 1 if (
-            spec.by_length and position_ids.numel()
-        ) else None
+        lengths = (
+            position_ids.amax((0, 2) if position_ids.dim() == 3 else 1) + 1
+            if (spec.by_length and position_ids.numel())
+            else None
+        )
         prepared = spec.at(
             _positions(spec, position_ids), device=position_ids.device, seq_len=lengths
         )
@@ -128,7 +131,9 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
                 found.append((layer_type, spec, factor))
                 break
         else:
-            raise _Unserved("; ".join(reasons) or "neither its config nor a buffer says frequencies")
+            raise _Unserved(
+                "; ".join(reasons) or "neither its config nor a buffer says frequencies"
+            )
     if kept is None:
         raise _Unserved("it has no type of layer to serve")
     return Angles(
@@ -143,10 +148,13 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
 _busy = threading.local()
 
 
+def is_probing() -> bool:
+    """Whether a module is being made to be tried, by this thread."""
+    return getattr(_busy, "now", False)
+
+
 def _fresh(module: torch.nn.Module) -> torch.nn.Module:
     """A module of the same kind in float32 that nothing has happened to."""
-    from ._graft import base_of
-
     cls = base_of(type(module))
     config = getattr(module, "config", None)
     if config is not None:
@@ -154,8 +162,9 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
         _busy.now = True
         try:
             torch.set_default_dtype(torch.float32)
-            return cls(config)
-        except Exception:
+            made: torch.nn.Module = cls(config)
+            return made
+        except Exception:  # noqa: BLE001
             pass
         finally:
             _busy.now = False
@@ -195,7 +204,11 @@ def _specs(
     prefix = f"{layer_type}_" if layer_type else ""
     inv_freq = getattr(probe, f"{prefix}inv_freq", None)
     factor = getattr(probe, f"{prefix}attention_scaling", 1.0)
-    if isinstance(inv_freq, torch.Tensor) and inv_freq.dim() == 1 and isinstance(factor, (int, float)):
+    if (
+        isinstance(inv_freq, torch.Tensor)
+        and inv_freq.dim() == 1
+        and isinstance(factor, (int, float))
+    ):
         values = tuple(float(v) for v in inv_freq.double().tolist())
         spec = RopeSpec(2 * len(values), scaling=Given(values))
         found.append((spec, float(factor), "by its inv_freq"))
@@ -223,7 +236,7 @@ def _layout(
                 ids = torch.stack([ids // (axis + 1) + axis for axis in range(spec.axis_count)])
             try:
                 theirs = _call(probe, ids, layer_type)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 break
             tried.append((ids, theirs))
         else:
@@ -231,8 +244,12 @@ def _layout(
                 layout
                 for layout in LAYOUTS
                 if all(
-                    _same(theirs, ids, Angles(((layer_type, spec),), layout, ((layer_type, factor),),
-                                              frozenset()), layer_type)
+                    _same(
+                        theirs,
+                        ids,
+                        Angles(((layer_type, spec),), layout, ((layer_type, factor),), frozenset()),
+                        layer_type,
+                    )
                     for ids, theirs in tried
                 )
             }
@@ -316,35 +333,11 @@ def forward_of(original: Callable[..., Any], made: Angles) -> Callable[..., Any]
 
 def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
     """A line of the report."""
-    from ._graft import base_of
-
     cls = base_of(type(module))
     words = None
     if made is not None:
         specs = "; ".join(str(spec) if t is None else f"{t}: {spec}" for t, spec in made.specs)
-        words = f"tables of {specs}, {made.layout}, {'float32' if made.wide else 'in the dtype of x'}"
+        words = (
+            f"tables of {specs}, {made.layout}, {'float32' if made.wide else 'in the dtype of x'}"
+        )
     return Entry(cls.__module__, cls.__qualname__, words, made is not None, reason)
-
-
-def initialiser(cls: type, wide: bool, note: Callable[[Entry], None]) -> Callable[..., None]:
-    """An ``__init__`` after which objects of a class make exact angles."""
-    from . import _graft
-
-    old = cls.__init__  # type: ignore[misc]
-
-    @functools.wraps(old)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        old(self, *args, **kwargs)
-        if getattr(_busy, "now", False) or _graft.base_of(type(self)) is not cls:
-            return
-        made, reason = read(self, wide)
-        note(entry(self, made, reason))
-        if made is not None:
-            _graft.apply(self, _graft.grafted(cls, (made,)))
-
-    return __init__
-
-
-def widened(made: Angles, wide: bool) -> Angles:
-    """The same angles in tables of another width of dtype."""
-    return replace(made, wide=wide)

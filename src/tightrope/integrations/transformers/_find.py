@@ -92,7 +92,8 @@ def looks_rotary(name: str, value: Any) -> bool:
         return True
     seen = signature(value)
     names = [] if seen is None else list(seen.parameters)
-    return any("cos" in n for n in names) and any("sin" in n for n in names)
+    tables = {n for n in names if "cos" in n or "sin" in n}
+    return any("cos" in n for n in tables) and len(tables) > 1 and len(names) > len(tables)
 
 
 def is_rotary_method(name: str, value: Any) -> bool:
@@ -121,9 +122,7 @@ def is_near(value: Any, function: FunctionType) -> bool:
     )
 
 
-def rotary(
-    cls: type, accepts: Callable[[Found], bool]
-) -> Iterator[Found]:
+def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
     """The rotary functions that methods of a class reach.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -123,12 +123,12 @@ class Candidate:
 def unwrapped(function: Any) -> Callable[..., Any]:
     """The plain function behind a static method, a bound method, or a module that wraps one."""
     if isinstance(function, (staticmethod, classmethod)):
-        return function.__func__
-    if isinstance(function, torch.nn.Module):
+        function = function.__func__
+    elif isinstance(function, torch.nn.Module):
         return unwrapped(function.forward)
-    if inspect.ismethod(function):
-        return function.__func__
-    return function
+    elif inspect.ismethod(function):
+        function = function.__func__
+    return cast(Callable[..., Any], function)
 
 
 def signature(function: Any) -> inspect.Signature | None:

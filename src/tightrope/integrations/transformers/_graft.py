@@ -14,17 +14,16 @@ import importlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from ._find import is_near, methods, neighbours, original_of
+from ._classes import MARK, Graft
 from ._exact import Angles, forward_of
+from ._find import is_near, methods, neighbours, original_of
 from ._form import Candidate
 from ._run import replacement
-
-_MARK = "_tightrope_graft"
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,6 @@ class Swap:
 
 
 Recipe = tuple["Swap | Angles", ...]
-
-
-@dataclass(frozen=True)
-class Graft:
-    """What a class made here remembers."""
-
-    base: type
-    recipe: Recipe
-
-
-def graft_of(cls: type) -> Graft | None:
-    """What a class was made of, or None for a class of others."""
-    return vars(cls).get(_MARK)
-
-
-def base_of(cls: type) -> type:
-    """The class as its authors wrote it."""
-    graft = graft_of(cls)
-    return cls if graft is None else graft.base
 
 
 _replacements: dict[Swap, Any] = {}
@@ -97,11 +77,9 @@ def apply(module: torch.nn.Module, cls: type) -> None:
     if old is cls:
         return
     for name, value in vars(module).items():
-        function = getattr(value, "__func__", None)
-        if function is None or getattr(value, "__self__", None) is not module:
+        if not isinstance(value, MethodType) or value.__self__ is not module:
             continue
-        if getattr(getattr(old, function.__name__, None), "__wrapped__", None) is function:
-            continue
+        function = value.__func__
         if getattr(old, function.__name__, None) is function:
             vars(module)[name] = getattr(cls, function.__name__).__get__(module)
     module.__class__ = cls
@@ -132,15 +110,14 @@ def _make(base: type, recipe: Recipe) -> type:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce_ex,
-        _MARK: Graft(base, recipe),
+        MARK: Graft(base, recipe),
     }
     return type(base)(base.__name__, (base,), members)
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """Pickle as an object of the base, to be grafted again where it is loaded."""
-    graft = graft_of(type(self))
-    assert graft is not None, "this is a method of grafted classes"
+    graft: Graft = vars(type(self))[MARK]
     made = super(type(self), self).__reduce_ex__(protocol)
     if isinstance(made, str) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
         return made
@@ -229,7 +206,8 @@ def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
     shared = {
         str(step.argval)
         for step in dis.get_instructions(code)
-        if step.argval in mine and step.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
+        if step.argval in mine
+        and step.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
         and step.opcode in dis.hasname
     }
     if shared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -80,17 +81,17 @@ class Repository:
 def mapping() -> dict[str, Any]:
     """The mapping itself, for ``kernels.use_kernel_mapping`` or one's own."""
     try:
-        from kernels import Mode
+        kernels: Any = importlib.import_module("kernels")
     except ImportError as error:
         raise ImportError(
             sentence("register", "needs the kernels package: pip install kernels")
         ) from error
-    repository = Repository()
+    repository, mode = Repository(), kernels.Mode
     modes = (
-        Mode.TRAINING,
-        Mode.INFERENCE,
-        Mode.TRAINING | Mode.TORCH_COMPILE,
-        Mode.INFERENCE | Mode.TORCH_COMPILE,
+        mode.TRAINING,
+        mode.INFERENCE,
+        mode.TRAINING | mode.TORCH_COMPILE,
+        mode.INFERENCE | mode.TORCH_COMPILE,
     )
     return {LAYER: {device: dict.fromkeys(modes, repository) for device in DEVICES}}
 
@@ -107,8 +108,6 @@ def register() -> None:
         ImportError: the ``kernels`` package is not installed.
     """
     known = mapping()
-    from kernels import register_kernel_mapping
-
     # transformers registers its own when its module is first imported; ours comes after it.
     try:
         from transformers.integrations import hub_kernels
@@ -118,4 +117,4 @@ def register() -> None:
         defaults = getattr(hub_kernels, "get_kernel_mapping_transformers", None)
         if defaults is not None:
             defaults()[LAYER] = {**defaults().get(LAYER, {}), **known[LAYER]}
-    register_kernel_mapping(known)
+    importlib.import_module("kernels").register_kernel_mapping(known)

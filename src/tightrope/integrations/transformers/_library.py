@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from . import _exact, _find
+from . import _exact, _find, _graft
+from ._classes import base_of
 from ._find import Found
 from ._form import unwrapped
 from ._recognise import Recognition, recognise
@@ -107,8 +109,12 @@ def _patch_module(module: ModuleType) -> None:
                 if _find.is_rotary_method(method, stands):
                     static = isinstance(stands, staticmethod)
                     function = unwrapped(stands)
-                    found = Found(module.__name__, f"{value.__qualname__}.{method}", stands, not static)
-                    swaps.append((value, found, _recognised(function, None if static else object())))
+                    found = Found(
+                        module.__name__, f"{value.__qualname__}.{method}", stands, not static
+                    )
+                    swaps.append(
+                        (value, found, _recognised(function, None if static else object()))
+                    )
     exact = _state.angles == "exact"
     wide = exact and all(recognition for _, _, recognition in swaps)
     for holder, found, recognition in swaps:
@@ -122,7 +128,7 @@ def _patch_module(module: ModuleType) -> None:
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == module.__name__:
                 if issubclass(value, torch.nn.Module) and _exact.may_make_angles(value):
-                    _set(value, "__init__", _exact.initialiser(value, wide, _note))
+                    _set(value, "__init__", _initialiser(value, wide, _note))
 
 
 def _recognised(function: Any, owner: object = None) -> Recognition:
@@ -139,3 +145,20 @@ def _note(entry: Entry) -> None:
 def _set(holder: Any, name: str, new: Any) -> None:
     _state.undo.append((holder, name, vars(holder).get(name), new))
     setattr(holder, name, new)
+
+
+def _initialiser(cls: type, wide: bool, note: Callable[[Entry], None]) -> Callable[..., None]:
+    """An ``__init__`` after which objects of a class make exact angles."""
+    old = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(old)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        old(self, *args, **kwargs)
+        if _exact.is_probing() or base_of(type(self)) is not cls:
+            return
+        made, reason = _exact.read(self, wide)
+        note(_exact.entry(self, made, reason))
+        if made is not None:
+            _graft.apply(self, _graft.grafted(cls, (made,)))
+
+    return __init__

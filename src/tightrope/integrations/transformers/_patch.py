@@ -8,6 +8,7 @@ import torch
 
 from ..._errors import sentence
 from . import _exact, _find, _graft, _library
+from ._classes import base_of
 from ._find import Found
 from ._form import unwrapped
 from ._recognise import Recognition, recognise
@@ -48,7 +49,7 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     )
     report = Report([entry_of(each.module, each.name, recognition) for each, recognition in found])
     for module in model.modules():
-        base = _graft.base_of(type(module))
+        base = base_of(type(module))
         recipe: _graft.Recipe = swaps
         if angles == "exact" and _exact.may_make_angles(base):
             made, reason = _exact.read(module, wide)
@@ -67,7 +68,7 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
         _library.unpatch()
         return
     for module in model.modules():
-        _graft.apply(module, _graft.base_of(type(module)))
+        _graft.apply(module, base_of(type(module)))
 
 
 def _check(operation: str, model: object) -> None:
@@ -80,7 +81,7 @@ def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
     results: dict[tuple[str, str], tuple[Found, Recognition]] = {}
     examples: dict[type, Any] = {}
     for module in model.modules():
-        examples.setdefault(_graft.base_of(type(module)), module)
+        examples.setdefault(base_of(type(module)), module)
     for cls, example in examples.items():
 
         def accepts(found: Found, example: Any = example) -> bool:

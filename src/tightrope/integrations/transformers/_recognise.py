@@ -58,10 +58,18 @@ def recognise(function: Any, owner: object = None) -> Recognition:
         return Recognition(None, "its signature cannot be read")
     forms = list(_forms(seen, owner is not None))
     if not forms:
-        return Recognition(None, "its arguments are not those of a rotation by given tables")
+        names = ", ".join(seen.parameters)
+        return Recognition(
+            None, f"its arguments, ({names}), are not those of a rotation by given tables"
+        )
     found: list[Candidate] = []
     reasons: list[str] = []
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         for form in forms:
             call = _Caller(function, seen, form, owner)
             try:
@@ -71,7 +79,9 @@ def recognise(function: Any, owner: object = None) -> Recognition:
     if len(found) == 1:
         return Recognition(found[0], "agrees with one candidate and with no other")
     if found:
-        return Recognition(None, f"agrees with {len(found)} candidates: {'; '.join(map(str, found))}")
+        return Recognition(
+            None, f"agrees with {len(found)} candidates: {'; '.join(map(str, found))}"
+        )
     # The reason of the form that came farthest is the one to read.
     return Recognition(None, max(reasons, key=_RANK.index) if reasons else _RANK[0])
 
@@ -111,15 +121,15 @@ def _forms(seen: inspect.Signature, method: bool) -> Iterator[Form]:
             rotated.append(p.name)
     if not rotated:
         return
-    known = dict(parameters=names, rotated=tuple(rotated), unsqueeze=unsqueeze, rows=rows, method=method)
+    form = Form(names, tuple(rotated), tuple(tables), "pair", unsqueeze, rows, method=method)
     if len(tables) == 2:
-        yield Form(tables=(tables[0], tables[1]), carrier="pair", **known)
-        yield Form(tables=(tables[1], tables[0]), carrier="pair", **known)
+        yield form
+        yield replace(form, tables=(tables[1], tables[0]))
     elif len(tables) == 1:
-        for carrier in ("complex", "sines first"):
-            yield Form(tables=(tables[0],), carrier=carrier, **known)
+        yield replace(form, carrier="complex")
+        yield replace(form, carrier="sines first")
         if method:
-            yield Form(tables=(tables[0],), carrier="stack", **known)
+            yield replace(form, carrier="stack")
 
 
 class _Caller:
@@ -146,8 +156,8 @@ class _Caller:
         form = self.form
         flat = form.carrier == "stack"
         if flat:
-            shape = next(iter(xs.values())).shape
-            xs = {name: x.flatten(2) for name, x in xs.items()}
+            shape = next(x.shape for x in xs.values() if x is not None)
+            xs = {name: None if x is None else x.flatten(2) for name, x in xs.items()}
         arguments: dict[str, Any] = {**xs, **form.join(cos, sin), **more}
         if form.unsqueeze:
             arguments[form.unsqueeze] = given
@@ -190,8 +200,16 @@ class _Shape:
 # Leading dimensions of x and tables by letter: b, h, s as they are, 1 for one.
 _WITHOUT_PARAMETER = (
     *(_Shape("bhs", "bs", None, -3), _Shape("bsh", "bs", None, -2), _Shape("bsh", "s", None, -2)),
-    *(_Shape("sh", "s", None, -2), _Shape("bhs", "b1s", None, None), _Shape("bhs", "s", None, None)),
-    *(_Shape("bhs", "11s", None, None), _Shape("bs", "bs", None, None), _Shape("hs", "s", None, None)),
+    *(
+        _Shape("sh", "s", None, -2),
+        _Shape("bhs", "b1s", None, None),
+        _Shape("bhs", "s", None, None),
+    ),
+    *(
+        _Shape("bhs", "11s", None, None),
+        _Shape("bs", "bs", None, None),
+        _Shape("hs", "s", None, None),
+    ),
     *(_Shape("bs", "s", None, None), _Shape("hs", "1s", None, None)),
 )
 _FLAT = (_Shape("bsh", "1s1", None, None),)
@@ -247,18 +265,22 @@ def _agrees(y: object, expected: torch.Tensor, bound: float) -> bool:
 
 def _explain(call: _Caller) -> list[Candidate]:
     """The candidates that agree with the function under one form."""
-    shapes = _WITH_PARAMETER if call.form.unsqueeze else _WITHOUT_PARAMETER
+    shapes: tuple[_Shape, ...] = _WITH_PARAMETER if call.form.unsqueeze else _WITHOUT_PARAMETER
     if call.form.carrier == "stack":
         shapes = _FLAT
     if call.form.rows:
         shapes = tuple(_Shape(s.x, s.table.replace("1s", "bs"), s.given, s.place) for s in shapes)
     alive: list[Rotation] | None = None
     verified: dict[_Shape, bool] = {}
+    # Where it runs and is something else: tables of one row for all may hide what happens to rows.
+    refused: set[tuple[int, int, int | None, int | None]] = set()
     partial = ran = False
     for shape in dict.fromkeys(shapes):
         matches, widths = _at(call, shape, alive)
         ran |= bool(widths)
         if not any(matches.values()):
+            if matches:
+                refused.add(shape.key())
             continue
         if not all(matches.values()):
             raise _Unlike(_UNEVEN)
@@ -273,6 +295,8 @@ def _explain(call: _Caller) -> list[Candidate]:
     if not alive:
         raise _Unlike(_UNEVEN)
     keys = frozenset(shape.key() for shape in verified)
+    if keys & refused:
+        raise _Unlike(_UNEVEN)
     if len({key[:3] for key in keys}) != len(keys):
         raise _Unlike("where its tables get a dimension cannot be told")
     first = next(iter(verified))
@@ -290,8 +314,8 @@ def _at(
     for width in (CHANNELS, CHANNELS // 2, CHANNELS // 4):
         xs, cos, sin = _tensors(call, shape, width)
         try:
-            ys = call(xs, cos, sin, shape.given)
-        except Exception:  # whatever it raises, it does not take these
+            ys = call({n: x.clone() for n, x in xs.items()}, cos.clone(), sin.clone(), shape.given)
+        except Exception:  # noqa: BLE001
             continue
         matches[width] = []
         if len(ys) != len(xs):
@@ -343,7 +367,8 @@ def _confirm(
                 raise _Unlike(_WRITES)
             if not _all_agree(ys, xs, cos, sin, each, rotation):
                 raise _Unlike(_VALUES)
-            if not all(torch.equal(y, other) for y, other in zip(ys, again)):
+            pairs = zip(ys, again, strict=True)
+            if not all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs):
                 raise _Unlike(_RANDOM)
     _check_strides(call, candidate, shape, width)
     _check_gradients(call, candidate, shape, width)
@@ -427,9 +452,11 @@ def _ignored(call: _Caller, shape: _Shape, width: int) -> frozenset[str]:
             plainly = call(xs, cos, sin, shape.given)
             ids = torch.randint(0, TOKENS, (BATCH, TOKENS))
             with_ids = call(xs, cos, sin, shape.given, **{name: ids})
-        except Exception:
+        except Exception:  # noqa: BLE001
             continue
-        if all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(plainly, with_ids)):
+        if all(
+            a is not None and b is not None and torch.equal(a, b) for a, b in zip(plainly, with_ids)
+        ):
             ignored.add(name)
     return frozenset(ignored)
 
@@ -446,7 +473,7 @@ def _uneven_tokens(call: _Caller, candidate: Candidate, shape: _Shape, width: in
             xs = {name: x if i == 0 else more[name] for i, (name, x) in enumerate(xs.items())}
         try:
             ys = call(xs, cos, sin, shape.given)
-        except Exception:
+        except Exception:  # noqa: BLE001
             continue
         if len(ys) == len(xs) and all(
             _agrees(y, _unevenly(x, cos, sin, shape.place, rotation), _CLOSE)
@@ -463,9 +490,7 @@ def _unevenly(
     if tokens > rows:
         front, back = x[..., : tokens - rows, :], x[..., tokens - rows :, :]
         return torch.cat((front.double(), _expected(back, cos, sin, place, rotation)), dim=-2)
-    return _expected(
-        x, cos[..., rows - tokens :, :], sin[..., rows - tokens :, :], place, rotation
-    )
+    return _expected(x, cos[..., rows - tokens :, :], sin[..., rows - tokens :, :], place, rotation)
 
 
 def _alone(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> str | None:
@@ -476,7 +501,7 @@ def _alone(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> st
     name, second = call.form.rotated
     try:
         ys = call({name: xs[name], second: None}, cos, sin, shape.given)
-    except Exception:
+    except Exception:  # noqa: BLE001
         return None
     expected = _expected(xs[name], cos, sin, shape.place, candidate.rotation)
     if not _agrees(ys[0], expected, _CLOSE):
@@ -495,6 +520,6 @@ def _trailing(call: _Caller, candidate: Candidate, shape: _Shape, width: int) ->
     present = {name: xs[name] for name in rotated[:2]}
     try:
         ys = call({**present, **dict.fromkeys(rotated[2:])}, cos, sin, shape.given)
-    except Exception:
+    except Exception:  # noqa: BLE001
         return False
     return len(ys) == 2 and _all_agree(ys, present, cos, sin, shape, candidate.rotation)

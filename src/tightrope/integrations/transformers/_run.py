@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -302,7 +301,7 @@ def _reorder(y: torch.Tensor, start: int, count: int, rotation: Rotation) -> tor
     """Pairs that the operator left where they were, to where the function leaves them."""
     part = y[..., start : start + 2 * count]
     shape = (2, count) if rotation.pairs == HALF else (count, 2)
-    moved = part.unflatten(-1, shape).transpose(-1, -2).flatten(-2)
+    moved: torch.Tensor = part.unflatten(-1, shape).transpose(-1, -2).flatten(-2)
     if 2 * count == y.shape[-1]:
         return moved
     return torch.cat((y[..., :start], moved, y[..., start + 2 * count :]), dim=-1)

@@ -1,0 +1,228 @@
+"""A model of transformers before and after `patch`: time, the share of it that rotation takes, and the
+error of attention scores far out.
+
+`python -m benchmarks.transformers_end_to_end` measures a Llama-shaped model (4 layers, 2048 hidden, 32
+query and 8 key heads, 2048 tokens, bfloat16), forward and training step, eager and compiled. Runs of the
+variants alternate, and medians are compared. Writes JSON with the machine, the versions and the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tightrope.functional  # noqa: F401  (loads the native library before the machine is described)
+
+from .rotate import machine
+
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2**21,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+SMALL = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+POSITIONS = (0, 131_072, 1_048_576)
+
+
+def llama(shape: dict[str, Any]) -> Any:
+    """The model, in bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, attn_implementation="sdpa")
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def forward(model: Any, ids: torch.Tensor) -> None:
+    """Logits of the last token only: what surrounds the layers is not what is measured."""
+    with torch.no_grad():
+        model(ids, logits_to_keep=1, use_cache=False)
+
+
+def training_step(model: Any, ids: torch.Tensor) -> None:
+    """A loss and its gradients, from none."""
+    model.zero_grad(set_to_none=True)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+STEPS: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    "forward": forward,
+    "training step": training_step,
+}
+
+
+def measure(models: dict[str, Any], ids: torch.Tensor, step: str, rounds: int) -> dict[str, float]:
+    """Median seconds of each, runs alternating."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for i in range(rounds + 1):
+        for name, model in models.items():
+            start = time.perf_counter()
+            STEPS[step](model, ids)
+            if i:  # the first is for compiling and for memory
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
+    """Time inside the rotary functions of an eager run, and in the backward pass of what they made."""
+    from transformers.models.llama import modeling_llama
+
+    total = 0.0
+    attention = type(model.model.layers[0].self_attn)
+    code = attention.forward
+    names = [n for n in code.__code__.co_names if "apply_rotary_pos_emb" in n]
+    function = code.__globals__[names[0]]
+    heads, keys = model.config.num_attention_heads, model.config.num_key_value_heads
+    channels = model.model.layers[0].self_attn.head_dim
+    tokens = ids.shape[1]
+    training = step != "forward"
+    q, k = (
+        torch.randn(1, tokens, h, channels, dtype=torch.bfloat16)
+        .transpose(1, 2)
+        .requires_grad_(training)
+        for h in (heads, keys)
+    )
+    rotary = model.model.rotary_emb
+    cos, sin = rotary(q, torch.arange(tokens)[None])
+    cotangents = (torch.randn(q.shape).to(q.dtype), torch.randn(k.shape).to(k.dtype))
+    values = []
+    for _ in range(8):
+        start = time.perf_counter()
+        with torch.set_grad_enabled(training):
+            ys = function(q, k, cos, sin)
+        if training:
+            torch.autograd.grad(ys, (q, k), cotangents)
+        values.append(time.perf_counter() - start)
+    total += statistics.median(values[2:]) * len(model.model.layers)
+    del modeling_llama
+    return total
+
+
+def times(shape: dict[str, Any], tokens: int, rounds: int, compiled: bool) -> list[dict[str, Any]]:
+    """A row for each step, eager and compiled."""
+    from tightrope.integrations.transformers import patch
+
+    before, after = llama(shape), llama(shape)
+    patch(after)
+    ids = torch.randint(0, shape["vocab_size"], (1, tokens))
+    rows = []
+    for way in ("eager", "compiled") if compiled else ("eager",):
+        models = {"before": before, "after": after}
+        if way == "compiled":
+            models = {name: torch.compile(model) for name, model in models.items()}
+        for step in STEPS:
+            seconds = measure(models, ids, step, rounds)
+            row: dict[str, Any] = {"way": way, "step": step, **seconds}
+            if way == "eager":
+                for name, model in models.items():
+                    row[f"rotation {name}"] = rotation_seconds(model, ids, step) / seconds[name]
+            rows.append(row)
+            print(_line(row), flush=True)
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    text = (
+        f"{row['way']:9} {row['step']:14} {row['before'] * 1e3:8.1f} ms -> {row['after'] * 1e3:8.1f} ms"
+        f"  ({row['before'] / row['after']:.2f} times as fast)"
+    )
+    if "rotation before" in row:
+        text += f"  rotation {row['rotation before']:.1%} -> {row['rotation after']:.1%}"
+    return text
+
+
+def score_errors() -> list[dict[str, Any]]:
+    """Root mean square error of attention scores q·k of a bfloat16 model, against float64 angles.
+
+    64 tokens in a row from each position on, keys and queries random, all pairs of them.
+    """
+    from tightrope.integrations.transformers import patch
+
+    rows = []
+    shape = SMALL | {"head_dim": 128, "num_key_value_heads": 4}
+    for position in POSITIONS:
+        generator = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(1, 4, 64, 128, generator=generator).bfloat16() for _ in range(2))
+        ids = position + torch.arange(64)[None]
+        omega = 500000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
+        angle = ids[..., None].double() * omega
+        angle = torch.cat((angle, angle), -1)
+        exact = _scores(*_by_definition(q.double(), k.double(), angle.cos(), angle.sin()))
+        row: dict[str, Any] = {"position": position, "scores": exact.square().mean().sqrt().item()}
+        for name, angles in (("before", None), ("model", "model"), ("exact", "exact")):
+            model = llama(shape)
+            if angles is not None:
+                patch(model, angles=angles)
+            code = type(model.model.layers[0].self_attn).forward
+            function = code.__globals__[
+                next(n for n in code.__code__.co_names if "apply_rotary_pos_emb" in n)
+            ]
+            with torch.no_grad():
+                cos, sin = model.model.rotary_emb(q, ids)
+                scores = _scores(*function(q, k, cos, sin))
+            row[name] = (scores - exact).square().mean().sqrt().item()
+        rows.append(row)
+        print(
+            f"positions from {position:9,}: error of scores {row['before']:.4f} before, "
+            f"{row['model']:.4f} patched, {row['exact']:.4f} with exact angles "
+            f"(scores {row['scores']:.1f})",
+            flush=True,
+        )
+    return rows
+
+
+def _by_definition(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        u, v = x.chunk(2, -1)
+        return x * cos + torch.cat((-v, u), -1) * sin
+
+    return turned(q), turned(k)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return q.double() @ k.double().transpose(-1, -2)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--small", action="store_true", help="a model that is small, to try the script"
+    )
+    parser.add_argument("--no-compile", action="store_true", help="eager only")
+    parser.add_argument("--only", choices=["times", "scores"], help="one of the two parts")
+    parser.add_argument("--out", type=Path, help="the JSON file")
+    options = parser.parse_args(arguments)
+    data: dict[str, Any] = {
+        "machine": machine(),
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+    }
+    shape = SMALL if options.small else SHAPE
+    data["shape"] = shape
+    if options.only != "scores":
+        data["times"] = times(shape, options.tokens, options.rounds, not options.no_compile)
+    if options.only != "times":
+        data["scores"] = score_errors()
+    if options.out is not None:
+        options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""`register` through the kernels package for real: `use_kernels`, `kernelize`, without a network.
+
+In processes of their own, as transformers looks for the package once, when it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tightrope.integrations.transformers import register
+
+TESTS = Path(__file__).resolve().parent
+SOURCE = TESTS.parent / "src"
+
+needs_kernels = pytest.mark.skipif(
+    importlib.util.find_spec("kernels") is None, reason="the kernels package is not installed"
+)
+
+# transformers 5.23 asks for kernels 0.18; the newest that the index here has is 0.17, whose layers,
+# mapping and kernelize are those that it uses. So the lower bound of its check is moved.
+START = """
+import torch
+from transformers.utils import import_utils
+check = import_utils.is_kernels_available.__wrapped__
+check.__defaults__ = ("0.17.0", check.__defaults__[1])
+assert import_utils.is_kernels_available()
+from kernels import Mode, kernelize, use_kernel_forward_from_hub, use_kernelized_func, use_kernel_mapping
+from small_models import gradients, outputs, small_inputs, small_model
+from test_integrations_transformers import assert_gradients, assert_outputs
+from tightrope.integrations.transformers import mapping, patch, register, unpatch
+from transformers.models.llama import modeling_llama as llama
+
+def runs_operator(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return any(event.key == "tightrope::rotate" for event in profile.key_averages())
+"""
+
+
+def run(code: str) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(TESTS), *sys.path]),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", START + code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_kernels
+def test_use_kernels_in_training_and_inference() -> None:
+    run("""
+model, given = small_model("Llama"), small_inputs("Llama")
+before = gradients(model, given)
+assert not runs_operator(lambda: outputs(model, given))
+register()
+for training in (True, False):
+    model.train(training)
+    model.set_use_kernels(True)
+    assert type(llama.apply_rotary_pos_emb).__name__ == "Func"
+    after = gradients(model, given)
+    assert_outputs(after[0], before[0])
+    assert_gradients(after[1], before[1])
+    assert runs_operator(lambda: outputs(model, given))
+    model.set_use_kernels(False)
+    del llama.apply_rotary_pos_emb.__dict__["forward"]
+""")
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["TRAINING", "INFERENCE"])
+def test_compiled(mode: str) -> None:
+    run(f"""
+model, given = small_model("Llama"), small_inputs("Llama")
+before = gradients(model, given)
+with use_kernel_mapping(mapping()):
+    kernelize(model, mode=Mode.{mode} | Mode.TORCH_COMPILE, device="cpu")
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+after = gradients(compiled, given)
+assert_outputs(after[0], before[0])
+assert_gradients({{k.removeprefix("_orig_mod."): g for k, g in after[1].items()}}, before[1])
+from tightrope.integrations.transformers import _kernels
+(served,) = _kernels._served.values()
+assert hasattr(served, "_tightrope_original")
+""")
+
+
+@needs_kernels
+def test_partial_width_q_alone_and_functions_nobody_knows() -> None:
+    """One layer stands for them all, each under its own arithmetic."""
+    run("""
+def half(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+def part(x, cos, sin):
+    n = cos.shape[-1]
+    return torch.cat((x[..., :n] * cos + half(x[..., :n]) * sin, x[..., n:]), -1)
+
+@use_kernel_forward_from_hub("rotary_pos_emb")
+def partial(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return part(q, cos, sin), None if k is None else part(k, cos, sin)
+
+@use_kernel_forward_from_hub("rotary_pos_emb")
+def strange(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + half(q) * sin * 2, k
+
+@use_kernelized_func(partial)
+@use_kernelized_func(strange)
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+model = Attention()
+q, k = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16)
+angle = torch.rand(2, 5, 4).repeat(1, 1, 2)
+cos, sin = angle.cos(), angle.sin()
+calls = [lambda: partial(q, k, cos, sin)[1], lambda: partial(q, None, cos, sin)[0],
+         lambda: partial(q.transpose(1, 2), None, cos, sin, unsqueeze_dim=2)[0]]
+odd = lambda: strange(q, k, angle.repeat(1, 1, 2).cos(), angle.repeat(1, 1, 2).sin())[0]
+before, was = [call() for call in calls], odd()
+with use_kernel_mapping(mapping()):
+    kernelize(model, mode=Mode.TRAINING, device="cpu", use_fallback=False)
+for call, want in zip(calls, before):
+    assert_outputs(call(), want)
+    assert runs_operator(call)
+assert partial(q, None, cos, sin)[1] is None
+assert torch.equal(odd(), was) and not runs_operator(odd)
+""")
+
+
+@needs_kernels
+def test_patch_finds_functions_in_the_slot() -> None:
+    run("""
+import copy
+model, given = small_model("Llama"), small_inputs("Llama")
+before = outputs(model, given)
+report = patch(model)
+assert [entry.name for entry in report.replaced] == ["apply_rotary_pos_emb"], str(report)
+assert report.replaced[0].module == llama.__name__
+assert runs_operator(lambda: outputs(model, given))
+assert_outputs(outputs(copy.deepcopy(model), given), before)
+unpatch(model)
+assert torch.equal(outputs(model, given), before)
+patch()
+assert runs_operator(lambda: outputs(model, given))
+unpatch()
+assert type(llama.apply_rotary_pos_emb).__name__ == "Func"
+assert torch.equal(outputs(model, given), before)
+""")
+
+
+def test_without_the_package_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(
+        ImportError, match=r"\[register\] needs the kernels package: pip install kernels\."
+    ):
+        register()

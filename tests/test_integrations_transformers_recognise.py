@@ -1,0 +1,471 @@
+"""What a rotary function computes, found out by calling it; what is nothing known is left alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from tightrope.integrations.transformers import patch, recognise
+from tightrope.integrations.transformers._run import replacement
+from tolerances import assert_same_bits, value
+
+Function = Callable[..., Any]
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def pairwise(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def usual(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+# --- every rotation there is, written plainly -----------------------------------------------------
+
+
+def written(pairs: str, out: str, reading: str, last: bool, sign: int) -> Function:
+    """A function of x and tables, by index arithmetic that shares nothing with the library."""
+
+    def function(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        width = cos.shape[-1]
+        count = width if reading == "half" else width // 2
+        if 2 * count > x.shape[-1]:
+            raise ValueError("tables that are wider than x")
+        start = x.shape[-1] - 2 * count if last else 0
+        y = x.clone()
+        for k in range(count):
+            u, v = (2 * k, 2 * k + 1) if pairs == "interleaved" else (k, k + count)
+            to_u, to_v = (2 * k, 2 * k + 1) if out == "interleaved" else (k, k + count)
+            at_u, at_v = {
+                "cat": (k, k + count),
+                "repeat": (2 * k, 2 * k + 1),
+                "first": (k, k),
+                "second": (k + count, k + count),
+                "even": (2 * k, 2 * k),
+                "odd": (2 * k + 1, 2 * k + 1),
+                "half": (k, k),
+            }[reading]
+            a, b = x[..., start + u], x[..., start + v]
+            y[..., start + to_u] = a * cos[..., at_u] - sign * b * sin[..., at_u]
+            y[..., start + to_v] = b * cos[..., at_v] + sign * a * sin[..., at_v]
+        return y
+
+    return function
+
+
+ORDERS = ("half", "interleaved")
+READINGS = ("cat", "repeat", "first", "second", "even", "odd", "half")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(ORDERS),
+    st.sampled_from(ORDERS),
+    st.sampled_from(READINGS),
+    st.booleans(),
+    st.sampled_from((1, -1)),
+)
+def test_every_rotation_is_told_from_the_others(
+    pairs: str, out: str, reading: str, last: bool, sign: int
+) -> None:
+    function = written(pairs, out, reading, last, sign)
+    recognition = recognise(function)
+    assert recognition.candidate is not None, recognition.reason
+    rotation = recognition.candidate.rotation
+    assert (rotation.pairs, rotation.out, rotation.reading) == (pairs, out, reading)
+    assert (rotation.slice, rotation.sign) == ("last" if last else "first", sign)
+    # And the replacement is that function, of tables that hold their entries twice, and of others.
+    generator = torch.Generator().manual_seed(0)
+    new = replacement(function, recognition.candidate)
+    for table in tables(reading, generator):
+        x = torch.randn(2, 3, 5, 16, generator=generator, requires_grad=True)
+        weight = torch.randn(2, 3, 5, 16, generator=generator)
+        want, got = function(x, *table), new(x, *table)
+        assert_near(got, want)
+        (g,) = torch.autograd.grad(got, x, weight)
+        (w,) = torch.autograd.grad(want, x, weight)
+        assert_near(g, w)
+
+
+def tables(reading: str, generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    single = torch.randn(2, 1, 1, 5, 4, generator=generator)
+    if reading in ("cat", "first", "second"):
+        double = torch.cat((single, single), -1)
+    elif reading == "half":
+        double = single
+    else:
+        double = single.repeat_interleave(2, -1)
+    other = torch.randn(double.shape, generator=generator)
+    return [(double[0], double[1]), (other[0], other[1])]
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    off = (got - want).abs().max() / want.abs().max()
+    assert off <= value("patched outputs"), off
+
+
+# --- functions that are something else ------------------------------------------------------------
+
+
+def with_position_zero_wrong(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q, k, cos, sin, unsqueeze_dim)
+    return torch.cat((q[:, :, :1], a[:, :, 1:]), 2), b
+
+
+def with_one_row_for_all(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return usual(q, k, cos[:1], sin[:1], unsqueeze_dim)
+
+
+def with_first_head_only(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q, k, cos, sin, unsqueeze_dim)
+    return torch.cat((a[:, :1], q[:, 1:]), 1), b
+
+
+def with_k_the_other_way(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return usual(q, k, cos, sin, unsqueeze_dim)[0], usual(q, k, cos, -sin, unsqueeze_dim)[1]
+
+
+def with_q_interleaved(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + pairwise(q) * sin, k * cos + half(k) * sin
+
+
+def with_a_scale(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q, k, cos, sin, unsqueeze_dim)
+    return 1.001 * a, b
+
+
+def with_a_clamp(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q, k, cos, sin, unsqueeze_dim)
+    return a.clamp(-30.0, 30.0), b
+
+
+def with_detached_keys(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return usual(q, k.detach(), cos, sin, unsqueeze_dim)
+
+
+def with_a_wrong_gradient(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q, k, cos, sin, unsqueeze_dim)
+    return a + (q - q.detach()), b
+
+
+def with_noise(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q, k, cos, sin, unsqueeze_dim)
+    return a * (1 + 1e-7 * torch.rand(a.shape)), b
+
+
+def in_place(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q.detach(), k.detach(), cos, sin, unsqueeze_dim)
+    with torch.no_grad():
+        return q.copy_(a), k.copy_(b)
+
+
+def ignoring_unsqueeze_dim(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return usual(q, k, cos, sin, 2)
+
+
+def long_sequences_differ(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    if q.shape[2] > 64:
+        return usual(q, k, cos, -sin, unsqueeze_dim)
+    return usual(q, k, cos, sin, unsqueeze_dim)
+
+
+def tables_swapped_halves(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return usual(q, k, cos.roll(3, -1), sin, unsqueeze_dim)
+
+
+def tiled_tables_of_pairs(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """Two conventions in one: pairs side by side, tables by halves. Not a rotation."""
+    return with_q_interleaved(q, q, cos, sin, unsqueeze_dim)[0], k
+
+
+def coarse(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q, k, cos.bfloat16().to(cos.dtype), sin, unsqueeze_dim)
+    return a, b
+
+
+def half_precision_results(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    a, b = usual(q, k, cos, sin, unsqueeze_dim)
+    return (a.float(), b.float()) if q.dtype == torch.float16 else (a, b)
+
+
+WRONG = (
+    with_position_zero_wrong, with_one_row_for_all, with_first_head_only, with_k_the_other_way,
+    with_q_interleaved, with_a_scale, with_a_clamp, with_detached_keys, with_a_wrong_gradient,
+    with_noise, in_place, long_sequences_differ, tables_swapped_halves, tiled_tables_of_pairs, coarse,
+    half_precision_results,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
+def test_what_is_something_else_is_left_alone(function: Function) -> None:
+    recognition = recognise(function)
+    assert recognition.candidate is None, str(recognition.candidate)
+    assert recognition.reason
+
+
+@pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
+def test_a_model_with_such_a_function_keeps_it(function: Function) -> None:
+    model = Attention(function)
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    before = model(x.clone())
+    report = patch(model)
+    assert not report.replaced
+    assert [entry.name for entry in report.left] == [function.__name__]
+    assert type(model) is Attention
+    torch.manual_seed(0)
+    assert_same_bits(model(x.clone()), before)
+
+
+class Attention(torch.nn.Module):
+    """Calls a function by a global name, as models do."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        global apply_rotary_pos_emb
+        apply_rotary_pos_emb = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (-1, 16)).transpose(1, 2)
+        angle = torch.arange(1, x.shape[1] + 1)[None, :, None] * 0.1 ** torch.arange(8)
+        angle = torch.cat((angle, angle), -1)
+        q, k = apply_rotary_pos_emb(heads.clone(), heads.clone(), angle.cos(), angle.sin())
+        return q + k
+
+
+apply_rotary_pos_emb: Function = usual
+
+
+def test_ignoring_unsqueeze_dim_is_known_only_where_it_is_right() -> None:
+    recognition = recognise(ignoring_unsqueeze_dim)
+    if recognition.candidate is not None:
+        assert {shape[2] for shape in recognition.candidate.shapes} <= {2, -2}
+        new = replacement(ignoring_unsqueeze_dim, recognition.candidate)
+        q, table = torch.randn(2, 4, 4, 16), torch.randn(2, 4, 8).repeat(1, 1, 2)
+        for got, want in zip(
+            new(q, q, table, table), ignoring_unsqueeze_dim(q, q, table, table), strict=True
+        ):
+            assert_same_bits(got, want)
+
+
+def any_number(*xs: Any, cos: Any, sin: Any) -> Any:
+    return [x * cos + half(x) * sin for x in xs]
+
+
+def never(q: Any, cos: Any, sin: Any) -> Any:
+    raise RuntimeError(f"not {q}, {cos}, {sin}")
+
+
+def text(q: Any, cos: Any, sin: Any) -> str:
+    return f"{q}, {cos}, {sin}"
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: x, "are not those of a rotation by given tables"),
+        (any_number, "are not those of a rotation by given tables"),
+        (never, "does not run"),
+        (text, "agrees with no candidate"),
+        (with_a_wrong_gradient, "gradients"),
+        (with_noise, "two results"),
+        (in_place, "writes to its arguments"),
+        (half_precision_results, "dtype"),
+        (with_a_clamp, "on plain probes but not on others"),
+    ],
+)
+def test_reasons(function: Function, reason: str) -> None:
+    recognition = recognise(function)
+    assert recognition.candidate is None
+    assert reason in recognition.reason
+
+
+def test_what_agrees_with_two_candidates_is_left() -> None:
+    """Tables whose order nobody can tell: cosines of the sum of both."""
+
+    def symmetric(q: torch.Tensor, a_cos: torch.Tensor, a_sin: torch.Tensor) -> torch.Tensor:
+        both = a_cos + a_sin
+        return q * both + half(q) * both
+
+    recognition = recognise(symmetric)
+    assert recognition.candidate is None
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+def test_sines_before_cosines_are_found_by_number() -> None:
+    def misnamed(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+        return x * sin + half(x) * cos  # what is called sin is the cosine
+
+    recognition = recognise(misnamed)
+    assert recognition.candidate is not None
+    assert recognition.candidate.form.tables == ("sin", "cos")
+
+
+def test_random_numbers_of_the_caller_stay() -> None:
+    torch.manual_seed(3)
+    want = torch.rand(4)
+    torch.manual_seed(3)
+    recognise(usual)
+    assert_same_bits(torch.rand(4), want)
+
+
+def test_works_under_other_defaults() -> None:
+    with torch.device("meta"):
+        assert recognise(usual)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert recognise(usual)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.inference_mode():
+        assert recognise(usual)
+    with torch.no_grad():
+        assert recognise(usual)
+
+
+# --- the replacement ------------------------------------------------------------------------------
+
+
+def replaced(function: Function = usual) -> Function:
+    recognition = recognise(function)
+    assert recognition.candidate is not None, recognition.reason
+    return replacement(function, recognition.candidate)
+
+
+def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 5, h, 16, generator=generator).to(dtype).transpose(1, 2) for h in (4, 2))
+    angle = torch.rand(2, 5, 8, generator=generator).repeat(1, 1, 2)
+    return q, k, angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def test_signature_stays() -> None:
+    new = replaced()
+    assert inspect.signature(new) == inspect.signature(usual)
+    assert new.__name__ == "usual"
+    q, k, cos, sin = operands()
+    want = new(q, k, cos, sin)
+    for got in (new(k=k, q=q, sin=sin, cos=cos), new(q, k, cos, sin=sin, unsqueeze_dim=1)):
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("arguments", [(), (1, 2), (1, 2, 3, 4, 5, 6)])
+def test_wrong_calls_fail_as_before(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="argument"):
+        replaced()(*arguments)
+    with pytest.raises(TypeError, match="argument"):
+        replaced()(*operands(), wrong=1)
+
+
+def test_tables_that_do_not_hold_entries_twice_go_to_the_original() -> None:
+    q, k, cos, sin = operands()
+    cos = cos + torch.arange(16) * 0.1
+    for got, want in zip(replaced()(q, k, cos, sin), usual(q, k, cos, sin), strict=True):
+        assert_same_bits(got, want)
+
+
+def test_tables_written_to_between_two_calls_are_looked_at_again() -> None:
+    new = replaced()
+    q, k, cos, sin = operands()
+    new(q, k, cos, sin)
+    cos[..., 9] += 0.5
+    for got, want in zip(new(q, k, cos, sin), usual(q, k, cos, sin), strict=True):
+        assert_same_bits(got, want)
+
+
+def test_views_of_one_tensor_are_told_apart() -> None:
+    new = replaced()
+    q, k, cos, sin = operands()
+    both = torch.stack((cos, cos + torch.arange(16) * 0.1))
+    for view in (both[0], both[1], both[0]):
+        for got, want in zip(new(q, k, view, sin), usual(q, k, view, sin), strict=True):
+            assert_near(got, want)
+
+
+def test_nan_in_tables_goes_to_the_original() -> None:
+    q, k, cos, sin = operands()
+    cos[0, 0, :] = torch.nan
+    for got, want in zip(replaced()(q, k, cos, sin), usual(q, k, cos, sin), strict=True):
+        assert_same_bits(got.nan_to_num(9.0), want.nan_to_num(9.0))
+
+
+def test_tables_that_want_a_gradient_go_to_the_original() -> None:
+    q, k, cos, sin = operands()
+    cos.requires_grad_()
+    a, b = replaced()(q, k, cos, sin)
+    (g,) = torch.autograd.grad(a.sum() + b.sum(), cos)
+    a, b = usual(q, k, cos, sin)
+    (w,) = torch.autograd.grad(a.sum() + b.sum(), cos)
+    assert_same_bits(g, w)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("heads", [0, 1, 3])
+def test_edge_sizes(tokens: int, heads: int) -> None:
+    q, table = torch.randn(2, heads, tokens, 16), torch.randn(1, tokens, 8).repeat(1, 1, 2)
+    for got, want in zip(replaced()(q, q, table, table), usual(q, q, table, table), strict=True):
+        assert got.shape == want.shape
+        if got.numel():
+            assert_near(got, want)
+
+
+def test_transforms_and_subclasses_see_the_original() -> None:
+    q, k, cos, sin = operands()
+    new = replaced()
+    for got, want in zip(
+        torch.vmap(lambda x: new(x, x, cos, sin)[0])(q[None]),
+        [usual(q, q, cos, sin)[0]],
+        strict=True,
+    ):
+        assert_near(got, want)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (q, k, cos, sin)]
+        assert new(*fake)[0].shape == q.shape
+    meta = [t.to("meta") for t in (q, k, cos, sin)]
+    assert new(*meta)[0].device.type == "meta"
+    primal = torch.func.jvp(lambda x: new(x, k, cos, sin)[0], (q,), (q,))
+    assert_near(primal[1], usual(q, k, cos, sin)[0])
+    assert_near(
+        torch.func.grad(lambda x: new(x, k, cos, sin)[0].sum())(q), _gradient(q, k, cos, sin)
+    )
+
+
+def _gradient(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    x = q.clone().requires_grad_()
+    return torch.autograd.grad(usual(x, k, cos, sin)[0].sum(), x)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes_are_those_of_the_original(dtype: torch.dtype) -> None:
+    q, k, cos, sin = operands(dtype)
+    for tables in ((cos, sin), (cos.float(), sin.float()), (cos.double(), sin.double())):
+        for got, want in zip(replaced()(q, k, *tables), usual(q, k, *tables), strict=True):
+            assert got.dtype == want.dtype
+    assert replaced()(q, k.float(), cos, sin)[1].dtype == usual(q, k.float(), cos, sin)[1].dtype
+
+
+def test_compiled_without_duplicates_equals_the_original() -> None:
+    """Compiled code cannot look at tables, and needs not: it uses both entries."""
+    q, k, cos, sin = operands()
+    cos = cos + torch.arange(16) * 0.1
+    new = replaced()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: new(*t), fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(q, k, cos, sin), usual(q, k, cos, sin), strict=True):
+        assert_near(got, want)
+    torch._dynamo.reset()
