@@ -362,3 +362,77 @@ ERRORS = {
 def test_sentence(call, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         call()
+
+
+# --- where the rotated channels start, and the other direction ------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("start", [0, 3, 4])
+def test_start_rotates_a_slice_and_copies_the_rest(
+    form: str, interleaved: bool, start: int
+) -> None:
+    q, k = noise(2, 4, 5, 12), noise(2, 2, 5, 12, seed=1)
+    cos, sin = noise(2, 5, 4, seed=2), noise(2, 5, 4, seed=3)
+    c, s = cos[:, None], sin[:, None]
+    ys = apply_rotary_pos_emb(
+        q,
+        k,
+        written(cos, form),
+        written(sin, form),
+        interleaved=interleaved,
+        tables=form,
+        start=start,
+    )
+    for y, x in zip(ys, (q, k), strict=True):
+        wanted = x.clone()
+        wanted[..., start : start + 8] = turned(x[..., start : start + 8], c, s, interleaved)
+        assert_near(y, wanted, "table rotation, torch.float64")
+    copies = q.clone(), k.clone()
+    apply_rotary_pos_emb_(
+        *copies,
+        written(cos, form),
+        written(sin, form),
+        interleaved=interleaved,
+        tables=form,
+        start=start,
+    )
+    for y, x in zip(copies, ys, strict=True):
+        assert torch.equal(y, x)
+
+
+def test_inverse_is_by_the_negative_angles_and_undoes_unit_tables() -> None:
+    q, k = noise(2, 4, 5, 12), noise(2, 2, 5, 12, seed=1)
+    angle = noise(5, 6, seed=2)
+    cos, sin = angle.cos(), angle.sin()
+    there = apply_rotary_pos_emb(q, k, cos, sin, tables="half", inverse=True)
+    same = apply_rotary_pos_emb(q, k, cos, -sin, tables="half")
+    back = apply_rotary_pos_emb(*there, cos, sin, tables="half")
+    for a, b, c, x in zip(there, same, back, (q, k), strict=True):
+        assert torch.equal(a, b)
+        assert_near(c, x, "table rotation, torch.float64")
+    x = q.clone().requires_grad_()
+    assert gradcheck(
+        lambda t: apply_rotary_pos_emb(t, None, cos, sin, tables="half", start=0, inverse=True)[0],
+        x,
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "message"),
+    [
+        (
+            5,
+            ValueError,
+            "start must lie between 0 and 4, as tables 'cat' of width 8 rotate 8 channels",
+        ),
+        (-1, ValueError, "start must lie between 0 and 4"),
+        (1.0, TypeError, "start must be an int but got 1.0"),
+        (True, TypeError, "start must be an int but got True"),
+    ],
+)
+def test_start_errors(start: object, error: type[Exception], message: str) -> None:
+    q, table = noise(2, 4, 5, 12), noise(5, 8)
+    with pytest.raises(error, match=re.escape(f"[apply_rotary_pos_emb] {message}")):
+        apply_rotary_pos_emb(q, None, table, table, start=start)  # type: ignore[arg-type]

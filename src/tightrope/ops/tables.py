@@ -118,6 +118,16 @@ def _check_tables(
             )
         )
     rotated = 2 * width if tables == "half" else width
+    if rotated > q.shape[-1]:
+        raise ValueError(
+            sentence(
+                operation,
+                f"tables {tables!r} of width {width} rotate {rotated} channels but q has "
+                f"{q.shape[-1]}",
+                q=q,
+                cos=cos,
+            )
+        )
     if not isinstance(start, (int, torch.SymInt)) or isinstance(start, bool):
         raise TypeError(sentence(operation, f"start must be an int but got {start!r}"))
     if start and not 0 <= start <= q.shape[-1] - rotated:
@@ -126,16 +136,6 @@ def _check_tables(
                 operation,
                 f"start must lie between 0 and {q.shape[-1] - rotated}, as tables {tables!r} of width "
                 f"{width} rotate {rotated} channels, but got {start}",
-                q=q,
-                cos=cos,
-            )
-        )
-    if rotated > q.shape[-1]:
-        raise ValueError(
-            sentence(
-                operation,
-                f"tables {tables!r} of width {width} rotate {rotated} channels but q has "
-                f"{q.shape[-1]}",
                 q=q,
                 cos=cos,
             )
