@@ -70,6 +70,31 @@ TABLE = {
         "absolute, of a cosine or sine",
         "five roundings to float64 (1.1e-16 at 1): remainder, 2π, their product, polynomial, oracle",
     ),
+    # --- f and P (issue 5) ---
+    "f and P, float64": Tolerance(
+        1e-12,
+        "of the largest number of a head vector",
+        "angles by words are within 1e-12 (above), which is far more than the roundings",
+    ),
+    "f and P, float32": Tolerance(
+        4e-6,
+        "of the largest number of a head vector",
+        "about twenty roundings of 6e-8 from exponential, division, sum, gate and rotation, and terms "
+        "that cancel in f'; sums over 20 tokens",
+    ),
+    "f and P, bfloat16": Tolerance(
+        2.0**-7,
+        "of the largest number of a head vector",
+        "one rounding is 2^-9; gradients of gates sum results that were rounded",
+    ),
+    "f and P, float16": Tolerance(
+        2.0**-10, "of the largest number of a head vector", "as bfloat16"
+    ),
+    "f, float32": Tolerance(
+        3e-6,
+        "relative, of each number",
+        "2 ulp, and as much again as the argument of an exponential near e^±88 has lost",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,
@@ -95,9 +120,10 @@ TABLE = {
         "exponential turns the error of its argument, up to ln(scale), into a relative one",
     ),
     "word of a float64": Tolerance(
-        2.0**-52,
+        2.0**-76,
         "relative, of a word before its modulo, besides half a unit",
-        "the product of ω and 1 / 2π rounds by 2^-53; 1 / 2π itself, in float64, is off by 9e-17",
+        "what the product with 1 / 2π loses is a sum of exact products of 2^-26 of it and less, which "
+        "rounds by 2^-53",
     ),
     # --- rotation (DESIGN 6) ---
     "float32 rotation": Tolerance(
@@ -137,6 +163,18 @@ TABLE = {
         "steps of the type at |pair|, of a channel",
         "one way rounds at the end, by half a step; the other there and once before, where the errors "
         "of both channels, half a step each, turn into one of √2 / 2: 1.71",
+    ),
+    "activation": Tolerance(
+        1e-6,
+        "times |pair| of |f(x)| + |x · f'(x)|, of a channel of the rotated f(x); times |pair| of the "
+        "gradient and |f'(x)|, at least 1, of a gradient",
+        "'float32 rotation', and as much again for f in float32: its argument and its value round by "
+        "6e-8 each, and so do the few steps between",
+    ),
+    "activation, float64": Tolerance(
+        6e-15,
+        "as for 'activation'",
+        "'float64 rotation' and twice as much for f: erfc and exp are off by several 1.1e-16",
     ),
     # --- gradients (DESIGN 6) ---
     "angle gradient, torch.float32": Tolerance(

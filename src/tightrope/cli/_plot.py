@@ -1,4 +1,4 @@
-"""One picture of a demo: loss curves, wavelengths of the pairs, timing bars."""
+"""One picture of a demo: loss curves, wavelengths of the pairs, timing bars; and polar attention."""
 
 import math
 from pathlib import Path
@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .. import RopeSpec
+from ._polar import TIMES_LONGER, Contest, means
 from ._timings import Timing
 from ._train import Race
 from ._words import duration
@@ -22,6 +23,8 @@ _GRID = "#e3e7ec"
 _EAGER = "#f2b37a"
 _OURS = "#0b5fa5"
 _SLOW = "#9cc3e4"
+_POLAR = "#0d7f6f"
+_PLAIN = "#c8553d"
 _STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 11.5,
@@ -49,20 +52,24 @@ def draw(
     spec: RopeSpec,
     context: int,
     timings: list[Timing],
+    contest: Contest,
     title: str,
     caption: str,
 ) -> None:
     """Write the picture to `path`; a part that was not reached says so in its panel."""
     with mpl.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
-        figure = Figure(figsize=(16.5, 6.2), dpi=140, layout=layout)
+        figure = Figure(figsize=(16.5, 10.6), dpi=140, layout=layout)
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
         figure.supxlabel(caption, x=0.008, ha="left", fontsize=8.5, color=_MUTED)
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 0.85, 1.2))
-        _losses(left, race, entropy)
-        _wavelengths(middle, spec, context)
-        _bars(right, timings)
+        top, bottom = figure.subplots(2, 3, width_ratios=(1.15, 0.85, 1.2), height_ratios=(1.25, 1))
+        _losses(top[0], race, entropy)
+        _wavelengths(top[1], spec, context)
+        _bars(top[2], timings)
+        _contest(bottom[0], contest)
+        _half_distances(bottom[1], contest)
+        _by_position(bottom[2], contest)
         figure.savefig(path)
 
 
@@ -145,6 +152,73 @@ def _bars(axes: Axes, timings: list[Timing]) -> None:
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.legend(loc="upper center", bbox_to_anchor=(0.35, -0.07), ncols=3, columnspacing=1.2)
+
+
+def _contest(axes: Axes, contest: Contest) -> None:
+    axes.set_title("Training loss, polar attention and plain RoPE")
+    race = contest.race
+    if race.steps == 0:
+        _not_reached(axes)
+        return
+    # Single losses scatter by more than the curves are apart: running means are drawn on top.
+    width = max(1, race.steps // 40)
+    middles = [1 + min(at + (width - 1) / 2, race.steps - 1) for at in range(0, race.steps, width)]
+    marker = "o" if len(middles) == 1 else None
+    smooth = {run.name: means(run.losses, width) for run in race.runs}
+    for run, color in zip(race.runs, (_POLAR, _PLAIN), strict=True):
+        axes.plot(range(1, race.steps + 1), run.losses, color=color, lw=0.6, alpha=0.3)
+        axes.plot(middles, smooth[run.name], color=color, lw=2, marker=marker, label=run.name)
+    axes.set(xlabel=f"step (windows of {contest.size.context} bytes)", ylabel="nats per byte")
+    axes.legend(loc="lower left")
+
+    inset = axes.inset_axes((0.4, 0.52, 0.59, 0.36))
+    ours, plain = smooth.values()
+    apart = [b - a for a, b in zip(ours, plain, strict=True)]
+    inset.plot(middles, apart, color=_INK, lw=0.9, marker=marker)
+    inset.axhline(0.0, color=_MUTED, lw=0.8)
+    first, second = smooth
+    inset.set_title(f"{second} - {first}", fontsize=8.5, fontweight="normal")
+    inset.tick_params(labelsize=7.5)
+
+
+def _half_distances(axes: Axes, contest: Contest) -> None:
+    axes.set_title("What the gates learned")
+    if contest.race.steps == 0:
+        _not_reached(axes)
+        return
+    pairs = contest.half_distances
+    size = 260 / len(pairs)
+    for pair, distances in enumerate(pairs):
+        axes.scatter([pair] * len(distances), distances, s=size, color=_POLAR, alpha=0.45, lw=0)
+    axes.axhline(
+        contest.first_half_distance, color=_INK, lw=1, ls=(0, (4, 3)), label="before training"
+    )
+    axes.margins(y=0.15)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("pair, fastest first (a point per head and layer)")
+    axes.set_ylabel("bytes over which its part of a score halves")
+    axes.legend(loc="lower right")
+
+
+def _by_position(axes: Axes, contest: Contest) -> None:
+    context = contest.size.context
+    axes.set_title(f"Read at {TIMES_LONGER} times the training length")
+    if not contest.by_position:
+        _not_reached(axes)
+        return
+    width = max(1, context // 4)
+    for run, color in zip(contest.race.runs, (_POLAR, _PLAIN), strict=True):
+        losses = means(contest.by_position[run.name], width)
+        middles = [(i + 0.5) * width for i in range(len(losses))]
+        axes.plot(middles, losses, color=color, lw=2, marker="o", ms=3.5, label=run.name)
+    axes.axvspan(0, context, color=_GRID, alpha=0.6, lw=0)
+    axes.text(
+        context / 2, 0.97, "training", transform=axes.get_xaxis_transform(), ha="center", va="top"
+    )
+    axes.set(xlabel="where the byte stands in its window", ylabel="nats per byte, other files")
+    axes.set_xlim(0, TIMES_LONGER * context)
+    axes.set_xticks(range(0, TIMES_LONGER * context + 1, context))
+    axes.legend(loc="best")
 
 
 def _not_reached(axes: Axes) -> None:
