@@ -193,7 +193,7 @@ FAMILIES: dict[str, Family] = {
     "paddleocr_vl_text": Family(MROPE),
     "paddleocr_vl": Family({"text_config": MROPE}, patches="square"),
     "paddleocr_vl_vision": Family(patches="batch"),
-    "wav2vec2-conformer": Family({"position_embeddings_type": "rotary"}),
+    "wav2vec2-conformer": Family({"position_embeddings_type": "rotary", "vocab_size": 64}),
     "wav2vec2-bert": Family(
         {"position_embeddings_type": "rotary", "vocab_size": 64}, inputs=speech_rows
     ),
@@ -255,7 +255,10 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified": Family(without=("pixel_values", "input_features")),
     "embedding_gemma2": Family(without=("pixel_values", "input_features")),
     "glm_image": Family(without=("pixel_values", "image_grid_thw")),
-    "timesfm2_5": Family(inputs=lambda m: {"past_values": [m.normal(64), m.normal(64)]}),
+    "timesfm2_5": Family(
+        inputs=lambda m: {"past_values": [m.normal(64), m.normal(64)]},
+        model="TimesFm2_5ModelForPrediction",
+    ),
     "dia": Family(inputs=lambda m: {"decoder_input_ids": m.ids(14)[..., None].repeat(1, 1, 9)}),
     "dia_decoder": Family(
         inputs=lambda m: {
@@ -289,7 +292,6 @@ FAMILIES: dict[str, Family] = {
     "t5gemma2_decoder": Family(
         T5GEMMA, inputs=lambda m: {"encoder_hidden_states": m.normal(2, 14, 64)}
     ),
-    "wav2vec2_conformer": Family({"position_embeddings_type": "rotary"}),
     "voxtral_realtime_text": Family(inputs=lambda m: {"t_cond": m.normal(1, 1, 64)}),
     "voxtral_realtime": Family(inputs=lambda m: {"input_features": m.normal(2, 16, 112)}),
     "csm_depth_decoder_model": Family({"num_codebooks": 16}),

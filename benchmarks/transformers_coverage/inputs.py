@@ -85,7 +85,9 @@ class Maker:
         kinds = torch.zeros_like(ids)
         for kind, names, getter, given in PLACEHOLDERS:
             token = next((t for n in names if (t := setting(self.config, n)) is not None), None)
-            find = getattr(self.model, getter, None)
+            # The model with a head may only pass on what it is given.
+            inner = getattr(self.model, "model", None)
+            find = getattr(inner, getter, None) or getattr(self.model, getter, None)
             if token is None or find is None or not any(n in self.made for n in given):
                 continue
             count = self.features(find)
@@ -112,9 +114,6 @@ class Maker:
         """How many feature rows a model makes of what was given."""
         wanted = inspect.signature(find).parameters
         given = {n: v for n, v in self.made.items() if n in wanted}
-        if "args" in wanted:
-            inner = getattr(self.model, "model", None) or self.model
-            return Maker.features(self, getattr(inner, find.__name__))
         with torch.no_grad():
             out = find(**given)
         value = getattr(out, "pooler_output", None)
