@@ -14,6 +14,9 @@ import torch
 
 from ._form import signature, unwrapped
 
+#: Of names beside the originals that grafted methods read.
+PREFIX = "_tightrope_"
+
 _NAME = re.compile(r"apply.*(rot|rope)")
 
 
@@ -85,8 +88,12 @@ def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
 
 
 def looks_rotary(name: str, value: Any) -> bool:
-    """Whether a global is a function worth trying."""
-    if isinstance(value, type) or not isinstance(unwrapped(value), FunctionType):
+    """Whether a global is a function worth trying; those that patched models call are ours."""
+    if (
+        name.startswith(PREFIX)
+        or isinstance(value, type)
+        or not isinstance(unwrapped(value), FunctionType)
+    ):
         return False
     if _NAME.search(name):
         return True

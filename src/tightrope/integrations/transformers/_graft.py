@@ -21,7 +21,7 @@ import torch
 
 from ._classes import MARK, Graft
 from ._exact import Angles, forward_of
-from ._find import is_near, methods, neighbours, original_of
+from ._find import PREFIX, is_near, methods, neighbours, original_of
 from ._form import Candidate
 from ._run import replacement
 
@@ -188,7 +188,7 @@ def _alias(names: dict[str, Any], name: str, value: Any) -> str:
     """A global name for a value, beside the one it stands for."""
     number = 0
     while True:
-        alias = f"_tightrope_{name}_{number}"
+        alias = f"{PREFIX}{name}_{number}"
         if names.setdefault(alias, value) is value:
             return alias
         number += 1
