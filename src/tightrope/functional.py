@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
-from torch.autograd import forward_ad
 
-from . import angles, gates, gating, scan
+from . import angles, calls, scan
 from ._errors import sentence
-from .backends import BY_NAME, cpu, reference
+from .activations import Act, ActLike
 from .gates import Gate
-from .ops import autograd, learned, reangle, schema, tables as given_tables
-from .ops.checks import (
-    check_floating,
-    check_in_place,
-    check_in_place_grad,
-    check_out,
-    check_out_memory,
-    layout_named,
-    prepare,
-)
-from .ops.layouts import Layout
+from .ops import reangle, tables as given_tables
+from .ops.checks import check_floating, layout_named
 from .positions import PositionsLike
 from .spec import PreparedRotation, RopeSpec, SeqLen
+
+# A gate for all, or one for queries and one for keys.
+GateLike: TypeAlias = Gate | tuple[Gate | None, Gate | None] | None
 
 # A key, or None where there is none: what comes in is what comes out.
 _K = TypeVar("_K", bound=torch.Tensor | None)
@@ -42,6 +33,8 @@ def rotate(
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
     seq_len: SeqLen = None,
+    act: Act = None,
+    gate: Gate | None = None,
     inverse: bool = False,
     out: torch.Tensor | None = None,
     backend: str | None = None,
@@ -61,14 +54,19 @@ def rotate(
             pairs)``; given or learned. Their phase words are made on the device at each call, off
             by at most 2^-52 · ω radians per position; see docs/numerics.md.
         seq_len: length of the sequences, for rules that depend on it; as of :meth:`RopeSpec.at`.
-        inverse: undo the rotation instead.
+        act: f, applied to the whole head vector before the rotation: a name of
+            :data:`tightrope.activations.ACTS`, such as "silu", or a
+            :class:`tightrope.activations.RMSNorm`.
+        gate: P, multiplied on the whole head vector after it: a gate of :mod:`tightrope.gates`.
+        inverse: undo the rotation, and the gate, instead. An act cannot be undone.
         out: where the result goes, without another pass: of the shape, dtype and device of x, any
             strides (a slot of a key cache, say), sharing no memory with x. It has no gradient.
         backend: None for the fastest; "cpu" or "reference" to insist on one.
 
     Returns:
         ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside
-        the rotated slice are copied. Differentiable by x, by floating positions and by inv_freq.
+        the rotated slice are copied. Differentiable by x, by floating positions, by inv_freq and by
+        the tensors of act and gate, to any order.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, each with its sentence.
@@ -81,9 +79,12 @@ def rotate(
     >>> rotate(q, RopeSpec(head_dim=64)).shape
     torch.Size([2, 8, 16, 64])
     """
+    name = "rotate"
     outs = None if out is None else [out]
-    (y,) = _out_of_place(
-        "rotate", _X, x, None, spec, positions, layout, inverse, backend, outs, inv_freq, seq_len
+    outer = calls.outer(name, act, gate, 1)
+    (y,) = calls.out_of_place(
+        *(name, _X, x, None, spec, positions, layout, inverse, backend),
+        *(outs, inv_freq, seq_len, False, outer),
     )
     return y
 
@@ -96,13 +97,16 @@ def rotate_(
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
     seq_len: SeqLen = None,
+    act: Act = None,
+    gate: Gate | None = None,
     inverse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate a tensor in place: :func:`rotate` without the new tensor.
 
     The path that an attention layer should take, on a slice or a transposed view of its fused
-    projection too. Autograd follows exactly, as the rotation needs nothing of its input.
+    projection too. Autograd follows exactly: the rotation needs nothing of its input, and an act that
+    does keeps a copy of it.
 
     Args: as of :func:`rotate`. No two elements of x may share memory, and under grad x must not come
     from chunk, split or unbind: slice instead.
@@ -115,7 +119,12 @@ def rotate_(
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
-    _in_place("rotate_", _X, x, None, spec, positions, layout, inverse, backend, inv_freq, seq_len)
+    name = "rotate_"
+    outer = calls.outer(name, act, gate, 1)
+    calls.in_place(
+        *(name, _X, x, None, spec, positions, layout, inverse, backend),
+        *(inv_freq, seq_len, outer),
+    )
     return x
 
 
@@ -128,6 +137,8 @@ def rotate_qk(
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
     seq_len: SeqLen = None,
+    act: ActLike = None,
+    gate: GateLike = None,
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     backend: str | None = None,
@@ -139,6 +150,8 @@ def rotate_qk(
             MQA). k may be None.
         spec, positions, layout, inv_freq, seq_len, inverse, backend: as of :func:`rotate`. With frequencies
             per head q and k have the same number of them.
+        act, gate: as of :func:`rotate`, or a pair, one for q and one for k. A gate for both is xPos's
+            opposite for keys. Where the two differ in kind this is two launches.
         out: as of :func:`rotate`, a pair for q and k; None for a k that is None.
 
     Returns:
@@ -149,9 +162,12 @@ def rotate_qk(
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
     outs = None if out is None else [x for x in out if x is not None]
+    name = "rotate_qk"
     names = _QK if k is not None else _Q
-    ys = _out_of_place(
-        "rotate_qk", names, q, k, spec, positions, layout, inverse, backend, outs, inv_freq, seq_len
+    outer = calls.outer(name, act, gate)
+    ys = calls.out_of_place(
+        *(name, names, q, k, spec, positions, layout, inverse, backend),
+        *(outs, inv_freq, seq_len, False, outer),
     )
     return ys[0], cast(_K, None if k is None else ys[1])
 
@@ -165,6 +181,8 @@ def rotate_qk_(
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
     seq_len: SeqLen = None,
+    act: ActLike = None,
+    gate: GateLike = None,
     inverse: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -181,8 +199,11 @@ def rotate_qk_(
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     names = _QK if k is not None else _Q
-    _in_place(
-        "rotate_qk_", names, q, k, spec, positions, layout, inverse, backend, inv_freq, seq_len
+    name = "rotate_qk_"
+    outer = calls.outer(name, act, gate)
+    calls.in_place(
+        *(name, names, q, k, spec, positions, layout, inverse, backend),
+        *(inv_freq, seq_len, outer),
     )
     return q, k
 
@@ -235,7 +256,7 @@ def rerotate(
         name, k, from_spec, to_spec, positions, new_positions, *lengths, layout_named(name, layout)
     )
     outs = None if out is None else [out]
-    (y,) = _out_of_place(name, ("k",), k, None, rope, None, layout, False, backend, outs)
+    (y,) = calls.out_of_place(name, ("k",), k, None, rope, None, layout, False, backend, outs)
     return y
 
 
@@ -267,7 +288,7 @@ def rerotate_(
     rope = reangle.prepared(
         name, k, from_spec, to_spec, positions, new_positions, *lengths, layout_named(name, layout)
     )
-    _in_place(name, ("k",), k, None, rope, None, layout, False, backend)
+    calls.in_place(name, ("k",), k, None, rope, None, layout, False, backend)
     return k
 
 
@@ -320,7 +341,7 @@ def rotary_pos_embedding(
     # No position differs between leading dimensions, so any of them may serve as rows and heads.
     layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    (y,) = _out_of_place(name, ("input_",), x, None, spec, position_ids, layout, False, None)
+    (y,) = calls.out_of_place(name, ("input_",), x, None, spec, position_ids, layout, False, None)
     return y.reshape(input_.shape)
 
 
@@ -372,7 +393,7 @@ def apply_rotary_pos_emb(
     arguments = given_tables.arguments(
         name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
     )
-    ys = _run(name, q, k, arguments, backend)
+    ys = calls.run(name, q, k, arguments, backend)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -404,7 +425,7 @@ def apply_rotary_pos_emb_(
     arguments = given_tables.arguments(
         name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables
     )
-    _run_in_place(name, names, q, k, arguments, backend)
+    calls.run_in_place(name, names, q, k, arguments, backend)
     return q, k
 
 
@@ -477,7 +498,7 @@ def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     name = "rotary_apply"
     x, cos, sin, shape = _against(name, x, cos, sin)
     arguments = given_tables.arguments(name, x, None, cos, sin, 1, None, True, "half")
-    (y,) = _run(name, x, None, arguments, None)
+    (y,) = calls.run(name, x, None, arguments, None)
     return y.reshape(shape)
 
 
@@ -563,10 +584,11 @@ def polar_scan(
                 )
             )
         positions = state.tokens if positions is None else positions
-    first, second = gates.pair(name, gate)
-    q, k = _out_of_place(name, _QK, q, k, spec, positions, layout, False, None, None, None, seq_len)
+    q, k = calls.out_of_place(
+        *(name, _QK, q, k, spec, positions, layout, False, None),
+        *(None, None, seq_len, False, calls.outer(name, None, gate)),
+    )
     q, k = where.to_bhsd(q), where.to_bhsd(k)
-    q, k = gating.apply(name, q, k, [first], [second], spec, positions)
     v = scan.values_of(name, q, k, v, where.to_bhsd)
     out, state = scan.run(name, q, k, v, log_decay, state, form, chunk)
     return where.from_bhsd(out), state
@@ -592,7 +614,9 @@ def rotate_first(
     >>> rotate_first("demo", torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
     tensor([1., 1., 1., 1.])
     """
-    (y,) = _out_of_place(operation, _X, x, None, spec, positions, layout, inverse, None, wider=True)
+    (y,) = calls.out_of_place(
+        operation, _X, x, None, spec, positions, layout, inverse, None, wider=True
+    )
     return y
 
 
@@ -644,247 +668,3 @@ def _against(
     if len(lead) <= 3:
         x = x.expand(shape)
     return four(x, True), four(cos, False), four(sin, False), shape
-
-
-def _out_of_place(
-    operation: str,
-    names: Sequence[str],
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike,
-    layout: str,
-    inverse: bool,
-    backend: str | None,
-    outs: list[torch.Tensor] | None = None,
-    inv_freq: torch.Tensor | None = None,
-    seq_len: SeqLen = None,
-    wider: bool = False,
-) -> Sequence[torch.Tensor]:
-    plain = backend is None and positions is None and inv_freq is None and seq_len is None
-    ready = _ready(q, k, spec, layout, inverse) if plain and outs is None else None
-    if ready is not None:
-        # On an error the long way says what is wrong.
-        with suppress(RuntimeError):
-            return autograd.raw(q, k, ready)
-    arguments = _arguments(
-        operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, wider
-    )
-    if outs is None:
-        return _run(operation, q, k, arguments, backend)
-    by_angles = torch.is_grad_enabled() and autograd.needs_angles(arguments)
-    check_out(operation, names, schema.present(q, k), outs, by_angles)
-    _run_into(operation, q, k, outs, arguments, backend)
-    return outs
-
-
-def _run(
-    operation: str,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    arguments: tuple[Any, ...],
-    backend: str | None,
-) -> Sequence[torch.Tensor]:
-    if backend is not None:
-        _insist(operation, backend, q)
-    if backend == "reference" or _has_tangents(q, k, arguments):
-        return reference.compose(q, k, *arguments)
-    return autograd.differentiable(q, k, arguments)
-
-
-def _run_into(
-    operation: str,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    outs: list[torch.Tensor],
-    arguments: tuple[Any, ...],
-    backend: str | None,
-) -> None:
-    if backend is not None:
-        _insist(operation, backend, q)
-    if torch.compiler.is_compiling():
-        schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
-    elif autograd.in_functorch():
-        autograd.overwrite(outs, _run(operation, q, k, arguments, backend))
-    elif backend == "reference" or _has_tangents(q, k, arguments):
-        check_out_memory(operation, schema.present(q, k), outs)
-        autograd.overwrite(outs, reference.compose(q, k, *arguments))
-    else:
-        try:
-            autograd.into(q, k, outs, arguments)
-        except RuntimeError:
-            # Kernels refuse overlapping memory before they write.
-            check_out_memory(operation, schema.present(q, k), outs)
-            raise
-
-
-def _in_place(
-    operation: str,
-    names: Sequence[str],
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike,
-    layout: str,
-    inverse: bool,
-    backend: str | None,
-    inv_freq: torch.Tensor | None = None,
-    seq_len: SeqLen = None,
-) -> None:
-    plain = backend is None and positions is None and inv_freq is None and seq_len is None
-    ready = _ready(q, k, spec, layout, inverse) if plain else None
-    if ready is not None:
-        # On an error the long way says what is wrong.
-        with suppress(RuntimeError):
-            autograd.raw_in_place(q, k, ready)
-            return
-    arguments = _arguments(
-        operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len
-    )
-    _run_in_place(operation, names, q, k, arguments, backend)
-
-
-def _ready(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    rotation: RopeSpec | PreparedRotation,
-    layout: str,
-    inverse: bool,
-) -> tuple[Any, ...] | None:
-    """What a prepared rotation calls the kernel with at once, with one look at each thing that the
-    kernel cannot see. A decoded token is a few microseconds of memory, and checks in Python would be
-    most of its time. All else that the long way checks the kernel refuses, before it writes.
-
-    Returns:
-        None where the long way must be taken: for what it does, or for its sentence about what is
-        wrong.
-    """
-    if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
-        return None
-    call = rotation.calls.get((layout, inverse))
-    if (
-        call is None
-        or rotation.rows != 1
-        or type(q) is not torch.Tensor
-        or (k is not None and type(k) is not torch.Tensor)
-        or cpu.why_not(q) is not None  # the definition takes more than it should
-        or q.shape[-1] != rotation.channels.head_dim
-        or autograd.needs_grad(q, k, call)
-        or autograd.in_functorch()
-        or forward_ad._current_level >= 0
-    ):
-        return None
-    return call
-
-
-def _run_in_place(
-    operation: str,
-    names: Sequence[str],
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    arguments: tuple[Any, ...],
-    backend: str | None,
-) -> None:
-    if backend is not None:
-        _insist(operation, backend, q)
-    xs = schema.present(q, k)
-    if torch.compiler.is_compiling():
-        # Whoever traces sees to memory. Without gradients the raw operator stays in place.
-        if autograd.needs_grad(q, k, arguments):
-            autograd.overwrite(xs, schema.rotate(q, k, *arguments))
-        else:
-            schema.rotate_(q, k, *arguments)
-    elif backend == "reference" or _has_tangents(q, k, arguments):
-        # Behind a transform memory is not what it seems; the transform sees to it.
-        if not autograd.in_functorch():
-            check_in_place(operation, names, xs)
-            if autograd.needs_grad(q, k, arguments):
-                check_in_place_grad(operation, names, xs)
-        # Gradients by angles need what this overwrites.
-        autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
-    elif autograd.in_functorch():
-        autograd.overwrite(xs, autograd.differentiable(*autograd.copies(q, k), arguments))
-    else:
-        try:
-            autograd.in_place(operation, names, q, k, arguments)
-        except RuntimeError:
-            # Kernels refuse overlapping memory before they change anything.
-            check_in_place(operation, names, xs)
-            raise
-
-
-def _arguments(
-    operation: str,
-    names: Sequence[str],
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike,
-    layout: str,
-    inverse: bool,
-    inv_freq: torch.Tensor | None,
-    seq_len: SeqLen,
-    wider: bool = False,
-) -> tuple[Any, ...]:
-    """Check everything against everything else.
-
-    Returns:
-        What follows q and k in the schema.
-    """
-    where = layout_named(operation, layout)
-    xs = schema.present(q, k)
-    rotation = prepare(operation, names, xs, spec, positions, seq_len, where, wider)
-    if inv_freq is not None:
-        source = learned.source(operation, names, q, k, inv_freq, rotation, where)
-        _, _, ids, offset, form, amplitude, _ = _call(rotation, where, inverse, learned=True)
-        return *source[:2], ids, offset, form, amplitude, source[2]
-    if torch.compiler.is_compiling():
-        return _call(rotation, where, inverse)
-    call = rotation.calls.get((layout, inverse))
-    if call is None:
-        call = rotation.calls[layout, inverse] = _call(rotation, where, inverse)
-    return call
-
-
-def _call(
-    rotation: PreparedRotation, layout: Layout, inverse: bool, learned: bool = False
-) -> tuple[Any, ...]:
-    channels = rotation.channels
-    form = schema.Form(
-        layout=layout.code,
-        start=channels.start,
-        interleaved=channels.interleaved,
-        direction=schema.INVERSE if inverse else schema.FORWARD,
-        ramp=rotation.ramp,
-        learned=learned,
-    )
-    return (
-        *(rotation.words, rotation.turns, rotation.ids, rotation.offset),
-        *(form.pack(), rotation.amplitude, None),
-    )
-
-
-def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> bool:
-    """Whether forward-mode differentiation is under way, which a registered operator would ignore.
-
-    The level is one for all threads, so outside a transform it is the tensors that tell.
-    """
-    if forward_ad._current_level < 0:
-        return False
-    *rest, carried = arguments
-    return autograd.in_functorch() or any(
-        isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
-        for t in (q, k, *rest, *(carried or ()))
-    )
-
-
-def _insist(operation: str, backend: str, x: torch.Tensor) -> None:
-    if not isinstance(backend, str) or backend not in BY_NAME:
-        raise ValueError(
-            sentence(operation, f"backend must be one of {', '.join(BY_NAME)} but got {backend!r}")
-        )
-    reason = BY_NAME[backend].why_not(x)
-    if reason is not None:
-        raise NotImplementedError(
-            sentence(operation, f"backend {backend!r} cannot run: {reason}", x=x)
-        )

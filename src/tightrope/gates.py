@@ -186,7 +186,12 @@ class Slope(Gate):
     ) -> torch.Tensor:
         """As of :meth:`Gate.log_factor`."""
         where = _needed("Slope", positions).to(_inside(dtype))[:, None, :, None]
-        return _rows("Slope", "slope", self.slope, self.tied, channels, dtype) * where
+        return self.rates(channels, dtype)[None, :, None] * where
+
+    def rates(self, channels: Channels, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """What the logarithm is per position, ``[heads|1, channels|1]``; arguments as of
+        :meth:`Gate.log_factor`."""
+        return _rows("Slope", "slope", self.slope, self.tied, channels, dtype)[0, :, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,15 +313,15 @@ class XPos(Gate):
         return log
 
 
-def apply(
+def total(
     operation: str,
     name: str,
     x: torch.Tensor,
     gates: Sequence[Gate],
     channels: Channels,
     positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Multiply by gates, with one rounding at the end.
+) -> torch.Tensor | None:
+    """The logarithm of the product of gates, on the device of x; None of none.
 
     Args:
         operation, name: named in errors.
@@ -326,26 +331,45 @@ def apply(
 
     Raises:
         ValueError: a gate that does not fit x.
+    """
+    sum_: torch.Tensor | None = None
+    for gate in gates:
+        log = gate.log_factor(channels, positions, x.dtype).to(x.device)
+        check_fit(operation, name, x, gate, log.shape)
+        sum_ = log if sum_ is None else sum_ + log
+    return sum_
+
+
+def check_fit(operation: str, name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:
+    """Refuse a gate for other rows, heads or tokens than those of x, ``(rows, heads, tokens, …)``."""
+    for axis, own, size in zip(("rows", "heads", "tokens"), shape, x.shape):
+        if own not in (1, size):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"the gate {type(gate).__name__} must have 1 or {size} {axis} for {name} but "
+                    f"got {own}",
+                    **{name: x},
+                )
+            )
+
+
+def apply(
+    operation: str,
+    name: str,
+    x: torch.Tensor,
+    gates: Sequence[Gate],
+    channels: Channels,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply by gates, with one rounding at the end; arguments as of :func:`total`.
 
     >>> half = Scalar(0.5)
     >>> apply("demo", "x", torch.ones(1, 1, 1, 2), [half, half], Channels(2, 0, 2, True)).tolist()
     [[[[0.25, 0.25]]]]
     """
-    total: torch.Tensor | None = None
-    for gate in gates:
-        log = gate.log_factor(channels, positions, x.dtype).to(x.device)
-        for axis, own, size in zip(("rows", "heads", "tokens"), log.shape, x.shape):
-            if own not in (1, size):
-                raise ValueError(
-                    sentence(
-                        operation,
-                        f"the gate {type(gate).__name__} must have 1 or {size} {axis} for {name} but "
-                        f"got {own}",
-                        **{name: x},
-                    )
-                )
-        total = log if total is None else total + log
-    return x if total is None else (x * total.exp()).to(x.dtype)
+    log = total(operation, name, x, gates, channels, positions)
+    return x if log is None else (x * log.exp()).to(x.dtype)
 
 
 def pair(operation: str, gate: object) -> tuple[Gate | None, Gate | None]:

@@ -1,4 +1,4 @@
-"""Gates meet rotated queries and keys: which channels are pairs, and where the tokens are."""
+"""Gates meet a rotation: which channels are pairs, and where the tokens are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 from . import gates as gates_
 from ._errors import sentence
-from .gates import Channels, Gate
-from .positions import Positions, PositionsLike, explicit
+from .gates import Channels, Gate, Slope
+from .ops.schema import LOG, NO_GATE, SLOPE
+from .positions import Positions, explicit
 from .spec import Channels as SpecChannels, PreparedRotation, RopeSpec
 
 
@@ -22,45 +23,48 @@ def channels_of(spec: RopeSpec | SpecChannels) -> Channels:
     return Channels(spec.head_dim, spec.start, spec.rotary_dim, spec.interleaved)
 
 
-def apply(
+def lower(
     operation: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    for_q: Sequence[Gate | None],
-    for_k: Sequence[Gate | None],
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply rotated queries and keys by their gates.
+    names: Sequence[str],
+    xs: Sequence[torch.Tensor],
+    gates: Sequence[Sequence[Gate]],
+    rotation: PreparedRotation,
+) -> list[tuple[int, torch.Tensor | None]]:
+    """Gates as the operator takes them.
 
     Args:
-        operation: named in errors.
-        q, k: ``(rows, heads, tokens, channels)``.
-        for_q, for_k: any number of gates, whose factors multiply; None is 1.
-        spec, positions: what q and k were rotated by.
+        operation, names: what the user called, and knows the tensors by.
+        xs: ``(rows, heads, tokens, channels)`` each.
+        gates: of each, any number, whose factors multiply.
+        rotation: of all.
+
+    Returns:
+        For each, code and tensor of the schema.
 
     Raises:
-        ValueError: a gate that does not fit; one by position under a spec of several axes.
+        ValueError: a gate that does not fit; one by position under positions of several axes.
     """
-    ours, theirs = ([gate for gate in gates if gate is not None] for gates in (for_q, for_k))
-    if not ours and not theirs:
-        return q, k
-    where = None
-    if any(gate.by_position for gate in (*ours, *theirs)):
-        where = _where(operation, spec, positions, q)
-    channels = channels_of(spec.channels if isinstance(spec, PreparedRotation) else spec)
-    return (
-        gates_.apply(operation, "q", q, ours, channels, where),
-        gates_.apply(operation, "k", k, theirs, channels, where),
-    )
+    channels = channels_of(rotation.channels)
+    where: torch.Tensor | None = None
+    found: list[tuple[int, torch.Tensor | None]] = []
+    for name, x, own in zip(names, xs, gates):
+        if any(gate.by_position for gate in own) and where is None:
+            where = _where(operation, rotation, x)
+        first = own[0] if len(own) == 1 else None
+        ids = rotation.ids
+        if isinstance(first, Slope) and not (ids is not None and ids.requires_grad):
+            rates = first.rates(channels, x.dtype).to(x.device)
+            gates_.check_fit(operation, name, x, first, (1, rates.shape[0], 1))
+            found.append((SLOPE, rates))
+        else:
+            log = gates_.total(operation, name, x, own, channels, where)
+            found.append((NO_GATE if log is None else LOG, log))
+    return found
 
 
-def _where(
-    operation: str, spec: RopeSpec | PreparedRotation, positions: PositionsLike, x: torch.Tensor
-) -> torch.Tensor:
+def _where(operation: str, rotation: PreparedRotation, x: torch.Tensor) -> torch.Tensor:
     """The position of each token, ``[rows|1, tokens]``."""
-    if isinstance(spec, PreparedRotation):
-        positions = Positions(spec.ids, spec.offset, spec.ramp)
+    positions = Positions(rotation.ids, rotation.offset, rotation.ramp)
     written = explicit(positions, x.shape[2], device=x.device).ids
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]

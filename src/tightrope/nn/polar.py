@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from .. import functional, gates as gates_, gating
+from .. import calls, functional, gates as gates_
 from .._errors import describe, sentence
 from ..gates import Channels, Exp, Gate, Slope
 from ..positions import PositionsLike
@@ -272,12 +272,14 @@ class PolarRoPEAttention(torch.nn.Module):
         else:
             where = positions
         q, k, v = self._project(x)
+        call = (name, ("q", "k"), q, k, rope, where, "bhsd", False, None)
+        gates = self._all_gates(gate)
+        outer = calls.Outer((None, None), gates) if any(gates) else None
         if torch.is_grad_enabled() and q.requires_grad:
-            q, k = functional.rotate_qk(q, k, rope, where)
+            q, k = calls.out_of_place(*call, outer=outer)
         else:
             # Nobody else sees the projections.
-            q, k = functional.rotate_qk_(q, k, rope, where)
-        q, k = gating.apply(name, q, k, *self._all_gates(gate), rope, where)
+            calls.in_place(*call, outer=outer)
         if cache is not None:
             k, v = cache.append_(k, v)
         mask, is_causal = self._mask(name, q, k, attn_mask, padding_mask)
@@ -314,7 +316,7 @@ class PolarRoPEAttention(torch.nn.Module):
         """The heads that have keys and values."""
         return self._every()[:: self.num_heads // self.num_kv_heads]
 
-    def _all_gates(self, gate: Any) -> tuple[list[Gate | None], list[Gate | None]]:
+    def _all_gates(self, gate: Any) -> tuple[list[Gate], list[Gate]]:
         """The gates of queries and those of keys."""
         for_q, for_k = ([one, other] for one, other in zip(self._gates, self._pair(gate)))
         for heads, gates in ((self._every(), for_q), (self._firsts(), for_k)):
@@ -322,7 +324,7 @@ class PolarRoPEAttention(torch.nn.Module):
                 gates.append(Exp(torch.stack([head.gamma for head in heads]), self.tied))
             if self.has_slope:
                 gates.append(Slope(torch.stack([head.slope for head in heads]), self.tied))
-        return for_q, for_k
+        return [one for one in for_q if one], [one for one in for_k if one]
 
     def _pair(self, gate: Any) -> tuple[Gate | None, Gate | None]:
         return gates_.pair(type(self).__name__, gate)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ..activations import NONE
 from . import gradients, schema
+from .arguments import Call, Carried, carried_of
 from .checks import check_in_place, check_in_place_grad
-from .schema import library, present
+from .definition import compose
+from .schema import FORWARD, NO_GATE, TRANSPOSE, library, present
 
-# `arguments` below is what follows q and k in the schema, up to `carried`.
-_PRIMARY, _SECONDARY, _POSITIONS, _FIXED, _CARRIED = 0, 1, 2, 3, 6
+# `arguments` below is what follows q and k in the schema, up to `carried` or `eps`.
+_PRIMARY, _SECONDARY, _POSITIONS, _FIXED, _FORM, _CARRIED = 0, 1, 2, 3, 4, 6
+# Flat, as autograd wants tensors: up to `carried`, then `eps`, then what is carried.
+_EPS, _FLAT_CARRIED = 6, 7
 
 
 def differentiable(
@@ -55,13 +60,15 @@ def in_place(
     xs = present(q, k)
     check_in_place(operation, names, xs)
     check_in_place_grad(operation, names, xs)
-    if needs_angles(arguments):
-        # Gradients by positions and tables need what a rotation in place overwrites.
+    parts = _parts(arguments)
+    if needs_angles(arguments) or any(gate.requires_grad for gate in parts.gates):
+        # Gradients by positions, tables and gates need what a rotation in place overwrites.
         overwrite(xs, differentiable(*copies(q, k), arguments))
         return
     # Autograd refuses one function that returns two views, so each is a call of its own.
-    for x in xs:
-        InPlace.apply(x, *_flat(arguments))  # type: ignore[no-untyped-call]
+    for i, x in enumerate(xs):
+        own = (*arguments[:_CARRIED], parts.of([i]).flat(), *arguments[_CARRIED + 1 :])
+        InPlace.apply(x, *_flat(own))  # type: ignore[no-untyped-call]
 
 
 def raw_in_place(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> None:
@@ -102,12 +109,11 @@ def overwrite(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
 def needs_grad(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> bool:
     """Whether autograd must follow."""
     return torch.is_grad_enabled() and (
-        q.requires_grad or (k is not None and k.requires_grad) or needs_angles(arguments)
+        q.requires_grad or (k is not None and k.requires_grad) or _any_needs(arguments)
     )
 
 
-def needs_angles(arguments: Sequence[Any]) -> bool:
-    """Whether what angles come from wants a gradient."""
+def _any_needs(arguments: Sequence[Any]) -> bool:
     primary, secondary, positions = arguments[:_FIXED]
     return (
         primary.requires_grad
@@ -117,15 +123,40 @@ def needs_angles(arguments: Sequence[Any]) -> bool:
     )
 
 
-def _flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with what is carried at the end, one by one, as autograd wants tensors."""
-    *rest, carried = arguments
-    return (*rest, *(carried or ()))
+def needs_angles(arguments: Sequence[Any]) -> bool:
+    """Whether what angles come from wants a gradient."""
+    return _any_needs((*arguments[:_CARRIED], _parts(arguments).frequencies))
 
 
-def _nested(arguments: Sequence[Any]) -> tuple[Any, ...]:
+def needs_outer(arguments: Sequence[Any]) -> bool:
+    """Whether a weight of f or a tensor of P wants a gradient."""
+    return any(t.requires_grad for part in _parts(arguments)[1:] for t in part)
+
+
+def _parts(arguments: Sequence[Any]) -> Carried:
+    return carried_of(schema.form_of(arguments[_FORM]), arguments[_CARRIED])
+
+
+def wanted(arguments: Sequence[Any]) -> list[str]:
+    """What besides q and k wants a gradient, in words for users."""
+    names = []
+    if needs_angles(arguments):
+        names.append("positions or inv_freq")
+    if needs_outer(arguments):
+        names.append("act or gate")
+    return names
+
+
+def _flat(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with what is carried at the end, one by one."""
+    carried = arguments[_CARRIED] if len(arguments) > _CARRIED else None
+    eps = arguments[_CARRIED + 1] if len(arguments) > _CARRIED + 1 else 0.0
+    return (*arguments[:_CARRIED], eps, *(carried or ()))
+
+
+def _nested(flat: Sequence[Any]) -> tuple[Any, ...]:
     """The inverse of :func:`_flat`."""
-    return (*arguments[:_CARRIED], tuple(arguments[_CARRIED:]) or None)
+    return (*flat[:_CARRIED], tuple(flat[_FLAT_CARRIED:]) or None, flat[_EPS])
 
 
 def in_functorch() -> bool:
@@ -160,19 +191,21 @@ class OutOfPlace(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """``rotate_`` of one tensor that alone needs a gradient: the raw operator, marked dirty."""
+    """``rotate_`` of one tensor, of which nothing is kept but, for an act, a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        form = schema.form_of(arguments[_FORM])
+        before = x if form.act == NONE else x.clone()
         with torch._C._AutoDispatchBelowAutograd():
             schema.rotate_(x, None, *_nested(arguments))
         ctx.mark_dirty(x)
-        _remember(ctx, arguments, (False,) * len(arguments), (), ())
+        _remember(ctx, arguments, ctx.needs_input_grad[1:], (before,), ())
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        by_x, _, *by_arguments = _gradients(ctx, [grad], ctx.needs_input_grad)
+        by_x, _, *by_arguments = _gradients(ctx, [grad], ctx.needs_input_grad[:1])
         return (by_x, *by_arguments)
 
 
@@ -183,21 +216,31 @@ def _remember(
     inputs: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor],
 ) -> None:
-    """Keep what the gradients need: tensors among the arguments; results only where positions or
-    frequencies ask for them, and inputs only where tables do.
+    """Keep what the gradients need: tensors among the arguments; what was rotated where an act asks
+    for it, or tables; results where positions, frequencies or gates do.
 
     Args:
         arguments: flat.
         needs: of each argument, whether it needs a gradient.
     """
-    ctx.by_position, ctx.by_frequency = needs[_POSITIONS], any(needs[_CARRIED:])
+    form = schema.form_of(arguments[_FORM])
+    parts = carried_of(form, needs[_FLAT_CARRIED:])
+    ctx.by_position, ctx.by_frequency = needs[_POSITIONS], any(parts.frequencies)
     ctx.by_table = needs[_PRIMARY] or needs[_SECONDARY]
+    ctx.by_weight, ctx.by_gate = parts.weights, any(parts.gates)
     by_angle = ctx.by_position or ctx.by_frequency
-    kept = outputs if by_angle else inputs if ctx.by_table else ()
+    ahead = form.direction == FORWARD
+    # What gates have multiplied is no rotated pair: it is rotated again.
+    again = by_angle and form.gate != NO_GATE and ahead
+    from_outputs = (by_angle and not again) or (ctx.by_gate and ahead)
+    from_inputs = form.act != NONE or ctx.by_table or again or (ctx.by_gate and not ahead)
     ctx.rest = tuple(arguments[_FIXED:_CARRIED])
-    tensors = (*arguments[:_FIXED], *arguments[_CARRIED:])
-    ctx.count = len(tensors)
-    ctx.save_for_backward(*tensors, *(x for x in kept if x is not None))
+    ctx.eps = arguments[_EPS]
+    tensors = (*arguments[:_FIXED], *arguments[_FLAT_CARRIED:])
+    before = [x for x in inputs if x is not None] if from_inputs else []
+    after = outputs if from_outputs else ()
+    ctx.counts = len(tensors), len(before)
+    ctx.save_for_backward(*tensors, *before, *after)
 
 
 def _gradients(
@@ -210,70 +253,137 @@ def _gradients(
         needed: whether q, and k if there are two results, need one.
     """
     saved = ctx.saved_tensors  # read once: checkpointing hands them out only once
-    primary, secondary, positions, *carried = saved[: ctx.count]
-    kept = saved[ctx.count :]
+    arguments, before = ctx.counts
+    (primary, secondary, positions), carried = saved[:_FIXED], saved[_FIXED:arguments]
+    inputs, outputs = saved[arguments : arguments + before], saved[arguments + before :]
     offset, packed, amplitude = ctx.rest
     form = schema.form_of(packed)
+    parts = carried_of(form, carried)
+    call = Call(primary, secondary, positions, offset, form, amplitude, parts, ctx.eps)
+    is_plain = form.act == NONE and form.gate == NO_GATE
+    if form.direction == TRANSPOSE and not is_plain:
+        raise NotImplementedError(
+            "[rotate] the gradient of a gradient by an act or a gate goes through the definition; call "
+            "it with create_graph=True."
+        )
+    # Whoever differentiates this too gets the definition, but for a rotation alone, which is linear.
+    again = torch.is_grad_enabled() or in_functorch()
 
-    wanted = [grad if need else None for grad, need in zip(grads, needed)]
-    there = [grad for grad in wanted if grad is not None]
-    transposed = gradients.transposed(form, amplitude)
-    back = (primary, secondary, positions, offset, *transposed, tuple(carried) or None)
-    turned = iter(differentiable(*pair(there), back) if there else ())
-    by_x = [None if grad is None else next(turned) for grad in wanted]
+    which = [
+        i
+        for i, grad in enumerate(grads)
+        if grad is not None and (needed[i] or (ctx.by_weight and ctx.by_weight[i]))
+    ]
+    turned: Sequence[torch.Tensor] = ()
+    if which:
+        there = [cast(torch.Tensor, grads[i]) for i in which]
+        back = gradients.transposed(call, inputs, which)
+        turned = _run(again and not is_plain, *pair(there), back)
+    by_x: list[torch.Tensor | None] = [None, None]
+    by_weight: list[torch.Tensor | None] = [None] * len(parts.weights)
+    for i, found in zip(which, turned):
+        by_x[i] = found
+    for i, found in zip(which, turned[len(which) :]):
+        by_weight[i] = found.to(parts.weights[i].dtype)
 
     by_primary = by_secondary = by_position = by_frequency = None
     if ctx.by_position or ctx.by_frequency:
-        source = saved[:_FIXED]
-        by_position, by_frequency = _by_angles(ctx, kept, grads, source, offset, packed, carried)
+        by_position, by_frequency = _by_angles(ctx, call, inputs, outputs, grads, again)
     if ctx.by_table:
-        by_primary, by_secondary = gradients.by_tables(
-            kept, grads, primary, secondary, positions, offset, form, amplitude
-        )
-    by_q, by_k = by_x if len(by_x) > 1 else (by_x[0], None)
-    by_carried = [by_frequency.to(t.dtype) if by_frequency is not None else None for t in carried]
-    return by_q, by_k, by_primary, by_secondary, by_position, None, None, None, *by_carried
+        by_primary, by_secondary = gradients.by_tables(call, inputs, grads)
+    by_gate: list[torch.Tensor | None] = [None] * len(parts.gates)
+    if ctx.by_gate:
+        by_gate = _by_gates(call, inputs, outputs, grads, by_x, again)
+    by_frequencies = [
+        None if by_frequency is None else by_frequency.to(t.dtype) for t in parts.frequencies
+    ]
+    by_carried = (*by_frequencies, *by_weight, *by_gate)
+    rest = (None,) * len(carried[len(by_carried) :])
+    fixed = (by_primary, by_secondary, by_position, None, None, None, None)
+    by_q, by_k = (x if need else None for x, need in zip(by_x, (*needed, False)))
+    return (by_q, by_k, *fixed, *by_carried, *rest)
+
+
+def _run(
+    define: bool, q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]
+) -> Sequence[torch.Tensor]:
+    """The operator in a backward pass; by its definition, for whoever differentiates that too."""
+    return compose(q, k, *arguments) if define else differentiable(q, k, arguments)
 
 
 def _by_angles(
     ctx: Any,
+    call: Call,
+    inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor | None],
-    source: Sequence[Any],
-    offset: int,
-    packed: int,
-    carried: Sequence[torch.Tensor],
+    again: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients by positions, shaped as they are, and by frequencies."""
-    words, turns, positions = source
-    there = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None]
-    if not there:
+    words, positions = call.primary, call.positions
+    which = [i for i, grad in enumerate(grads) if grad is not None]
+    if not which:
         return (
-            torch.zeros_like(positions) if ctx.by_position else None,
+            torch.zeros_like(cast(torch.Tensor, positions)) if ctx.by_position else None,
             torch.zeros_like(words, dtype=torch.float32) if ctx.by_frequency else None,
         )
-    ys, gs = zip(*there, strict=True)
-    which = (ctx.by_position, ctx.by_frequency)
-    if torch.is_grad_enabled() or in_functorch():
-        # Somebody differentiates this too.
-        form = schema.form_of(packed)
-        sums = gradients.by_angles(ys, gs, words, turns, positions, offset, form, *which, *carried)
+    form = call.form
+    there = [cast(torch.Tensor, grads[i]) for i in which]
+    some: Sequence[torch.Tensor]
+    if form.gate != NO_GATE and form.direction == FORWARD:
+        xs = pair([inputs[i] for i in which])
+        some = _run(again, *xs, call.without_gates(which).packed())
+        there = [gradients.gated(call, i, cast(torch.Tensor, grads[i])) for i in which]
+        some = [y.to(grad.dtype) for y, grad in zip(some, there)]
     else:
-        both = (*pair(ys), *pair(gs))
-        sums = schema.angle_gradients(*both, words, turns, positions, offset, packed, *which)
+        some = [outputs[i] for i in which]
+    wanted = (ctx.by_position, ctx.by_frequency)
+    source = (words, call.secondary, positions, call.offset)
+    if again:
+        frequencies = call.carried.frequencies
+        sums = gradients.by_angles(some, there, *source, form, *wanted, *frequencies)
+    else:
+        sums = schema.angle_gradients(*pair(some), *pair(there), *source, form.pack(), *wanted)
     by_position, by_frequency = sums
     return (
         gradients.sum_to(by_position, positions.shape).to(positions.dtype)
-        if ctx.by_position
+        if ctx.by_position and positions is not None
         else None,
         by_frequency if ctx.by_frequency else None,
     )
 
 
+def _by_gates(
+    call: Call,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    by_x: Sequence[torch.Tensor | None],
+    again: bool,
+) -> list[torch.Tensor | None]:
+    """Gradients by what gates are made of, shaped as it is."""
+    gates = call.carried.gates
+    ahead = call.form.direction == FORWARD
+    # An inverse divides what comes in.
+    ys, slopes = (outputs, grads) if ahead else (inputs, by_x)
+    found: list[torch.Tensor | None] = [torch.zeros_like(gate) for gate in gates]
+    which = [i for i in range(len(gates)) if slopes[i] is not None]
+    if which:
+        some, there = [ys[i] for i in which], [cast(torch.Tensor, slopes[i]) for i in which]
+        own = [gates[i] for i in which]
+        if again:
+            sums = gradients.by_gates(some, there, own, call.positions, call.offset, call.form)
+        else:
+            flat = (*pair(some), *pair(there), *pair(own))
+            sums = schema.gate_gradients(*flat, call.positions, call.offset, call.form.pack())
+        for i, total in zip(which, sums):
+            found[i] = (total if ahead else -total).to(gates[i].dtype)
+    return found
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     q, k, *arguments = inputs
-    carried = arguments[_CARRIED] if len(arguments) > _CARRIED else None
-    flat = _flat((*arguments[:_CARRIED], carried))
+    flat = _flat(arguments)
     needs = [isinstance(a, torch.Tensor) and a.requires_grad for a in flat]
     _remember(ctx, flat, needs, (q, k), output)
 
@@ -281,7 +391,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) ->
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     by_q, by_k, *found = _gradients(ctx, grads, ctx.needs_input_grad)
     # The dispatcher drops arguments that equal their defaults, so how many there were varies.
-    rest = (list(found[_CARRIED:]) or None, None)[: len(ctx.needs_input_grad) - 2 - _CARRIED]
+    rest = (list(found[_FLAT_CARRIED:]) or None, None)[: len(ctx.needs_input_grad) - 2 - _CARRIED]
     return (by_q, by_k, *found[:_CARRIED], *rest)
 
 
@@ -329,11 +439,11 @@ def register() -> None:
     """Register the gradients; once, at import."""
     torch.library.register_autograd("tightrope::rotate", _backward, setup_context=_setup)
     own = "tightrope.functional.rotate or rotate_, which have"
+    again = "torch.autograd.grad with create_graph=True"
     for name, kernel in {
         "rotate_": _raw(schema.rotate_, own, slice(0, 2)),
         "rotate_into": _raw(schema.rotate_into, own, slice(2, 4)),
-        "angle_gradients": _raw(
-            schema.angle_gradients, "torch.autograd.grad with create_graph=True"
-        ),
+        "angle_gradients": _raw(schema.angle_gradients, again),
+        "gate_gradients": _raw(schema.gate_gradients, again),
     }.items():
         library.impl(name, kernel, "Autograd", with_keyset=True)

@@ -307,18 +307,18 @@ def check_out(
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
-    by_angles: bool,
+    wanted: Sequence[str],
 ) -> None:
     """Refuse memory that does not fit what goes there, or that autograd would have to follow.
 
     Args:
-        by_angles: whether positions or frequencies want a gradient.
+        wanted: what else wants a gradient.
     """
-    if by_angles:
+    if wanted and torch.is_grad_enabled():
         raise ValueError(
             sentence(
                 operation,
-                "out has no gradient, and positions or inv_freq require one; call it under "
+                f"out has no gradient, and {wanted[0]} require one; call it under "
                 "torch.no_grad(), or without out",
             )
         )

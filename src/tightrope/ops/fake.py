@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from . import gradients
+from .arguments import carried_of
 from .layouts import BY_CODE
-from .schema import form_of, present
+from .schema import TRANSPOSE, form_of, present
 
 
 def _rotate(
-    q: torch.Tensor, k: torch.Tensor | None, *arguments: object, **named: object
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    primary: torch.Tensor,
+    secondary: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    form: int,
+    amplitude: float,
+    carried: Sequence[torch.Tensor] | None = None,
+    eps: float = 0.0,
 ) -> list[torch.Tensor]:
-    _check_devices("rotate", q, k, *arguments)
-    return [torch.empty_like(x) for x in present(q, k)]
+    _check_devices("rotate", q, k, primary, secondary, positions, *(carried or ()))
+    what = form_of(form)
+    outs = [torch.empty_like(x) for x in present(q, k)]
+    if what.direction == TRANSPOSE:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        weights = carried_of(what, carried).weights
+        outs += [w.new_empty(w.shape, dtype=dtype) for w in weights]
+    return outs
 
 
 def _check_devices(operator: str, *arguments: object) -> None:
@@ -52,9 +70,26 @@ def _angle_gradients(
     )
 
 
+def _gate_gradients(
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    grad_y: torch.Tensor,
+    grad_z: torch.Tensor | None,
+    gate_q: torch.Tensor,
+    gate_k: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    form: int,
+) -> list[torch.Tensor]:
+    _check_devices("gate_gradients", y, z, grad_y, grad_z, gate_q, gate_k, positions)
+    dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+    return [g.new_empty(g.shape, dtype=dtype) for g in present(gate_q, gate_k)]
+
+
 def register() -> None:
     """Register the fake kernels; once, at import."""
     torch.library.register_fake("tightrope::rotate", _rotate)
     torch.library.register_fake("tightrope::rotate_", _in_memory)
     torch.library.register_fake("tightrope::rotate_into", _in_memory)
     torch.library.register_fake("tightrope::angle_gradients", _angle_gradients)
+    torch.library.register_fake("tightrope::gate_gradients", _gate_gradients)

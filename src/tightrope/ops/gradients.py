@@ -5,26 +5,48 @@ With (u, v) a pair before the rotation, (y, z) after it, and (dy, dz) the gradie
 * by an angle, ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); hence by a floating position
   ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and by a frequency ``dω = Σ p · (y·dz − z·dy)``
   over tokens, and rows and heads that share it;
-* by tables, ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``.
+* by tables, ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``;
+* by the logarithm of a gate, which multiplies last, ``dg = y·dy``.
 
 The gradient by x is the operator itself with its direction flipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
 from .. import angles
+from ..activations import NONE, apply
+from .arguments import Call
 from .layouts import BY_CODE
-from .schema import FORWARD, SOURCES, TRANSPOSE, Form, scale
+from .schema import FORWARD, INVERSE, LOG, SLOPE, SOURCES, TRANSPOSE, Form, scale
 
 
-def transposed(form: Form, amplitude: float) -> tuple[int, float]:
-    """Form and amplitude of the transpose."""
-    direction = TRANSPOSE if form.direction == FORWARD else FORWARD
-    return form._replace(direction=direction).pack(), scale(form.direction, amplitude)
+def transposed(call: Call, inputs: Sequence[torch.Tensor], which: Sequence[int]) -> tuple[Any, ...]:
+    """The arguments of the operator that turns gradients of results into those of what was rotated.
+
+    Args:
+        call: that was made.
+        inputs: what was rotated, if an act needs it.
+        which: for which of q (0) and k (1).
+    """
+    form = call.form
+    some = call.carried.of(which)
+    if form.direction == FORWARD:
+        direction = TRANSPOSE
+        if form.act != NONE:
+            some = some._replace(inputs=tuple(inputs[i] for i in which))
+    else:
+        direction = FORWARD
+        some = some._replace(gates=tuple(-gate for gate in some.gates))
+    return call._replace(
+        form=form._replace(direction=direction),
+        amplitude=scale(form.direction, call.amplitude),
+        carried=some,
+    ).packed()
 
 
 def by_angles(
@@ -95,26 +117,23 @@ def sum_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def by_tables(
-    xs: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor | None],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    offset: int,
-    form: Form,
-    amplitude: float,
+    call: Call, xs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients by cosine and sine tables, shaped as they are.
 
     Args:
+        call: that was made.
         xs, grads: what was rotated, and the gradients of the results, None where there is none.
-        cos, sin: primary and secondary of the schema, and the rest as there.
     """
+    form, cos, sin = call.form, call.primary, cast(torch.Tensor, call.secondary)
     source = SOURCES[form.source]
     pairs = angles.pairs_of(cos, source)
     by_cos = by_sin = None
-    for x, grad in _present(xs, grads):
+    for i, (x, grad) in enumerate(zip(xs, grads, strict=True)):
+        if grad is None:
+            continue
         dtype = _wide(x, cos)
+        x, grad = _around(call, i, x.to(dtype), grad.to(dtype))
         u, v = _pairs(x, pairs, form, dtype)
         dy, dz = _pairs(grad, pairs, form, dtype)
         one, other = u * dy + v * dz, u * dz - v * dy
@@ -126,18 +145,91 @@ def by_tables(
         return torch.zeros_like(cos), torch.zeros_like(sin)
     if form.direction != FORWARD:
         by_sin = -by_sin
-    if amplitude != 1.0:
-        factor = scale(form.direction, amplitude)
+    if call.amplitude != 1.0:
+        factor = scale(form.direction, call.amplitude)
         by_cos, by_sin = by_cos * factor, by_sin * factor
 
-    at = (source, positions, offset, form.ramp)
+    at = (source, call.positions, call.offset, form.ramp)
     return angles.put_back(by_cos, cos, *at), angles.put_back(by_sin, sin, *at)
 
 
-def _present(
-    tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    return ((x, g) for x, g in zip(tensors, grads, strict=True) if g is not None)
+def by_gates(
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    gates: Sequence[torch.Tensor],
+    positions: torch.Tensor | None,
+    offset: int,
+    form: Form,
+) -> list[torch.Tensor]:
+    """Gradients by what gates are made of, shaped as it is: see ``gate_gradients`` of the schema.
+
+    Args:
+        outputs, grads: results of the operator and their gradients.
+        gates: as they were carried.
+        positions, offset, form: as in the schema.
+    """
+    layout = BY_CODE[form.layout]
+    found = []
+    for output, grad, gate in zip(outputs, grads, gates, strict=True):
+        dtype = _wide(output)
+        wide = sum_dtype(output.device)
+        each = (layout.to_bhsd(output).to(dtype) * layout.to_bhsd(grad).to(dtype)).to(wide)
+        shape = tuple(gate.shape)
+        if form.gate == SLOPE:
+            tokens = each.shape[2]
+            where = angles.real(positions, offset, form.ramp, tokens, gate.device, wide)
+            each = each * where[0][:, None, :, None]
+            shape = (1, shape[0], 1, shape[1])
+        dims = [dim for dim in range(4) if shape[dim] == 1 and each.shape[dim] != 1]
+        total = _sum(each, dims) if dims else each
+        found.append(total.reshape(gate.shape).to(dtype))
+    return found
+
+
+def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """P, or its inverse for an inverse, that broadcasts against ``[rows, heads, tokens, channels]``.
+
+    Args:
+        call: of the operator.
+        which: 0 for q, 1 for k.
+        tokens: how many there are.
+        dtype: of the factor.
+    """
+    gate: torch.Tensor = call.carried.gates[which]
+    sign = -1.0 if call.form.direction == INVERSE else 1.0
+    if call.form.gate == LOG:
+        return (sign * gate.to(dtype)).exp()
+    # A product of slope and position has more digits than float32, and all of them count.
+    wide = sum_dtype(gate.device)
+    at = (call.positions, call.offset, call.form.ramp, tokens)
+    where = angles.real(*at, gate.device, wide)
+    if where.shape[0] != 1:
+        raise RuntimeError("tightrope::rotate: a gate of slopes must have positions of 1 axis")
+    return (sign * gate[:, None].to(wide) * where[0][:, None, :, None]).exp().to(dtype)
+
+
+def _around(
+    call: Call, which: int, x: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the rotation itself took, and the gradient of what it gave, between f and P."""
+    parts, layout = call.carried, call.layout
+    if call.form.act != NONE:
+        weight = parts.weights[which] if parts.weights else None
+        inside = apply(call.form.act, layout.to_bhsd(x), weight, call.eps)
+        x = layout.from_bhsd(inside)
+    if parts.gates:
+        if call.form.direction == FORWARD:
+            grad = gated(call, which, grad)
+        else:
+            x = gated(call, which, x)
+    return x, grad
+
+
+def gated(call: Call, which: int, x: torch.Tensor) -> torch.Tensor:
+    """x times P, or the inverse of an inverse, in the dtype of the factor."""
+    layout, dtype = call.layout, _wide(x)
+    factor = gate_factor(call, which, x.shape[layout.token], dtype)
+    return layout.from_bhsd(layout.to_bhsd(x).to(dtype) * factor)
 
 
 def _wide(*tensors: torch.Tensor) -> torch.dtype:

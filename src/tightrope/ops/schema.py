@@ -22,6 +22,9 @@ SOURCES = ("words", "cat", "repeat", "half")
 WORDS = 0
 TABLES = SOURCES[1:]
 
+#: What P is made of: nothing; the logarithms of its factors; or slopes, their logarithms per position.
+NO_GATE, LOG, SLOPE = 0, 1, 2
+
 _START_BITS = 20
 
 
@@ -35,11 +38,13 @@ class Form(NamedTuple):
         layout: index into LAYOUTS.
         start: first rotated channel; words or tables say how many pairs rotate.
         interleaved: whether pairs are neighbours.
-        direction: FORWARD y = a·R(φ)x, TRANSPOSE x = a·R(-φ)y, INVERSE x = R(-φ)y / a.
+        direction: FORWARD y = P·a·R(φ)f(x); TRANSPOSE, its gradient, dx = f'(x)ᵀ·a·R(-φ)P·dy;
+            INVERSE x = R(-φ)(y / P) / a, of an f that is the identity.
         ramp: whether the index of a token is added to its position.
         source: index into SOURCES.
         learned: whether words were made of frequencies that want a gradient, and are carried.
-        act, gate: f and P of the equation by code; reserved.
+        act: f by its code, an index into tightrope.activations.ACTS.
+        gate: what P is made of: NO_GATE, LOG or SLOPE.
         numerics: 0 is exact; the rest is reserved for the arithmetic of other stacks.
     """
 
@@ -102,9 +107,17 @@ def form_of(packed: int) -> Form:
 # offset      added to every position
 # form        see Form
 # amplitude   a, on the rotated channels only
-# carried     the frequencies that words were made of, float [axes, rows|1, heads|1, pairs], where they
-#             are learned; reserved beyond: the tensors of f and P
-# eps         reserved: of a norm
+# carried     tensors that only some calls have, in this order, each part for q and then for k:
+#             the frequencies that words were made of, floating [axes, rows|1, heads|1, pairs] (where
+#                 they are learned; one for both)
+#             the weights of a norm, floating [heads|1, channels] (act is a norm)
+#             what P is made of, floating, any strides: LOG [rows|1, heads|1, tokens|1, channels|1]
+#                 whatever the layout; SLOPE [heads|1, channels|1], of positions of one axis
+#             x of the forward call (direction is TRANSPOSE and there is an act)
+# eps         of a norm
+#
+# rotate returns the results, and after them, where direction is TRANSPOSE and act is a norm, the
+# gradients by its weights: shaped as they are, float32 (float64 for float64).
 _ARGUMENTS = (
     "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int form, "
     "float amplitude, Tensor[]? carried=None, float eps=0."
@@ -133,16 +146,29 @@ ANGLE_GRADIENTS = (
     "bool by_frequencies) -> (Tensor, Tensor)"
 )
 
+# Gradients by the logarithms of a gate, Σ y·dy, or by slopes, Σ p·y·dy, over all that shares one:
+# shaped as the gates, float32 (float64 for float64); one for each result.
+#
+# y, z        results of rotate
+# gate_q, gate_k
+#             as they were carried
+GATE_GRADIENTS = (
+    "gate_gradients(Tensor y, Tensor? z, Tensor grad_y, Tensor? grad_z, Tensor gate_q, "
+    "Tensor? gate_k, Tensor? positions, SymInt offset, int form) -> Tensor[]"
+)
+
 library = torch.library.Library("tightrope", "DEF")
 library.define(ROTATE, tags=(torch.Tag.pt2_compliant_tag,))
 library.define(ROTATE_, tags=(torch.Tag.pt2_compliant_tag,))
 library.define(ROTATE_INTO, tags=(torch.Tag.pt2_compliant_tag,))
 library.define(ANGLE_GRADIENTS, tags=(torch.Tag.pt2_compliant_tag,))
+library.define(GATE_GRADIENTS, tags=(torch.Tag.pt2_compliant_tag,))
 
 rotate = torch.ops.tightrope.rotate.default
 rotate_ = torch.ops.tightrope.rotate_.default
 rotate_into = torch.ops.tightrope.rotate_into.default
 angle_gradients = torch.ops.tightrope.angle_gradients.default
+gate_gradients = torch.ops.tightrope.gate_gradients.default
 
 
 def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:

@@ -1,0 +1,280 @@
+"""Activations and norms: the f of y = P(p) · R(φ) · f(x), which acts on a head vector before it turns.
+
+An activation is said by its name, a norm by an object that carries its weight::
+
+    rotate_qk(q, k, spec, act="silu")
+    rotate_qk(q, k, spec, act=(RMSNorm(q_weight), RMSNorm(k_weight)))
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from ._errors import describe, sentence
+
+#: Every f, in the order of the codes that cross the schema of the operator.
+ACTS = (
+    *("none", "relu", "sigmoid", "silu", "gelu", "elu", "relu2", "softplus", "exp", "leaky_relu"),
+    *("tanh", "sin", "cos", "softmax", "rms_norm"),
+)
+NONE, SOFTMAX, RMS_NORM = 0, ACTS.index("softmax"), ACTS.index("rms_norm")
+
+#: The slope of leaky_relu below 0.
+LEAK = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class RMSNorm:
+    """x / sqrt(mean(x²) + eps) · weight over the channels of a head: the norm of queries and keys.
+
+    The mean is over all channels of the head, also those that do not rotate. It is float32 inside
+    (float64 for float64), and nothing is rounded between the norm and the rotation.
+
+    Args:
+        weight: floating ``(head_dim,)`` or ``(heads, head_dim)``; None for 1. Learnable.
+        eps: added to the mean.
+        unit_offset: whether the factor is 1 + weight, as Gemma stores it.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467), equation 4;
+    on queries and keys: Henry et al. (arXiv 2010.04245), Dehghani et al. (arXiv 2302.05442).
+
+    >>> from tightrope import RopeSpec
+    >>> from tightrope.functional import rotate
+    >>> y = rotate(torch.randn(8, 5, 64), RopeSpec(64), layout="thd", act=RMSNorm(torch.ones(64)))
+    >>> torch.allclose(y.square().mean(-1), torch.ones(8, 5), atol=1e-4)
+    True
+    """
+
+    weight: torch.Tensor | None = None
+    eps: float = 1e-6
+    unit_offset: bool = False
+
+    def __post_init__(self) -> None:
+        name = "RMSNorm"
+        weight = self.weight
+        if weight is not None:
+            if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+                raise TypeError(
+                    sentence(name, f"weight must be a floating tensor but got {describe(weight)}")
+                )
+            if weight.dim() not in (1, 2):
+                raise ValueError(
+                    sentence(
+                        name,
+                        "weight must have shape (head_dim,) or (heads, head_dim)",
+                        weight=weight,
+                    )
+                )
+        if isinstance(self.eps, bool) or not isinstance(self.eps, numbers.Real):
+            raise TypeError(sentence(name, f"eps must be a number but got {describe(self.eps)}"))
+        if not 0.0 <= self.eps < math.inf:
+            raise ValueError(
+                sentence(name, f"eps must be finite and at least 0 but got {self.eps}")
+            )
+        if not isinstance(self.unit_offset, bool):
+            raise TypeError(
+                sentence(name, f"unit_offset must be a bool but got {describe(self.unit_offset)}")
+            )
+
+    def factors(self, operation: str, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """What the normalised channels are multiplied by: ``[heads|1, head_dim]``, float32, or float64
+        for float64.
+
+        Args:
+            operation, name: named in errors.
+            x: what is normalised.
+            heads: how many heads it has.
+
+        Raises:
+            ValueError: a weight that does not fit x.
+        """
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        width = x.shape[-1]
+        weight = self.weight
+        if weight is None:
+            return torch.ones(1, width, dtype=dtype, device=x.device)
+        full = weight if weight.dim() == 2 else weight[None]
+        if full.shape[1] != width or full.shape[0] not in (1, heads):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"the weight of RMSNorm for {name} must have shape ({width},) or ({heads}, "
+                    f"{width})",
+                    **{name: x, "weight": weight},
+                )
+            )
+        if weight.device != x.device:
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"the weight of RMSNorm is on {weight.device} but {name} is on {x.device}",
+                )
+            )
+        full = full.to(dtype)
+        return full + 1.0 if self.unit_offset else full
+
+
+#: One f: None, a name, or a norm.
+Act: TypeAlias = str | RMSNorm | None
+#: What ``act=`` takes: one for all, or one for queries and one for keys.
+ActLike: TypeAlias = Act | tuple[Act, Act]
+
+
+def pair(operation: str, act: object) -> tuple[Act, Act]:
+    """One f for both, or a pair of them, as the f of queries and of keys; None where there is none.
+
+    Raises:
+        TypeError, ValueError: what is neither a name, a norm nor a pair of them.
+
+    >>> pair("demo", ("silu", "none"))
+    ('silu', None)
+    """
+    both = act if isinstance(act, tuple) else (act, act)
+    if len(both) != 2:
+        raise ValueError(
+            sentence(
+                operation, f"act must be one, or a pair for q and k, but got {len(both)} of them"
+            )
+        )
+    return _one(operation, both[0]), _one(operation, both[1])
+
+
+def _one(operation: str, act: object) -> Act:
+    if act is None or isinstance(act, RMSNorm):
+        return act
+    names = ", ".join(ACTS[:RMS_NORM])
+    if not isinstance(act, str):
+        raise TypeError(
+            sentence(
+                operation,
+                f"act must be None, one of {names}, an RMSNorm, or a pair of them for q and k, but got "
+                f"{describe(act)}",
+            )
+        )
+    if act == ACTS[RMS_NORM]:
+        raise ValueError(
+            sentence(
+                operation,
+                "act must carry the weight of a norm; give RMSNorm(weight), or RMSNorm() for none, "
+                f"instead of {act!r}",
+            )
+        )
+    if act not in ACTS:
+        raise ValueError(sentence(operation, f"act must be one of {names} but got {act!r}"))
+    return None if act == ACTS[NONE] else act
+
+
+def code_of(act: Act) -> int:
+    """The code of f in the schema.
+
+    >>> code_of(None), code_of("relu")
+    (0, 1)
+    """
+    return NONE if act is None else RMS_NORM if isinstance(act, RMSNorm) else ACTS.index(act)
+
+
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    # 1 + erf would cancel below 0.
+    "gelu": lambda x: 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5)),
+    "elu": torch.nn.functional.elu,
+    "relu2": lambda x: torch.relu(x).square(),
+    # torch's own softplus is x from 20 on, too early for float64.
+    "softplus": lambda x: torch.logaddexp(x, x.new_zeros(())),
+    "exp": torch.exp,
+    "leaky_relu": lambda x: torch.nn.functional.leaky_relu(x, LEAK),
+    "tanh": torch.tanh,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "softmax": lambda x: torch.softmax(x, -1),
+}
+
+
+# f'; each product of two sigmoids stands for a difference that would cancel.
+_SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": torch.ones_like,
+    "relu": lambda x: (x > 0).to(x.dtype),
+    "sigmoid": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
+    "silu": lambda x: torch.sigmoid(x) * (1 + x * torch.sigmoid(-x)),
+    "gelu": lambda x: (
+        0.5 * torch.special.erfc(x * -math.sqrt(0.5))
+        + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    ),
+    "elu": lambda x: torch.exp(x.clamp(max=0)),
+    "relu2": lambda x: 2 * torch.relu(x),
+    "softplus": torch.sigmoid,
+    "exp": torch.exp,
+    "leaky_relu": lambda x: torch.where(x > 0, x.new_ones(()), x.new_full((), LEAK)),
+    "tanh": lambda x: 4 * torch.sigmoid(2 * x) * torch.sigmoid(-2 * x),
+    "sin": torch.cos,
+    "cos": lambda x: -torch.sin(x),
+}
+
+
+def apply(
+    code: int, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 0.0
+) -> torch.Tensor:
+    """f(x), the definition.
+
+    Args:
+        code: index into ACTS.
+        x: ``[..., heads, tokens, channels]`` of the dtype to compute in.
+        weight: of a norm, ``[heads|1, channels]``.
+        eps: of a norm.
+
+    >>> apply(code_of("relu2"), torch.tensor([-1.0, 3.0])).tolist()
+    [0.0, 9.0]
+    """
+    if code == RMS_NORM:
+        scaled = x * _inverse_rms(x, eps)
+        return scaled if weight is None else scaled * weight[:, None].to(x.dtype)
+    return _FUNCTIONS[ACTS[code]](x)
+
+
+def transpose(
+    code: int,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """f'(x)ᵀ · grad, the gradient by x; arguments as of :func:`apply`.
+
+    >>> transpose(code_of("exp"), torch.zeros(2), torch.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+    if code == RMS_NORM:
+        inverse = _inverse_rms(x, eps)
+        scaled = x * inverse
+        by_scaled = grad if weight is None else grad * weight[:, None].to(x.dtype)
+        return inverse * (by_scaled - scaled * (by_scaled * scaled).mean(-1, keepdim=True))
+    if code == SOFTMAX:
+        y = torch.softmax(x, -1)
+        return y * (grad - (y * grad).sum(-1, keepdim=True))
+    return _SLOPES[ACTS[code]](x) * grad
+
+
+def by_weight(x: torch.Tensor, grad: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
+    """The gradient by the weight of a norm, ``[heads|1, channels]``.
+
+    Args:
+        x, grad: ``[rows, heads, tokens, channels]``.
+        heads: of the weight.
+        eps: as of :func:`apply`.
+    """
+    each = x * _inverse_rms(x, eps) * grad
+    sums = each.sum((0, 2))
+    return sums.sum(0, keepdim=True) if heads == 1 else sums
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -1,0 +1,414 @@
+"""How a call reaches the operator: what is checked, which way is the shortest, and who runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from . import activations, gates as gates_, gating
+from ._errors import sentence
+from .activations import Act, ActLike, RMSNorm, code_of
+from .backends import BY_NAME, cpu, reference
+from .gates import Gate
+from .ops import autograd, learned, schema
+from .ops.arguments import Carried
+from .ops.checks import (
+    check_in_place,
+    check_in_place_grad,
+    check_out,
+    check_out_memory,
+    layout_named,
+    prepare,
+)
+from .ops.layouts import Layout
+from .positions import PositionsLike
+from .spec import PreparedRotation, RopeSpec, SeqLen
+
+# Where in what follows q and k in the schema.
+_FORM, _AMPLITUDE, _CARRIED = 4, 5, 6
+
+
+class Outer(NamedTuple):
+    """f and P of a call, for q and for k.
+
+    Attributes:
+        acts: None for the identity.
+        gates: any number of them, whose factors multiply.
+    """
+
+    acts: tuple[Act, Act]
+    gates: tuple[Sequence[Gate], Sequence[Gate]]
+
+
+def outer(operation: str, act: ActLike, gate: Any, count: int = 2) -> Outer | None:
+    """``act=`` and ``gate=`` of a public function; None where there is neither.
+
+    Args:
+        count: of how many tensors: for one there are no pairs.
+    """
+    if act is None and gate is None:
+        return None
+    for name, value in (("act", act), ("gate", gate)):
+        if count == 1 and isinstance(value, tuple):
+            raise TypeError(sentence(operation, f"{name} must be one, not a pair, for one tensor"))
+    acts = activations.pair(operation, act)
+    each = gates_.pair(operation, gate)
+    if acts == (None, None) and each == (None, None):
+        return None
+    first, second = ([] if one is None else [one] for one in each)
+    return Outer(acts, (first, second))
+
+
+def out_of_place(
+    operation: str,
+    names: Sequence[str],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    layout: str,
+    inverse: bool,
+    backend: str | None,
+    outs: list[torch.Tensor] | None = None,
+    inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
+    wider: bool = False,
+    outer: Outer | None = None,
+) -> Sequence[torch.Tensor]:
+    """A call that makes new tensors, or writes into those it is given.
+
+    Args:
+        operation, names: what the user called, and knows the tensors by.
+        outs: where results go; None for new tensors.
+        wider: whether q may have more channels than the spec; they are copied.
+        outer: f and P; None where both are the identity.
+        the rest: as of :func:`tightrope.functional.rotate_qk`.
+    """
+    plain = backend is None and positions is None and inv_freq is None and seq_len is None
+    ready = None
+    if plain and outs is None and outer is None:
+        ready = _ready(q, k, spec, layout, inverse)
+    if ready is not None:
+        # On an error the long way says what is wrong.
+        with suppress(RuntimeError):
+            return autograd.raw(q, k, ready)
+    launches = _launches(
+        operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, outer, wider
+    )
+    if outs is not None:
+        _check_outs(operation, names, schema.present(q, k), outs, launches)
+        for which, some, other, arguments in launches:
+            _run_into(operation, some, other, [outs[i] for i in which], arguments, backend)
+        return outs
+    if len(launches) == 1:
+        return run(operation, q, k, launches[0].arguments, backend)
+    return [run(operation, x, None, arguments, backend)[0] for _, x, _, arguments in launches]
+
+
+def run(
+    operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    arguments: tuple[Any, ...],
+    backend: str | None,
+) -> Sequence[torch.Tensor]:
+    """The operator, once its arguments are checked: ``arguments`` is what follows q and k in the schema."""
+    if backend is not None:
+        _insist(operation, backend, q)
+    if backend == "reference" or _has_outer(arguments) or _has_tangents(q, k, arguments):
+        return reference.compose(q, k, *arguments)
+    return autograd.differentiable(q, k, arguments)
+
+
+def _run_into(
+    operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    outs: list[torch.Tensor],
+    arguments: tuple[Any, ...],
+    backend: str | None,
+) -> None:
+    if backend is not None:
+        _insist(operation, backend, q)
+    if torch.compiler.is_compiling() and not _has_outer(arguments):
+        schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
+    elif autograd.in_functorch():
+        autograd.overwrite(outs, run(operation, q, k, arguments, backend))
+    elif backend == "reference" or _has_outer(arguments) or _has_tangents(q, k, arguments):
+        if not torch.compiler.is_compiling():
+            check_out_memory(operation, schema.present(q, k), outs)
+        autograd.overwrite(outs, reference.compose(q, k, *arguments))
+    else:
+        try:
+            autograd.into(q, k, outs, arguments)
+        except RuntimeError:
+            # Kernels refuse overlapping memory before they write.
+            check_out_memory(operation, schema.present(q, k), outs)
+            raise
+
+
+def in_place(
+    operation: str,
+    names: Sequence[str],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    layout: str,
+    inverse: bool,
+    backend: str | None,
+    inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
+    outer: Outer | None = None,
+) -> None:
+    """A call that changes its tensors; arguments as of :func:`out_of_place`."""
+    plain = backend is None and positions is None and inv_freq is None and seq_len is None
+    ready = _ready(q, k, spec, layout, inverse) if plain and outer is None else None
+    if ready is not None:
+        # On an error the long way says what is wrong.
+        with suppress(RuntimeError):
+            autograd.raw_in_place(q, k, ready)
+            return
+    launches = _launches(
+        operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, outer
+    )
+    if len(launches) > 1 and not torch.compiler.is_compiling() and not autograd.in_functorch():
+        # What the second refuses must not find the first done.
+        xs = schema.present(q, k)
+        check_in_place(operation, names, xs)
+        if any(autograd.needs_grad(q, k, launch.arguments) for launch in launches):
+            check_in_place_grad(operation, names, xs)
+    for which, some, other, arguments in launches:
+        run_in_place(operation, [names[i] for i in which], some, other, arguments, backend)
+
+
+def _ready(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    rotation: RopeSpec | PreparedRotation,
+    layout: str,
+    inverse: bool,
+) -> tuple[Any, ...] | None:
+    """What a prepared rotation calls the kernel with at once, with one look at each thing that the
+    kernel cannot see. A decoded token is a few microseconds of memory, and checks in Python would be
+    most of its time. All else that the long way checks the kernel refuses, before it writes.
+
+    Returns:
+        None where the long way must be taken: for what it does, or for its sentence about what is
+        wrong.
+    """
+    if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
+        return None
+    call = rotation.calls.get((layout, inverse))
+    if (
+        call is None
+        or rotation.rows != 1
+        or type(q) is not torch.Tensor
+        or (k is not None and type(k) is not torch.Tensor)
+        or cpu.why_not(q) is not None  # the definition takes more than it should
+        or q.shape[-1] != rotation.channels.head_dim
+        or autograd.needs_grad(q, k, call)
+        or autograd.in_functorch()
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    return call
+
+
+def run_in_place(
+    operation: str,
+    names: Sequence[str],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    arguments: tuple[Any, ...],
+    backend: str | None,
+) -> None:
+    """:func:`run` for a call that changes its tensors."""
+    if backend is not None:
+        _insist(operation, backend, q)
+    xs = schema.present(q, k)
+    if torch.compiler.is_compiling() and not _has_outer(arguments):
+        # Whoever traces sees to memory. Without gradients the raw operator stays in place.
+        if autograd.needs_grad(q, k, arguments):
+            autograd.overwrite(xs, schema.rotate(q, k, *arguments))
+        else:
+            schema.rotate_(q, k, *arguments)
+    elif backend == "reference" or _has_outer(arguments) or _has_tangents(q, k, arguments):
+        # Behind a transform memory is not what it seems; the transform sees to it.
+        if not autograd.in_functorch() and not torch.compiler.is_compiling():
+            check_in_place(operation, names, xs)
+            if autograd.needs_grad(q, k, arguments):
+                check_in_place_grad(operation, names, xs)
+        # Gradients by angles need what this overwrites.
+        autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
+    elif autograd.in_functorch():
+        autograd.overwrite(xs, autograd.differentiable(*autograd.copies(q, k), arguments))
+    else:
+        try:
+            autograd.in_place(operation, names, q, k, arguments)
+        except RuntimeError:
+            # Kernels refuse overlapping memory before they change anything.
+            check_in_place(operation, names, xs)
+            raise
+
+
+class _Launch(NamedTuple):
+    """One call of the operator.
+
+    Attributes:
+        which: of q (0) and k (1).
+        q, k: as the operator takes them.
+        arguments: what follows them in the schema.
+    """
+
+    which: Sequence[int]
+    q: torch.Tensor
+    k: torch.Tensor | None
+    arguments: tuple[Any, ...]
+
+
+def _launches(
+    operation: str,
+    names: Sequence[str],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    layout: str,
+    inverse: bool,
+    inv_freq: torch.Tensor | None,
+    seq_len: SeqLen,
+    outer: Outer | None,
+    wider: bool = False,
+) -> list[_Launch]:
+    """Check everything against everything else.
+
+    Returns:
+        One launch; or one for each tensor, where they differ in the kind of f or P.
+    """
+    where = layout_named(operation, layout)
+    xs = schema.present(q, k)
+    rotation = prepare(operation, names, xs, spec, positions, seq_len, where, wider)
+    if inv_freq is not None:
+        source = learned.source(operation, names, q, k, inv_freq, rotation, where)
+        _, _, ids, offset, form, amplitude, _ = _call(rotation, where, inverse, learned=True)
+        call: tuple[Any, ...] = (*source[:2], ids, offset, form, amplitude, source[2])
+    elif torch.compiler.is_compiling():
+        call = _call(rotation, where, inverse)
+    else:
+        found = rotation.calls.get((layout, inverse))
+        if found is None:
+            found = rotation.calls[layout, inverse] = _call(rotation, where, inverse)
+        call = found
+    if outer is None:
+        return [_Launch(range(len(xs)), q, k, call)]
+    return _with_outer(operation, names, xs, where, inverse, rotation, call, outer)
+
+
+def _with_outer(
+    operation: str,
+    names: Sequence[str],
+    xs: Sequence[torch.Tensor],
+    layout: Layout,
+    inverse: bool,
+    rotation: PreparedRotation,
+    call: tuple[Any, ...],
+    outer: Outer,
+) -> list[_Launch]:
+    """The launches of a rotation between f and P."""
+    views = [layout.to_bhsd(x) for x in xs]
+    kinds: list[tuple[int, int, float]] = []
+    weights: list[torch.Tensor | None] = []
+    gates = gating.lower(operation, names, views, outer.gates, rotation)
+    for name, view, act, (gate, _) in zip(names, views, outer.acts, gates):
+        if inverse and act is not None:
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"inverse must be False with an act, which cannot be undone, but act is {act!r}",
+                )
+            )
+        norm = act if isinstance(act, RMSNorm) else None
+        heads = view.shape[1]
+        weights.append(None if norm is None else norm.factors(operation, name, view, heads))
+        kinds.append((code_of(act), gate, float(norm.eps) if norm else 0.0))
+    together = kinds[0] == kinds[-1]
+    launches = []
+    for which in [range(len(xs))] if together else [(i,) for i in range(len(xs))]:
+        code, gate, eps = kinds[which[0]]
+        carried = Carried(
+            call[_CARRIED] or (),
+            tuple(w for i in which if (w := weights[i]) is not None),
+            tuple(g for i in which if (g := gates[i][1]) is not None),
+        )
+        form = schema.form_of(call[_FORM])._replace(act=code, gate=gate)
+        arguments = (*call[:_FORM], form.pack(), call[_AMPLITUDE], carried.flat(), eps)
+        some = autograd.pair([xs[i] for i in which])
+        launches.append(_Launch(which, *some, arguments))
+    return launches
+
+
+def _check_outs(
+    operation: str,
+    names: Sequence[str],
+    xs: Sequence[torch.Tensor],
+    outs: list[torch.Tensor],
+    launches: Sequence[_Launch],
+) -> None:
+    wanted = [name for launch in launches for name in autograd.wanted(launch.arguments)]
+    check_out(operation, names, xs, outs, wanted)
+    if len(launches) > 1 and not torch.compiler.is_compiling():
+        # What the second refuses must not find the first done.
+        check_out_memory(operation, xs, outs)
+
+
+def _call(
+    rotation: PreparedRotation, layout: Layout, inverse: bool, learned: bool = False
+) -> tuple[Any, ...]:
+    channels = rotation.channels
+    form = schema.Form(
+        layout=layout.code,
+        start=channels.start,
+        interleaved=channels.interleaved,
+        direction=schema.INVERSE if inverse else schema.FORWARD,
+        ramp=rotation.ramp,
+        learned=learned,
+    )
+    return (
+        *(rotation.words, rotation.turns, rotation.ids, rotation.offset),
+        *(form.pack(), rotation.amplitude, None),
+    )
+
+
+def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> bool:
+    """Whether forward-mode differentiation is under way, which a registered operator would ignore.
+
+    The level is one for all threads, so outside a transform it is the tensors that tell.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    return autograd.in_functorch() or any(
+        isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
+        for t in (q, k, *arguments, *(arguments[_CARRIED] or ()))
+    )
+
+
+def _has_outer(arguments: tuple[Any, ...]) -> bool:
+    form = schema.form_of(arguments[_FORM])
+    return form.act != activations.NONE or form.gate != schema.NO_GATE
+
+
+def _insist(operation: str, backend: str, x: torch.Tensor) -> None:
+    if not isinstance(backend, str) or backend not in BY_NAME:
+        raise ValueError(
+            sentence(operation, f"backend must be one of {', '.join(BY_NAME)} but got {backend!r}")
+        )
+    reason = BY_NAME[backend].why_not(x)
+    if reason is not None:
+        raise NotImplementedError(
+            sentence(operation, f"backend {backend!r} cannot run: {reason}", x=x)
+        )
