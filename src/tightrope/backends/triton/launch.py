@@ -50,21 +50,25 @@ def signature_of(kernel: Any, values: Values) -> tuple[str, ...]:
     return tuple(types)
 
 
+# What may be told to begin at a multiple of 16 bytes: the tensors that are as large as x.
+_LARGE = frozenset(("q", "k", "out_q", "out_k", "y", "z", "grad_y", "grad_z", "grad"))
+
+
 def source_of(kernel: Any, values: Values, aligned: bool) -> Any:
     """What ``triton.compile`` takes.
 
     Args:
         kernel: a function of :mod:`.kernels`.
         values: for each of its parameters the dtype of a tensor, a number, or None.
-        aligned: whether every tensor begins at a multiple of 16 bytes.
+        aligned: whether every large tensor begins at a multiple of 16 bytes.
     """
     from triton.compiler import ASTSource
 
     types = signature_of(kernel, values)
     names = kernel.arg_names
     constants = {(i,): v for i, (v, t) in enumerate(zip(values, types)) if t == "constexpr"}
-    pointers = [i for i, t in enumerate(types) if t[0] == "*"] if aligned else []
-    attributes = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    large = [i for i, t in enumerate(types) if t[0] == "*" and names[i] in _LARGE]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in large if aligned}
     return ASTSource(kernel, dict(zip(names, types)), constants, attributes)
 
 
@@ -90,8 +94,8 @@ def launcher(
         device: that is current when it is called.
     """
     if is_interpreted():
-        launch: Callable[..., None] = kernel[grid]
-        return launch
+        interpret: Callable[..., None] = kernel[grid]
+        return interpret
     types = signature_of(kernel, values)
     constants = tuple(v for v, t in zip(values, types) if t == "constexpr")
     key = (kernel.__name__, device, types, constants, aligned, warps)
@@ -103,3 +107,8 @@ def launcher(
         compiled[key] = found
     run: Callable[..., None] = found[grid]
     return run
+
+
+def handle_of(x: torch.Tensor | None) -> Any:
+    """A tensor as a launch takes it: its address, which costs less to read than the tensor."""
+    return x if x is None or is_interpreted() else x.data_ptr()

@@ -312,7 +312,8 @@ def _turn_heads(
             BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, WIDE,
         )  # fmt: skip
         if TOGETHER == 2:
-            both = there & (head + 1 < last)
+            # A vector, as the interpreter makes integers of a tile and a scalar truth.
+            both = (inside & (row * 0 + (last - head) > 1))[:, None]
             u2, v2, front2, back2 = load_head(
                 x, at + (head + 1) * x_head * VECTOR, both, x_channel, HEAD_DIM, START, PAIRS,
                 BLOCK_T, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, WIDE,

@@ -1,0 +1,278 @@
+"""rotate, rotate_ and rotate_into by the Triton kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...activations import NONE, RMS_NORM
+from ...ops.arguments import Carried, carried_of
+from ...ops.checks import shares_memory
+from ...ops.schema import LOG, NO_GATE, SLOPE, TRANSPOSE, Form, form_of
+from . import blocks as shapes, kernels
+from .forms import amplitudes_of, require, slices_of, source_of, strides_of, unit_of, views_of
+from .launch import handle_of, is_interpreted, launcher
+from .views import ACCESS, View, broadcast_strides, has_unit_channels
+
+_Tensors = Sequence[torch.Tensor]
+
+# Whose memory is written: that of new tensors, of the tensors that are read, or of others.
+NEW, IN_PLACE, GIVEN = 0, 1, 2
+
+
+class _Plan(NamedTuple):
+    """What a form of call comes to.
+
+    Attributes:
+        launch: of all arguments of the kernel; None where there is nothing to do.
+        fixed: those that follow the tensors.
+        partials: the shapes of the sums for the gradients by weights: tiles, heads, channels.
+        apart: distances between tensors at which they share no memory.
+    """
+
+    launch: Callable[..., None] | None
+    fixed: tuple[Any, ...] = ()
+    partials: tuple[tuple[int, int, int], ...] = ()
+    apart: set[tuple[int, ...]] = set()  # noqa: RUF012  (each plan is given its own)
+
+
+# Plans by everything that they depend on, or why there is none.
+_plans: dict[Any, _Plan | None] = {}
+_MOST = 4096
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    outs: Sequence[torch.Tensor],
+    whose: int,
+    arguments: tuple[Any, ...],
+) -> list[torch.Tensor] | None:
+    """Rotate q and k into `outs`.
+
+    Args:
+        whose: memory `outs` are: NEW, IN_PLACE or GIVEN.
+        arguments: what follows q and k in the schema, all of it.
+
+    Returns:
+        The gradients by weights, where the call has any; None if it is left to the definition.
+    """
+    primary, secondary, positions, offset, form, amplitude, carried, eps = arguments
+    ends = [q.data_ptr()] if k is None else [q.data_ptr(), k.data_ptr()]
+    if whose == GIVEN:
+        ends += [out.data_ptr() for out in outs]
+    where = 0
+    for end in ends:
+        where |= end
+    key = (
+        form, q.shape, q.stride(), q.dtype, q.device, where % ACCESS, whose, amplitude, eps,
+        None if k is None else (k.shape, k.stride(), k.dtype),
+        primary.shape, primary.stride(), primary.dtype,
+        None if secondary is None else (secondary.shape, secondary.stride()),
+        None if positions is None else (positions.shape, positions.stride(), positions.dtype),
+        tuple((x.shape, x.stride(), x.dtype) for x in carried) if carried else None,
+        tuple((x.shape, x.stride(), x.dtype) for x in outs) if whose == GIVEN else None,
+    )  # fmt: skip
+    try:
+        plan = _plans[key]
+    except KeyError:
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, arguments)
+    if plan is None:
+        return None
+    if plan.launch is None:
+        return _sums(plan, q, k, arguments, ())
+    if whose != NEW:
+        gaps = tuple(end - ends[0] for end in ends)
+        if gaps not in plan.apart:
+            xs = [q] if k is None else [q, k]
+            require(
+                not shares_memory(outs, xs if whose == GIVEN else ()), "memory overlaps"
+            )
+            if len(plan.apart) < _MOST:
+                plan.apart.add(gaps)
+    partials = [q.new_empty(shape, dtype=torch.float32) for shape in plan.partials]
+    out_q, out_k = outs[0], outs[1] if k is not None else None
+    norms = gates = inputs = ()
+    if carried and (plan.partials or form_of(form)[7:9] != (NONE, NO_GATE)):
+        _, norms, gates, inputs = carried_of(form_of(form), carried)
+    tensors = (q, k, out_q, out_k, primary, secondary, positions)
+    more = (*_two(norms), *_two(gates), *_two(inputs), *_two(partials))
+    if is_interpreted():
+        plan.launch(*tensors, offset, *more, *plan.fixed)
+    else:
+        index = q.device.index
+        if torch.accelerator.current_device_index() == index:
+            plan.launch(*map(handle_of, tensors), offset, *map(handle_of, more), *plan.fixed)
+        else:
+            with torch.accelerator.device_index(index):
+                plan.launch(*map(handle_of, tensors), offset, *map(handle_of, more), *plan.fixed)
+    return _sums(plan, q, k, arguments, partials)
+
+
+def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if not found:
+        return None, None
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def _sums(
+    plan: _Plan,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    arguments: tuple[Any, ...],
+    partials: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The second stage: tiles in order, in float64."""
+    form, carried = form_of(arguments[4]), arguments[6]
+    if form.act != RMS_NORM or form.direction != TRANSPOSE:
+        return []
+    weights = carried_of(form, carried).weights
+    if plan.launch is None:
+        return [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    found = []
+    for weight, partial in zip(weights, partials, strict=True):
+        total = partial.sum(0, dtype=torch.float64)
+        if weight.shape[0] == 1:
+            total = total.sum(0, keepdim=True)
+        found.append(total.to(torch.float32))
+    return found
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    outs: Sequence[torch.Tensor],
+    whose: int,
+    aligned: bool,
+    arguments: tuple[Any, ...],
+) -> _Plan | None:
+    primary, secondary, positions, offset, packed, amplitude, carried, eps = arguments
+    form = form_of(packed)
+    xs = [q] if k is None else [q, k]
+    parts = carried_of(form, carried)
+    wide = q.dtype == torch.float64
+    if form.numerics or (wide and form.act != NONE):
+        return None
+    views = views_of(xs, form)
+    out_views = views if whose == IN_PLACE else views_of(outs, form)
+    require(
+        [view.sizes for view in out_views] == [view.sizes for view in views]
+        and outs[0].dtype == q.dtype
+        and outs[0].device == q.device,
+        "outs must have the shapes, dtype and device of q and k",
+    )
+    source = source_of(primary, secondary, positions, form, views, q.device)
+    rows, _, tokens, head_dim = views[0].sizes
+    block = shapes.power_of_two(source.pairs)
+    if source.pairs == 0 or max(2 * block, head_dim) > shapes.WIDEST:
+        return None
+    heads = max(view.heads for view in views)
+    every = [*views, *out_views]
+    element = q.element_size()
+    unit = unit_of(every, element, aligned)
+    heavy = form.act != NONE or form.gate != NO_GATE or source.heads != 1
+    blocks = (shapes.HEAVY if heavy else shapes.PLAIN)[element]
+    block_tokens = shapes.tokens_of(blocks, block)
+    tiles = -(-rows * tokens // block_tokens)
+    together = min(blocks.together, shapes.power_of_two(heads))
+    chunk = shapes.chunk_of(heads, tiles, together)
+    cosine, sine = amplitudes_of(form, amplitude, wide)
+    rest = whose != IN_PLACE or form.act != NONE or form.gate != NO_GATE
+    values: dict[str, Any] = {
+        "offset": 0,
+        "count": rows * tokens,
+        "tokens": tokens,
+        "chunk": chunk,
+        "amplitude": cosine,
+        "sine_amplitude": sine,
+        "eps": float(eps) if form.act == RMS_NORM else None,
+        **source.values,
+        **slices_of(form, source.pairs, head_dim),
+        "BLOCK_T": block_tokens,
+        "INTERLEAVED": form.interleaved,
+        "REST": rest,
+        "UNIT": has_unit_channels(every),
+        "VECTOR": unit,
+        "BITS": is_interpreted(),
+        "ACT": form.act,
+        "GATE": form.gate,
+        "DIRECTION": form.direction if heavy else 0,
+        "TOGETHER": together,
+        "WIDE": wide,
+        "primary": primary.dtype,
+        "secondary": None if secondary is None else secondary.dtype,
+        "positions": None if positions is None else positions.dtype,
+    }
+    partials = []
+    for name, x, view, out_view, i in zip("qk", xs, views, out_views, (0, 1)):
+        values |= {name: x.dtype, f"out_{name}": x.dtype, f"{name}_heads": view.heads}
+        values |= strides_of(name, view, unit) | strides_of(f"out_{name}", out_view, unit)
+        values |= _carried_values(name, i, form, parts, view, source.axes, x.device)
+        if form.act == RMS_NORM and form.direction == TRANSPOSE:
+            values[f"partial_{name}"] = torch.float32
+            partials.append((tiles, view.heads, head_dim))
+    if rows * tokens * heads * head_dim == 0:
+        return _Plan(None)
+    kernel = kernels.rotate
+    arguments_ = [values.get(name) for name in kernel.arg_names]
+    grid = (tiles, -(-heads // chunk), 1)
+    launch = launcher(kernel, grid, arguments_, aligned, blocks.warps, q.device)
+    fixed = tuple(arguments_[kernel.arg_names.index("ramp") :])
+    return _Plan(launch, fixed, tuple(partials), set())
+
+
+def _carried_values(
+    name: str,
+    which: int,
+    form: Form,
+    parts: Carried,
+    view: View,
+    axes: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The parameters for what f and P of one operand are made of, checked."""
+    values: dict[str, Any] = {}
+    for part in (parts.weights, parts.gates, parts.inputs):
+        require(not part or len(part) > which, "carried must hold one tensor for each of q and k")
+    if parts.weights:
+        weight = parts.weights[which]
+        require(
+            weight.dim() == 2
+            and weight.shape[0] in (1, view.heads)
+            and weight.shape[1] == view.channels
+            and weight.is_floating_point()
+            and weight.device == device
+            and weight.stride(1) == 1,
+            "weights must be [heads|1, channels] with channels side by side",
+        )
+        values[f"norm_{name}"] = weight.dtype
+        values[f"norm_{name}_head"] = broadcast_strides(weight)[0]
+    if parts.gates:
+        gate = parts.gates[which]
+        whole = view.sizes if form.gate == LOG else (view.heads, view.channels)
+        require(
+            gate.dim() == len(whole)
+            and all(size in (1, full) for size, full in zip(gate.shape, whole))
+            and gate.is_floating_point()
+            and gate.device == device,
+            "gates must be [rows|1, heads|1, tokens|1, channels|1], slopes [heads|1, channels|1]",
+        )
+        require(form.gate != SLOPE or axes == 1, "a gate of slopes must have positions of 1 axis")
+        steps = broadcast_strides(gate)
+        row, head, token, channel = steps if form.gate == LOG else (0, steps[0], 0, steps[1])
+        values[f"gate_{name}"] = gate.dtype
+        values |= {f"gate_{name}_row": row, f"gate_{name}_head": head}
+        values |= {f"gate_{name}_token": token, f"gate_{name}_channel": channel}
+    if parts.inputs:
+        (seen,) = views_of([parts.inputs[which]], form)
+        require(
+            seen.sizes == view.sizes and parts.inputs[which].device == device,
+            "inputs must have the shapes of q and k",
+        )
+        values[f"input_{name}"] = parts.inputs[which].dtype
+        values |= strides_of(f"input_{name}", seen, 1)
+    return values
