@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from .register import DEVICES as DEVICES, register as register, why_not as why_not
+from .registration import DEVICES as DEVICES, register as register, why_not as why_not

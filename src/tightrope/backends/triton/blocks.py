@@ -18,22 +18,24 @@ class Blocks(NamedTuple):
     Attributes:
         pairs: tokens times (padded) pairs of a tile; tokens follow from it.
         warps: of a program.
-        together: heads that are under way at a time.
+        together: heads that are under way at a time; one where more of a head than its pairs is held.
+        channels: tokens times (padded) channels of a tile, at most.
     """
 
     pairs: int
     warps: int
     together: int
+    channels: int
 
 
 # By the bytes of an element: a thread has 16 bytes of either member of its pairs.
-PLAIN = {2: Blocks(1024, 4, 2), 4: Blocks(512, 4, 2), 8: Blocks(512, 4, 1)}
+PLAIN = {2: Blocks(1024, 4, 2, 8192), 4: Blocks(512, 4, 2, 8192), 8: Blocks(512, 4, 1, 4096)}
 
 # With an act, a gate, or angles of each head there is more to hold per pair.
-HEAVY = {2: Blocks(512, 4, 1), 4: Blocks(512, 4, 1), 8: Blocks(256, 4, 1)}
+HEAVY = {2: Blocks(1024, 4, 1, 4096), 4: Blocks(512, 4, 1, 4096), 8: Blocks(256, 4, 1, 2048)}
 
 # Sums over heads hold two values per pair.
-SUMS = {2: Blocks(1024, 4, 1), 4: Blocks(512, 4, 1), 8: Blocks(256, 4, 1)}
+SUMS = {2: Blocks(1024, 4, 1, 4096), 4: Blocks(512, 4, 1, 4096), 8: Blocks(256, 4, 1, 2048)}
 
 #: Where there are fewer programs than this, heads are shared out among more of them.
 PROGRAMS = 512
@@ -51,13 +53,18 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def tokens_of(blocks: Blocks, block_pairs: int) -> int:
-    """Tokens of a tile.
+def tokens_of(blocks: Blocks, pairs: int, rest: int = 0) -> int:
+    """Tokens of a tile, a power of two.
 
-    >>> tokens_of(Blocks(1024, 4, 2), 64)
-    16
+    Args:
+        pairs: of a head, padded.
+        rest: channels of it that are held beside its pairs, padded.
+
+    >>> tokens_of(Blocks(1024, 4, 2, 8192), 64), tokens_of(Blocks(1024, 4, 2, 8192), 16, 160)
+    (16, 32)
     """
-    return max(1, blocks.pairs // block_pairs)
+    fits = min(blocks.pairs // pairs, blocks.channels // (2 * pairs + rest))
+    return 1 << max(fits.bit_length() - 1, 0)
 
 
 def chunk_of(heads: int, tiles: int, together: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from ...ops.layouts import BY_CODE
 from ...ops.schema import FORWARD, SOURCES, WORDS, Form, scale
 from . import blocks as shapes
-from .views import ACCESS, View, broadcast_strides, is_aligned, view_of
+from .views import ACCESS, View, broadcast_strides, is_aligned, vector_of, view_of
 
 _FLOATING = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 _POSITIONS = {torch.int32: 1, torch.int64: 1, torch.float32: 2, torch.float64: 2}
@@ -93,7 +93,7 @@ def source_of(
         axes, rows, heads, pairs = primary.shape
         require(axes >= 1, "words must have an axis")
         values |= {"TABLES": False, "TURNS": secondary is not None, "AXES": axes}
-        values |= {"TABLE_UNIT": False, "word_rows": rows, "word_heads": heads}
+        values |= {"TABLE_VECTOR": 0, "word_rows": rows, "word_heads": heads}
     else:
         if secondary is None:
             raise RuntimeError("tightrope: cosines without sines")
@@ -112,13 +112,15 @@ def source_of(
         pairs = width if kind == "half" else width // 2
         step = 2 if kind == "repeat" else 1
         values |= {"TABLES": True, "TURNS": False, "AXES": 1, "length": length}
-        steps = []
-        for name, table in (("cos", primary), ("sin", secondary)):
-            row, head, token, channel = broadcast_strides(table)
-            steps.append(channel * step)
-            values |= {f"{name}_row": row, f"{name}_head": head, f"{name}_token": token}
-            values |= {f"{name}_pair": channel * step}
-        values["TABLE_UNIT"] = steps == [1, 1]
+        both = [broadcast_strides(table) for table in (primary, secondary)]
+        # Neighbours that hold the same are a stride of two.
+        both = [(*steps[:3], (steps[3] or 1) * step) for steps in both]
+        vector = vector_of((primary, secondary), both)
+        for name, (row, head, token, channel) in zip(("cos", "sin"), both):
+            unit = vector or 1
+            values |= {f"{name}_row": row // unit, f"{name}_head": head // unit}
+            values |= {f"{name}_token": token // unit, f"{name}_pair": channel}
+        values["TABLE_VECTOR"] = vector
     require(rows in (1, views[0].rows), "rows of angles")
     require(all(heads in (1, view.heads) for view in views), "heads of angles")
     require(

@@ -50,38 +50,42 @@ def signature_of(kernel: Any, values: Values) -> tuple[str, ...]:
     return tuple(types)
 
 
-# What may be told to begin at a multiple of 16 bytes: the tensors that are as large as x.
-_LARGE = frozenset(("q", "k", "out_q", "out_k", "y", "z", "grad_y", "grad_z", "grad"))
-
-
-def source_of(kernel: Any, values: Values, aligned: bool) -> Any:
+def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
     """What ``triton.compile`` takes.
 
     Args:
         kernel: a function of :mod:`.kernels`.
         values: for each of its parameters the dtype of a tensor, a number, or None.
-        aligned: whether every large tensor begins at a multiple of 16 bytes.
+        aligned: the tensors that begin at a multiple of 16 bytes.
     """
     from triton.compiler import ASTSource
 
     types = signature_of(kernel, values)
     names = kernel.arg_names
     constants = {(i,): v for i, (v, t) in enumerate(zip(values, types)) if t == "constexpr"}
-    large = [i for i, t in enumerate(types) if t[0] == "*" and names[i] in _LARGE]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in large if aligned}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in aligned and types[i][0] == "*"
+    }
     return ASTSource(kernel, dict(zip(names, types)), constants, attributes)
 
 
-def options_of(warps: int) -> dict[str, Any]:
-    """How kernels are compiled: multiply-adds are those that are written, on every path."""
-    return {"num_warps": warps, "enable_fp_fusion": False}
+def options_of(warps: int, lanes: int) -> dict[str, Any]:
+    """How kernels are compiled: multiply-adds are those that are written, on every path.
+
+    Args:
+        warps: of 32 lanes.
+        lanes: of a warp here; AMD's have 64 or 32.
+    """
+    return {"num_warps": max(1, warps * 32 // lanes), "enable_fp_fusion": False}
 
 
 def launcher(
     kernel: Any,
     grid: tuple[int, int, int],
     values: Values,
-    aligned: bool,
+    aligned: frozenset[str],
     warps: int,
     device: torch.device,
 ) -> Callable[..., None]:
@@ -103,7 +107,9 @@ def launcher(
     if found is None:
         import triton
 
-        found = triton.compile(source_of(kernel, values, aligned), options=options_of(warps))
+        target = triton.runtime.driver.active.get_current_target()
+        options = options_of(warps, target.warp_size)
+        found = triton.compile(source_of(kernel, values, aligned), target=target, options=options)
         compiled[key] = found
     run: Callable[..., None] = found[grid]
     return run

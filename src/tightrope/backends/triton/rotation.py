@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...activations import NONE, RMS_NORM
-from ...ops.arguments import Carried, carried_of
+from ...ops.arguments import carried_of
 from ...ops.checks import shares_memory
-from ...ops.schema import LOG, NO_GATE, SLOPE, TRANSPOSE, Form, form_of
+from ...ops.schema import NO_GATE, TRANSPOSE, form_of
 from . import blocks as shapes, kernels
+from .carried import carried_values
 from .forms import amplitudes_of, require, slices_of, source_of, strides_of, unit_of, views_of
 from .launch import handle_of, is_interpreted, launcher
-from .views import ACCESS, View, broadcast_strides, has_unit_channels
+from .views import ACCESS, has_unit_channels, starts_aligned
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -68,12 +69,11 @@ def run(
         where |= end
     key = (
         form, q.shape, q.stride(), q.dtype, q.device, where % ACCESS, whose, amplitude, eps,
-        None if k is None else (k.shape, k.stride(), k.dtype),
-        primary.shape, primary.stride(), primary.dtype,
-        None if secondary is None else (secondary.shape, secondary.stride()),
+        None if k is None else (k.shape, k.stride(), k.dtype), _said(primary),
+        None if secondary is None else _said(secondary),
         None if positions is None else (positions.shape, positions.stride(), positions.dtype),
-        tuple((x.shape, x.stride(), x.dtype) for x in carried) if carried else None,
-        tuple((x.shape, x.stride(), x.dtype) for x in outs) if whose == GIVEN else None,
+        tuple(map(_said, carried)) if carried else None,
+        tuple(map(_said, outs)) if whose == GIVEN else None,
     )  # fmt: skip
     try:
         plan = _plans[key]
@@ -99,6 +99,7 @@ def run(
     norms = gates = inputs = ()
     if carried and (plan.partials or form_of(form)[7:9] != (NONE, NO_GATE)):
         _, norms, gates, inputs = carried_of(form_of(form), carried)
+        norms = tuple(norm.contiguous() for norm in norms)
     tensors = (q, k, out_q, out_k, primary, secondary, positions)
     more = (*_two(norms), *_two(gates), *_two(inputs), *_two(partials))
     if is_interpreted():
@@ -111,6 +112,11 @@ def run(
             with torch.accelerator.device_index(index):
                 plan.launch(*map(handle_of, tensors), offset, *map(handle_of, more), *plan.fixed)
     return _sums(plan, q, k, arguments, partials)
+
+
+def _said(x: torch.Tensor) -> tuple[Any, ...]:
+    """What a launch depends on of a tensor."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ACCESS
 
 
 def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -170,18 +176,23 @@ def _plan(
     block = shapes.power_of_two(source.pairs)
     if source.pairs == 0 or max(2 * block, head_dim) > shapes.WIDEST:
         return None
+    rest = whose != IN_PLACE or form.act != NONE or form.gate != NO_GATE
+    slices = slices_of(form, source.pairs, head_dim)
     heads = max(view.heads for view in views)
     every = [*views, *out_views]
     element = q.element_size()
     unit = unit_of(every, element, aligned)
     heavy = form.act != NONE or form.gate != NO_GATE or source.heads != 1
     blocks = (shapes.HEAVY if heavy else shapes.PLAIN)[element]
-    block_tokens = shapes.tokens_of(blocks, block)
+    held = 0
+    if rest:
+        behind = head_dim - form.start - 2 * source.pairs
+        held = (slices["BLOCK_F"] if form.start else 0) + (slices["BLOCK_B"] if behind else 0)
+    block_tokens = shapes.tokens_of(blocks, block, held)
     tiles = -(-rows * tokens // block_tokens)
-    together = min(blocks.together, shapes.power_of_two(heads))
+    together = 1 if held else min(blocks.together, shapes.power_of_two(heads))
     chunk = shapes.chunk_of(heads, tiles, together)
     cosine, sine = amplitudes_of(form, amplitude, wide)
-    rest = whose != IN_PLACE or form.act != NONE or form.gate != NO_GATE
     values: dict[str, Any] = {
         "offset": 0,
         "count": rows * tokens,
@@ -191,7 +202,7 @@ def _plan(
         "sine_amplitude": sine,
         "eps": float(eps) if form.act == RMS_NORM else None,
         **source.values,
-        **slices_of(form, source.pairs, head_dim),
+        **slices,
         "BLOCK_T": block_tokens,
         "INTERLEAVED": form.interleaved,
         "REST": rest,
@@ -207,11 +218,18 @@ def _plan(
         "secondary": None if secondary is None else secondary.dtype,
         "positions": None if positions is None else positions.dtype,
     }
+    values |= carried_values(form, parts, views, source.axes, q.device)
+    known = {"partial_q", "partial_k"}
+    known |= {"q", "k", "out_q", "out_k"} if aligned else set()
+    known |= {"primary"} if starts_aligned(primary) else set()
+    known |= {"secondary"} if secondary is not None and starts_aligned(secondary) else set()
+    known |= {"gate_q", "gate_k"} if values["GATE_VECTOR"] else set()
+    known |= {"input_q", "input_k"} if values["INPUT_VECTOR"] else set()
+    known |= {"norm_q", "norm_k"} if all(map(starts_aligned, parts.weights)) else set()
     partials = []
-    for name, x, view, out_view, i in zip("qk", xs, views, out_views, (0, 1)):
+    for name, x, view, out_view in zip("qk", xs, views, out_views):
         values |= {name: x.dtype, f"out_{name}": x.dtype, f"{name}_heads": view.heads}
         values |= strides_of(name, view, unit) | strides_of(f"out_{name}", out_view, unit)
-        values |= _carried_values(name, i, form, parts, view, source.axes, x.device)
         if form.act == RMS_NORM and form.direction == TRANSPOSE:
             values[f"partial_{name}"] = torch.float32
             partials.append((tiles, view.heads, head_dim))
@@ -220,59 +238,8 @@ def _plan(
     kernel = kernels.rotate
     arguments_ = [values.get(name) for name in kernel.arg_names]
     grid = (tiles, -(-heads // chunk), 1)
-    launch = launcher(kernel, grid, arguments_, aligned, blocks.warps, q.device)
+    launch = launcher(
+        kernel, grid, arguments_, frozenset(known), blocks.warps, q.device
+    )
     fixed = tuple(arguments_[kernel.arg_names.index("ramp") :])
     return _Plan(launch, fixed, tuple(partials), set())
-
-
-def _carried_values(
-    name: str,
-    which: int,
-    form: Form,
-    parts: Carried,
-    view: View,
-    axes: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """The parameters for what f and P of one operand are made of, checked."""
-    values: dict[str, Any] = {}
-    for part in (parts.weights, parts.gates, parts.inputs):
-        require(not part or len(part) > which, "carried must hold one tensor for each of q and k")
-    if parts.weights:
-        weight = parts.weights[which]
-        require(
-            weight.dim() == 2
-            and weight.shape[0] in (1, view.heads)
-            and weight.shape[1] == view.channels
-            and weight.is_floating_point()
-            and weight.device == device
-            and weight.stride(1) == 1,
-            "weights must be [heads|1, channels] with channels side by side",
-        )
-        values[f"norm_{name}"] = weight.dtype
-        values[f"norm_{name}_head"] = broadcast_strides(weight)[0]
-    if parts.gates:
-        gate = parts.gates[which]
-        whole = view.sizes if form.gate == LOG else (view.heads, view.channels)
-        require(
-            gate.dim() == len(whole)
-            and all(size in (1, full) for size, full in zip(gate.shape, whole))
-            and gate.is_floating_point()
-            and gate.device == device,
-            "gates must be [rows|1, heads|1, tokens|1, channels|1], slopes [heads|1, channels|1]",
-        )
-        require(form.gate != SLOPE or axes == 1, "a gate of slopes must have positions of 1 axis")
-        steps = broadcast_strides(gate)
-        row, head, token, channel = steps if form.gate == LOG else (0, steps[0], 0, steps[1])
-        values[f"gate_{name}"] = gate.dtype
-        values |= {f"gate_{name}_row": row, f"gate_{name}_head": head}
-        values |= {f"gate_{name}_token": token, f"gate_{name}_channel": channel}
-    if parts.inputs:
-        (seen,) = views_of([parts.inputs[which]], form)
-        require(
-            seen.sizes == view.sizes and parts.inputs[which].device == device,
-            "inputs must have the shapes of q and k",
-        )
-        values[f"input_{name}"] = parts.inputs[which].dtype
-        values |= strides_of(f"input_{name}", seen, 1)
-    return values

@@ -11,7 +11,7 @@ from ...ops.schema import FORWARD, SLOPE, WORDS, Form, form_of, present
 from . import blocks as shapes, kernels
 from .forms import Source, require, slices_of, source_of, strides_of, unit_of, views_of
 from .launch import handle_of, is_interpreted, launcher
-from .views import ACCESS, View, has_unit_channels
+from .views import View, has_unit_channels, starts_aligned
 
 
 def _run(
@@ -19,7 +19,7 @@ def _run(
     grid: tuple[int, int, int],
     tensors: dict[str, torch.Tensor | None],
     values: dict[str, Any],
-    aligned: bool,
+    aligned: frozenset[str],
     warps: int,
     device: torch.device,
 ) -> None:
@@ -34,10 +34,6 @@ def _run(
     else:
         with torch.accelerator.device_index(device.index):
             launch(*arguments)
-
-
-def _aligned(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(x.data_ptr() % ACCESS == 0 for x in tensors)
 
 
 def _views(
@@ -92,7 +88,7 @@ def angle_sums(
         shape = (rows, tiles, source.axes, source.heads, source.pairs)
         by_frequency = y.new_empty(shape, dtype=each)
     every = [*views, *grad_views]
-    aligned = _aligned([*ys, *grads])
+    aligned = all(map(starts_aligned, [*ys, *grads]))
     unit = unit_of(every, element, aligned)
     slices = slices_of(form, source.pairs, head_dim)
     values: dict[str, Any] = {
@@ -117,7 +113,8 @@ def angle_sums(
         **{"positions": positions, "by_position": by_position, "by_frequency": by_frequency},
     }
     grid = (rows * tiles, source.heads, 1)
-    _run(kernels.add_angles, grid, tensors, values, aligned, blocks.warps, y.device)
+    large = frozenset(("y", "z", "grad_y", "grad_z") if aligned else ())
+    _run(kernels.add_angles, grid, tensors, values, large, blocks.warps, y.device)
     return _added(by_position, by_frequency, source, rows, tokens, y.device)
 
 
@@ -196,7 +193,7 @@ def _one_gate(
     over_heads, over_tokens = shape[1] == 1, shape[2] == 1
     kept = (rows, tiles if over_tokens else tokens, 1 if over_heads else heads, shape[3])
     sums = y.new_empty(kept, dtype=torch.float64 if wide else torch.float32)
-    aligned = _aligned([y, grad])
+    aligned = starts_aligned(y) and starts_aligned(grad)
     unit = unit_of([view, grad_view], element, aligned)
     # A stand-in for words, of which only positions are asked.
     words = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=y.device)
@@ -224,9 +221,11 @@ def _one_gate(
     }
     tensors = {"y": y, "grad": grad, "positions": positions if slopes else None, "sums": sums}
     grid = (rows * tiles, 1 if over_heads else heads, 1)
-    _run(kernels.add_gates, grid, tensors, values, aligned, blocks.warps, y.device)
+    large = frozenset(("y", "grad") if aligned else ())
+    _run(kernels.add_gates, grid, tensors, values, large, blocks.warps, y.device)
     if over_tokens:
         sums = sums.sum(1, keepdim=True, dtype=torch.float64)
     if shape[0] == 1 and rows != 1:
         sums = sums.sum(0, keepdim=True, dtype=torch.float64)
-    return sums.reshape(gate.shape).to(torch.float64 if wide else torch.float32)
+    # Kernels have tokens in front of heads.
+    return sums.transpose(1, 2).reshape(gate.shape).to(torch.float64 if wide else torch.float32)

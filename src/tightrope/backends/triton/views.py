@@ -68,6 +68,26 @@ def is_aligned(views: Iterable[View], element: int) -> bool:
     )
 
 
+def starts_aligned(x: torch.Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes."""
+    return x.data_ptr() % ACCESS == 0
+
+
+def vector_of(xs: Iterable[torch.Tensor], strides: Iterable[tuple[int, ...]]) -> int:
+    """How many elements strides may count for accesses of 16 bytes; 0 if some do not allow them.
+
+    Args:
+        xs: tensors of one element size.
+        strides: of each, the last of them that of channels.
+    """
+    unit = 0
+    for x, steps in zip(xs, strides, strict=True):
+        unit = ACCESS // x.element_size()
+        if steps[-1] != 1 or any(step % unit for step in steps[:-1]) or not starts_aligned(x):
+            return 0
+    return unit
+
+
 def broadcast_strides(x: torch.Tensor) -> tuple[int, ...]:
     """The strides of a tensor, 0 where it has but one place."""
     return tuple(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))

@@ -158,10 +158,11 @@ def from_tables(
     cosines, sines, positions, row, head, token, inside, offset, ramp, length,
     position_row, position_token,
     cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
-    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, POSITIONS: tl.constexpr, UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, POSITIONS: tl.constexpr, VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a caller's tables, NaN where a position lies outside of them."""
+    """Rows of a caller's tables, NaN where a position lies outside of them. Strides count VECTOR
+    elements, and pairs lie side by side, unless it is 0."""
     at, _, _ = position_of(
         positions, 0, row, token, inside, 0, position_row, position_token, offset, ramp, POSITIONS
     )
@@ -171,11 +172,12 @@ def from_tables(
     mask = found[:, None] & (pair < PAIRS)
     cos_step = pair
     sin_step = pair
-    if not UNIT:
+    if VECTOR == 0:
         cos_step = pair * cos_pair
         sin_step = pair * sin_pair
-    cos_at = (row * cos_row + head * cos_head + at * cos_token)[:, None] + cos_step
-    sin_at = (row * sin_row + head * sin_head + at * sin_token)[:, None] + sin_step
+    UNIT: tl.constexpr = VECTOR if VECTOR > 0 else 1
+    cos_at = ((row * cos_row + head * cos_head + at * cos_token) * UNIT)[:, None] + cos_step
+    sin_at = ((row * sin_row + head * sin_head + at * sin_token) * UNIT)[:, None] + sin_step
     nan = float("nan")
     c = tl.load(cosines + cos_at, mask=mask, other=nan)
     s = tl.load(sines + sin_at, mask=mask, other=nan)

@@ -39,19 +39,23 @@ def place_of(
 def factor(
     gate, at, inside, channel, high, low, FIRST: tl.constexpr, STEP: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, INVERSE: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """P of channels FIRST, FIRST + STEP, …: [tokens, BLOCK].
 
     Args:
-        gate, at, channel: logarithms at [tokens, 1] or slopes at a scalar, and their channel stride.
+        gate, at, channel: logarithms at [tokens, 1] or slopes at a scalar, and their channel
+            stride, unless UNIT.
         high, low: positions, of slopes.
     """
     index = tl.arange(0, BLOCK)[None, :]
     mask = inside
     if SIZE != BLOCK:
         mask = inside & (index < SIZE)
-    value = tl.load(gate + (at + (FIRST + index * STEP) * channel), mask=mask, other=0.0)
+    index = FIRST + index * STEP
+    if not UNIT:
+        index = index * channel
+    value = tl.load(gate + (at + index), mask=mask, other=0.0)
     if INVERSE:
         value = -value
     if WIDE:

@@ -100,26 +100,29 @@ def gate_head(
     u, v, front, back, gate, at, inside, channel, high, low, HEAD_DIM: tl.constexpr,
     START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_B: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, INVERSE: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """All channels of a head times P."""
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     OTHER: tl.constexpr = START + (1 if INTERLEAVED else PAIRS)
     u = u * factor(
-        gate, at, inside, channel, high, low, START, STEP, PAIRS, BLOCK_P, KIND, INVERSE, WIDE
+        gate, at, inside, channel, high, low, START, STEP, PAIRS, BLOCK_P, KIND, INVERSE, WIDE,
+        UNIT,
     )
     v = v * factor(
-        gate, at, inside, channel, high, low, OTHER, STEP, PAIRS, BLOCK_P, KIND, INVERSE, WIDE
+        gate, at, inside, channel, high, low, OTHER, STEP, PAIRS, BLOCK_P, KIND, INVERSE, WIDE,
+        UNIT,
     )
     if START > 0:
         front = front * factor(
-            gate, at, inside, channel, high, low, 0, 1, START, BLOCK_F, KIND, INVERSE, WIDE
+            gate, at, inside, channel, high, low, 0, 1, START, BLOCK_F, KIND, INVERSE, WIDE,
+        UNIT,
         )
     BEHIND: tl.constexpr = HEAD_DIM - START - 2 * PAIRS
     if BEHIND > 0:
         back = back * factor(
             gate, at, inside, channel, high, low, START + 2 * PAIRS, 1, BEHIND, BLOCK_B, KIND,
-            INVERSE, WIDE,
+            INVERSE, WIDE, UNIT,
         )  # fmt: skip
     return u, v, front, back
 
@@ -132,6 +135,7 @@ def finish_head(
     BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr,
     INTERLEAVED: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
     ACT: tl.constexpr, GATE: tl.constexpr, DIRECTION: tl.constexpr, WIDE: tl.constexpr,
+    GATE_VECTOR: tl.constexpr, INPUT_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """From the loaded tiles of a head to its stored ones."""
     BEHIND: tl.constexpr = HEAD_DIM - START - 2 * PAIRS
@@ -168,6 +172,7 @@ def finish_head(
         u, v, front, back = gate_head(
             u, v, front, back, gate, gate_at, inside, gate_channel, high, low, HEAD_DIM, START,
             PAIRS, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, GATE, DIRECTION == 2, WIDE,
+            GATE_VECTOR > 0,
         )  # fmt: skip
     u, v = turn(u, v, c, s)
     if DIRECTION == 0:
@@ -175,11 +180,12 @@ def finish_head(
             u, v, front, back = gate_head(
                 u, v, front, back, gate, gate_at, inside, gate_channel, high, low, HEAD_DIM,
                 START, PAIRS, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, GATE, False, WIDE,
+                GATE_VECTOR > 0,
             )  # fmt: skip
     elif ACT != 0:
         xu, xv, xf, xb = load_head(
             x, x_at, inside, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F,
-            BLOCK_B, INTERLEAVED, True, False, WIDE,
+            BLOCK_B, INTERLEAVED, True, INPUT_VECTOR > 0, WIDE,
         )  # fmt: skip
         if ACT == SOFTMAX:
             xu, xv, xf, xb = soft(
@@ -278,11 +284,12 @@ def _turn_heads(
     c, s, high, low, amplitude, sine_amplitude, eps,
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr,
-    INTERLEAVED: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, TABLE_VECTOR: tl.constexpr,
     VECTOR: tl.constexpr, BITS: tl.constexpr, TABLES: tl.constexpr, AXES: tl.constexpr,
     POSITIONS: tl.constexpr, TURNS: tl.constexpr, ROW_ANGLES: tl.constexpr,
     HEAD_ANGLES: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr, DIRECTION: tl.constexpr,
-    TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDE: tl.constexpr, GATE_VECTOR: tl.constexpr,
+    INPUT_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Turn heads [first, last) of one operand."""
     at = ((row * x_row + token * x_token) * VECTOR)[:, None]
@@ -290,12 +297,13 @@ def _turn_heads(
     there = inside[:, None]
     gate_at = 0
     input_at = 0
-    if GATE == SLOPE:
-        gate_at = 0
-    elif GATE != 0:
-        gate_at = (row * gate_row + token * gate_token)[:, None]
+    # 0 says that nothing is known of strides, which then count elements.
+    GATE_STEP: tl.constexpr = GATE_VECTOR if GATE_VECTOR > 0 else 1
+    INPUT_STEP: tl.constexpr = INPUT_VECTOR if INPUT_VECTOR > 0 else 1
+    if GATE != 0 and GATE != SLOPE:
+        gate_at = ((row * gate_row + token * gate_token) * GATE_STEP)[:, None]
     if ACT != 0 and DIRECTION == 1:
-        input_at = (row * input_row + token * input_token)[:, None]
+        input_at = ((row * input_row + token * input_token) * INPUT_STEP)[:, None]
     for head in range(first, last, TOGETHER):
         cosine = c
         sine = s
@@ -305,7 +313,7 @@ def _turn_heads(
                 word_rows, word_heads, position_axis, position_row, position_token,
                 cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
                 amplitude, sine_amplitude, PAIRS, BLOCK_P, TABLES, AXES, POSITIONS, TURNS,
-                ROW_ANGLES, TABLE_UNIT, WIDE,
+                ROW_ANGLES, TABLE_VECTOR, WIDE,
             )  # fmt: skip
         u, v, front, back = load_head(
             x, at + head * x_head * VECTOR, there, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T,
@@ -320,18 +328,19 @@ def _turn_heads(
             )  # fmt: skip
         own = gate_at
         if GATE != 0:
-            own = gate_at + head * gate_head_stride
+            own = gate_at + head * gate_head_stride * GATE_STEP
         of_input = input_at
         if ACT != 0 and DIRECTION == 1:
-            of_input = input_at + head * input_head
+            of_input = input_at + head * input_head * INPUT_STEP
         norm_at = 0
         if ACT == RMS_NORM:
-            norm_at = head * norm_head
+            norm_at = head * norm_head * HEAD_DIM
         finish_head(
             u, v, front, back, cosine, sine, out, out_at + head * out_head * VECTOR, there, out_channel,
             norm, norm_at, gate, own, gate_channel, high, low, input, of_input, input_channel,
             partial, (partial_at * heads + head) * HEAD_DIM, eps, HEAD_DIM, START, PAIRS, BLOCK_T,
             BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, BITS, ACT, GATE, DIRECTION, WIDE,
+            GATE_VECTOR, INPUT_VECTOR,
         )  # fmt: skip
         if TOGETHER == 2:
             finish_head(
@@ -339,6 +348,7 @@ def _turn_heads(
                 out_channel, norm, 0, gate, gate_at, gate_channel, high, low, input, input_at,
                 input_channel, partial, 0, eps, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F,
                 BLOCK_B, INTERLEAVED, REST, UNIT, BITS, ACT, GATE, DIRECTION, WIDE,
+            GATE_VECTOR, INPUT_VECTOR,
             )  # fmt: skip
 
 
@@ -349,7 +359,7 @@ def _angles(
     cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
     amplitude, sine_amplitude, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, TABLES: tl.constexpr,
     AXES: tl.constexpr, POSITIONS: tl.constexpr, TURNS: tl.constexpr, ROW_ANGLES: tl.constexpr,
-    TABLE_UNIT: tl.constexpr, WIDE: tl.constexpr,
+    TABLE_VECTOR: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Cosines and sines of the tokens, times the amplitude and, of sines, the direction."""
     if TABLES:
@@ -357,7 +367,7 @@ def _angles(
             primary, secondary, positions, row, head, token, inside, offset, ramp, length,
             position_row, position_token,
             cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
-            PAIRS, BLOCK_P, POSITIONS, TABLE_UNIT, WIDE,
+            PAIRS, BLOCK_P, POSITIONS, TABLE_VECTOR, WIDE,
         )  # fmt: skip
     else:
         c, s = from_words(
@@ -388,11 +398,12 @@ def rotate(
     amplitude, sine_amplitude, eps,
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr,
-    INTERLEAVED: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, TABLE_VECTOR: tl.constexpr,
     VECTOR: tl.constexpr, BITS: tl.constexpr, TABLES: tl.constexpr, AXES: tl.constexpr,
     POSITIONS: tl.constexpr, TURNS: tl.constexpr, ROW_ANGLES: tl.constexpr,
     HEAD_ANGLES: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr, DIRECTION: tl.constexpr,
-    TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDE: tl.constexpr, GATE_VECTOR: tl.constexpr,
+    INPUT_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Turn q, and k where there is one. Strides of rows, heads and tokens count VECTOR elements."""
     tile = tl.program_id(0).to(tl.int64)
@@ -409,7 +420,7 @@ def rotate(
             word_heads, position_axis, position_row, position_token,
             cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
             amplitude, sine_amplitude, PAIRS, BLOCK_P, TABLES, AXES, POSITIONS, TURNS,
-            ROW_ANGLES, TABLE_UNIT, WIDE,
+            ROW_ANGLES, TABLE_VECTOR, WIDE,
         )  # fmt: skip
     high = 0.0
     low = 0.0
@@ -427,8 +438,9 @@ def rotate(
         norm_q_head, gate_q_row, gate_q_head, gate_q_token, gate_q_channel,
         input_q_row, input_q_head, input_q_token, input_q_channel, tile, q_heads,
         c, s, high, low, amplitude, sine_amplitude, eps, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P,
-        BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, TABLE_UNIT, VECTOR, BITS, TABLES, AXES,
+        BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, TABLE_VECTOR, VECTOR, BITS, TABLES, AXES,
         POSITIONS, TURNS, ROW_ANGLES, HEAD_ANGLES, ACT, GATE, DIRECTION, TOGETHER, WIDE,
+        GATE_VECTOR, INPUT_VECTOR,
     )  # fmt: skip
     if k is not None:
         _turn_heads(
@@ -440,6 +452,7 @@ def rotate(
             norm_k_head, gate_k_row, gate_k_head, gate_k_token, gate_k_channel,
             input_k_row, input_k_head, input_k_token, input_k_channel, tile, k_heads,
             c, s, high, low, amplitude, sine_amplitude, eps, HEAD_DIM, START, PAIRS, BLOCK_T,
-            BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, TABLE_UNIT, VECTOR, BITS, TABLES,
+            BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, TABLE_VECTOR, VECTOR, BITS, TABLES,
             AXES, POSITIONS, TURNS, ROW_ANGLES, HEAD_ANGLES, ACT, GATE, DIRECTION, TOGETHER, WIDE,
+        GATE_VECTOR, INPUT_VECTOR,
         )  # fmt: skip
