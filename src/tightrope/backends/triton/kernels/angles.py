@@ -182,5 +182,9 @@ def from_tables(
     c = tl.load(cosines + cos_at, mask=mask, other=nan)
     s = tl.load(sines + sin_at, mask=mask, other=nan)
     if WIDE:
-        return c.to(tl.float64), s.to(tl.float64)
-    return c.to(tl.float32), s.to(tl.float32)
+        cosine = c.to(tl.float64)
+        sine = s.to(tl.float64)
+    else:
+        cosine = c.to(tl.float32)
+        sine = s.to(tl.float32)
+    return cosine, sine

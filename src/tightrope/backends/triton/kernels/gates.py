@@ -62,17 +62,19 @@ def factor(
         value = value.to(tl.float64)
         if KIND == SLOPE:
             value = value * high + value * low
-        return tl.exp(value)
-    first = value.to(tl.float32)
-    rest = first * 0.0
-    if value.dtype == tl.float64:
-        rest = (value - first.to(tl.float64)).to(tl.float32)
-    if KIND == SLOPE:
-        # A product of slope and position has more digits than float32, and all of them count.
-        product = first * high
-        rest = tl.fma(first, high, -product) + tl.fma(first, low, rest * high)
-        first = product
-    y = of.exp(first)
-    # Beyond the range of exp there is nothing to put right, and infinities would make NaN.
-    rest = tl.where(tl.abs(first) < 150.0, rest, 0.0)
-    return tl.fma(y, rest, y)
+        y = tl.exp(value)
+    else:
+        first = value.to(tl.float32)
+        rest = first * 0.0
+        if value.dtype == tl.float64:
+            rest = (value - first.to(tl.float64)).to(tl.float32)
+        if KIND == SLOPE:
+            # A product of slope and position has more digits than float32, and all of them count.
+            product = first * high
+            rest = tl.fma(first, high, -product) + tl.fma(first, low, rest * high)
+            first = product
+        y = of.exp(first)
+        # Beyond the range of exp there is nothing to put right, and infinities would make NaN.
+        rest = tl.where(tl.abs(first) < 150.0, rest, 0.0)
+        y = tl.fma(y, rest, y)
+    return y

@@ -13,9 +13,12 @@ import triton.language as tl
 @triton.jit
 def widen(x, WIDE: tl.constexpr):
     """What is computed with: float32, or float64 of float64."""
+    # One return: the compiler follows what comes after a constant `if` too.
     if WIDE:
-        return x.to(tl.float64)
-    return x.to(tl.float32)
+        value = x.to(tl.float64)
+    else:
+        value = x.to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -30,8 +33,10 @@ def narrow(x, dtype: tl.constexpr, BITS: tl.constexpr):
         up = bits + 0x7FFF + ((bits >> 16) & 1)
         # A NaN keeps its upper half, and stays one.
         kept = tl.where(x != x, bits | 0x400000, up)
-        return (kept >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
+        stored = (kept >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        stored = x.to(dtype)
+    return stored
 
 
 @triton.jit
