@@ -13,9 +13,6 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// So many heads add up in the type of the values.
-constexpr int64_t kHeadsTogether = 8;
-
 // Pairs with (y, z) and (dy, dz) at distances y, z, c and d from those pointers, step by step.
 template <class F>
 inline void add_pairs(const typename F::Stored* __restrict out,

@@ -6,16 +6,42 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "rotate.h"
 
+#define TIGHTROPE_ISA binding
+#include "formats.h"
+
+namespace tightrope {
+namespace binding {
 namespace {
 
+double value_at(Dtype dtype, const void* data, int64_t at) {
+  switch (dtype) {
+    case Dtype::kFloat: return static_cast<const float*>(data)[at];
+    case Dtype::kDouble: return static_cast<const double*>(data)[at];
+    case Dtype::kBFloat16: return BFloat16::load(static_cast<const uint16_t*>(data)[at]);
+    case Dtype::kHalf: break;
+  }
+  return Half::load(static_cast<const uint16_t*>(data)[at]);
+}
+
+}  // namespace
+}  // namespace binding
+}  // namespace tightrope
+
+namespace {
+
+using tightrope::Act;
 using tightrope::Dtype;
+using tightrope::Gate;
 using tightrope::Operand;
+using tightrope::Outer;
+using tightrope::Part;
 using tightrope::PositionDtype;
 using tightrope::Problem;
 using tightrope::Strides;
@@ -149,7 +175,9 @@ bool memory_overlaps(const Problem& p, Outs outs) {
 class Form {
  public:
   explicit Form(int64_t packed) : rest_(uint64_t(packed)) {
-    reserved = take(20);
+    reserved = take(8);
+    gate = take(4);
+    act = take(8);
     learned = take(1) != 0;
     source = take(2);
     ramp = take(1) != 0;
@@ -160,7 +188,10 @@ class Form {
     reserved |= int64_t(rest_);
   }
 
-  int64_t reserved;  // numerics, gate, act, and what no field has
+  bool is_plain() const { return act == 0 && gate == 0; }
+
+  int64_t reserved;  // numerics, and what no field has
+  int64_t gate, act;
   bool learned;      // frequencies are carried, for whoever wants gradients
   int64_t source;    // index into SOURCES
   bool ramp;
@@ -178,7 +209,7 @@ class Form {
   uint64_t rest_;
 };
 
-// The arguments that follow q and k in the schema (ops/schema.py), up to the reserved ones.
+// The arguments that follow q and k in the schema (ops/schema.py).
 struct Arguments {
   const Tensor& primary;
   const std::optional<Tensor>& secondary;
@@ -186,6 +217,8 @@ struct Arguments {
   int64_t offset;
   Form form;
   double amplitude;
+  const Tensor* carried;  // past the learned frequencies
+  double eps;
 };
 
 constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3;  // codes of SOURCES
@@ -227,24 +260,24 @@ void read_words(const Arguments& a, Problem& p) {
   p.turns = static_cast<const int64_t*>(a.secondary->const_data_ptr());
 }
 
-void read_positions(const Arguments& a, Problem& p) {
-  p.offset = a.offset;
-  p.ramp = a.form.ramp;
+void read_positions(const std::optional<Tensor>& positions, int64_t offset, bool ramp, Problem& p) {
+  p.offset = offset;
+  p.ramp = ramp;
   p.position_dtype = PositionDtype::kNone;
-  if (!a.positions.has_value()) return;
-  const View at(*a.positions);
-  STD_TORCH_CHECK(at.dims == 3 && a.positions->is_cpu() && at.size[0] == p.axes,
+  if (!positions.has_value()) return;
+  const View at(*positions);
+  STD_TORCH_CHECK(at.dims == 3 && positions->is_cpu() && at.size[0] == p.axes,
                   "tightrope: positions must be [axes, rows|1, tokens|1]");
   STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: rows of positions");
-  STD_TORCH_CHECK(at.size[2] == (a.form.ramp ? 1 : p.tokens), "tightrope: tokens of positions");
-  p.positions = a.positions->const_data_ptr();
-  p.position_dtype = position_dtype_of(code_of(*a.positions));
+  STD_TORCH_CHECK(at.size[2] == (ramp ? 1 : p.tokens), "tightrope: tokens of positions");
+  p.positions = positions->const_data_ptr();
+  p.position_dtype = position_dtype_of(code_of(*positions));
   STD_TORCH_CHECK(p.cosine.data == nullptr || p.position_dtype == PositionDtype::kInt64 ||
                       p.position_dtype == PositionDtype::kInt32,
                   "tightrope: positions in a table must be integers");
   p.position_axis = at.stride[0];
   p.position_row = at.size[1] == 1 ? 0 : at.stride[1];
-  p.position_token = a.form.ramp ? 0 : at.stride[2];
+  p.position_token = ramp ? 0 : at.stride[2];
 }
 
 // What is rotated: one or two tensors, in memory of their own.
@@ -261,11 +294,10 @@ struct Operands {
 // Sentences for users are worded in Python. What is checked below, before anything is written, keeps
 // a direct call of the raw operator from reading or writing outside its tensors; and the shortest
 // way through Python asks nothing else.
-Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a) {
-  const Form& form = a.form;
+Problem operands_of(const Operands& xs, const Operands& outs, const Form& form) {
   STD_TORCH_CHECK(form.layout < 6, "tightrope: layout");
   STD_TORCH_CHECK(form.direction <= 2, "tightrope: direction");
-  STD_TORCH_CHECK(form.reserved == 0, "tightrope: act, gate, numerics and carried are reserved");
+  STD_TORCH_CHECK(form.reserved == 0, "tightrope: numerics is reserved");
   const Layout& layout = kLayouts[form.layout];
 
   Problem p{};
@@ -290,7 +322,12 @@ Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a)
     p.operand[i] = Operand{tensor.const_data_ptr(), outs.tensor[i]->mutable_data_ptr(),
                            x.size_at(layout.head), x.strides(layout), out.strides(layout)};
   }
+  return p;
+}
 
+Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a) {
+  const Form& form = a.form;
+  Problem p = operands_of(xs, outs, form);
   if (form.source == kWords) {
     read_words(a, p);
   } else {
@@ -304,7 +341,7 @@ Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a)
   STD_TORCH_CHECK(p.start + 2 * p.pairs <= p.head_dim,
                   "tightrope: rotated channels lie outside the head");
   p.angles_per_head = p.word_heads != 1;
-  read_positions(a, p);
+  read_positions(a.positions, a.offset, form.ramp, p);
   p.interleaved = form.interleaved;
   p.conjugate = form.direction != kForward;
   p.amplitude = form.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
@@ -344,14 +381,216 @@ void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work&
   torch::stable::parallel_for(0, items, grain, work);
 }
 
-void run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
-  Problem p = problem_of(xs, outs, a);
-  if (is_empty(p)) return;
-  STD_TORCH_CHECK(whose == Outs::kNew || !memory_overlaps(p, whose), "tightrope: memory overlaps");
+// Tokens of one row that are handled together: as many as their angles fit, up to 16.
+int64_t tile_of(const Problem& p) {
   const int64_t fits = p.pairs == 0 ? 16 : tightrope::kAngles / p.pairs;
-  const int64_t items = divide(p, fits < 1 ? 1 : fits > 16 ? 16 : fits);
+  return fits < 1 ? 1 : fits > 16 ? 16 : fits;
+}
+
+// The values that something is computed with: what is float or double already, or copies.
+class Values {
+ public:
+  explicit Values(bool is_double) : double_(is_double) {}
+
+  // A tensor seen as sizes and strides, contiguous, as values times `sign`.
+  const void* copy(const Tensor& x, std::array<int64_t, 3> sizes, std::array<int64_t, 3> strides,
+                   double sign, bool as_double, void** made = nullptr) {
+    const Dtype dtype = dtype_of(code_of(x));
+    const char* from = static_cast<const char*>(x.const_data_ptr());
+    const int64_t count = sizes[0] * sizes[1] * sizes[2];
+    owned_.emplace_back(new double[as_double ? count : (count + 1) / 2]);
+    void* to = owned_.back().get();
+    int64_t n = 0;
+    for (int64_t i = 0; i < sizes[0]; ++i)
+      for (int64_t j = 0; j < sizes[1]; ++j)
+        for (int64_t k = 0; k < sizes[2]; ++k, ++n) {
+          double value = tightrope::binding::value_at(
+              dtype, from, i * strides[0] + j * strides[1] + k * strides[2]);
+          // One NaN for all: see BFloat16 in formats.h.
+          value = value != value ? __builtin_nan("") : sign * value;
+          if (as_double) {
+            static_cast<double*>(to)[n] = value;
+          } else {
+            static_cast<float*>(to)[n] = float(value);
+          }
+        }
+    if (made != nullptr) *made = to;
+    return to;
+  }
+
+  bool is_double() const { return double_; }
+
+ private:
+  bool double_;
+  std::vector<std::unique_ptr<double[]>> owned_;
+};
+
+int64_t step(const View& view, int d) { return view.size[d] == 1 ? 0 : view.stride[d]; }
+
+void read_weight(const Tensor& x, int64_t heads, const Problem& p, Values& values, Part& part) {
+  const View w(x);
+  STD_TORCH_CHECK(w.dims == 2 && x.is_cpu() && (w.size[0] == 1 || w.size[0] == heads) &&
+                      w.size[1] == p.head_dim,
+                  "tightrope: weights of a norm must be [heads|1, channels]");
+  part.weight_head = w.size[0] == 1 ? 0 : p.head_dim;
+  part.weight = values.copy(x, {1, w.size[0], p.head_dim}, {0, w.stride[0], w.stride[1]}, 1.0,
+                            values.is_double());
+}
+
+void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool invert, Values& values,
+                Part& part) {
+  const View s(x);
+  STD_TORCH_CHECK(s.dims == 2 && x.is_cpu() && (s.size[0] == 1 || s.size[0] == heads) &&
+                      (s.size[1] == 1 || s.size[1] == p.head_dim) &&
+                      (p.position_dtype == PositionDtype::kNone || p.axes == 1),
+                  "tightrope: slopes must be [heads|1, channels|1], of positions of 1 axis");
+  part.per_head = s.size[0] != 1;
+  part.slope_head = part.per_head ? p.head_dim : 0;
+  part.slope = static_cast<const double*>(values.copy(x, {1, s.size[0], p.head_dim},
+                                                      {0, s.stride[0], step(s, 1)},
+                                                      invert ? -1.0 : 1.0, true));
+}
+
+void read_log(const Tensor& x, int64_t heads, const Problem& p, bool invert, Values& values,
+              Part& part) {
+  const View g(x);
+  const int64_t fits[] = {p.rows, heads, p.tokens, p.head_dim};
+  for (int d = 0; d < 4; ++d)
+    STD_TORCH_CHECK(g.dims == 4 && x.is_cpu() && (g.size[d] == 1 || g.size[d] == fits[d]),
+                    "tightrope: logarithms of a gate must be [rows|1, heads|1, tokens|1, channels|1]");
+  part.per_head = g.size[1] != 1;
+  if (g.size[2] == 1) {
+    void* made = nullptr;
+    const int64_t rows = g.size[0], own = g.size[1];
+    part.factor = values.copy(x, {rows, own, p.head_dim}, {g.stride[0], g.stride[1], step(g, 3)},
+                              invert ? -1.0 : 1.0, values.is_double(), &made);
+    part.factor_row = rows == 1 ? 0 : own * p.head_dim;
+    part.factor_head = own == 1 ? 0 : p.head_dim;
+    loops().exponentials(p.dtype, made, rows * own * p.head_dim);
+    return;
+  }
+  part.log = x.const_data_ptr();
+  part.log_stride = {step(g, 0), step(g, 1), step(g, 2), step(g, 3)};
+  part.log_dtype = dtype_of(code_of(x));
+}
+
+// Checks f and P, and brings their tensors into the form of the loops.
+Outer outer_of(const Problem& p, const Operands& xs, const Arguments& a, Values& values) {
+  const Form& form = a.form;
+  Outer o{};
+  STD_TORCH_CHECK(form.act <= int64_t(Act::kRmsNorm) && form.gate <= int64_t(Gate::kSlope),
+                  "tightrope: act and gate must be known");
+  STD_TORCH_CHECK(form.act == 0 || form.direction != kInverse, "tightrope: an act has no inverse");
+  o.act = Act(form.act), o.gate = Gate(form.gate), o.eps = a.eps;
+  o.forward = form.direction == kForward;
+  o.invert = form.direction == kInverse;
+  o.tiles = 1;
+  const Tensor* next = a.carried;
+  for (int32_t i = 0; o.act == Act::kRmsNorm && i < p.operands; ++i)
+    read_weight(*next++, p.operand[i].heads, p, values, o.part[i]);
+  for (int32_t i = 0; o.gate != Gate::kNone && i < p.operands; ++i)
+    (o.gate == Gate::kLog ? read_log : read_slope)(*next++, p.operand[i].heads, p, o.invert, values,
+                                                   o.part[i]);
+  for (int32_t i = 0; o.act != Act::kNone && !o.forward && i < p.operands; ++i) {
+    const Tensor& x = *next++;
+    const View in(x), as(*xs.tensor[i]);
+    STD_TORCH_CHECK(in.dims == as.dims && x.is_cpu() && code_of(x) == code_of(*xs.tensor[i]),
+                    "tightrope: x must be as its gradient");
+    for (int d = 0; d < int(in.dims); ++d)
+      STD_TORCH_CHECK(in.size[d] == as.size[d], "tightrope: x must be as its gradient");
+    o.part[i].x = x.const_data_ptr();
+    o.part[i].x_stride = in.strides(kLayouts[form.layout]);
+  }
+  return o;
+}
+
+int64_t value_bytes(const Problem& p) { return p.dtype == Dtype::kDouble ? 8 : 4; }
+
+// Memory of one thread, from a multiple of 64 bytes.
+class Memory {
+ public:
+  explicit Memory(int64_t bytes) : owned_(new char[bytes + 64]) {}
+  void* at() {
+    const auto address = reinterpret_cast<uintptr_t>(owned_.get());
+    return owned_.get() + (64 - address % 64) % 64;
+  }
+
+ private:
+  std::unique_ptr<char[]> owned_;
+};
+
+Tensor zeros(const Tensor& like, std::vector<int64_t> sizes,
+             torch::headeronly::ScalarType type = torch::headeronly::ScalarType::Double) {
+  return torch::stable::new_zeros(like, {sizes.data(), sizes.size()}, type);
+}
+
+// Tokens that share an entry of a sum are summed in so many runs at most, of so many at least.
+constexpr int64_t kRuns = 128, kTokensPerRun = 32;
+
+int64_t run_of_tokens(int64_t sequence) {
+  return std::max((sequence + kRuns - 1) / kRuns, kTokensPerRun);
+}
+
+// Adds `count` parts of n entries each, in order.
+template <class T>
+void add_up(const double* parts, int64_t count, int64_t n, T* to) {
+  std::vector<double> sums(n, 0.0);
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t k = 0; k < n; ++k) sums[k] += parts[i * n + k];
+  for (int64_t k = 0; k < n; ++k) to[k] = T(sums[k]);
+}
+void add_up(const double* parts, int64_t count, int64_t n, const Tensor& to, int64_t at, bool is_double) {
+  if (is_double) return add_up(parts, count, n, static_cast<double*>(to.mutable_data_ptr()) + at);
+  add_up(parts, count, n, static_cast<float*>(to.mutable_data_ptr()) + at);
+}
+
+torch::headeronly::ScalarType value_type(const Problem& p) {
+  return p.dtype == Dtype::kDouble ? torch::headeronly::ScalarType::Double
+                                   : torch::headeronly::ScalarType::Float;
+}
+
+// Runs a rotation between f and P; returns the gradients by the weights of a norm on the way back.
+std::vector<Tensor> run_outer(Problem& p, const Operands& xs, const Arguments& a) {
+  Values values(p.dtype == Dtype::kDouble);
+  Outer o = outer_of(p, xs, a, values);
+  const bool sums = o.act == Act::kRmsNorm && !o.forward, empty = is_empty(p);
+  int64_t items = empty ? 0 : divide(p, tile_of(p));
+  if (sums && !empty) {
+    o.tiles = (run_of_tokens(p.rows * p.tokens) + p.tile - 1) / p.tile;
+    items = (items + o.tiles - 1) / o.tiles;
+  }
+  std::vector<Tensor> partial, by_weight;
+  std::vector<int64_t> entries;
+  for (int32_t i = 0; sums && i < p.operands; ++i) {
+    const int64_t own = o.part[i].weight_head == 0 ? 1 : p.operand[i].heads;
+    entries.push_back(own * p.head_dim);
+    partial.push_back(zeros(*xs.tensor[0], {items, own, p.head_dim}));
+    by_weight.push_back(zeros(*xs.tensor[0], {own, p.head_dim}, value_type(p)));
+    o.part[i].by_weight = static_cast<double*>(partial[i].mutable_data_ptr());
+  }
+  if (empty) return by_weight;
+  const tightrope::OuterLoop loop = loops().outer;
+  const int64_t bytes = tightrope::scratch_values(p) * value_bytes(p);
+  share(p, items, p.tile * o.tiles, [&](int64_t begin, int64_t end) {
+    Memory memory(bytes);
+    loop(p, o, memory.at(), begin, end);
+  });
+  for (size_t i = 0; i < by_weight.size(); ++i)
+    add_up(o.part[i].by_weight, items, entries[i], by_weight[i], 0, values.is_double());
+  return by_weight;
+}
+
+std::vector<Tensor> run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
+  Problem p = problem_of(xs, outs, a);
+  const bool plain = a.form.is_plain();
+  if (plain && is_empty(p)) return {};
+  STD_TORCH_CHECK(whose == Outs::kNew || is_empty(p) || !memory_overlaps(p, whose),
+                  "tightrope: memory overlaps");
+  if (!plain) return run_outer(p, xs, a);
+  const int64_t items = divide(p, tile_of(p));
   const tightrope::Loop loop = loops().rotate;
   share(p, items, p.tile, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
+  return {};
 }
 
 using Tensors = std::optional<std::vector<Tensor>>;
@@ -361,15 +600,21 @@ using Tensors = std::optional<std::vector<Tensor>>;
   Tensor primary, std::optional<Tensor> secondary, std::optional<Tensor> positions,          \
       int64_t offset, int64_t form, double amplitude, Tensors carried, double eps
 
-#define TIGHTROPE_ARGUMENTS arguments_of(primary, secondary, positions, offset, form, amplitude, carried, eps)
+#define TIGHTROPE_ARGUMENTS \
+  arguments_of(primary, secondary, positions, offset, form, amplitude, carried, eps, xs.count)
 
 Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secondary,
                        const std::optional<Tensor>& positions, int64_t offset, int64_t form,
-                       double amplitude, const Tensors& carried, double eps) {
+                       double amplitude, const Tensors& carried, double eps, int32_t operands) {
   const Form what(form);
-  STD_TORCH_CHECK((carried.has_value() ? carried->size() : 0) == size_t(what.learned) && eps == 0,
-                  "tightrope: act, gate, numerics and carried are reserved");
-  return {primary, secondary, positions, offset, what, amplitude};
+  const bool norm = what.act == int64_t(Act::kRmsNorm);
+  const bool back = what.act != 0 && what.direction != kForward;
+  const int64_t each = norm + (what.gate != 0) + back;
+  const int64_t count = carried.has_value() ? int64_t(carried->size()) : 0;
+  STD_TORCH_CHECK(count == int64_t(what.learned) + operands * each && (norm || eps == 0),
+                  "tightrope: carried and eps must be what the form says");
+  const Tensor* first = count == 0 ? nullptr : carried->data() + what.learned;
+  return {primary, secondary, positions, offset, what, amplitude, first, eps};
 }
 
 std::vector<Tensor> rotate(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
@@ -379,7 +624,8 @@ std::vector<Tensor> rotate(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETE
   for (int32_t i = 0; i < xs.count; ++i) outs.push_back(torch::stable::empty_like(*xs.tensor[i]));
   Operands to = xs;
   for (int32_t i = 0; i < xs.count; ++i) to.tensor[i] = &outs[i];
-  run(xs, to, Outs::kNew, TIGHTROPE_ARGUMENTS);
+  for (Tensor& weight : run(xs, to, Outs::kNew, TIGHTROPE_ARGUMENTS))
+    outs.push_back(std::move(weight));
   return outs;
 }
 
@@ -398,14 +644,6 @@ void rotate_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<
   run(xs, outs, Outs::kGiven, TIGHTROPE_ARGUMENTS);
 }
 
-// Tokens that share their words are summed in so many runs at most, of so many tokens at least.
-constexpr int64_t kRuns = 128, kTokensPerRun = 32;
-
-Tensor zeros(const Tensor& like, std::vector<int64_t> sizes) {
-  return torch::stable::new_zeros(like, {sizes.data(), sizes.size()},
-                                  torch::headeronly::ScalarType::Double);
-}
-
 std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Tensor grad_y,
                                            std::optional<Tensor> grad_z, Tensor words,
                                            std::optional<Tensor> turns,
@@ -416,13 +654,14 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
   for (int32_t i = 0; i < grads.count; ++i)
     STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y),
                     "tightrope: gradients must have the dtype and device of results");
-  const Arguments a{words, turns, positions, offset, Form(form), 1.0};
+  const Arguments a{words, turns, positions, offset, Form(form), 1.0, nullptr, 0.0};
   STD_TORCH_CHECK(a.form.source == kWords, "tightrope: tables have gradients of their own");
+  STD_TORCH_CHECK(a.form.is_plain(), "tightrope: gradients by angles are those of a rotation alone");
   Problem p = problem_of(ys, grads, a);
   const bool empty = is_empty(p);
   const int64_t sequences = p.word_rows;
   const int64_t sequence = p.word_rows == 1 ? p.rows * p.tokens : p.tokens;
-  const int64_t run = std::max((sequence + kRuns - 1) / kRuns, kTokensPerRun);
+  const int64_t run = run_of_tokens(sequence);
   const int64_t runs = empty ? 0 : (sequence + run - 1) / run;
 
   Tensor of_positions = zeros(words, {by_positions ? p.axes : 0, p.rows, p.tokens});
@@ -451,6 +690,82 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
   return {of_positions, of_frequencies};
 }
 
+std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor grad_y,
+                                   std::optional<Tensor> grad_z, Tensor gate_q,
+                                   std::optional<Tensor> gate_k, std::optional<Tensor> positions,
+                                   int64_t offset, int64_t form) {
+  const Operands ys(y, z), grads(grad_y, grad_z), gates(gate_q, gate_k);
+  STD_TORCH_CHECK(ys.count == grads.count && ys.count == gates.count,
+                  "tightrope: one gradient and one gate for each result");
+  for (int32_t i = 0; i < grads.count; ++i)
+    STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y) &&
+                        gates.tensor[i]->is_cpu(),
+                    "tightrope: gradients must have the dtype and device of results");
+  const Form what(form);
+  const bool slopes = what.gate == int64_t(Gate::kSlope);
+  STD_TORCH_CHECK(slopes || what.gate == int64_t(Gate::kLog), "tightrope: act and gate must be known");
+  Problem all = operands_of(ys, grads, what);
+  all.axes = 1;
+  read_positions(positions, offset, what.ramp, all);
+
+  std::vector<Tensor> found;
+  for (int32_t i = 0; i < ys.count; ++i) {
+    // One by one: they may differ in what they share.
+    Problem p = all;
+    p.operands = 1, p.operand[0] = all.operand[i];
+    const View g(*gates.tensor[i]);
+    STD_TORCH_CHECK(g.dims == (slopes ? 2 : 4), "tightrope: dimensions of a gate");
+    const int64_t rows = slopes ? 1 : g.size[0], tokens = slopes ? 1 : g.size[2];
+    const int64_t heads = g.size[slopes ? 0 : 1], channels = g.size[slopes ? 1 : 3];
+    const int64_t own = p.operand[0].heads;
+    STD_TORCH_CHECK((rows == 1 || rows == p.rows) && (tokens == 1 || tokens == p.tokens) &&
+                        (heads == 1 || heads == own) && (channels == 1 || channels == p.head_dim),
+                    "tightrope: a gate must fit its result");
+    Tensor total = zeros(y, std::vector<int64_t>(g.size, g.size + g.dims), value_type(p));
+    found.push_back(total);
+    if (is_empty(p)) continue;
+
+    tightrope::GateSums sums{};
+    sums.times_position = slopes;
+    sums.by_token = tokens != 1;
+    sums.rows_share = rows == 1, sums.heads_share = heads == 1, sums.channels_share = channels == 1;
+    sums.sequence = rows == 1 ? p.rows * p.tokens : p.tokens;
+    sums.run = sums.by_token ? 1 : run_of_tokens(sums.sequence);
+    sums.runs = sums.by_token ? 1 : (sums.sequence + sums.run - 1) / sums.run;
+    const int64_t sequences = sums.by_token ? rows * tokens : rows;
+    const int64_t items = sequences * sums.runs, entries = heads * channels;
+    Tensor parts = zeros(y, {items, entries});
+    sums.to = static_cast<double*>(parts.mutable_data_ptr());
+    const tightrope::GateLoop loop = loops().add_gates;
+    const int64_t bytes = 3 * tightrope::padded(p.head_dim) * value_bytes(p);
+    share(p, items, std::max(p.rows * p.tokens / items, int64_t(1)), [&](int64_t begin, int64_t end) {
+      Memory memory(bytes);
+      loop(p, sums, memory.at(), begin, end);
+    });
+    if (sums.by_token) {
+      // Items are [rows|1, tokens], and the gate is [rows|1, heads|1, tokens, channels|1].
+      const auto* from = static_cast<const double*>(parts.const_data_ptr());
+      void* to = total.mutable_data_ptr();
+      for (int64_t item = 0; item < items; ++item)
+        for (int64_t head = 0; head < heads; ++head)
+          for (int64_t k = 0; k < channels; ++k) {
+            const int64_t at = ((item / tokens * heads + head) * tokens + item % tokens) * channels + k;
+            const double value = from[item * entries + head * channels + k];
+            if (p.dtype == Dtype::kDouble) {
+              static_cast<double*>(to)[at] = value;
+            } else {
+              static_cast<float*>(to)[at] = float(value);
+            }
+          }
+    } else {
+      for (int64_t row = 0; row < rows; ++row)
+        add_up(static_cast<const double*>(parts.const_data_ptr()) + row * sums.runs * entries, sums.runs,
+               entries, total, row * entries, p.dtype == Dtype::kDouble);
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
@@ -458,4 +773,5 @@ STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
   m.impl("rotate_", TORCH_BOX(&rotate_));
   m.impl("rotate_into", TORCH_BOX(&rotate_into));
   m.impl("angle_gradients", TORCH_BOX(&angle_gradients));
+  m.impl("gate_gradients", TORCH_BOX(&gate_gradients));
 }

@@ -11,7 +11,13 @@ namespace tightrope {
 
 #define TIGHTROPE_LOOPS                          \
   void loop(const Problem&, int64_t, int64_t);   \
-  void angle_loop(const Problem&, const AngleSums&, int64_t, int64_t);
+  void angle_loop(const Problem&, const AngleSums&, int64_t, int64_t);          \
+  void outer_loop(const Problem&, const Outer&, void*, int64_t, int64_t);       \
+  void exponentials(Dtype, void*, int64_t);                                     \
+  void gate_loop(const Problem&, const GateSums&, void*, int64_t, int64_t);
+
+#define TIGHTROPE_LOOPS_OF(isa) \
+  { isa::loop, isa::angle_loop, isa::outer_loop, isa::exponentials, isa::gate_loop }
 
 namespace baseline {
 TIGHTROPE_LOOPS
@@ -36,20 +42,20 @@ struct InstructionSet {
 // Best first.
 const InstructionSet kSets[] = {
 #if defined(__x86_64__)
-    {"avx512", {avx512::loop, avx512::angle_loop},
+    {"avx512", TIGHTROPE_LOOPS_OF(avx512),
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
               __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
-    {"avx2", {avx2::loop, avx2::angle_loop},
+    {"avx2", TIGHTROPE_LOOPS_OF(avx2),
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
 #endif
-    {"baseline", {baseline::loop, baseline::angle_loop}, [] { return true; }},
+    {"baseline", TIGHTROPE_LOOPS_OF(baseline), [] { return true; }},
 };
 
 const InstructionSet* find(const char* name) {

@@ -233,6 +233,13 @@ inline void turn_strided(const typename F::Stored* x, int64_t x_channel, typenam
 // writing is not (2 times longer), so between rows that lie far apart the distance is worked out.
 constexpr int64_t kAhead = 2048;
 
+// Heads that are read side by side where they lie far apart: an L1 cache has 8 to 12 places for lines
+// whose addresses differ by a power of two.
+constexpr int64_t kStreams = 8;
+
+// So many heads add up in the type of the values.
+constexpr int64_t kHeadsTogether = 8;
+
 // Heads of one token that share their angles.
 template <class Stored>
 struct Heads {
@@ -295,7 +302,6 @@ inline void turn_in_loops(const Problem& p, const Heads<typename F::Stored>& hea
     }
   }
 }
-
 
 }  // namespace
 }  // namespace TIGHTROPE_ISA

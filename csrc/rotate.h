@@ -85,12 +85,82 @@ struct AngleSums {
 // written).
 using AngleLoop = void (*)(const Problem&, const AngleSums&, int64_t begin, int64_t end);
 
+// f, in the order of ACTS in activations.py.
+enum class Act : int32_t {
+  kNone, kRelu, kSigmoid, kSilu, kGelu, kElu, kRelu2, kSoftplus, kExp, kLeakyRelu, kTanh, kSin, kCos,
+  kSoftmax, kRmsNorm
+};
+
+// What P is made of.
+enum class Gate : int32_t { kNone, kLog, kSlope };
+
+// What f and P have of one operand. "Values" are float, or double for double.
+struct Part {
+  const void* weight;     // of a norm: values [heads|1, head_dim], contiguous
+  int64_t weight_head;    // entries from head to head, or 0
+  // P, in one of three ways.
+  const void* factor;     // the same for all tokens: values [rows|1, heads|1, head_dim], or null
+  int64_t factor_row, factor_head;
+  const double* slope;    // logarithms per position: [heads|1, head_dim], or null
+  int64_t slope_head;
+  const void* log;        // logarithms that differ between tokens: strides are 0 where a size is 1
+  Strides log_stride;
+  Dtype log_dtype;
+  bool per_head;          // whether slopes or logarithms differ between heads
+  const void* x;          // of the forward call: what f' is taken at
+  Strides x_stride;
+  double* by_weight;      // sums of each run, [runs, heads|1, head_dim], or null
+};
+
+// f and P of a problem.
+struct Outer {
+  Part part[kMaxOperands];
+  Act act;
+  Gate gate;
+  bool forward;  // y = P·a·R·f(x); or dx = f'(x)ᵀ·a·R'·P·y, which is also an inverse, of P inverted
+  bool invert;   // divide by P
+  double eps;
+  int64_t tiles;  // of a run: work items are runs of so many tiles, of which each row has its own
+};
+
+// As Loop, over runs; `scratch` are scratch_values(p) values of this thread's own, from a multiple of 64 bytes.
+using OuterLoop = void (*)(const Problem& p, const Outer& outer, void* scratch, int64_t begin,
+                           int64_t end);
+
+// Replaces logarithms, n values, by what they are the logarithms of.
+using Exponentials = void (*)(Dtype dtype, void* values, int64_t n);
+
+// Where the gradients by one gate go, of a problem of one operand. Work items are the tokens that
+// share an entry: runs of a sequence, as in AngleSums; or, by token, single tokens of one row each or
+// of all rows. Each has sums of its own.
+struct GateSums {
+  double* to;  // [items, heads|1, channels|1], zeros at first
+  int64_t sequence, run, runs;
+  bool by_token;
+  bool rows_share, heads_share, channels_share;
+  bool times_position;
+};
+
+// Of a problem as an AngleLoop's; with scratch as an OuterLoop's.
+using GateLoop = void (*)(const Problem& p, const GateSums& sums, void* scratch, int64_t begin,
+                          int64_t end);
+
 // Cosines and sines of one tile live on the stack of the loop: this many of each.
 constexpr int64_t kAngles = 2048;
+
+// Values of scratch memory that an OuterLoop needs; see Scratch in outer.h.
+inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
+inline int64_t scratch_values(const Problem& p) {
+  const int64_t width = padded(p.head_dim);
+  return 2 * p.tile * padded(p.pairs) + kMaxOperands * p.tile * width + 5 * width;
+}
 
 struct Loops {
   Loop rotate;
   AngleLoop add_angles;
+  OuterLoop outer;
+  Exponentials exponentials;
+  GateLoop add_gates;
 };
 
 // The loops for this processor, or for the instruction set that TIGHTROPE_CPU_ISA names; null if it

@@ -4,6 +4,7 @@
 // multiply-adds written out and contraction switched off, so a result does not depend on where the
 // vector body ends, on strides, on threads or on being in place.
 #include "angle_sums.h"
+#include "gate_sums.h"
 #if defined(__AVX512F__)
 #include "heads_avx512.h"
 #endif
@@ -42,10 +43,6 @@ inline Heads<Stored> heads_of(const Operand& o, int64_t row, int64_t head, int64
           static_cast<Stored*>(o.out) + row * j.row + head * j.head + token * j.token,
           i.head, j.head, i.channel, j.channel, count, ahead};
 }
-
-// Heads that are read side by side where they lie far apart: an L1 cache has 8 to 12 places for lines
-// whose addresses differ by a power of two.
-constexpr int64_t kStreams = 8;
 
 template <class F>
 inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t tokens, int64_t first,

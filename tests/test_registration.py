@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tightrope import RopeSpec, angles, nn, positions
+from tightrope.activations import ACTS
 from tightrope.backends import reference
 from tightrope.functional import (
     rotary_pos_embedding,
@@ -123,25 +124,41 @@ def test_raw_operators_see_gradients_in_lists_too() -> None:
         x.copy_(before)
 
 
-def test_reserved_arguments_are_refused_and_not_ignored() -> None:
+@pytest.mark.parametrize("operator", [schema.rotate, reference.compose])
+def test_what_a_form_does_not_say_is_refused_and_not_ignored(operator) -> None:
     x = noise(2, 3, 5, 8)
     words, *_ = arguments()
-    calls = [
-        {"form": schema.Form(start=1, **{name: 1}).pack(), "carried": None, "eps": 0.0}
-        for name in ("act", "gate", "numerics")
-    ]
-    for call in (
-        *calls,
-        {"form": 0, "carried": [x], "eps": 0.0},
-        {"form": schema.Form(learned=True).pack(), "carried": None, "eps": 0.0},
-        {"form": schema.Form(learned=True).pack(), "carried": [], "eps": 0.0},
-        {"form": schema.Form(learned=True).pack(), "carried": [x, x], "eps": 0.0},
-        {"form": 0, "carried": None, "eps": 1.0},
+    weight, log = noise(1, 8), noise(1, 1, 1, 1)
+
+    def code(**fields: int) -> int:
+        return schema.Form(start=1, **fields).pack()
+
+    norm = ACTS.index("rms_norm")
+    for form, carried, eps in (
+        (code(numerics=1), None, 0.0),
+        (code(act=len(ACTS)), None, 0.0),
+        (code(gate=3), [log], 0.0),
+        (code(), [x], 0.0),
+        (code(), None, 1.0),
+        (code(act=1), None, 1.0),
+        (code(act=1), [x], 0.0),
+        (code(act=1, direction=schema.TRANSPOSE), None, 0.0),
+        (code(act=1, direction=schema.TRANSPOSE), [x[:1]], 0.0),
+        (code(act=1, direction=schema.INVERSE), [x], 0.0),
+        (code(act=norm), None, 0.0),
+        (code(act=norm), [weight[:, :7]], 0.0),
+        (code(act=norm), [weight, weight], 0.0),
+        (code(gate=schema.LOG), None, 0.0),
+        (code(gate=schema.LOG), [log[0]], 0.0),
+        (code(gate=schema.LOG), [noise(1, 2, 1, 1)], 0.0),
+        (code(gate=schema.SLOPE), [weight[0]], 0.0),
+        (code(gate=schema.SLOPE), [noise(2, 8)], 0.0),
+        (code(learned=True), None, 0.0),
+        (code(learned=True), [], 0.0),
+        (code(learned=True), [x, x], 0.0),
     ):
-        form, *rest = call.values()
-        for operator in (schema.rotate, reference.compose):
-            with pytest.raises((NotImplementedError, RuntimeError), match="reserved"):
-                operator(x, None, words, None, None, 0, form, 1.0, *rest)
+        with pytest.raises((NotImplementedError, RuntimeError), match="tightrope"):
+            operator(x, None, words, None, None, 0, form, 1.0, carried, eps)
 
 
 def test_a_form_is_one_integer_and_back() -> None:

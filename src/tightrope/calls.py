@@ -119,7 +119,7 @@ def run(
     """The operator, once its arguments are checked: ``arguments`` is what follows q and k in the schema."""
     if backend is not None:
         _insist(operation, backend, q)
-    if backend == "reference" or _has_outer(arguments) or _has_tangents(q, k, arguments):
+    if backend == "reference" or _has_tangents(q, k, arguments):
         return reference.compose(q, k, *arguments)
     return autograd.differentiable(q, k, arguments)
 
@@ -134,13 +134,12 @@ def _run_into(
 ) -> None:
     if backend is not None:
         _insist(operation, backend, q)
-    if torch.compiler.is_compiling() and not _has_outer(arguments):
+    if torch.compiler.is_compiling():
         schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
     elif autograd.in_functorch():
         autograd.overwrite(outs, run(operation, q, k, arguments, backend))
-    elif backend == "reference" or _has_outer(arguments) or _has_tangents(q, k, arguments):
-        if not torch.compiler.is_compiling():
-            check_out_memory(operation, schema.present(q, k), outs)
+    elif backend == "reference" or _has_tangents(q, k, arguments):
+        check_out_memory(operation, schema.present(q, k), outs)
         autograd.overwrite(outs, reference.compose(q, k, *arguments))
     else:
         try:
@@ -231,15 +230,15 @@ def run_in_place(
     if backend is not None:
         _insist(operation, backend, q)
     xs = schema.present(q, k)
-    if torch.compiler.is_compiling() and not _has_outer(arguments):
+    if torch.compiler.is_compiling():
         # Whoever traces sees to memory. Without gradients the raw operator stays in place.
         if autograd.needs_grad(q, k, arguments):
             autograd.overwrite(xs, schema.rotate(q, k, *arguments))
         else:
             schema.rotate_(q, k, *arguments)
-    elif backend == "reference" or _has_outer(arguments) or _has_tangents(q, k, arguments):
+    elif backend == "reference" or _has_tangents(q, k, arguments):
         # Behind a transform memory is not what it seems; the transform sees to it.
-        if not autograd.in_functorch() and not torch.compiler.is_compiling():
+        if not autograd.in_functorch():
             check_in_place(operation, names, xs)
             if autograd.needs_grad(q, k, arguments):
                 check_in_place_grad(operation, names, xs)
@@ -395,11 +394,6 @@ def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any,
         isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
         for t in (q, k, *arguments, *(arguments[_CARRIED] or ()))
     )
-
-
-def _has_outer(arguments: tuple[Any, ...]) -> bool:
-    form = schema.form_of(arguments[_FORM])
-    return form.act != activations.NONE or form.gate != schema.NO_GATE
 
 
 def _insist(operation: str, backend: str, x: torch.Tensor) -> None:

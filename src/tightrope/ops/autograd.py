@@ -337,13 +337,14 @@ def _by_angles(
         some = [y.to(grad.dtype) for y, grad in zip(some, there)]
     else:
         some = [outputs[i] for i in which]
+    alone = form._replace(act=NONE, gate=NO_GATE)
     wanted = (ctx.by_position, ctx.by_frequency)
     source = (words, call.secondary, positions, call.offset)
     if again:
         frequencies = call.carried.frequencies
-        sums = gradients.by_angles(some, there, *source, form, *wanted, *frequencies)
+        sums = gradients.by_angles(some, there, *source, alone, *wanted, *frequencies)
     else:
-        sums = schema.angle_gradients(*pair(some), *pair(there), *source, form.pack(), *wanted)
+        sums = schema.angle_gradients(*pair(some), *pair(there), *source, alone.pack(), *wanted)
     by_position, by_frequency = sums
     return (
         gradients.sum_to(by_position, positions.shape).to(positions.dtype)

@@ -8,11 +8,13 @@ import torch
 
 from .. import activations, angles
 from . import gradients
-from .arguments import Call, carried_of
+from .arguments import Call, Carried, carried_of
 from .layouts import BY_CODE
 from .schema import (
     FORWARD,
+    LOG,
     NO_GATE,
+    SLOPE,
     SOURCES,
     WORDS,
     Form,
@@ -45,8 +47,7 @@ def compose(
     layout = BY_CODE[what.layout]
     views = [layout.to_bhsd(x) for x in present(q, k)]
     parts = carried_of(what, carried)
-    if any(len(part) not in (0, len(views)) for part in parts[1:]):
-        raise RuntimeError("tightrope::rotate: carried must hold one tensor for each of q and k")
+    _check(what, parts, views, [layout.to_bhsd(x) for x in parts.inputs], eps)
     call = Call(primary, secondary, positions, offset, what, amplitude, parts, eps)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     at = (positions, offset, what.ramp, views[0].shape[-2])
@@ -86,6 +87,34 @@ def compose(
                 y = activations.transpose(what.act, inside, y, weight, eps)
         ys.append(layout.from_bhsd(y.to(view.dtype)))
     return ys + by_weights
+
+
+def _check(
+    form: Form,
+    parts: Carried,
+    views: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    eps: float,
+) -> None:
+    """What kernels refuse too: sentences for users are worded before."""
+    if form.act >= len(activations.ACTS) or form.gate > SLOPE:
+        raise RuntimeError("tightrope::rotate: act and gate must be known")
+    if eps and form.act != activations.RMS_NORM:
+        raise RuntimeError("tightrope::rotate: eps is of a norm")
+    fits = all(len(part) in (0, len(views)) for part in parts[1:])
+    for i, view in enumerate(views if fits else ()):
+        heads, width = view.shape[1], view.shape[3]
+        if parts.weights:
+            shape = parts.weights[i].shape
+            fits &= len(shape) == 2 and shape[0] in (1, heads) and shape[1] == width
+        if parts.gates:
+            shape = parts.gates[i].shape
+            full = view.shape if form.gate == LOG else (heads, width)
+            fits &= len(shape) == len(full) and all(a in (1, b) for a, b in zip(shape, full))
+        if inputs:
+            fits &= inputs[i].shape == view.shape
+    if not fits:
+        raise RuntimeError("tightrope::rotate: carried must fit q and k")
 
 
 def _turn(

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from . import schema
+from .arguments import Carried, carried_of
+from .autograd import pair
 from .layouts import BY_CODE, BY_NAME
+
+# Where in what follows q and k in the schema.
+_CARRIED = 6
 
 
 def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
@@ -37,30 +42,73 @@ def _rotate(
     form: int,
     amplitude: float,
     carried: list[torch.Tensor] | None = None,
-    **named: Any,
+    eps: float = 0.0,
 ) -> tuple[list[torch.Tensor], list[int]]:
     size, dims = info.batch_size, in_dims[2:]
     what = schema.form_of(form)
+    parts = carried_of(what, carried)
+    mapped = carried_of(what, (dims[_CARRIED] if len(dims) > _CARRIED else None) or ())
+    norm_back = bool(parts.weights) and what.direction == schema.TRANSPOSE
+    slopes = mapped.gates if what.gate == schema.SLOPE else ()
+    if norm_back or any(dim is not None for dim in (*mapped.weights, *slopes)):
+        fixed = (q, k, primary, secondary, positions, offset, form, amplitude)
+        return _one_by_one(size, in_dims, (*fixed, carried), eps)
     layout = BY_CODE[what.layout]
-    views = [
-        layout.to_bhsd(_to_front(x, dim, size)) for x, dim in zip(schema.present(q, k), in_dims)
-    ]
-    rows = views[0].shape[1]
-    # Words are [axes, rows, ...] and positions too; tables are [rows, ...].
+
+    def in_rows(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return layout.to_bhsd(_to_front(x, dim, size)).flatten(0, 1)
+
+    xs = [in_rows(x, dim) for x, dim in zip(schema.present(q, k), in_dims)]
+    rows = xs[0].shape[0] // size if size else 0
+    # Words are [axes, rows, ...] and positions too; tables and gates are [rows, ...].
     axis = 1 if what.source == schema.WORDS else 0
+    gate_axis = None if what.gate == schema.SLOPE else 0
+    there = Carried(
+        _each(parts.frequencies, mapped.frequencies, size, rows, 1),
+        parts.weights,
+        parts.gates
+        if gate_axis is None
+        else _each(parts.gates, mapped.gates, size, rows, gate_axis),
+        tuple(in_rows(x, dim) for x, dim in zip(parts.inputs, mapped.inputs)),
+    )
     ys = schema.rotate(
-        views[0].flatten(0, 1),
-        views[1].flatten(0, 1) if len(views) > 1 else None,
+        *pair(xs),
         _in_rows(primary, dims[0], size, rows, axis),
         _in_rows(secondary, dims[1], size, rows, axis),
         _in_rows(positions, dims[2], size, rows, 1),
         offset,
         what._replace(layout=BY_NAME["bhsd"].code).pack(),
         amplitude,
-        carried and [_in_rows(t, dim, size, rows, 1) for t, dim in zip(carried, dims[6])],
-        **named,
+        there.flat(),
+        eps,
     )
     return [layout.from_bhsd(y.unflatten(0, (size, rows))) for y in ys], [0] * len(ys)
+
+
+def _each(
+    tensors: tuple[Any, ...], dims: tuple[Any, ...], size: int, rows: int, axis: int
+) -> tuple[Any, ...]:
+    return tuple(_in_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, dims))
+
+
+def _one_by_one(
+    size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], eps: float
+) -> tuple[list[torch.Tensor], list[int]]:
+    """A call for each, where a weight or a slope is mapped, of which the operator takes one."""
+
+    def of(value: Any, dim: Any, i: int) -> Any:
+        if isinstance(value, (list, tuple)):
+            dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(value)
+            return [of(one, own, i) for one, own in zip(value, dims)]
+        return (
+            value.select(dim, i) if isinstance(value, torch.Tensor) and dim is not None else value
+        )
+
+    calls = [
+        schema.rotate(*(of(a, dim, i) for a, dim in zip(arguments, in_dims)), eps)
+        for i in range(size)
+    ]
+    return [torch.stack(ys) for ys in zip(*calls)], [0] * len(calls[0])
 
 
 def _rotate_(

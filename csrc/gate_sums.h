@@ -1,0 +1,81 @@
+// Gradients by gates: Σ y·dy over all that shares an entry, times the position for slopes.
+//
+// One order, whatever the number of threads: as in angle_sums.h.
+#pragma once
+
+#include "outer.h"
+
+namespace tightrope {
+namespace TIGHTROPE_ISA {
+namespace {
+
+template <class F>
+inline void add_gates_of(const Problem& p, const GateSums& sums, int64_t item, int64_t row,
+                         int64_t token, typename F::Value* y, typename F::Value* g) {
+  using Stored = typename F::Stored;
+  using T = typename F::Value;
+  double position = 1.0;
+  if (sums.times_position) {
+    const Split at = position_at(p, 0, row, token);
+    position = at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
+  }
+  const int64_t n = p.head_dim;
+  const Operand& o = p.operand[0];
+  const Strides &i = o.in_stride, &j = o.out_stride;
+  const int64_t width = sums.channels_share ? 1 : n, heads = sums.heads_share ? 1 : o.heads;
+  const int64_t ends = sums.heads_share ? kHeadsTogether : 1;
+  double* __restrict to = sums.to + item * heads * width;
+  T* __restrict total = g + padded(n);
+  int64_t together = 0;
+  for (int64_t head = 0; head < o.heads; ++head) {
+    widen_row<F>(static_cast<const Stored*>(o.in) + row * i.row + head * i.head + token * i.token,
+                 i.channel, y, n);
+    widen_row<F>(static_cast<const Stored*>(o.out) + row * j.row + head * j.head + token * j.token,
+                 j.channel, g, n);
+    if (sums.channels_share) {
+      to[0] += position * double(dot(y, g, n));
+    } else {
+      const T *__restrict a = y, *__restrict b = g;
+      for (int64_t k = 0; k < n; ++k) total[k] = together == 0 ? a[k] * b[k] : fma_(a[k], b[k], total[k]);
+      if (++together == ends || head + 1 == o.heads) {
+        for (int64_t k = 0; k < n; ++k) to[k] += position * double(total[k]);
+        together = 0;
+      }
+    }
+    if (!sums.heads_share) to += width;
+  }
+}
+
+template <class F>
+void add_gates(const Problem& p, const GateSums& sums, void* memory, int64_t begin, int64_t end) {
+  using T = typename F::Value;
+  T* y = static_cast<T*>(memory);
+  T* g = y + padded(p.head_dim);
+  for (int64_t item = begin; item < end; ++item) {
+    if (sums.by_token) {
+      const int64_t token = item % p.tokens, rows = sums.rows_share ? p.rows : 1;
+      for (int64_t row = 0; row < rows; ++row)
+        add_gates_of<F>(p, sums, item, sums.rows_share ? row : item / p.tokens, token, y, g);
+      continue;
+    }
+    const int64_t sequence = item / sums.runs;
+    const int64_t from = (item - sequence * sums.runs) * sums.run;
+    const int64_t to = sums.sequence - from < sums.run ? sums.sequence : from + sums.run;
+    for (int64_t i = sequence * sums.sequence + from; i < sequence * sums.sequence + to; ++i)
+      add_gates_of<F>(p, sums, item, i / p.tokens, i % p.tokens, y, g);
+  }
+}
+
+}  // namespace
+
+void gate_loop(const Problem& p, const GateSums& sums, void* scratch, int64_t begin, int64_t end) {
+  switch (p.dtype) {
+    case Dtype::kFloat: return add_gates<Float>(p, sums, scratch, begin, end);
+    case Dtype::kDouble: return add_gates<Double>(p, sums, scratch, begin, end);
+    case Dtype::kBFloat16: return add_gates<BFloat16>(p, sums, scratch, begin, end);
+    case Dtype::kHalf: return add_gates<Half>(p, sums, scratch, begin, end);
+  }
+}
+
+}  // namespace TIGHTROPE_ISA
+}  // namespace tightrope
