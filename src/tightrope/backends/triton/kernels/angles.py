@@ -178,9 +178,10 @@ def from_tables(
     UNIT: tl.constexpr = VECTOR if VECTOR > 0 else 1
     cos_at = ((row * cos_row + head * cos_head + at * cos_token) * UNIT)[:, None] + cos_step
     sin_at = ((row * sin_row + head * sin_head + at * sin_token) * UNIT)[:, None] + sin_step
+    # Not what pads the pairs: sums over a head read it.
     nan = float("nan")
-    c = tl.load(cosines + cos_at, mask=mask, other=nan)
-    s = tl.load(sines + sin_at, mask=mask, other=nan)
+    c = tl.where(found[:, None], tl.load(cosines + cos_at, mask=mask, other=0.0), nan)
+    s = tl.where(found[:, None], tl.load(sines + sin_at, mask=mask, other=0.0), nan)
     if WIDE:
         cosine = c.to(tl.float64)
         sine = s.to(tl.float64)
