@@ -58,7 +58,9 @@ def run(made: Made) -> list[torch.Tensor]:
     return outs
 
 
-def assert_as_definition(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, wide: torch.Tensor) -> None:
+def assert_as_definition(
+    got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, wide: torch.Tensor
+) -> None:
     """Near a float64 result, in units of the largest channel of its head.
 
     Args:
@@ -86,7 +88,11 @@ def check(made: Made) -> None:
     if form.act and form.direction == 1:
         # f' of softmax and rms_norm takes differences of what comes back through the rotation.
         plain = form._replace(act=0)
-        carried = [] if form.gate == 0 else made.wide().arguments[6][len(made.xs) * (form.act == RMS_NORM) :][: len(made.xs)]
+        carried = (
+            []
+            if form.gate == 0
+            else made.wide().arguments[6][len(made.xs) * (form.act == RMS_NORM) :][: len(made.xs)]
+        )
         arguments = list(made.wide().arguments)
         arguments[4], arguments[6], arguments[7] = plain.pack(), carried or None, 0.0
         through = compose(made.wide().q, made.wide().k, *arguments)
@@ -152,7 +158,10 @@ def exact_words(base: float, rotary_dim: int) -> torch.Tensor:
 def test_angles_against_the_oracle(dtype: torch.dtype, interleaved: bool) -> None:
     omegas = oracle.frequencies(10000.0, 64)
     form = Form(interleaved=interleaved, ramp=False).pack()
-    for ids in (torch.tensor(FAR), torch.tensor([0.5, 1 / 3, -2.75, 1000.1, 65536.015625], dtype=torch.float64)):
+    for ids in (
+        torch.tensor(FAR),
+        torch.tensor([0.5, 1 / 3, -2.75, 1000.1, 65536.015625], dtype=torch.float64),
+    ):
         x = noise(1, 2, len(ids), 64, seed=1).to(dtype).to(DEVICE)
         at = ids[None, None].to(DEVICE)
         (y,) = operators().rotate(x, None, exact_words(10000.0, 64), None, at, 0, form, 1.0)
@@ -178,10 +187,14 @@ def test_turns_count_for_fractions() -> None:
     """ω = 2π and more, at half positions."""
     omegas = [2 * oracle.MP.pi, 5 * oracle.MP.pi, oracle.MP.mpf(100)]
     phases = [oracle.phase(omega) for omega in omegas]
-    word, turn = (torch.tensor([p[i] for p in phases], device=DEVICE)[None, None, None] for i in (0, 1))
+    word, turn = (
+        torch.tensor([p[i] for p in phases], device=DEVICE)[None, None, None] for i in (0, 1)
+    )
     ids = torch.tensor([0.5, 0.25, -7.125, 300.75], dtype=torch.float64)
     x = noise(1, 1, 4, 6, seed=1).float().to(DEVICE)
-    (y,) = operators().rotate(x, None, word, turn, ids[None, None].to(DEVICE), 0, Form(ramp=False).pack(), 1.0)
+    (y,) = operators().rotate(
+        x, None, word, turn, ids[None, None].to(DEVICE), 0, Form(ramp=False).pack(), 1.0
+    )
     exact = oracle.rotate(x.cpu(), ids[None], omegas)
     assert_rotated([Case(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 6))])
 
@@ -189,7 +202,9 @@ def test_turns_count_for_fractions() -> None:
 def test_what_is_no_number_stays_none() -> None:
     x = torch.ones(1, 1, 4, 8, device=DEVICE)
     ids = torch.tensor([[[1.0, math.nan, math.inf, -1e30]]], device=DEVICE)
-    (y,) = operators().rotate(x, None, words(1, 1, 1, 3), None, ids, 0, Form(ramp=False).pack(), 1.0)
+    (y,) = operators().rotate(
+        x, None, words(1, 1, 1, 3), None, ids, 0, Form(ramp=False).pack(), 1.0
+    )
     assert y[0, 0, 0].isfinite().all()
     assert y[0, 0, 1:, :6].isnan().all()
     assert (y[..., 6:] == 1).all()
@@ -239,7 +254,9 @@ def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
         assert_same_bits(again[1], want_k)
 
 
-def test_heads_shared_out_among_programs_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_shared_out_among_programs_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tightrope.backends.triton import blocks, rotation
 
     made = make({**PLAIN, "act": "silu", "gate": LOG})
@@ -253,13 +270,15 @@ def test_heads_shared_out_among_programs_have_the_same_bits(monkeypatch: pytest.
 def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
     """As a captured graph needs it: one tensor, whose value changes between replays."""
     made = make({**PLAIN, "positions": "per row"})
-    primary, secondary, ids, *rest = made.arguments
+    ids = made.arguments[2]
     assert ids is not None
     first = run(made)[0]
     ids.add_(1)
     second = run(made)[0]
     assert not torch.equal(first, second)
-    assert_same_bits(second[:, :, :-1], operators().rotate(made.q[:, :, :-1], None, *made.arguments)[0])
+    assert_same_bits(
+        second[:, :, :-1], operators().rotate(made.q[:, :, :-1], None, *made.arguments)[0]
+    )
 
 
 def test_rows_further_apart_than_32_bits() -> None:
@@ -268,7 +287,9 @@ def test_rows_further_apart_than_32_bits() -> None:
     view = torch.as_strided(x, (3, 1, 2, 8), (2**30 + 8, 8, 8, 1))
     view.copy_(noise(3, 1, 2, 8, seed=1))
     (y,) = operators().rotate(view, None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0)
-    (small,) = operators().rotate(view.clone(), None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0)
+    (small,) = operators().rotate(
+        view.clone(), None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0
+    )
     assert_same_bits(y, small)
     operators().rotate_(view, None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0)
     assert_same_bits(view.contiguous(), small)
@@ -291,9 +312,21 @@ def test_acts_over_their_whole_range(act: str) -> None:
         form = Form(act=ACTS.index(act), direction=direction).pack()
         grad = torch.ones_like(x)
         carried = [x] if direction else None
-        (y,) = operators().rotate(grad if direction else x, None, still, None, None, 0, form, 1.0, carried)
+        (y,) = operators().rotate(
+            grad if direction else x, None, still, None, None, 0, form, 1.0, carried
+        )
         wide = None if carried is None else [x.double().cpu()]
-        (want,) = compose((grad if direction else x).double().cpu(), None, still.cpu(), None, None, 0, form, 1.0, wide)
+        (want,) = compose(
+            (grad if direction else x).double().cpu(),
+            None,
+            still.cpu(),
+            None,
+            None,
+            0,
+            form,
+            1.0,
+            wide,
+        )
         got = y.cpu().double()
         largest = torch.finfo(torch.float32).max
         over = want.abs() > largest
@@ -320,8 +353,18 @@ def test_codes_are_those_of_the_schema() -> None:
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 @pytest.mark.parametrize("angles", AXES["angles"])
 def test_sums_by_angles(angles: str, dtype: torch.dtype) -> None:
-    for at, interleaved, direction in (("axes", False, 0), ("fractional", True, 1), ("offset", False, 2)):
-        case = {**PLAIN, "dtype": dtype, "angles": angles, "positions": at, "interleaved": interleaved}
+    for at, interleaved, direction in (
+        ("axes", False, 0),
+        ("fractional", True, 1),
+        ("offset", False, 2),
+    ):
+        case = {
+            **PLAIN,
+            "dtype": dtype,
+            "angles": angles,
+            "positions": at,
+            "interleaved": interleaved,
+        }
         case |= {"channels": (24, 4, 12), "direction": direction, "strides": "transposed"}
         made, grads = make(case), make(case)
         primary, secondary, ids, offset, form, *_ = made.arguments
@@ -365,11 +408,15 @@ def moduli_of(
     by_frequency: Any = 0.0
     for y, grad in zip(ys, grads, strict=True):
         y, grad = layout.to_bhsd(y), layout.to_bhsd(grad)
-        products = (y[..., first] * grad[..., second]).abs() + (y[..., second] * grad[..., first]).abs()
+        products = (y[..., first] * grad[..., second]).abs() + (
+            y[..., second] * grad[..., first]
+        ).abs()
         tokens = products.shape[2]
         place = torch.zeros(axes, 1, 1, dtype=torch.float64) if ids is None else ids.double()
         place = (place + offset + (torch.arange(tokens) if form.ramp else 0)).abs()
-        by_position = by_position + torch.stack([(products * omega[a]).sum((1, 3)) for a in range(axes)])
+        by_position = by_position + torch.stack(
+            [(products * omega[a]).sum((1, 3)) for a in range(axes)]
+        )
         full = products[None] * place[:, :, None, :, None].expand(axes, -1, -1, -1, -1)
         dims = [3, *([1] if rows == 1 else []), *([2] if heads == 1 else [])]
         by_frequency = by_frequency + full.sum(dims).reshape(primary.shape)
@@ -383,8 +430,10 @@ def test_sums_by_gates(gate: int, dtype: torch.dtype) -> None:
         for at in ("offset", "fractional"):
             case = {**PLAIN, "dtype": dtype, "gate": gate, "gate shape": kind, "positions": at}
             made = make(case | {"channels": (24, 4, 12), "strides": "transposed"})
-            primary, _, ids, offset, form, _, gates, _ = made.arguments
-            grads = [noise(*x.shape, seed=9 + i).to(dtype).to(DEVICE) for i, x in enumerate(made.xs)]
+            _, _, ids, offset, form, _, gates, _ = made.arguments
+            grads = [
+                noise(*x.shape, seed=9 + i).to(dtype).to(DEVICE) for i, x in enumerate(made.xs)
+            ]
             got = operators().gate_gradients(made.q, made.k, *grads, *gates, ids, offset, form)
             wide = made.wide()
             doubles = [grad.double().cpu() for grad in grads]
@@ -416,7 +465,9 @@ def test_edge_shapes(shape: tuple[int, ...]) -> None:
     x = noise(*shape, seed=1).float().to(DEVICE)
     for form in (Form(), Form(gate=LOG)):
         carried = [torch.zeros(1, 1, 1, 1, device=DEVICE)] if form.gate else None
-        (y,) = operators().rotate(x, None, words(1, 1, 1, 4), None, None, 3, form.pack(), 1.0, carried)
+        (y,) = operators().rotate(
+            x, None, words(1, 1, 1, 4), None, None, 3, form.pack(), 1.0, carried
+        )
         (want,) = compose(x, None, words(1, 1, 1, 4), None, None, 3, form.pack(), 1.0, carried)
         torch.testing.assert_close(y, want)
     sums = operators().angle_gradients(
@@ -425,7 +476,9 @@ def test_edge_shapes(shape: tuple[int, ...]) -> None:
     assert [tuple(s.shape) for s in sums] == [(1, shape[0], shape[2]), (1, 1, 1, 4)]
     weight = torch.ones(1, 8, device=DEVICE)
     form = Form(act=RMS_NORM, direction=1).pack()
-    found = operators().rotate(x, None, words(1, 1, 1, 4), None, None, 3, form, 1.0, [weight, x], 1e-6)
+    found = operators().rotate(
+        x, None, words(1, 1, 1, 4), None, None, 3, form, 1.0, [weight, x], 1e-6
+    )
     assert found[1].shape == weight.shape
     assert found[1].isfinite().all()
 
@@ -434,7 +487,9 @@ def test_what_is_left_to_the_definition() -> None:
     """No pairs, a head wider than a tile, float64 with an act: the same results, from elsewhere."""
     x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
     nothing = words(1, 1, 1, 4)[..., :0]
-    assert torch.equal(operators().rotate(x, None, nothing, None, None, 0, Form().pack(), 1.0)[0], x)
+    assert torch.equal(
+        operators().rotate(x, None, nothing, None, None, 0, Form().pack(), 1.0)[0], x
+    )
     silu = Form(act=ACTS.index("silu")).pack()
     arguments = (words(1, 1, 1, 4), None, None, 5, silu, 1.0)
     want = compose(x, None, *arguments)[0]
@@ -446,22 +501,51 @@ def test_what_is_left_to_the_definition() -> None:
     assert torch.equal(again, want)
     broad = noise(1, 1, 2, 5000, seed=1).float().to(DEVICE)
     arguments = (words(1, 1, 1, 2500), None, None, 5, Form().pack(), 1.0)
-    assert torch.equal(operators().rotate(broad, None, *arguments)[0], compose(broad, None, *arguments)[0])
+    assert torch.equal(
+        operators().rotate(broad, None, *arguments)[0], compose(broad, None, *arguments)[0]
+    )
     with pytest.raises(NotImplementedError, match="numerics is reserved"):
         operators().rotate(x, None, words(1, 1, 1, 4), None, None, 0, Form(numerics=1).pack(), 1.0)
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "words": (lambda x, w: (x, None, w.float(), None, None, 0, Form().pack(), 1.0), "words must be contiguous"),
-    "turns": (lambda x, w: (x, None, w, w[..., :1], None, 0, Form().pack(), 1.0), "words must be contiguous"),
+    "words": (
+        lambda x, w: (x, None, w.float(), None, None, 0, Form().pack(), 1.0),
+        "words must be contiguous",
+    ),
+    "turns": (
+        lambda x, w: (x, None, w, w[..., :1], None, 0, Form().pack(), 1.0),
+        "words must be contiguous",
+    ),
     "layout": (lambda x, w: (x[0], None, w, None, None, 0, Form().pack(), 1.0), "fit the layout"),
     "k": (lambda x, w: (x, x.double(), w, None, None, 0, Form().pack(), 1.0), "share a dtype"),
-    "tokens of k": (lambda x, w: (x, x[:, :, :1], w, None, None, 0, Form().pack(), 1.0), "share rows"),
-    "width": (lambda x, w: (x, None, w, None, None, 0, Form(start=2).pack(), 1.0), "outside the head"),
-    "rows": (lambda x, w: (x, None, words(1, 3, 1, 4), None, None, 0, Form().pack(), 1.0), "rows of angles"),
-    "heads": (lambda x, w: (x, None, words(1, 1, 3, 4), None, None, 0, Form().pack(), 1.0), "heads of angles"),
+    "tokens of k": (
+        lambda x, w: (x, x[:, :, :1], w, None, None, 0, Form().pack(), 1.0),
+        "share rows",
+    ),
+    "width": (
+        lambda x, w: (x, None, w, None, None, 0, Form(start=2).pack(), 1.0),
+        "outside the head",
+    ),
+    "rows": (
+        lambda x, _: (x, None, words(1, 3, 1, 4), None, None, 0, Form().pack(), 1.0),
+        "rows of angles",
+    ),
+    "heads": (
+        lambda x, _: (x, None, words(1, 1, 3, 4), None, None, 0, Form().pack(), 1.0),
+        "heads of angles",
+    ),
     "positions": (
-        lambda x, w: (x, None, w, None, torch.zeros(1, 1, 2, device=DEVICE), 0, Form(ramp=False).pack(), 1.0),
+        lambda x, w: (
+            x,
+            None,
+            w,
+            None,
+            torch.zeros(1, 1, 2, device=DEVICE),
+            0,
+            Form(ramp=False).pack(),
+            1.0,
+        ),
         "tokens of positions",
     ),
     "rows of positions": (
@@ -473,16 +557,38 @@ WRONG: dict[str, tuple[Any, str]] = {
         "positions must be",
     ),
     "dtype of positions": (
-        lambda x, w: (x, None, w, None, torch.zeros(1, 1, 1, device=DEVICE).bool(), 0, Form().pack(), 1.0),
+        lambda x, w: (
+            x,
+            None,
+            w,
+            None,
+            torch.zeros(1, 1, 1, device=DEVICE).bool(),
+            0,
+            Form().pack(),
+            1.0,
+        ),
         "dtype of positions",
     ),
-    "sines": (lambda x, w: (x, None, x, None, None, 0, Form(source=3).pack(), 1.0), "cosines without"),
+    "sines": (
+        lambda x, _: (x, None, x, None, None, 0, Form(source=3).pack(), 1.0),
+        "cosines without",
+    ),
     "gate": (
         lambda x, w: (x, None, w, None, None, 0, Form(gate=LOG).pack(), 1.0, [x[..., :3]]),
         "gates must be",
     ),
     "slopes": (
-        lambda x, w: (x, None, words(2, 1, 1, 4), None, None, 0, Form(gate=SLOPE).pack(), 1.0, [x[0, 0, :1]]),
+        lambda x, _: (
+            x,
+            None,
+            words(2, 1, 1, 4),
+            None,
+            None,
+            0,
+            Form(gate=SLOPE).pack(),
+            1.0,
+            [x[0, 0, :1]],
+        ),
         "positions of 1 axis",
     ),
     "weight": (
@@ -515,5 +621,7 @@ def test_overlapping_memory_is_refused() -> None:
         with pytest.raises(RuntimeError, match="memory overlaps"):
             operators().rotate_into(x, None, x, None, *arguments)
     fused = noise(2, 3, 4, 8, seed=1).float().to(DEVICE)
-    operators().rotate_(fused[:, :, :2].transpose(1, 2), fused[:, :, 2:].transpose(1, 2), *arguments)
+    operators().rotate_(
+        fused[:, :, :2].transpose(1, 2), fused[:, :, 2:].transpose(1, 2), *arguments
+    )
     assert form_of(Form().pack()).source == WORDS

@@ -33,7 +33,20 @@ def found() -> dict[str, Any]:
 
 # Kernels whose every access to a large tensor is of 16 bytes: name -> the loads that are not, which are
 # of phase words, positions and partial sums.
-WHOLE = ("bfloat16", "bfloat16 interleaved", "float32", "float32 interleaved", "slice", "silu", "softmax", "silu backward", "rms_norm", "log gate", "slopes", "tables")
+WHOLE = (
+    "bfloat16",
+    "bfloat16 interleaved",
+    "float32",
+    "float32 interleaved",
+    "slice",
+    "silu",
+    "softmax",
+    "silu backward",
+    "rms_norm",
+    "log gate",
+    "slopes",
+    "tables",
+)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -52,7 +65,9 @@ def test_registers_suffice_and_nothing_is_double() -> None:
             assert facts["spills"] == 0, (name, target)
             assert not facts["float64"], (name, target)
     plain = found()["compiled"]["bfloat16"]["sm_90"]
-    assert plain["registers"] <= 128  # four programs of 128 threads on a multiprocessor at the least
+    assert (
+        plain["registers"] <= 128
+    )  # four programs of 128 threads on a multiprocessor at the least
 
 
 def test_no_fast_approximations_and_no_atomics() -> None:

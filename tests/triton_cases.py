@@ -44,7 +44,16 @@ AXES: dict[str, Sequence[Any]] = {
     "channels": ((16, 0, 16), (24, 4, 12), (20, 6, 14), (128, 32, 64)),  # head_dim, start, rotated
     "layout": ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd"),
     "strides": ("contiguous", "transposed", "gaps", "channel step"),
-    "positions": ("none", "offset", "ids", "ids per row", "per row", "fractional", "axes", "tables"),
+    "positions": (
+        "none",
+        "offset",
+        "ids",
+        "ids per row",
+        "per row",
+        "fractional",
+        "axes",
+        "tables",
+    ),
     "angles": ("shared", "per row", "per head"),
     "act": ACTS,
     "gate": (0, LOG, SLOPE),
@@ -70,7 +79,11 @@ def allowed(case: Mapping[str, Any]) -> bool:
         return False
     if no_heads and (case.get("angles") == "per head" or case.get("k") == "fewer heads"):
         return False
-    return not (case.get("where") == "in place" and case.get("act") == "rms_norm" and case.get("direction") == 1)
+    return not (
+        case.get("where") == "in place"
+        and case.get("act") == "rms_norm"
+        and case.get("direction") == 1
+    )
 
 
 def covering(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
@@ -97,7 +110,10 @@ def covering(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str,
                 for i in range(len(axes[name])):
                     whole = {n: axes[n][at] for n, at in {**chosen, name: i}.items()}
                     if allowed(whole):
-                        new = sum(tuple(sorted(((name, i), o), key=_order(names))) in left for o in chosen.items())
+                        new = sum(
+                            tuple(sorted(((name, i), o), key=_order(names))) in left
+                            for o in chosen.items()
+                        )
                         fits.append((new, rng.random(), i))
                 if not fits:
                     break
@@ -144,7 +160,12 @@ class Made(NamedTuple):
 
         primary, secondary, positions, *rest = self.arguments
         # Positions are exact numbers in any dtype.
-        return Made(to(self.q), to(self.k), (to(primary), to(secondary), to(positions), *map(to, rest)), self.where)
+        return Made(
+            to(self.q),
+            to(self.k),
+            (to(primary), to(secondary), to(positions), *map(to, rest)),
+            self.where,
+        )
 
 
 ROWS, HEADS, TOKENS = 2, 3, 7
@@ -214,7 +235,10 @@ def make(case: Mapping[str, Any]) -> Made:
         offset = 1_000_003
     elif at in ("ids", "ids per row"):
         shape = (1, rows if at == "ids per row" else 1, TOKENS)
-        ids, ramp = torch.randint(0, 1 << 20, shape, generator=torch.Generator().manual_seed(3)), False
+        ids, ramp = (
+            torch.randint(0, 1 << 20, shape, generator=torch.Generator().manual_seed(3)),
+            False,
+        )
         ids = ids.to(torch.int32) if at == "ids" else ids
     elif at == "per row":
         ids = torch.tensor([5, 70_000]).reshape(1, rows, 1)
@@ -222,7 +246,10 @@ def make(case: Mapping[str, Any]) -> Made:
         ids, ramp = 1000 * noise(1, rows, TOKENS, seed=4), False
         ids = ids if case["interleaved"] else ids.float()
     elif at == "axes":
-        ids, ramp = torch.randint(0, 4096, (3, 1, TOKENS), generator=torch.Generator().manual_seed(3)), False
+        ids, ramp = (
+            torch.randint(0, 4096, (3, 1, TOKENS), generator=torch.Generator().manual_seed(3)),
+            False,
+        )
     elif at == "tables":
         source = 1 + (head_dim // 4) % 3
         length = TOKENS + 9
@@ -270,6 +297,15 @@ def make(case: Mapping[str, Any]) -> Made:
     return Made(
         q,
         k,
-        (primary, secondary, ids, offset, form.pack(), case["amplitude"], carried or None, 1e-6 if act == RMS_NORM else 0.0),
+        (
+            primary,
+            secondary,
+            ids,
+            offset,
+            form.pack(),
+            case["amplitude"],
+            carried or None,
+            1e-6 if act == RMS_NORM else 0.0,
+        ),
         case["where"],
     )

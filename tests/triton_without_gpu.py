@@ -117,7 +117,9 @@ def facts(target: str, source: Any, warps: int) -> dict[str, Any]:
         "registers": registers,
         "spills": stack + local,
         "float64": ".f64" in ptx,
-        "approximations": sorted(set(re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|rcp|div|sqrt)\.approx", ptx))),
+        "approximations": sorted(
+            set(re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|rcp|div|sqrt)\.approx", ptx))
+        ),
         "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
     }
 
@@ -183,7 +185,9 @@ def counted() -> dict[str, int]:
         rotate(torch.empty(2, n, 5, 128, dtype=torch.bfloat16), 3)
     count("rows and heads")
     for length in (1, 16, 17, 1000):
-        rotate(buffer[:length].transpose(0, 1)[None], 0, torch.zeros(1, 1, length, dtype=torch.int64))
+        rotate(
+            buffer[:length].transpose(0, 1)[None], 0, torch.zeros(1, 1, length, dtype=torch.int64)
+        )
     count("ids")
     wider = torch.empty(1, 4, 64, 136, dtype=torch.bfloat16)
     for start in (1, 2, 3, 4, 5, 6, 7):

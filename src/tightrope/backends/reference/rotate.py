@@ -12,6 +12,9 @@ from ...ops.checks import shares_memory
 from ...ops.definition import compose as compose
 from ...ops.schema import form_of, library, present
 
+#: The kinds of device whose tensors it rotates: none is left out.
+DEVICES: tuple[str, ...] = ()
+
 
 def why_not(x: torch.Tensor | None = None) -> str | None:
     """Nothing that the operator takes is beyond its definition."""

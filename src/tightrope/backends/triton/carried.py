@@ -26,8 +26,7 @@ def carried_values(
     """
     for part in (parts.weights, parts.gates, parts.inputs):
         require(
-            not part
-            or (len(part) == len(views) and all(x.device == device for x in part)),
+            not part or (len(part) == len(views) and all(x.device == device for x in part)),
             "carried must hold one tensor for each of q and k",
         )
     return {

@@ -123,9 +123,7 @@ def source_of(
         values["TABLE_VECTOR"] = vector
     require(rows in (1, views[0].rows), "rows of angles")
     require(all(heads in (1, view.heads) for view in views), "heads of angles")
-    require(
-        form.start + 2 * pairs <= views[0].channels, "rotated channels lie outside the head"
-    )
+    require(form.start + 2 * pairs <= views[0].channels, "rotated channels lie outside the head")
     values |= {"ROW_ANGLES": rows != 1, "HEAD_ANGLES": heads != 1, "POSITIONS": 0}
     if positions is not None:
         tokens = 1 if form.ramp else views[0].tokens

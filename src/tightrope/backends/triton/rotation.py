@@ -89,14 +89,14 @@ def run(
         gaps = tuple(end - ends[0] for end in ends)
         if gaps not in plan.apart:
             xs = [q] if k is None else [q, k]
-            require(
-                not shares_memory(outs, xs if whose == GIVEN else ()), "memory overlaps"
-            )
+            require(not shares_memory(outs, xs if whose == GIVEN else ()), "memory overlaps")
             if len(plan.apart) < _MOST:
                 plan.apart.add(gaps)
     partials = [q.new_empty(shape, dtype=torch.float32) for shape in plan.partials]
     out_q, out_k = outs[0], outs[1] if k is not None else None
-    norms = gates = inputs = ()
+    norms: tuple[torch.Tensor, ...] = ()
+    gates: tuple[torch.Tensor, ...] = ()
+    inputs: tuple[torch.Tensor, ...] = ()
     if carried and (plan.partials or form_of(form)[7:9] != (NONE, NO_GATE)):
         _, norms, gates, inputs = carried_of(form_of(form), carried)
         norms = tuple(norm.contiguous() for norm in norms)
@@ -156,7 +156,7 @@ def _plan(
     aligned: bool,
     arguments: tuple[Any, ...],
 ) -> _Plan | None:
-    primary, secondary, positions, offset, packed, amplitude, carried, eps = arguments
+    primary, secondary, positions, _, packed, amplitude, carried, eps = arguments
     form = form_of(packed)
     xs = [q] if k is None else [q, k]
     parts = carried_of(form, carried)
@@ -238,8 +238,6 @@ def _plan(
     kernel = kernels.rotate
     arguments_ = [values.get(name) for name in kernel.arg_names]
     grid = (tiles, -(-heads // chunk), 1)
-    launch = launcher(
-        kernel, grid, arguments_, frozenset(known), blocks.warps, q.device
-    )
+    launch = launcher(kernel, grid, arguments_, frozenset(known), blocks.warps, q.device)
     fixed = tuple(arguments_[kernel.arg_names.index("ramp") :])
     return _Plan(launch, fixed, tuple(partials), set())

@@ -109,8 +109,8 @@ def angle_sums(
         values |= {f"{name}_heads": view.heads}
         values |= strides_of(name, view, unit) | strides_of(f"grad_{name}", grad_view, unit)
     tensors = {
-        **{"y": y, "z": z, "grad_y": grad_y, "grad_z": grad_z, "words": words, "turns": turns},
-        **{"positions": positions, "by_position": by_position, "by_frequency": by_frequency},
+        "y": y, "z": z, "grad_y": grad_y, "grad_z": grad_z, "words": words, "turns": turns,
+        "positions": positions, "by_position": by_position, "by_frequency": by_frequency,
     }
     grid = (rows * tiles, source.heads, 1)
     large = frozenset(("y", "z", "grad_y", "grad_z") if aligned else ())
@@ -127,13 +127,13 @@ def _added(
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The second stage, in float64."""
-    wide = {"dtype": torch.float64, "device": device}
     if by_position is None:
-        of_positions = torch.empty((0, rows, tokens), **wide)
+        of_positions = torch.empty((0, rows, tokens), dtype=torch.float64, device=device)
     else:
         of_positions = by_position.sum(1, dtype=torch.float64)
     if by_frequency is None:
-        of_frequencies = torch.empty((0, source.rows, source.heads, source.pairs), **wide)
+        shape = (0, source.rows, source.heads, source.pairs)
+        of_frequencies = torch.empty(shape, dtype=torch.float64, device=device)
     else:
         of_frequencies = by_frequency.sum(1, dtype=torch.float64)
         if source.rows == 1:

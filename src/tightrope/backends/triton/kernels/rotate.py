@@ -106,17 +106,53 @@ def gate_head(
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     OTHER: tl.constexpr = START + (1 if INTERLEAVED else PAIRS)
     u = u * factor(
-        gate, at, inside, channel, high, low, START, STEP, PAIRS, BLOCK_P, KIND, INVERSE, WIDE,
+        gate,
+        at,
+        inside,
+        channel,
+        high,
+        low,
+        START,
+        STEP,
+        PAIRS,
+        BLOCK_P,
+        KIND,
+        INVERSE,
+        WIDE,
         UNIT,
     )
     v = v * factor(
-        gate, at, inside, channel, high, low, OTHER, STEP, PAIRS, BLOCK_P, KIND, INVERSE, WIDE,
+        gate,
+        at,
+        inside,
+        channel,
+        high,
+        low,
+        OTHER,
+        STEP,
+        PAIRS,
+        BLOCK_P,
+        KIND,
+        INVERSE,
+        WIDE,
         UNIT,
     )
     if START > 0:
         front = front * factor(
-            gate, at, inside, channel, high, low, 0, 1, START, BLOCK_F, KIND, INVERSE, WIDE,
-        UNIT,
+            gate,
+            at,
+            inside,
+            channel,
+            high,
+            low,
+            0,
+            1,
+            START,
+            BLOCK_F,
+            KIND,
+            INVERSE,
+            WIDE,
+            UNIT,
         )
     BEHIND: tl.constexpr = HEAD_DIM - START - 2 * PAIRS
     if BEHIND > 0:
@@ -188,9 +224,7 @@ def finish_head(
             BLOCK_B, INTERLEAVED, True, INPUT_VECTOR > 0, WIDE,
         )  # fmt: skip
         if ACT == SOFTMAX:
-            xu, xv, xf, xb = soft(
-                xu, xv, xf, xb, START, PAIRS, BEHIND, BLOCK_P, BLOCK_F, BLOCK_B
-            )
+            xu, xv, xf, xb = soft(xu, xv, xf, xb, START, PAIRS, BEHIND, BLOCK_P, BLOCK_F, BLOCK_B)
             mean = over_head(u * xu, v * xv, front * xf, back * xb, HAS_FRONT, HAS_BACK)
             u = xu * (u - mean)
             v = xv * (v - mean)
@@ -254,17 +288,13 @@ def store_sums(
     here = tl.full((1, 1), 1, tl.int1)
     u = _over_tokens(tl.where(inside, u, 0.0))
     v = _over_tokens(tl.where(inside, v, 0.0))
-    store_pairs(
-        partial, at, here, 1, u, v, START, PAIRS, 1, BLOCK_P, INTERLEAVED, True, False
-    )
+    store_pairs(partial, at, here, 1, u, v, START, PAIRS, 1, BLOCK_P, INTERLEAVED, True, False)
     if START > 0:
         front = _over_tokens(tl.where(inside, front, 0.0))
         store_segment(partial, at, here, 1, front, 0, START, BLOCK_F, True, False)
     if BEHIND > 0:
         back = _over_tokens(tl.where(inside, back, 0.0))
-        store_segment(
-            partial, at, here, 1, back, START + 2 * PAIRS, BEHIND, BLOCK_B, True, False
-        )
+        store_segment(partial, at, here, 1, back, START + 2 * PAIRS, BEHIND, BLOCK_B, True, False)
 
 
 @triton.jit

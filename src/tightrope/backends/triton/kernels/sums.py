@@ -183,9 +183,7 @@ def add_gates(
         mask = there & (channel < HEAD_DIM)
     if OVER_TOKENS:
         total = tl.reduce(total, 0, tl.standard._sum_combine)[None, :]
-        tl.store(
-            sums + (tile * heads_kept + own) * width + channel, total, mask=channel < width
-        )
+        tl.store(sums + (tile * heads_kept + own) * width + channel, total, mask=channel < width)
     else:
         to = ((row * tokens + token) * heads_kept + own)[:, None] * width + channel
         tl.store(sums + to, total, mask=mask)
