@@ -16,7 +16,8 @@ DEVICES = {"cuda": "CUDA", "xpu": "XPU"}
 #: The oldest Triton that the kernels are written for.
 OLDEST = (3, 4)
 
-_OPERATORS = ("rotate", "rotate_", "rotate_into", "angle_gradients", "gate_gradients")
+#: What is registered, by name.
+OPERATORS = ("rotate", "rotate_", "rotate_into", "angle_gradients", "gate_gradients")
 
 
 def _missing() -> str | None:
@@ -77,6 +78,6 @@ def register() -> None:
     """Register the kernels for the devices of :data:`DEVICES`; once, at import."""
     if _missing() is not None:
         return
-    for name in _OPERATORS:
+    for name in OPERATORS:
         for key in DEVICES.values():
             library.impl(name, _kernel(name), key)

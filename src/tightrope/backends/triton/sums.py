@@ -109,8 +109,15 @@ def angle_sums(
         values |= {f"{name}_heads": view.heads}
         values |= strides_of(name, view, unit) | strides_of(f"grad_{name}", grad_view, unit)
     tensors = {
-        "y": y, "z": z, "grad_y": grad_y, "grad_z": grad_z, "words": words, "turns": turns,
-        "positions": positions, "by_position": by_position, "by_frequency": by_frequency,
+        "y": y,
+        "z": z,
+        "grad_y": grad_y,
+        "grad_z": grad_z,
+        "words": words,
+        "turns": turns,
+        "positions": positions,
+        "by_position": by_position,
+        "by_frequency": by_frequency,
     }
     grid = (rows * tiles, source.heads, 1)
     large = frozenset(("y", "z", "grad_y", "grad_z") if aligned else ())
