@@ -32,9 +32,8 @@ _TYPES = {
 compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on tensors of any device."""
-    return not hasattr(kernels.rotate, "cache_key")
+#: Whether Triton's interpreter runs the kernels, on tensors of any device.
+INTERPRETED = not hasattr(kernels.rotate, "cache_key")
 
 
 def signature_of(kernel: Any, values: Values) -> tuple[str, ...]:
@@ -97,7 +96,7 @@ def launcher(
         warps: of a program.
         device: that is current when it is called.
     """
-    if is_interpreted():
+    if INTERPRETED:
         interpret: Callable[..., None] = kernel[grid]
         return interpret
     types = signature_of(kernel, values)
@@ -117,4 +116,4 @@ def launcher(
 
 def handle_of(x: torch.Tensor | None) -> Any:
     """A tensor as a launch takes it: its address, which costs less to read than the tensor."""
-    return x if x is None or is_interpreted() else x.data_ptr()
+    return x if x is None or INTERPRETED else x.data_ptr()

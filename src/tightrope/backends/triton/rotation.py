@@ -10,11 +10,11 @@ import torch
 from ...activations import NONE, RMS_NORM
 from ...ops.arguments import carried_of
 from ...ops.checks import shares_memory
-from ...ops.schema import NO_GATE, TRANSPOSE, form_of
+from ...ops.schema import NO_GATE, TRANSPOSE, Form, form_of
 from . import blocks as shapes, kernels
 from .carried import carried_values
 from .forms import amplitudes_of, require, slices_of, source_of, strides_of, unit_of, views_of
-from .launch import handle_of, is_interpreted, launcher
+from .launch import INTERPRETED, handle_of, launcher
 from .views import ACCESS, has_unit_channels, starts_aligned
 
 _Tensors = Sequence[torch.Tensor]
@@ -31,12 +31,14 @@ class _Plan(NamedTuple):
         fixed: those that follow the tensors.
         partials: the shapes of the sums for the gradients by weights: tiles, heads, channels.
         apart: distances between tensors at which they share no memory.
+        form: of a call that carries what the kernel reads; None if it carries nothing such.
     """
 
     launch: Callable[..., None] | None
     fixed: tuple[Any, ...] = ()
     partials: tuple[tuple[int, int, int], ...] = ()
     apart: set[tuple[int, ...]] = set()  # noqa: RUF012  (each plan is given its own)
+    form: Form | None = None
 
 
 # Plans by everything that they depend on, or why there is none.
@@ -60,58 +62,108 @@ def run(
     Returns:
         The gradients by weights, where the call has any; None if it is left to the definition.
     """
+    index = q.device.index
+    if index is not None and torch.accelerator.current_device_index() != index:
+        with torch.accelerator.device_index(index):
+            return run(q, k, outs, whose, arguments)
     primary, secondary, positions, offset, form, amplitude, carried, eps = arguments
-    ends = [q.data_ptr()] if k is None else [q.data_ptr(), k.data_ptr()]
+    q_at = where = q.data_ptr()
+    k_at = key_of_k = None
+    if k is not None:
+        k_at = k.data_ptr()
+        where |= k_at
+        key_of_k = (k.shape, k.stride(), k.dtype)
     if whose == GIVEN:
-        ends += [out.data_ptr() for out in outs]
-    where = 0
-    for end in ends:
-        where |= end
+        for out in outs:
+            where |= out.data_ptr()
+    words_at = primary.data_ptr()
     key = (
-        form, q.shape, q.stride(), q.dtype, q.device, where % ACCESS, whose, amplitude, eps,
-        None if k is None else (k.shape, k.stride(), k.dtype), _said(primary),
+        form, q.shape, q.stride(), q.dtype, index, where % ACCESS, whose, amplitude, eps, key_of_k,
+        primary.shape, primary.stride(), primary.dtype, words_at % ACCESS,
         None if secondary is None else _said(secondary),
         None if positions is None else (positions.shape, positions.stride(), positions.dtype),
         tuple(map(_said, carried)) if carried else None,
         tuple(map(_said, outs)) if whose == GIVEN else None,
     )  # fmt: skip
-    try:
-        plan = _plans[key]
-    except KeyError:
+    plan = _plans.get(key, _UNKNOWN)
+    if plan is _UNKNOWN:
         if len(_plans) >= _MOST:
             _plans.clear()
         plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, arguments)
     if plan is None:
         return None
+    if whose != NEW and plan.launch is not None:
+        _check_memory(plan, q, k, outs, whose)
+    if plan.form is not None:
+        return _run_carried(plan, plan.form, q, k, outs, arguments)
     if plan.launch is None:
-        return _sums(plan, q, k, arguments, ())
-    if whose != NEW:
-        gaps = tuple(end - ends[0] for end in ends)
-        if gaps not in plan.apart:
-            xs = [q] if k is None else [q, k]
-            require(not shares_memory(outs, xs if whose == GIVEN else ()), "memory overlaps")
-            if len(plan.apart) < _MOST:
-                plan.apart.add(gaps)
-    partials = [q.new_empty(shape, dtype=torch.float32) for shape in plan.partials]
+        return []
     out_q, out_k = outs[0], outs[1] if k is not None else None
-    norms: tuple[torch.Tensor, ...] = ()
-    gates: tuple[torch.Tensor, ...] = ()
-    inputs: tuple[torch.Tensor, ...] = ()
-    if carried and (plan.partials or form_of(form)[7:9] != (NONE, NO_GATE)):
-        _, norms, gates, inputs = carried_of(form_of(form), carried)
-        norms = tuple(norm.contiguous() for norm in norms)
-    tensors = (q, k, out_q, out_k, primary, secondary, positions)
-    more = (*_two(norms), *_two(gates), *_two(inputs), *_two(partials))
-    if is_interpreted():
-        plan.launch(*tensors, offset, *more, *plan.fixed)
+    if INTERPRETED:
+        tensors: tuple[Any, ...] = (q, k, out_q, out_k, primary, secondary, positions)
+    elif whose == IN_PLACE:
+        tensors = (q_at, k_at, q_at, k_at, words_at, handle_of(secondary), handle_of(positions))
     else:
-        index = q.device.index
-        if torch.accelerator.current_device_index() == index:
-            plan.launch(*map(handle_of, tensors), offset, *map(handle_of, more), *plan.fixed)
-        else:
-            with torch.accelerator.device_index(index):
-                plan.launch(*map(handle_of, tensors), offset, *map(handle_of, more), *plan.fixed)
-    return _sums(plan, q, k, arguments, partials)
+        tensors = (
+            q_at, k_at, out_q.data_ptr(), handle_of(out_k), words_at, handle_of(secondary),
+            handle_of(positions),
+        )  # fmt: skip
+    plan.launch(*tensors, offset, *_CARRIES_NOTHING, *plan.fixed)
+    return []
+
+
+_UNKNOWN: Any = object()
+_CARRIES_NOTHING = (None,) * 8
+
+
+def _check_memory(
+    plan: _Plan,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    outs: Sequence[torch.Tensor],
+    whose: int,
+) -> None:
+    """Refuse to write what is read elsewhere, or twice; one look for each distance of the tensors."""
+    xs = [q] if k is None else [q, k]
+    start = q.data_ptr()
+    gaps = tuple([x.data_ptr() - start for x in (xs if whose == IN_PLACE else [*xs, *outs])])
+    if gaps in plan.apart:
+        return
+    require(not shares_memory(outs, xs if whose == GIVEN else ()), "memory overlaps")
+    if len(plan.apart) < _MOST:
+        plan.apart.add(gaps)
+
+
+def _run_carried(
+    plan: _Plan,
+    form: Form,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    outs: Sequence[torch.Tensor],
+    arguments: tuple[Any, ...],
+) -> list[torch.Tensor]:
+    """A call with an act or a gate, and the gradients by its weights."""
+    primary, secondary, positions, offset, _, _, carried, _ = arguments
+    parts = carried_of(form, carried)
+    partials = [q.new_empty(shape, dtype=torch.float32) for shape in plan.partials]
+    if plan.launch is not None:
+        out_k = outs[1] if k is not None else None
+        norms = [norm.contiguous() for norm in parts.weights]
+        tensors = (q, k, outs[0], out_k, primary, secondary, positions)
+        more = (*_two(norms), *_two(parts.gates), *_two(parts.inputs), *_two(partials))
+        plan.launch(*map(handle_of, tensors), offset, *map(handle_of, more), *plan.fixed)
+    if form.act != RMS_NORM or form.direction != TRANSPOSE:
+        return []
+    if plan.launch is None:
+        return [torch.zeros_like(weight, dtype=torch.float32) for weight in parts.weights]
+    # The second stage: tiles in order, in float64.
+    found = []
+    for weight, partial in zip(parts.weights, partials, strict=True):
+        total = partial.sum(0, dtype=torch.float64)
+        if weight.shape[0] == 1:
+            total = total.sum(0, keepdim=True)
+        found.append(total.to(torch.float32))
+    return found
 
 
 def _said(x: torch.Tensor) -> tuple[Any, ...]:
@@ -123,29 +175,6 @@ def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tens
     if not found:
         return None, None
     return found[0], found[1] if len(found) > 1 else None
-
-
-def _sums(
-    plan: _Plan,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    arguments: tuple[Any, ...],
-    partials: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """The second stage: tiles in order, in float64."""
-    form, carried = form_of(arguments[4]), arguments[6]
-    if form.act != RMS_NORM or form.direction != TRANSPOSE:
-        return []
-    weights = carried_of(form, carried).weights
-    if plan.launch is None:
-        return [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
-    found = []
-    for weight, partial in zip(weights, partials, strict=True):
-        total = partial.sum(0, dtype=torch.float64)
-        if weight.shape[0] == 1:
-            total = total.sum(0, keepdim=True)
-        found.append(total.to(torch.float32))
-    return found
 
 
 def _plan(
@@ -208,7 +237,7 @@ def _plan(
         "REST": rest,
         "UNIT": has_unit_channels(every),
         "VECTOR": unit,
-        "BITS": is_interpreted(),
+        "BITS": INTERPRETED,
         "ACT": form.act,
         "GATE": form.gate,
         "DIRECTION": form.direction if heavy else 0,
@@ -233,11 +262,12 @@ def _plan(
         if form.act == RMS_NORM and form.direction == TRANSPOSE:
             values[f"partial_{name}"] = torch.float32
             partials.append((tiles, view.heads, head_dim))
+    carries = form if form.act != NONE or form.gate != NO_GATE else None
     if rows * tokens * heads * head_dim == 0:
-        return _Plan(None)
+        return _Plan(None, form=carries)
     kernel = kernels.rotate
     arguments_ = [values.get(name) for name in kernel.arg_names]
     grid = (tiles, -(-heads // chunk), 1)
     launch = launcher(kernel, grid, arguments_, frozenset(known), blocks.warps, q.device)
     fixed = tuple(arguments_[kernel.arg_names.index("ramp") :])
-    return _Plan(launch, fixed, tuple(partials), set())
+    return _Plan(launch, fixed, tuple(partials), set(), carries)

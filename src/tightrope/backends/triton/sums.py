@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ...ops.schema import FORWARD, SLOPE, WORDS, Form, form_of, present
 from . import blocks as shapes, kernels
 from .forms import Source, require, slices_of, source_of, strides_of, unit_of, views_of
-from .launch import handle_of, is_interpreted, launcher
+from .launch import INTERPRETED, handle_of, launcher
 from .views import View, has_unit_channels, starts_aligned
 
 
@@ -26,14 +27,13 @@ def _run(
     """Launch a kernel once."""
     types = {name: None if x is None else x.dtype for name, x in tensors.items()}
     by_type = [{**values, **types}.get(name) for name in kernel.arg_names]
-    launch = launcher(kernel, grid, by_type, aligned, warps, device)
     handles = {name: handle_of(x) for name, x in tensors.items()}
     arguments = [{**values, **handles}.get(name) for name in kernel.arg_names]
-    if is_interpreted():
-        launch(*arguments)
-    else:
-        with torch.accelerator.device_index(device.index):
-            launch(*arguments)
+    elsewhere = (
+        contextlib.nullcontext() if INTERPRETED else torch.accelerator.device_index(device.index)
+    )
+    with elsewhere:
+        launcher(kernel, grid, by_type, aligned, warps, device)(*arguments)
 
 
 def _views(
