@@ -97,6 +97,7 @@ def test_an_unknown_set_is_an_import_error(name: str) -> None:
         "test_gradients.py",
         "test_angle_gradients.py",
         "test_aliasing.py",
+        "test_activations.py",
     ],
 )
 def test_the_operator_under_each_set(file: str, name: str) -> None:

@@ -49,6 +49,31 @@ TABLE = {
         "absolute, of a cosine or sine",
         "five roundings to float64 (1.1e-16 at 1): remainder, 2π, their product, polynomial, oracle",
     ),
+    # --- f and P (issue 5) ---
+    "f and P, float64": Tolerance(
+        1e-12,
+        "of the largest number of a head vector",
+        "angles by words are within 1e-12 (above), which is far more than the roundings",
+    ),
+    "f and P, float32": Tolerance(
+        4e-6,
+        "of the largest number of a head vector",
+        "about twenty roundings of 6e-8 from exponential, division, sum, gate and rotation, and terms "
+        "that cancel in f'; sums over 20 tokens",
+    ),
+    "f and P, bfloat16": Tolerance(
+        2.0**-7,
+        "of the largest number of a head vector",
+        "one rounding is 2^-9; gradients of gates sum results that were rounded",
+    ),
+    "f and P, float16": Tolerance(
+        2.0**-10, "of the largest number of a head vector", "as bfloat16"
+    ),
+    "f, float32": Tolerance(
+        3e-6,
+        "relative, of each number",
+        "2 ulp, and as much again as the argument of an exponential near e^±88 has lost",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,

@@ -29,6 +29,10 @@ def differentiable(
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Functionalize:
         return schema.rotate(q, k, *arguments)  # type: ignore[no-any-return]
+    form = schema.form_of(arguments[_FORM]) if transform is not None else None
+    if form is not None and (form.act != NONE or form.gate != NO_GATE):
+        # Transforms follow plain torch wherever they are, and a weight that is mapped too.
+        return compose(q, k, *arguments)
     if transform is not None or needs_grad(q, k, arguments):
         return OutOfPlace.apply(q, k, *_flat(arguments))  # type: ignore[no-any-return, no-untyped-call]
     return raw(q, k, arguments)

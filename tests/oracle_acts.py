@@ -1,0 +1,78 @@
+"""f and P written out in float64, one formula each. Imports nothing from src.
+
+Derivatives are autograd's of these, so no formula of a derivative stands here.
+"""
+
+import math
+
+import torch
+
+ROOT_HALF = math.sqrt(0.5)
+
+
+def act(name: str, x: torch.Tensor) -> torch.Tensor:
+    """f of float64 x, by the textbook."""
+    one = torch.ones((), dtype=torch.float64)
+    if name == "relu":
+        return torch.where(x > 0, x, 0 * one)
+    if name == "sigmoid":
+        return 1 / (1 + torch.exp(-x))
+    if name == "silu":
+        return x / (1 + torch.exp(-x))
+    if name == "gelu":
+        return x * torch.special.ndtr(x)
+    if name == "elu":
+        return torch.where(x > 0, x, torch.expm1(torch.where(x > 0, 0 * one, x)))
+    if name == "relu2":
+        return torch.where(x > 0, x * x, 0 * one)
+    if name == "softplus":
+        return torch.log1p(torch.exp(x))
+    if name == "exp":
+        return torch.exp(x)
+    if name == "leaky_relu":
+        return torch.where(x > 0, x, x * 0.01)
+    if name == "tanh":
+        return (torch.exp(2 * x) - 1) / (torch.exp(2 * x) + 1)
+    if name == "sin":
+        return torch.sin(x)
+    if name == "cos":
+        return torch.cos(x)
+    if name == "softmax":
+        e = torch.exp(x)
+        return e / e.sum(-1, keepdim=True)
+    assert name == "none"
+    return x
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
+    """x (rows, heads, tokens, channels); weight (channels,) or (heads, channels)."""
+    length = torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    if weight is None:
+        return x / length
+    factor = weight + offset
+    return x / length * (factor if weight.dim() == 1 else factor[:, None])
+
+
+def turn(x: torch.Tensor, angle: torch.Tensor, start: int, interleaved: bool) -> torch.Tensor:
+    """Rotate x (rows, heads, tokens, channels) by angles (tokens, pairs), as complex numbers."""
+    pairs = angle.shape[-1]
+    if interleaved:
+        first = [start + 2 * k for k in range(pairs)]
+        second = [start + 2 * k + 1 for k in range(pairs)]
+    else:
+        first = [start + k for k in range(pairs)]
+        second = [start + pairs + k for k in range(pairs)]
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    u, v = x[..., first], x[..., second]
+    columns = list(x.unbind(-1))
+    for k in range(pairs):
+        columns[first[k]] = u[..., k] * cos[:, k] - v[..., k] * sin[:, k]
+        columns[second[k]] = u[..., k] * sin[:, k] + v[..., k] * cos[:, k]
+    return torch.stack(columns, -1)
+
+
+def angles(tokens: int, offset: int, rotary_dim: int, base: float = 10000.0) -> torch.Tensor:
+    """Of positions offset … offset + tokens − 1, (tokens, pairs)."""
+    where = torch.arange(tokens, dtype=torch.float64) + offset
+    k = torch.arange(rotary_dim // 2, dtype=torch.float64)
+    return where[:, None] * base ** (-2 * k / rotary_dim)

@@ -1,0 +1,358 @@
+"""f and P of the operator, forward and back, against formulas in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import oracle_acts
+import tolerances
+from matrix import both_pairings, every_backend, every_dtype
+from tightrope import RopeSpec, gates
+from tightrope.activations import ACTS, RMSNorm
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+
+NAMES = ACTS[1:-1]
+OFFSET = 7
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
+
+
+def assert_outer(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str = "") -> None:
+    """Near, in units of the largest number of a head vector."""
+    assert got.shape == want.shape
+    bound = tolerances.value(f"f and P, {str(dtype)[6:]}")
+    size = want.abs().amax(-1, keepdim=True)
+    error = ((got.double() - want).abs() / size.clamp(min=1e-30)).max().item()
+    assert error <= bound, (what, error)
+
+
+def wanted(x, name, spec, log=None, weight=None, eps=1e-6, offset=0.0):
+    """The oracle: x and others are float64."""
+    inside = (
+        oracle_acts.norm(x, weight, eps, offset) if name == "rms_norm" else oracle_acts.act(name, x)
+    )
+    angle = oracle_acts.angles(x.shape[2], OFFSET, spec.rotary_dim)
+    y = oracle_acts.turn(inside, angle, spec.start, spec.interleaved)
+    return y if log is None else y * torch.exp(log)
+
+
+@every_backend
+@every_dtype
+@both_pairings
+@pytest.mark.parametrize("name", NAMES)
+def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
+    """Over a slice, and over heads of which a tail of a vector is left."""
+    spec = RopeSpec(38, start=3, rotary_dim=30, interleaved=interleaved)
+    x = (3 * noise(2, 3, 4, 38)).to(dtype)
+    dy = noise(2, 3, 4, 38, seed=1, dtype=dtype)
+    exact = x.double().requires_grad_()
+    want = wanted(exact, name, spec)
+    (slope,) = torch.autograd.grad(want, exact, dy.double())
+    # Strides of a fused projection, and channels that do not lie side by side.
+    for view in (
+        x.transpose(1, 2).contiguous().transpose(1, 2),
+        x.repeat_interleave(2, -1)[..., ::2],
+    ):
+        leaf = view.detach().requires_grad_()
+        y = rotate(leaf, spec, OFFSET, act=name, backend=backend)
+        assert_outer(y, want.detach(), dtype, name)
+        (got,) = torch.autograd.grad(y, leaf, dy)
+        assert_outer(got, slope, dtype, f"{name}'")
+        changed = view.clone(memory_format=torch.preserve_format)
+        rotate_(changed, spec, OFFSET, act=name, backend=backend)
+        if backend == "cpu":
+            assert torch.equal(changed, y)
+        else:  # torch's own functions round by strides
+            assert_outer(changed, want.detach(), dtype, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_far_values(name) -> None:
+    """Where a formula would overflow, cancel or run out of digits."""
+    spec = RopeSpec(40, rotary_dim=2)
+    top = 80.0 if name in ("exp", "softplus") else 700.0
+    x = torch.linspace(-top, top, 40, dtype=torch.float32)[None, None, None]
+    if name in ("sin", "cos"):
+        x = x * 1e4
+    leaf = x.clone().requires_grad_()
+    y = rotate(leaf, spec, act=name)
+    y.sum().backward()
+    exact = x.double().requires_grad_()
+    want = oracle_acts.act(name, exact.clamp(-300, 300) if name == "tanh" else exact)
+    want.sum().backward()
+    tail = tolerances.value("f, float32")
+    # Position 0 does not turn, so every element is by itself.
+    assert bool(((y.double() - want).abs() <= tail * want.abs() + 1e-30).all()), name
+    assert bool(leaf.grad.isfinite().all())
+
+
+def test_no_number_stays_none() -> None:
+    for name in NAMES:
+        x = torch.full((1, 1, 2, 8), torch.nan)
+        x[0, 0, 1] = 1.0
+        y = rotate(x, RopeSpec(8), act=name)
+        assert bool(y[0, 0, 0].isnan().all()), name
+        assert bool(y[0, 0, 1].isfinite().all()), name
+
+
+@every_backend
+@every_dtype
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_norms_with_their_gradients(per_head, unit_offset, dtype, backend) -> None:
+    """q and k of different weights, in one call; grouped heads."""
+    spec = RopeSpec(38, start=2, rotary_dim=34)
+    q, k = noise(2, 4, 5, 38, dtype=dtype), noise(2, 2, 5, 38, seed=1, dtype=dtype)
+    shapes = ((4, 38), (2, 38)) if per_head else ((38,), (38,))
+    weights = [noise(*shape, seed=2 + i).float().requires_grad_() for i, shape in enumerate(shapes)]
+    grads = [noise(*x.shape, seed=5 + i, dtype=dtype) for i, x in enumerate((q, k))]
+    leaves = [x.clone().requires_grad_() for x in (q, k)]
+    norms = [RMSNorm(w, 1e-3, unit_offset) for w in weights]
+    ys = rotate_qk(*leaves, spec, OFFSET, act=tuple(norms), backend=backend)
+    found = torch.autograd.grad(ys, (*leaves, *weights), grads)
+    for i, x in enumerate((q, k)):
+        exact, weight = x.double().requires_grad_(), weights[i].detach().double().requires_grad_()
+        want = wanted(exact, "rms_norm", spec, None, weight, 1e-3, float(unit_offset))
+        slopes = torch.autograd.grad(want, (exact, weight), grads[i].double())
+        assert_outer(ys[i], want.detach(), dtype)
+        assert_outer(found[i], slopes[0], dtype)
+        assert_outer(found[2 + i], slopes[1], torch.float32)
+
+
+def test_a_norm_without_a_weight_and_with_nothing_to_sum() -> None:
+    spec, x = RopeSpec(16), noise(2, 3, 4, 16)
+    want = wanted(x, "rms_norm", spec)
+    assert_outer(rotate(x, spec, OFFSET, act=RMSNorm()), want, torch.float64)
+    weight = torch.ones(16, requires_grad=True)
+    empty = torch.zeros(1, 3, 0, 16, requires_grad=True)
+    rotate(empty, spec, act=RMSNorm(weight)).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(16))
+
+
+def gate_cases():
+    """Name -> (tensor, gate of it, logarithm of it for q (rows, heads, tokens, channels))."""
+    where = torch.arange(5.0).double()[:, None] + OFFSET
+    return {
+        "exp": (0.3 * noise(3, 38, seed=8), gates.Exp, lambda g: g[:, None]),
+        "exp of channels": (0.3 * noise(38, seed=8), gates.Exp, lambda g: g),
+        "exp of heads": (0.3 * noise(3, 1, seed=8), gates.Exp, lambda g: g[:, None]),
+        "slope": (0.1 * noise(3, 38, seed=8), gates.Slope, lambda g: g[:, None] * where),
+        "slope of channels": (0.1 * noise(38, seed=8), gates.Slope, lambda g: g * where),
+        "given": (0.3 * noise(2, 5, 3, 38, seed=8), gates.Given, lambda g: g.transpose(1, 2)),
+        "given of tokens": (
+            0.3 * noise(5, 1, 1, seed=8),
+            gates.Given,
+            lambda g: g[None].transpose(1, 2),
+        ),
+        "given, shared by rows": (
+            0.3 * noise(5, 3, 38, seed=8),
+            gates.Given,
+            lambda g: g[None].transpose(1, 2),
+        ),
+        "scalar": (noise(1, seed=8)[0].abs() + 0.5, gates.Scalar, torch.log),
+    }
+
+
+@every_backend
+@every_dtype
+@pytest.mark.parametrize("name", gate_cases())
+def test_gates_with_their_gradients(name, dtype, backend) -> None:
+    """And the inverse, which divides."""
+    values, make, log = gate_cases()[name]
+    spec = RopeSpec(38, start=2, rotary_dim=34, interleaved=True)
+    x, dy = noise(2, 3, 5, 38, dtype=dtype), noise(2, 3, 5, 38, seed=1, dtype=dtype)
+    inside = torch.float64 if dtype == torch.float64 else torch.float32
+    values = values.to(inside)
+    leaf, parameter = x.clone().requires_grad_(), values.clone().requires_grad_()
+    y = rotate(leaf, spec, OFFSET, gate=make(parameter), backend=backend)
+    found = torch.autograd.grad(y, (leaf, parameter), dy)
+    exact, same = x.double().requires_grad_(), values.double().requires_grad_()
+    want = wanted(exact, "none", spec, log(same))
+    slopes = torch.autograd.grad(want, (exact, same), dy.double())
+    assert_outer(y, want.detach(), dtype)
+    assert_outer(found[0], slopes[0], dtype)
+    # y is rounded before it is summed.
+    size = max(1.0, slopes[1].abs().max().item())
+    assert_outer(found[1] / size + 1, slopes[1] / size + 1, dtype)
+    back = rotate(
+        want.detach().to(dtype), spec, OFFSET, gate=make(values), inverse=True, backend=backend
+    )
+    assert_outer(back, x.double(), dtype)
+
+
+@pytest.mark.parametrize("act", ["silu", "softmax", "gelu", "sin", "norm"])
+@pytest.mark.parametrize("kind", ["exp", "slope"])
+def test_gradcheck_of_all_together(act, kind) -> None:
+    """x, weight, gate, frequencies and positions at once; twice differentiated, and forward mode."""
+    spec = RopeSpec(6, rotary_dim=4)
+    x, weight = noise(1, 2, 3, 6).requires_grad_(), noise(6, seed=1).requires_grad_()
+    gate = (0.1 * noise(2, 6, seed=2)).requires_grad_()
+    theta = torch.tensor([0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0.5, 2.25, 3.0], dtype=torch.float64, requires_grad=True)
+
+    def run(x, weight, gate, theta, ids, inverse=False):
+        f = RMSNorm(weight) if act == "norm" else act
+        made = gates.Exp(gate) if kind == "exp" else gates.Slope(gate)
+        f = None if inverse else f
+        return rotate(x, spec, ids, act=f, gate=made, inv_freq=theta, inverse=inverse)
+
+    all_ = (x, weight, gate, theta, ids)
+    assert torch.autograd.gradcheck(run, all_, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda x, w, g, t: run(x, w, g, t, ids.detach()), all_[:4])
+    if act == "silu":
+        assert torch.autograd.gradcheck(
+            lambda x, g, t: run(x, weight, g, t, ids, True), (x, gate, theta)
+        )
+        fixed = ids.detach()
+        assert torch.autograd.gradcheck(
+            lambda x, g: run(x, weight, g, theta.detach(), fixed),
+            (x, gate),
+            check_batched_grad=True,
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    act=st.sampled_from(NAMES),
+    heads=st.integers(1, 4),
+    tokens=st.integers(0, 40),
+    half=st.integers(1, 40),
+    interleaved=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_bits_depend_on_the_token_alone(act, heads, tokens, half, interleaved, dtype) -> None:
+    """Not on layout, strides, threads, place, neighbours, nor on decoding one by one."""
+    spec = RopeSpec(2 * half, interleaved=interleaved)
+    x = noise(2, heads, tokens, 2 * half, dtype=dtype)
+    weight = noise(2 * half, seed=3)
+    slope = gates.Slope(0.01 * noise(2 * half, seed=4))
+    for f, gate in ((act, None), (RMSNorm(weight), slope)):
+        y = rotate(x, spec, OFFSET, act=f, gate=gate)
+        for layout, turned in (("bshd", x.transpose(1, 2)), ("sbhd", x.permute(2, 0, 1, 3))):
+            got = rotate(turned.contiguous(), spec, OFFSET, layout=layout, act=f, gate=gate)
+            back = got.transpose(1, 2) if layout == "bshd" else got.permute(1, 2, 0, 3)
+            assert torch.equal(back, y)
+        spread = x.repeat_interleave(2, -1)[..., ::2]
+        assert torch.equal(rotate(spread, spec, OFFSET, act=f, gate=gate), y)
+        assert torch.equal(rotate_(x.clone(), spec, OFFSET, act=f, gate=gate), y)
+        both = rotate_qk(x, x[:, :1], spec, OFFSET, act=f, gate=gate)
+        assert torch.equal(both[0], y)
+        assert torch.equal(both[1], y[:, :1])
+        if tokens:
+            one = rotate(x[1:, :, -1:], spec, OFFSET + tokens - 1, act=f, gate=gate)
+            assert torch.equal(one, y[1:, :, -1:])
+
+
+def test_sums_are_the_same_for_any_number_of_threads() -> None:
+    spec = RopeSpec(64)
+    x = noise(2, 4, 300, 64, dtype=torch.float32)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            weight, gamma = (
+                torch.ones(64, requires_grad=True),
+                torch.zeros(4, 64, requires_grad=True),
+            )
+            for turned in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+                y = rotate(turned, spec, act=RMSNorm(weight), gate=gates.Exp(gamma))
+                found.append(torch.autograd.grad(y, (weight, gamma), x))
+    finally:
+        torch.set_num_threads(before)
+    for by_weight, by_gamma in found[1:]:
+        assert torch.equal(by_weight, found[0][0])
+        assert torch.equal(by_gamma, found[0][1])
+
+
+def test_kinds_that_differ_and_kinds_of_none() -> None:
+    spec, q, k = RopeSpec(8), noise(1, 2, 3, 8), noise(1, 1, 3, 8, seed=1)
+    gate = gates.Exp(noise(8, seed=2))
+    y, z = rotate_qk(q, k, spec, act=("silu", None), gate=(None, gate))
+    assert torch.equal(y, rotate(q, spec, act="silu"))
+    assert torch.equal(z, rotate(k, spec, gate=gate))
+    outs = torch.empty_like(q), torch.empty_like(k)
+    rotate_qk(q, k, spec, act=("silu", None), gate=(None, gate), out=outs)
+    assert torch.equal(outs[0], y)
+    assert torch.equal(outs[1], z)
+    assert torch.equal(rotate(q, spec, act="none"), rotate(q, spec))
+    a, b = q.clone(), k.clone()
+    rotate_qk_(a, b, spec, act=("silu", None), gate=(None, gate))
+    assert torch.equal(a, y)
+    assert torch.equal(b, z)
+    # xPos said once is opposite for keys.
+    xpos = gates.XPos(0)
+    y, z = rotate_qk(q, k, spec, 5, gate=xpos)
+    assert torch.equal(z, rotate(k, spec, 5, gate=xpos.for_keys()))
+
+
+def test_in_place_under_grad_and_compiled_and_mapped() -> None:
+    spec, weight = RopeSpec(8), noise(8, seed=1).requires_grad_()
+    gamma = noise(8, seed=2).requires_grad_()
+    x = noise(2, 2, 3, 8).requires_grad_()
+    for act, gate in (("silu", None), (RMSNorm(weight), None), (RMSNorm(weight), gates.Exp(gamma))):
+        leaves = (x, *((weight,) if act != "silu" else ()), *((gamma,) if gate else ()))
+        want = torch.autograd.grad(rotate(x, spec, act=act, gate=gate).square().sum(), leaves)
+        got = torch.autograd.grad(rotate_(x * 1, spec, act=act, gate=gate).square().sum(), leaves)
+        for one, other in zip(want, got, strict=True):
+            assert torch.allclose(one, other, atol=1e-14)
+
+    def run(x, weight, gamma):
+        return rotate(x, spec, act=RMSNorm(weight), gate=gates.Slope(gamma))
+
+    many = noise(3, 8, seed=4), noise(3, 8, seed=5)
+    mapped = torch.vmap(run, (None, 0, 0))(x, *many)
+    for i in range(3):
+        assert torch.allclose(mapped[i], run(x, many[0][i], many[1][i]), atol=1e-14)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    leaves = (x, weight, gamma)
+    want = torch.autograd.grad(run(*leaves).square().sum(), leaves)
+    got = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
+    for one, other in zip(want, got, strict=True):
+        assert torch.allclose(one, other, atol=1e-13)
+
+
+X = torch.zeros(1, 2, 3, 8)
+ERRORS = {
+    "[rotate] act must be one of none, relu": lambda: rotate(X, RopeSpec(8), act="swish"),
+    "[rotate] act must be None, one of none": lambda: rotate(X, RopeSpec(8), act=3),
+    "[rotate] act must carry the weight of a norm": lambda: rotate(X, RopeSpec(8), act="rms_norm"),
+    "[rotate] act must be one, not a pair": lambda: rotate(X, RopeSpec(8), act=("silu", None)),
+    "[rotate] gate must be one, not a pair": lambda: rotate(X, RopeSpec(8), gate=(None, None)),
+    "[rotate_qk] act must be one, or a pair for q and k, but got 3": lambda: rotate_qk(
+        X, X, RopeSpec(8), act=("silu",) * 3
+    ),
+    "[rotate] gate must be None, a gate": lambda: rotate(X, RopeSpec(8), gate=2.0),
+    "[rotate] inverse must be False with an act": lambda: rotate(
+        X, RopeSpec(8), act="exp", inverse=True
+    ),
+    "[rotate] the weight of RMSNorm for x must have shape (8,) or (2, 8)": lambda: rotate(
+        X, RopeSpec(8), act=RMSNorm(torch.ones(7))
+    ),
+    "[RMSNorm] weight must be a floating tensor": lambda: RMSNorm(torch.ones(3, dtype=torch.int64)),
+    "[RMSNorm] weight must have shape": lambda: RMSNorm(torch.ones(1, 2, 3)),
+    "[RMSNorm] eps must be a number": lambda: RMSNorm(eps="1"),
+    "[RMSNorm] eps must be finite and at least 0": lambda: RMSNorm(eps=-1.0),
+    "[RMSNorm] unit_offset must be a bool": lambda: RMSNorm(unit_offset=1),
+    "[rotate] the gate Exp must have 1 or 2 heads for x but got 3": lambda: rotate(
+        X, RopeSpec(8), gate=gates.Exp(torch.zeros(3, 8))
+    ),
+    "[rotate] the gate Slope must have 1 or 2 heads for x but got 3": lambda: rotate(
+        X, RopeSpec(8), gate=gates.Slope(torch.zeros(3, 8))
+    ),
+    "[rotate] out has no gradient, and act or gate require one": lambda: rotate(
+        X, RopeSpec(8), gate=gates.Exp(torch.zeros(8, requires_grad=True)), out=torch.empty_like(X)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_sentences(text: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        ERRORS[text]()
+    assert str(caught.value).startswith(text)
+    assert str(caught.value).endswith(".")
