@@ -98,6 +98,8 @@ def definition_compiled(case: Case, device: torch.device) -> Call:
     """The definition as torch.compile fuses it."""
     if case.work in ("training", "frequencies"):
         raise AbsentError("its backward is compiled only inside of a model")
+    if case.work == "in place":
+        raise AbsentError("in place it is the kernel that is compiled, not the definition")
     return torch.compile(ours(case, device, "reference"))
 
 
