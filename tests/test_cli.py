@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import tightrope
 from tightrope import RopeSpec
-from tightrope.cli import _text, _timings, app
+from tightrope.cli import _polar, _text, _timings, app
 from tightrope.cli._console import Ticker
 from tightrope.cli._interrupt import Interrupt
+from tightrope.cli._model import ModelSize
 from tightrope.cli._rotations import EagerRotation, TightropeRotation
 from tightrope.cli._words import duration
 
@@ -89,13 +90,81 @@ def test_demo_times_every_case(demo: tuple[dict[str, Any], str]) -> None:
         assert min(case[f"{name}_seconds"] for name in ("tightrope", "eager", "neg")) > 0
 
 
+def test_demo_trains_polar_attention_beside_plain(demo: tuple[dict[str, Any], str]) -> None:
+    polar = demo[0]["polar"]
+    assert polar["steps"] == 12
+    assert set(polar["runs"]) == {"polar", "plain RoPE"}
+    for run in polar["runs"].values():
+        assert len(run["losses"]) == len(run["step_seconds"]) == 12
+        assert run["losses"][-1] < run["losses"][0]
+        places, stretches = run["nats_per_byte_by_position"], run["nats_per_byte_by_stretch"]
+        assert len(places) == 4 * polar["model"]["context"]
+        assert len(stretches) == 4
+        assert sum(stretches) / 4 == pytest.approx(sum(places) / len(places))
+        assert 0 < max(places) < run["losses"][0]
+    first, second = (run["losses"] for run in polar["runs"].values())
+    assert first != second
+
+
+def test_demo_gates_learn(demo: tuple[dict[str, Any], str]) -> None:
+    polar = demo[0]["polar"]
+    model = polar["model"]
+    assert len(polar["half_distances"]) == model["head_dim"] // 2
+    for pair in polar["half_distances"]:
+        assert len(pair) == model["layers"] * model["heads"]
+        assert all(0 < distance < 100 for distance in pair)
+    every = {distance for pair in polar["half_distances"] for distance in pair}
+    assert len(every) == model["head_dim"] // 2 * model["layers"] * model["heads"]
+
+
+def test_models_of_the_second_part_begin_alike() -> None:
+    contest = _polar.set_up(ModelSize(layers=2, heads=2, head_dim=8, context=8, batch=1), seed=0)
+    gated, plain = (dict(run.model.named_parameters()) for run in contest.race.runs)
+    assert plain.keys() < gated.keys()
+    assert all(torch.equal(gated[name], weight) for name, weight in plain.items())
+    assert {name.rsplit(".")[-1] for name in gated.keys() - plain.keys()} == {"gamma", "log_rate"}
+
+
+def test_a_pair_decays_by_its_rate() -> None:
+    size = ModelSize(layers=1, heads=1, head_dim=2, context=4, batch=1)
+    attention = _polar.PolarAttention(size, gated=True)
+    assert attention.log_rate is not None
+    with torch.no_grad():
+        # Rotated back beforehand, all queries and keys are (2, 2): scores differ by their decay alone.
+        attention.log_rate.fill_(0.0)
+        for name, weight in attention.attention.named_parameters():
+            if name.endswith("weight"):
+                weight.copy_(torch.eye(2) * (2 if "q_proj" in name or "k_proj" in name else 1))
+        spec = RopeSpec(2, interleaved=True)
+        x = tightrope.functional.rotate(torch.ones(1, 4, 2), spec, layout="bsd", inverse=True)
+        got = attention(x, 0, None)
+    distance = torch.arange(4.0)
+    distance = (distance[:, None] - distance).masked_fill(
+        torch.ones(4, 4).triu(1).bool(), torch.inf
+    )
+    scores = (8 / 2**0.5) * torch.exp(-distance)
+    want = scores.masked_fill(distance.isinf(), -torch.inf).softmax(-1) @ x
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_the_second_part_counts_by_stretch() -> None:
+    size = ModelSize(layers=1, heads=1, head_dim=2, context=2, batch=1)
+    contest = _polar.set_up(size, seed=0)
+    assert contest.past_length("polar") is None
+    contest.by_position = {"polar": [1.0, 3.0, 5.0, 5.0, 7.0, 9.0, 2.0, 4.0]}
+    assert contest.stretches("polar") == [2.0, 5.0, 8.0, 3.0]
+    assert contest.past_length("polar") == pytest.approx(16 / 3 - 2)
+
+
 def test_demo_says_what_it_compares(demo: tuple[dict[str, Any], str]) -> None:
     numbers, words = demo
     assert numbers["seed"] == 3
     assert not numbers["interrupted"]
     for text in (tightrope.__version__, torch.__version__, "seed 3", "curves", "bits per byte"):
         assert text in words
-    assert words.count("training 100%") == 1
+    for text in ("polar", "plain RoPE", "past training", "learned gates"):
+        assert text in words
+    assert words.count("training 100%") == words.count("polar attention 100%") == 1
     assert "\x1b" not in words
 
 
@@ -136,6 +205,7 @@ def test_demo_ends_cleanly_on_ctrl_c(tmp_path: Path) -> None:
     numbers = numbers_in(tmp_path)
     assert numbers["interrupted"]
     assert numbers["timings"]["cases"] == []
+    assert numbers["polar"]["steps"] == 0
 
 
 def test_demo_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

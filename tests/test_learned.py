@@ -177,7 +177,7 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
 
 @pytest.mark.parametrize("base", [10.0, 1e4, 1e6])
 def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
-    """They are off by 2^-53 of themselves as float64, and their words by 2^-52 more."""
+    """They are off by 2^-53 of themselves as float64."""
     spec = RopeSpec(16, base)
     theta = torch.tensor(list(map(float, oracle.frequencies(base, 16))), dtype=torch.float64)
     for reach in (1, 2**10, 2**20, 2**31):

@@ -10,6 +10,7 @@ import torch
 
 import oracle
 import oracle_frequencies
+import oracle_lrpe
 import tolerances
 from tolerances import Case
 
@@ -20,7 +21,9 @@ PLAIN = [torch.float32, torch.float64]
 # --- the oracle -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [oracle, oracle_frequencies], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [oracle, oracle_frequencies, oracle_lrpe], ids=lambda module: module.__name__
+)
 def test_oracle_imports_nothing_from_the_library(module: ModuleType) -> None:
     with open(str(module.__file__), encoding="utf-8") as file:
         lines = [line.split("#")[0] for line in file]

@@ -33,6 +33,16 @@ TABLE = {
         "absolute, of a cosine or sine, for |position| <= 2^20",
         "issue 2: the word is off by 2^-65 turn, so 2^20 positions by 2^-45 turn = 1.8e-13 rad",
     ),
+    "channels reordered": Tolerance(
+        2e-3,
+        "of what the other pairing does to hidden states or logits",
+        "float32 products summed in another order, through two layers: 4e-5 is the most of 80 families",
+    ),
+    "other pairing": Tolerance(
+        3e-5,
+        "of the largest hidden state, score or logit; a lower bound",
+        "a small random model hardly attends: ModernBERT's states move by 9e-5, others' by 4e-4 to 0.8",
+    ),
     "word": Tolerance(
         2 * math.pi * 2.0**-65,
         "radians per unit of position, summed over the axes",
@@ -74,6 +84,11 @@ TABLE = {
         "relative, of each number",
         "2 ulp, and as much again as the argument of an exponential near e^±88 has lost",
     ),
+    "reported number": Tolerance(
+        1e-15,
+        "relative, of a wavelength, a number of turns, a ratio or an angle that a report gives",
+        "60 digits rounded to float64 (1.1e-16) after one quotient; the oracle rounds π besides",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,
@@ -99,9 +114,10 @@ TABLE = {
         "exponential turns the error of its argument, up to ln(scale), into a relative one",
     ),
     "word of a float64": Tolerance(
-        2.0**-52,
+        2.0**-76,
         "relative, of a word before its modulo, besides half a unit",
-        "the product of ω and 1 / 2π rounds by 2^-53; 1 / 2π itself, in float64, is off by 9e-17",
+        "what the product with 1 / 2π loses is a sum of exact products of 2^-26 of it and less, which "
+        "rounds by 2^-53",
     ),
     # --- rotation (DESIGN 6) ---
     "float32 rotation": Tolerance(
@@ -141,6 +157,18 @@ TABLE = {
         "steps of the type at |pair|, of a channel",
         "one way rounds at the end, by half a step; the other there and once before, where the errors "
         "of both channels, half a step each, turn into one of √2 / 2: 1.71",
+    ),
+    "activation": Tolerance(
+        1e-6,
+        "times |pair| of |f(x)| + |x · f'(x)|, of a channel of the rotated f(x); times |pair| of the "
+        "gradient and |f'(x)|, at least 1, of a gradient",
+        "'float32 rotation', and as much again for f in float32: its argument and its value round by "
+        "6e-8 each, and so do the few steps between",
+    ),
+    "activation, float64": Tolerance(
+        6e-15,
+        "as for 'activation'",
+        "'float64 rotation' and twice as much for f: erfc and exp are off by several 1.1e-16",
     ),
     # --- gradients (DESIGN 6) ---
     "angle gradient, torch.float32": Tolerance(

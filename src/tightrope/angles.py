@@ -19,8 +19,21 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 
 _TURN = 2.0**-64  # one phase unit, in turns
 _RADIANS = float(TWO_PI) * _TURN
-_TURNS = float(CONTEXT.divide(decimal.Decimal(1), TWO_PI))  # of one radian
 _NO_TURNS = -(2**63)  # of a frequency that is no number; kernels know it too
+
+
+def _parts(value: decimal.Decimal) -> tuple[float, float, float]:
+    """A number below ¼ as a sum of 24, 24 and 53 bits."""
+    parts = []
+    for scale in (2**26, 2**50):
+        parts.append(int(CONTEXT.multiply(value, decimal.Decimal(scale))) / scale)
+        value = CONTEXT.subtract(value, decimal.Decimal(parts[-1]))
+    return parts[0], parts[1], float(value)
+
+
+_RADIAN = CONTEXT.divide(decimal.Decimal(1), TWO_PI)  # in turns
+_TURNS = float(_RADIAN)
+_PARTS = _parts(_RADIAN)
 
 
 @dataclass(frozen=True)
@@ -57,8 +70,9 @@ def words_of(frequencies: Frequencies) -> Words:
 def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Phase words of frequencies that are a tensor, made where it lives, without a synchronisation.
 
-    A float64 has fewer digits than a word: of ω radians per position a word is off by at most
-    2^-52 · ω and half a unit, which is 2^-52 · ω · |position| of an angle.
+    A frequency is taken as the exact number that it is. What its product with 1 / 2π loses in rounding
+    is added from parts whose products are exact, so that a word is off by at most half a unit and
+    2^-79 · ω turns, which is less than a unit for ω below 2^14.
 
     Args:
         inv_freq: floating, radians per position; taken as float64.
@@ -70,16 +84,22 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     >>> words_from(torch.tensor([0.0, 2 * float(TWO_PI)]))[1].tolist()
     [0, 2]
     """
-    scaled = inv_freq.to(torch.float64) * _TURNS
-    turns = torch.round(scaled)
-    lost = ~(turns.abs() < 2.0**62)
-    fraction = scaled - turns
-    # Converting a whole half turn, 2^63 units, would overflow: it is the turn before, and minus half.
-    half = fraction >= 0.5
-    turns = torch.where(half, turns + 1, turns)
-    fraction = torch.where(half, fraction - 1, fraction)
-    words = torch.where(lost, 0.0, torch.round(fraction * 2.0**64))
-    return words.to(torch.int64), torch.where(lost, float(_NO_TURNS), turns).to(torch.int64)
+    omega = inv_freq.to(torch.float64)
+    scaled = omega * _TURNS
+    lost = ~(scaled.abs() < 2.0**62)
+    fraction = (scaled - torch.round(scaled)) * 2.0**62
+    units = torch.round(fraction)
+    # What the product lost in rounding. From 2^50 turns on it is itself a count of turns.
+    upper = omega.to(torch.float32).to(torch.float64)
+    lower = omega - upper
+    first, second, third = _PARTS
+    error = (upper * first - scaled) + (upper * second + lower * first)
+    error = error + (lower * second + omega * third)
+    fine = torch.round(error * 2.0**64 + (fraction - units) * 4)
+    fine = torch.where(scaled.abs() < 2.0**50, fine, 0.0)
+    words = (torch.where(lost, 0.0, units).to(torch.int64) << 2) + fine.to(torch.int64)
+    turns = torch.round(scaled - words * 2.0**-64)
+    return words, torch.where(lost, float(_NO_TURNS), turns).to(torch.int64)
 
 
 def without_frequency(turns: torch.Tensor) -> torch.Tensor:
@@ -255,11 +275,7 @@ def position_angle(
 
 
 def frequency_angle(
-    words: torch.Tensor,
-    turns: torch.Tensor | None,
-    inv_freq_: torch.Tensor,
-    positions: torch.Tensor,
-    dtype: torch.dtype,
+    inv_freq_: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """As :func:`position_angle`, by the frequencies that words were made of.
 
@@ -267,10 +283,8 @@ def frequency_angle(
         inv_freq_: floating, shaped as words.
         positions: as numbers, ``[axes, rows|1, tokens]``; see :func:`real`.
     """
-    # Words know the frequencies better than float32 does; in float64 the difference is no more
-    # than the rounding that the words were made with.
-    wide = positions.dtype
-    drift = inv_freq_.to(wide) - inv_freq(words, turns, wide)
+    # A difference from what words stand for would not be zero: they hold more digits.
+    drift = (inv_freq_ - inv_freq_.detach()).to(positions.dtype)
     return (positions[:, :, None, :, None] * drift[:, :, :, None]).sum(0).to(dtype)
 
 

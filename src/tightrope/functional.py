@@ -10,6 +10,7 @@ from . import angles, calls, scan
 from ._errors import sentence
 from .activations import Act, ActLike
 from .gates import Gate
+from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
 from .ops import reangle, tables as given_tables
 from .ops.checks import check_floating, layout_named
 from .positions import PositionsLike
@@ -51,8 +52,8 @@ def rotate(
             channels), "bsd" or "sd".
         inv_freq: frequencies in place of the spec's own, in radians per position: floating
             ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
-            pairs)``; given or learned. Their phase words are made on the device at each call, off
-            by at most 2^-52 · ω radians per position; see docs/numerics.md.
+            pairs)``; given or learned. Their phase words are made on the device at each call; see
+            docs/numerics.md.
         seq_len: length of the sequences, for rules that depend on it; as of :meth:`RopeSpec.at`.
         act: f, applied to the whole head vector before the rotation: a name of
             :data:`tightrope.activations.ACTS`, such as "silu", or a

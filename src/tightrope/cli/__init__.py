@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-_NEEDS = ("typer", "rich", "matplotlib")
+_NEEDS = ("typer", "rich", "matplotlib", "safetensors")
 
 
 def main() -> int:

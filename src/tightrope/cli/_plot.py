@@ -1,44 +1,26 @@
-"""One picture of a demo: loss curves, wavelengths of the pairs, timing bars."""
+"""One picture of a demo: loss curves, wavelengths of the pairs, timing bars; and polar attention."""
 
 import math
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .. import RopeSpec
+from ..workbench.figures import GRID, INK, MUTED, styled
+from ._polar import TIMES_LONGER, Contest, means
 from ._timings import Timing
 from ._train import Race
 from ._words import duration
 
-_INK = "#1d2733"
-_MUTED = "#7b8794"
-_GRID = "#e3e7ec"
 _EAGER = "#f2b37a"
 _OURS = "#0b5fa5"
 _SLOW = "#9cc3e4"
-_STYLE: dict[Any, Any] = {
-    "font.size": 9.5,
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "legend.frameon": False,
-}
+_POLAR = "#0d7f6f"
+_PLAIN = "#c8553d"
 
 
 def draw(
@@ -49,20 +31,24 @@ def draw(
     spec: RopeSpec,
     context: int,
     timings: list[Timing],
+    contest: Contest,
     title: str,
     caption: str,
 ) -> None:
     """Write the picture to `path`; a part that was not reached says so in its panel."""
-    with mpl.rc_context(_STYLE):
+    with styled():
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
-        figure = Figure(figsize=(16.5, 6.2), dpi=140, layout=layout)
+        figure = Figure(figsize=(16.5, 10.6), dpi=140, layout=layout)
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
-        figure.supxlabel(caption, x=0.008, ha="left", fontsize=8.5, color=_MUTED)
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 0.85, 1.2))
-        _losses(left, race, entropy)
-        _wavelengths(middle, spec, context)
-        _bars(right, timings)
+        figure.supxlabel(caption, x=0.008, ha="left", fontsize=8.5, color=MUTED)
+        top, bottom = figure.subplots(2, 3, width_ratios=(1.15, 0.85, 1.2), height_ratios=(1.25, 1))
+        _losses(top[0], race, entropy)
+        _wavelengths(top[1], spec, context)
+        _bars(top[2], timings)
+        _contest(bottom[0], contest)
+        _half_distances(bottom[1], contest)
+        _by_position(bottom[2], contest)
         figure.savefig(path)
 
 
@@ -76,7 +62,7 @@ def _losses(axes: Axes, race: Race, entropy: float) -> None:
     marker = "o" if race.steps == 1 else None
     axes.plot(steps, eager.losses, color=_EAGER, lw=5, marker=marker, label="eager rotation")
     axes.plot(steps, ours.losses, color=_OURS, lw=1.3, marker=marker, label="tightrope")
-    axes.axhline(entropy, color=_MUTED, lw=1, ls=(0, (4, 3)), label="byte frequencies alone")
+    axes.axhline(entropy, color=MUTED, lw=1, ls=(0, (4, 3)), label="byte frequencies alone")
     axes.set(xlabel="step", ylabel="nats per byte", ylim=(0, None))
     axes.legend(loc="lower left")
 
@@ -84,7 +70,7 @@ def _losses(axes: Axes, race: Race, entropy: float) -> None:
     # A difference of exactly zero has no place on a log axis: it is drawn at the floor.
     floor = 1e-8
     inset.semilogy(
-        steps, [max(value, floor) for value in race.differences], color=_INK, lw=0.9, marker=marker
+        steps, [max(value, floor) for value in race.differences], color=INK, lw=0.9, marker=marker
     )
     inset.set_title("|difference| of the two curves", fontsize=8.5, fontweight="normal")
     inset.set_ylim(floor, 1.0)
@@ -103,7 +89,7 @@ def _wavelengths(axes: Axes, spec: RopeSpec, context: int) -> None:
         pairs = range(start, start + len(group))
         axes.scatter(pairs, group, s=130 / math.sqrt(len(lengths)), color=color, label=label)
         start += len(group)
-    axes.axhline(context, color=_INK, lw=1, ls=(0, (4, 3)))
+    axes.axhline(context, color=INK, lw=1, ls=(0, (4, 3)))
     axes.annotate(
         f"context: {context} tokens",
         (0, context),
@@ -127,7 +113,7 @@ def _bars(axes: Axes, timings: list[Timing]) -> None:
     floor = [timing.neg / timing.eager for timing in timings]
     axes.barh(rows, 1.0, height=0.62, color=_EAGER, label="eager")
     axes.barh(rows, ours, height=0.62, color=_OURS, label="tightrope")
-    axes.scatter(floor, rows, marker="|", s=170, lw=2, color=_INK, label="neg_, in place", zorder=3)
+    axes.scatter(floor, rows, marker="|", s=170, lw=2, color=INK, label="neg_, in place", zorder=3)
     end = max(1.0, *ours)
     for row, timing in zip(rows, timings, strict=True):
         text = f"{duration(timing.eager)} → {duration(timing.tightrope)}"
@@ -147,6 +133,73 @@ def _bars(axes: Axes, timings: list[Timing]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.35, -0.07), ncols=3, columnspacing=1.2)
 
 
+def _contest(axes: Axes, contest: Contest) -> None:
+    axes.set_title("Training loss, polar attention and plain RoPE")
+    race = contest.race
+    if race.steps == 0:
+        _not_reached(axes)
+        return
+    # Single losses scatter by more than the curves are apart: running means are drawn on top.
+    width = max(1, race.steps // 40)
+    middles = [1 + min(at + (width - 1) / 2, race.steps - 1) for at in range(0, race.steps, width)]
+    marker = "o" if len(middles) == 1 else None
+    smooth = {run.name: means(run.losses, width) for run in race.runs}
+    for run, color in zip(race.runs, (_POLAR, _PLAIN), strict=True):
+        axes.plot(range(1, race.steps + 1), run.losses, color=color, lw=0.6, alpha=0.3)
+        axes.plot(middles, smooth[run.name], color=color, lw=2, marker=marker, label=run.name)
+    axes.set(xlabel=f"step (windows of {contest.size.context} bytes)", ylabel="nats per byte")
+    axes.legend(loc="lower left")
+
+    inset = axes.inset_axes((0.4, 0.52, 0.59, 0.36))
+    ours, plain = smooth.values()
+    apart = [b - a for a, b in zip(ours, plain, strict=True)]
+    inset.plot(middles, apart, color=INK, lw=0.9, marker=marker)
+    inset.axhline(0.0, color=MUTED, lw=0.8)
+    first, second = smooth
+    inset.set_title(f"{second} - {first}", fontsize=8.5, fontweight="normal")
+    inset.tick_params(labelsize=7.5)
+
+
+def _half_distances(axes: Axes, contest: Contest) -> None:
+    axes.set_title("What the gates learned")
+    if contest.race.steps == 0:
+        _not_reached(axes)
+        return
+    pairs = contest.half_distances
+    size = 260 / len(pairs)
+    for pair, distances in enumerate(pairs):
+        axes.scatter([pair] * len(distances), distances, s=size, color=_POLAR, alpha=0.45, lw=0)
+    axes.axhline(
+        contest.first_half_distance, color=INK, lw=1, ls=(0, (4, 3)), label="before training"
+    )
+    axes.margins(y=0.15)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("pair, fastest first (a point per head and layer)")
+    axes.set_ylabel("bytes over which its part of a score halves")
+    axes.legend(loc="lower right")
+
+
+def _by_position(axes: Axes, contest: Contest) -> None:
+    context = contest.size.context
+    axes.set_title(f"Read at {TIMES_LONGER} times the training length")
+    if not contest.by_position:
+        _not_reached(axes)
+        return
+    width = max(1, context // 4)
+    for run, color in zip(contest.race.runs, (_POLAR, _PLAIN), strict=True):
+        losses = means(contest.by_position[run.name], width)
+        middles = [(i + 0.5) * width for i in range(len(losses))]
+        axes.plot(middles, losses, color=color, lw=2, marker="o", ms=3.5, label=run.name)
+    axes.axvspan(0, context, color=GRID, alpha=0.6, lw=0)
+    axes.text(
+        context / 2, 0.97, "training", transform=axes.get_xaxis_transform(), ha="center", va="top"
+    )
+    axes.set(xlabel="where the byte stands in its window", ylabel="nats per byte, other files")
+    axes.set_xlim(0, TIMES_LONGER * context)
+    axes.set_xticks(range(0, TIMES_LONGER * context + 1, context))
+    axes.legend(loc="best")
+
+
 def _not_reached(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "stopped before this part", ha="center", color=_MUTED, fontsize=11)
+    axes.text(0.5, 0.5, "stopped before this part", ha="center", color=MUTED, fontsize=11)
     axes.set_axis_off()

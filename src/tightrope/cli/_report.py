@@ -1,20 +1,24 @@
 """The words and tables that a demo prints."""
 
+from statistics import median
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ._model import ModelSize
+from ._polar import PEAK_RATE, TIMES_LONGER, Contest
 from ._results import Results
 from ._timings import BOTH_WAYS, METHOD, Timing
+from ._train import Race
 from ._words import duration
 
 
 def print_setting(console: Console, results: Results) -> None:
     """Say what is compared, on what, before anything runs."""
     here, size, corpus = results.environment, results.size, results.corpus
-    threads = f"{here.threads} thread" + ("s" if here.threads != 1 else "")
     backend = f"backend {here.runs}"
     if here.instruction_set is not None:
         backend += f" ({here.instruction_set})"
@@ -29,7 +33,7 @@ def print_setting(console: Console, results: Results) -> None:
         "text": f"the standard library of Python {here.python}: {corpus.files} files, "
         f"{corpus.train.numel() / 1e6:.2f} MB to train, "
         f"{corpus.validation.numel() / 1e6:.2f} MB from other files to validate",
-        "here": f"tightrope {here.tightrope}, torch {here.torch}, {here.system}, {threads}, "
+        "here": f"tightrope {here.tightrope}, torch {here.torch}, {here.system}, {_threads(here.threads)}, "
         f"{backend}",
     }
     if here.why_not_faster is not None:
@@ -130,24 +134,93 @@ def print_timings(console: Console, timings: list[Timing]) -> None:
     console.print()
 
 
+def print_contest(console: Console, contest: Contest) -> None:
+    """Compare polar attention with plain RoPE attention."""
+    race, size = contest.race, contest.size
+    if race.steps == 0:
+        return
+    context = size.context
+    console.print("Polar attention beside plain RoPE attention", style="bold")
+    console.print(
+        _pairs(
+            {
+                "compared": "tightrope.nn.PolarRoPEAttention with its gates, and without: then it is "
+                "plain RoPE attention; the same text, weights, batches and rates",
+                "gates": "each pair of channels has a constant gate, and one by position, exp(-rate "
+                "p) on queries and exp(rate p) on keys, so that what the pair adds to a score "
+                "shrinks with the distance; both are learned",
+                "model": f"{contest.parameters / 1e6:.2f} M parameters, {size.layers} layers, width "
+                f"{size.width}, {size.heads} heads x {size.head_dim}, batch {size.batch} x "
+                f"{context} bytes, highest rate {PEAK_RATE:g}",
+            }
+        )
+    )
+    console.print()
+    table = _table(f"After {race.steps} steps: nats per byte by where the byte stands")
+    table.add_column("attention", no_wrap=True)
+    for column in ("training", *_stretches(context), "median step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in race.runs:
+        stretches = contest.stretches(run.name)
+        table.add_row(
+            run.name,
+            f"{contest.last_loss(run):.3f}",
+            *([f"{loss:.3f}" for loss in stretches] or ["-"] * TIMES_LONGER),
+            "-" if run.median_step is None else duration(run.median_step),
+        )
+    console.print(table)
+    ours, plain = race.runs
+    lines = {}
+    past = {run.name: contest.past_length(run.name) for run in race.runs}
+    if past[ours.name] is not None and past[plain.name] is not None:
+        lines["past training"] = (
+            f"windows are {TIMES_LONGER} times as long as in training; beyond byte {context} a byte "
+            f"costs {plain.name} {past[plain.name]:+.3f} nats against the first {context}, "
+            f"{ours.name} {past[ours.name]:+.3f}"
+        )
+    halves = sorted(distance for pair in contest.half_distances for distance in pair)
+    lines["learned gates"] = (
+        f"what a pair adds to a score halves over {halves[0]:.0f} to {halves[-1]:.0f} bytes of "
+        f"distance, {median(halves):.0f} in the median; over {contest.first_half_distance:.0f} before "
+        "training"
+    )
+    console.print(_pairs(lines))
+    console.print()
+
+
+def _stretches(context: int) -> list[str]:
+    return [f"{i * context + 1}-{(i + 1) * context}" for i in range(TIMES_LONGER)]
+
+
 def caption(results: Results) -> str:
-    """The line below the picture: what was measured where."""
-    here, size, race = results.environment, results.size, results.race
-    parts = [
-        f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, "
-        f"context {size.context}, batch {size.batch}, {race.steps} steps, seed {results.seed}"
-    ]
+    """The lines below the picture: what was measured where."""
+    here, race, contest = results.environment, results.race, results.contest
+    first = [_of(results.size, race), f"seed {results.seed}"]
     if race.steps:
-        parts.append(f"curves differ by at most {max(race.differences):.1e}")
-    parts.append(
+        first.append(f"curves differ by at most {max(race.differences):.1e}")
+    first.append(
         f"tightrope {here.tightrope} (backend {here.runs}), torch {here.torch}, "
-        f"Python {here.python}, {here.threads} threads"
+        f"Python {here.python}, {_threads(here.threads)}"
     )
     if not all(timing.steady for timing in results.timings):
-        parts.append("times unreliable: the machine was busy")
+        first.append("times unreliable: the machine was busy")
     if results.interrupted:
-        parts.append("stopped early")
-    return "   |   ".join(parts)
+        first.append("stopped early")
+    lines = ["   |   ".join(first)]
+    if contest.race.steps:
+        lines.append(f"second row: {_of(contest.size, contest.race)}")
+    return "\n".join(lines)
+
+
+def _of(size: ModelSize, race: Race) -> str:
+    return (
+        f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, "
+        f"context {size.context}, batch {size.batch}, {race.steps} steps"
+    )
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread" + ("s" if count != 1 else "")
 
 
 def _table(title: str) -> Table:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from .. import RopeSpec
-from ._environment import Environment
+from ..workbench.environment import Environment
 from ._model import ModelSize
+from ._polar import PEAK_RATE as POLAR_RATE, Contest
 from ._sample import Sample
 from ._text import Corpus, byte_entropy
 from ._timings import METHOD, Timing
@@ -26,6 +27,8 @@ class Results:
     size: ModelSize
     corpus: Corpus
     race: Race
+    contest: Contest
+    """The second part."""
     wrong_gradient_difference: float
     """As `race.first_gradient_difference`, of a rotation whose base is 1 % too low."""
     sample: Sample | None = None
@@ -87,6 +90,7 @@ class Results:
                 "in_model": self.in_model and _timing(self.in_model),
                 "cases": [_timing(timing) for timing in self.timings],
             },
+            "polar": _contest(self.contest),
         }
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
@@ -104,6 +108,27 @@ def _run(run: Run) -> dict[str, Any]:
         "median_step_seconds": run.median_step,
         "validation_nats_per_byte": run.validation,
         "validation_bits_per_byte": run.bits_per_byte,
+    }
+
+
+def _contest(contest: Contest) -> dict[str, Any]:
+    race, size = contest.race, contest.size
+    return {
+        "model": dataclasses.asdict(size) | {"parameters": contest.parameters},
+        "steps": race.steps,
+        "peak_learning_rate": POLAR_RATE,
+        "learning_rates": race.rates,
+        "half_distances": contest.half_distances,
+        "runs": {
+            run.name: {
+                "losses": run.losses,
+                "step_seconds": run.seconds,
+                "median_step_seconds": run.median_step,
+                "nats_per_byte_by_position": contest.by_position.get(run.name, []),
+                "nats_per_byte_by_stretch": contest.stretches(run.name),
+            }
+            for run in race.runs
+        },
     }
 
 

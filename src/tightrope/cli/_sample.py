@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..nn import KVCache
 from ._interrupt import Interrupt
-from ._model import ByteTransformer, Cache
+from ._model import ByteTransformer
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def write_sample(
     """Continue `prompt` by up to `count` bytes, with keys cached as they were rotated."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt.encode())
-    caches = [Cache() for _ in model.blocks]
+    caches = [KVCache() for _ in model.blocks]
     logits = [model(torch.tensor([tokens]), 0, caches)[0]]
     for _ in range(count):
         if interrupt.requested:

@@ -1,8 +1,8 @@
-"""The same model trained twice, step by step side by side, with two rotations."""
+"""The same model trained twice, step by step side by side, with two attentions."""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ._interrupt import Interrupt
-from ._model import ByteTransformer, ModelSize
-from ._rotations import Rotation
+from ._model import ByteTransformer, MakeAttention, ModelSize
 from ._text import Corpus
 
 PEAK_RATE = 1e-3
@@ -77,12 +76,12 @@ class Race:
         return [abs(a - b) for a, b in zip(first.losses, second.losses, strict=True)]
 
 
-def prepare(size: ModelSize, rotations: dict[str, Rotation], seed: int) -> Race:
-    """Build one model per rotation, all with the same weights."""
+def prepare(size: ModelSize, attentions: Mapping[str, MakeAttention], seed: int) -> Race:
+    """Build one model per attention, all with the same weights."""
     runs = []
-    for name, rotation in rotations.items():
+    for name, make_attention in attentions.items():
         torch.manual_seed(seed)
-        model = ByteTransformer(size, rotation)
+        model = ByteTransformer(size, make_attention)
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         runs.append(Run(name, model, optimizer))
     first, second = runs
@@ -98,8 +97,12 @@ def train(
     seed: int,
     interrupt: Interrupt,
     report: Callable[[float], None],
+    peak_rate: float = PEAK_RATE,
+    alike: bool = True,
 ) -> None:
     """Train until `steps`, `seconds` or Ctrl-C, and call `report` with the fraction done.
+
+    Models that are `alike`, with the same parameters, have their first gradients compared.
 
     The learning rate follows the fraction done, so it ends low whichever limit binds; both models
     get the same rate at the same step.
@@ -115,17 +118,17 @@ def train(
         if done >= 1.0:
             break
         windows = _draw(corpus.train, size.batch, size.context + 1, generator)
-        rate = _rate(done)
+        rate = peak_rate * _rate(done)
         # Which one goes first alternates: the second finds the batch in the cache.
         for run in race.runs if race.steps % 2 == 0 else reversed(race.runs):
             run.step(windows, rate)
         race.rates.append(rate)
-        if race.steps == 1:
+        if race.steps == 1 and alike:
             race.first_gradient_difference = _gradient_difference(*race.runs)
 
 
 def wrong_rotation_difference(
-    size: ModelSize, right: Rotation, wrong: Rotation, corpus: Corpus, seed: int
+    size: ModelSize, right: MakeAttention, wrong: MakeAttention, corpus: Corpus, seed: int
 ) -> float:
     """How far a wrong rotation moves the first step's gradients, as the demo measures them.
 
@@ -142,13 +145,8 @@ def wrong_rotation_difference(
 def validate(race: Race, corpus: Corpus, interrupt: Interrupt) -> None:
     """Set each run's mean loss on evenly spaced windows of the validation files."""
     size = race.runs[0].model.size
-    starts = torch.linspace(
-        0,
-        corpus.validation.numel() - size.context - 1,
-        _VALIDATION_BATCHES * size.batch,
-        dtype=torch.float64,
-    ).long()
-    batches = _windows(corpus.validation, starts, size.context + 1).chunk(_VALIDATION_BATCHES)
+    windows = evenly(corpus.validation, _VALIDATION_BATCHES * size.batch, size.context)
+    batches = windows.chunk(_VALIDATION_BATCHES)
     for run in race.runs:
         losses = []
         for windows in batches:
@@ -160,10 +158,17 @@ def validate(race: Race, corpus: Corpus, interrupt: Interrupt) -> None:
 
 
 def _rate(done: float) -> float:
+    """Of the highest rate: up, then down half a cosine."""
     if done < _WARM_UP:
-        return PEAK_RATE * (0.02 + 0.98 * done / _WARM_UP)
+        return 0.02 + 0.98 * done / _WARM_UP
     turn = math.pi * (done - _WARM_UP) / (1.0 - _WARM_UP)
-    return PEAK_RATE * (_LAST_RATE + (1.0 - _LAST_RATE) * 0.5 * (1.0 + math.cos(turn)))
+    return _LAST_RATE + (1.0 - _LAST_RATE) * 0.5 * (1.0 + math.cos(turn))
+
+
+def evenly(text: Tensor, count: int, length: int) -> Tensor:
+    """Evenly spaced windows of `length` bytes and the one after: (count, length + 1)."""
+    starts = torch.linspace(0, text.numel() - length - 1, count, dtype=torch.float64).long()
+    return _windows(text, starts, length + 1)
 
 
 def _draw(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:

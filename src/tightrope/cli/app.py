@@ -8,18 +8,27 @@ import typer
 
 from .. import __version__
 from ._console import make_console
+from .audit import audit
+from .bench import bench
+from .convert import convert
 from .demo import demo
+from .detect import detect
 from .info import info
+from .inspect import inspect
 
 app = typer.Typer(
     name="tightrope",
     no_args_is_help=False,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(inspect)
+app.command()(audit)
+app.command()(convert)
+app.command()(detect)
+app.command()(bench)
 app.command()(info)
 
 # UsageError, whichever way this version of typer spells its module (click, or its own copy).
@@ -48,6 +57,16 @@ def _root(
 
     `tightrope demo`   train a small transformer beside eager rotation, in two minutes
 
+    `tightrope inspect config.json`   what a model's rotary embedding is, and what to mind about it
+
+    `tightrope audit mymodel:apply_rope`   what somebody's rotary function is, and what is wrong with it
+
+    `tightrope convert CHECKPOINT OUT --to half`   a checkpoint for the other pairing of channels
+
+    `tightrope detect CHECKPOINT`   which pairing a checkpoint's weights speak for
+
+    `tightrope bench`   how long a rotation takes here, beside what else is installed
+
     `tightrope info`   what is installed here, and which backend would run
     """
     if context.invoked_subcommand is None:
@@ -61,7 +80,7 @@ def run() -> int:
             # A terminal that cannot show a character must not end a two-minute run.
             stream.reconfigure(errors="replace")
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="tightrope", standalone_mode=False)
     except _UsageError as error:
         text = str(getattr(error, "format_message", error.__str__)())
         make_console(stderr=True).print(f"Error: {text}", markup=False, soft_wrap=True)

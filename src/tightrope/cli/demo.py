@@ -1,8 +1,9 @@
-"""`tightrope demo`: a transformer trained beside eager rotation, timings, one picture."""
+"""`tightrope demo`: a transformer trained beside eager rotation, timings, polar attention, a picture."""
 
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -12,20 +13,22 @@ import typer
 from rich.console import Console
 
 from .. import RopeSpec
+from ..workbench.environment import read_environment
 from . import _report as report
 from ._console import Ticker, make_console
-from ._environment import read_environment
 from ._interrupt import Interrupt
-from ._model import ModelSize
+from ._model import MakeAttention, ModelSize, RotatedAttention
 from ._plot import draw
+from ._polar import PEAK_RATE, read_longer, set_up
 from ._results import Results
-from ._rotations import EagerRotation, Rotation, TightropeRotation
+from ._rotations import EagerRotation, TightropeRotation
 from ._sample import write_sample
 from ._text import NoTextError, load_corpus
 from ._timings import BOTH_WAYS, Case, large_cases, time_case
 from ._train import Race, prepare, train, validate, wrong_rotation_difference
 
 _SECONDS = 75.0
+_POLAR_SHARE = 0.48
 _BASE = 10000.0
 _WRONG_BASE = 9900.0
 
@@ -43,6 +46,7 @@ class _Plan:
     sample_bytes: int
     cases: list[Case]
     seconds_per_case: float
+    polar: ModelSize
 
 
 _PLANS = {
@@ -51,12 +55,14 @@ _PLANS = {
         sample_bytes=320,
         cases=large_cases(2048, 32, 8, 128),
         seconds_per_case=2.0,
+        polar=ModelSize(layers=3, heads=4, head_dim=32, context=64, batch=16),
     ),
     Size.TINY: _Plan(
         ModelSize(layers=2, heads=2, head_dim=16, context=32, batch=4),
         sample_bytes=16,
         cases=large_cases(64, 4, 2, 32),
         seconds_per_case=0.0,
+        polar=ModelSize(layers=2, heads=2, head_dim=16, context=16, batch=4),
     ),
 }
 
@@ -81,7 +87,8 @@ def demo(
         typer.Option(
             min=0.1,
             callback=_finite,
-            help="Time to train both models: 75 by default, or as long as --steps takes.",
+            help="Time to train the first two models, and half of it for the second two: 75 by "
+            "default, or as long as --steps takes.",
         ),
     ] = None,
     seed: Annotated[
@@ -91,9 +98,10 @@ def demo(
         Size, typer.Option(hidden=True, help="`tiny` runs every part in seconds, for the tests.")
     ] = Size.FULL,
 ) -> None:
-    """Train a small transformer beside eager rotation, time rotations, draw one picture.
+    """Train a small transformer beside eager rotation, time rotations, train polar attention beside
+    plain RoPE, draw one picture.
 
-    About two minutes on two cores; Ctrl-C stops it early and keeps what there is.
+    Under three minutes on two cores; Ctrl-C stops it early and keeps what there is.
 
     Examples:
 
@@ -121,6 +129,8 @@ def demo(
         report.print_sample(console, results)
         _time(console, plan, results, interrupt)
         report.print_timings(console, results.timings)
+        _contest(console, plan, results, interrupt, steps=steps, seconds=seconds)
+        report.print_contest(console, results.contest)
         results.interrupted = interrupt.requested
         _write(console, results, out)
     if results.interrupted:
@@ -132,9 +142,10 @@ def _set_up(plan: _Plan, seed: int) -> Results:
     spec = RopeSpec(head_dim=size.head_dim, base=_BASE)
     length = size.context + plan.sample_bytes
     corpus = load_corpus()
-    rotations: dict[str, Rotation] = {
-        "tightrope": TightropeRotation(spec),
-        "eager": EagerRotation(size.head_dim, _BASE, length),
+    wrong = TightropeRotation(RopeSpec(head_dim=size.head_dim, base=_WRONG_BASE))
+    attentions: dict[str, MakeAttention] = {
+        "tightrope": partial(RotatedAttention, rotation=TightropeRotation(spec)),
+        "eager": partial(RotatedAttention, rotation=EagerRotation(size.head_dim, _BASE, length)),
     }
     return Results(
         seed=seed,
@@ -142,11 +153,12 @@ def _set_up(plan: _Plan, seed: int) -> Results:
         spec=spec,
         size=size,
         corpus=corpus,
-        race=prepare(size, rotations, seed),
+        race=prepare(size, attentions, seed),
+        contest=set_up(plan.polar, seed),
         wrong_gradient_difference=wrong_rotation_difference(
             size,
-            right=rotations["tightrope"],
-            wrong=TightropeRotation(RopeSpec(head_dim=size.head_dim, base=_WRONG_BASE)),
+            right=attentions["tightrope"],
+            wrong=partial(RotatedAttention, rotation=wrong),
             corpus=corpus,
             seed=seed,
         ),
@@ -204,10 +216,10 @@ def _train(
 def _progress(race: Race, size: ModelSize) -> str:
     if race.steps == 0:
         return "step 0"
-    ours, eager = race.runs
+    ours, other = race.runs
     recent = median(ours.seconds[-10:])
     return (
-        f"step {race.steps}  loss {ours.losses[-1]:.4f}, eager {eager.losses[-1]:.4f}  "
+        f"step {race.steps}  loss {ours.losses[-1]:.4f}, {other.name} {other.losses[-1]:.4f}  "
         f"{size.batch * size.context / recent:,.0f} tokens/s"
     )
 
@@ -226,6 +238,32 @@ def _time(console: Console, plan: _Plan, results: Results, interrupt: Interrupt)
                 results.timings.append(timing)
 
 
+def _contest(
+    console: Console,
+    plan: _Plan,
+    results: Results,
+    interrupt: Interrupt,
+    *,
+    steps: int | None,
+    seconds: float | None,
+) -> None:
+    contest = results.contest
+    with Ticker(console, "polar attention") as ticker:
+        train(
+            contest.race,
+            results.corpus,
+            steps=steps,
+            seconds=seconds and _POLAR_SHARE * seconds,
+            seed=results.seed,
+            interrupt=interrupt,
+            report=lambda done: ticker.update(done, _progress(contest.race, plan.polar)),
+            peak_rate=PEAK_RATE,
+            alike=False,
+        )
+    if contest.race.steps:
+        read_longer(contest, results.corpus, interrupt)
+
+
 def _write(console: Console, results: Results, out: Path) -> None:
     picture, numbers = out / "demo.png", out / "demo.json"
     results.write_json(numbers)
@@ -236,7 +274,8 @@ def _write(console: Console, results: Results, out: Path) -> None:
         spec=results.spec,
         context=results.size.context,
         timings=results.timings,
-        title="tightrope beside eager rotation",
+        contest=results.contest,
+        title="tightrope beside eager rotation, and polar attention beside plain RoPE",
         caption=report.caption(results),
     )
     if results.interrupted:

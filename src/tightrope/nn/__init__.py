@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .lrpe import LrpeRotate1d as LrpeRotate1d
 from .polar import (
     KVCache as KVCache,
     PolarRoPEAttention as PolarRoPEAttention,

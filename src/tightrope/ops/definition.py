@@ -154,7 +154,7 @@ def _cos_sin(
     if learned is not None:
         wide = gradients.sum_dtype(words.device)
         at = angles.real(positions, offset, ramp, tokens, words.device, wide)
-        by_frequency = angles.frequency_angle(words, turns, learned, at, dtype)
+        by_frequency = angles.frequency_angle(learned, at, dtype)
         step = by_frequency if step is None else step + by_frequency
     if step is None:
         return cos, sin

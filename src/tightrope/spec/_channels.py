@@ -23,9 +23,18 @@ class Channels:
 
     @classmethod
     def checked(
-        cls, head_dim: object, rotary_dim: object, start: object, interleaved: object
+        cls,
+        head_dim: object,
+        rotary_dim: object,
+        start: object,
+        interleaved: object,
+        operation: str = "RopeSpec",
     ) -> Channels:
         """From what a user wrote; ``rotary_dim=None`` is all channels from ``start`` on.
+
+        Args:
+            head_dim, rotary_dim, start, interleaved: as of :class:`tightrope.RopeSpec`.
+            operation: named in errors.
 
         Raises:
             ValueError: an odd number of channels, or channels outside the head.
@@ -34,29 +43,29 @@ class Channels:
         >>> Channels.checked(64, None, 16, False).rotary_dim
         48
         """
-        head, first = _size("head_dim", head_dim), _size("start", start)
-        width = head - first if rotary_dim is None else _size("rotary_dim", rotary_dim)
+        head, first = _size(operation, "head_dim", head_dim), _size(operation, "start", start)
+        width = head - first if rotary_dim is None else _size(operation, "rotary_dim", rotary_dim)
         if width % 2:
-            raise ValueError(sentence("RopeSpec", f"rotary_dim must be even but got {width}"))
+            raise ValueError(sentence(operation, f"rotary_dim must be even but got {width}"))
         if first < 0 or width < 0 or first + width > head:
             raise ValueError(
                 sentence(
-                    "RopeSpec",
+                    operation,
                     f"channels [start, start + rotary_dim) must lie in [0, {head}) but got "
                     f"[{first}, {first + width})",
                 )
             )
         if not isinstance(interleaved, bool):
             raise TypeError(
-                sentence("RopeSpec", f"interleaved must be a bool but got {interleaved!r}")
+                sentence(operation, f"interleaved must be a bool but got {interleaved!r}")
             )
         return cls(head, width, first, interleaved)
 
 
-def _size(name: str, value: object) -> int:
+def _size(operation: str, name: str, value: object) -> int:
     if isinstance(value, bool):
-        raise TypeError(sentence("RopeSpec", f"{name} must be an int but got {value}"))
+        raise TypeError(sentence(operation, f"{name} must be an int but got {value}"))
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(sentence("RopeSpec", f"{name} must be an int but got {value!r}")) from None
+        raise TypeError(sentence(operation, f"{name} must be an int but got {value!r}")) from None

@@ -1,0 +1,256 @@
+"""Soak the conversion of checkpoints: `python -m benchmarks.convert_soak`.
+
+Makes a checkpoint of many shards (a random Llama in bfloat16), then shows that the command
+
+1. stays below 1.5 times the largest tensor + 200 MB of memory: the peak of the process as the kernel
+   reports it when it ends. From 1 GB on that is all of its memory; below, where the largest tensor is
+   nothing beside torch itself, it is what `--help` does not need, and that may not be more than 64 MB;
+2. converts there and back to the same bytes, for safetensors shards and for a torch file;
+3. loses nothing when it is killed (signal 9) at random moments, with an older result in place every
+   second time: the checkpoint keeps its bytes, and under the result's name there is nothing or all of it.
+
+Exit code 1 where one of them does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+MB = 1_000_000
+ALLOWED = 200 * MB
+ABOVE_IMPORTS = 64 * MB
+COMMAND = [sys.executable, "-m", "tightrope.cli"]
+MARKER = ".tightrope-partial"
+
+
+def make(folder: Path, size: int, seed: int = 0) -> int:
+    """Write a checkpoint of about ``size`` bytes; returns the bytes of its largest tensor."""
+    import torch  # here, in a process of its own: see `run`
+    from safetensors.torch import save_file
+
+    hidden = 2048 if size >= 1e9 else 512
+    vocabulary = max(int(size) // 20 // hidden, 64)
+    layer = {"q": hidden, "k": hidden // 4, "v": hidden // 4, "o": hidden}
+    per_layer = 2 * hidden * (sum(layer.values()) + 3 * 2 * hidden)
+    count = max(-(-(size - 4 * vocabulary * hidden) // per_layer), 2)
+    config = {
+        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": count, "rope_theta": 1e4,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": vocabulary,
+    }  # fmt: skip
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_tensor(rows: int, columns: int) -> torch.Tensor:
+        bits = torch.randint(
+            0x3C00, 0x3E00, (rows, columns), dtype=torch.int16, generator=generator
+        )
+        return bits.view(torch.bfloat16)
+
+    shards: list[dict[str, torch.Tensor]] = []
+    weight_map, total, name = {}, 0, ""
+    per_shard = max(-(-count // 7), 1)
+    starts = list(range(0, count, per_shard))
+    for number, first in enumerate(starts):
+        name = f"model-{number + 1:05d}-of-{len(starts):05d}.safetensors"
+        shard = {}
+        if number == 0:
+            shard["model.embed_tokens.weight"] = random_tensor(vocabulary, hidden)
+        if first == starts[-1]:
+            shard["lm_head.weight"] = random_tensor(vocabulary, hidden)
+        for index in range(first, min(first + per_shard, count)):
+            place = f"model.layers.{index}"
+            for projection, rows in layer.items():
+                shard[f"{place}.self_attn.{projection}_proj.weight"] = random_tensor(rows, hidden)
+            for projection in ("gate", "up", "down"):
+                shard[f"{place}.mlp.{projection}_proj.weight"] = random_tensor(2 * hidden, hidden)
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+        total += sum(tensor.nbytes for tensor in shard.values())
+        if number == 0:
+            shards.append(shard)
+    torch.save(shards[0], folder.with_suffix(".pt"))
+    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return max(2 * vocabulary * hidden, 4 * hidden * hidden)
+
+
+def digest(path: Path) -> str:
+    """A hash of a file's bytes."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while part := stream.read(1 << 20):
+            sha.update(part)
+    return sha.hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """File -> hash of its bytes, for all files below a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): digest(path) for path in paths}
+
+
+def run(arguments: Sequence[object]) -> tuple[float, int]:
+    """Run the command line; (seconds, peak bytes of memory).
+
+    The kernel counts for a process what its parent had when it started it. So this one stays small:
+    torch is imported where the checkpoint is made, which is another process.
+    """
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    said = process.stderr.read() if process.stderr is not None else b""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(map(str, arguments))}: {said.decode()[-500:]}")
+    return time.perf_counter() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def kill_at_random(
+    source: Path, out: Path, expected: dict[str, str], kills: int, seconds: float, seed: int
+) -> dict[str, Any]:
+    """Kill conversions at random moments and look at what is there."""
+    before, stamps = digests(source), _stamps(source)
+    moments = random.Random(seed)
+    seen = {"nothing": 0, "an older result": 0, "the result": 0, "left partial files": 0}
+    broken = []
+    whole: list[tuple[str, int, int]] = []
+    for number in range(kills):
+        older = number >= kills // 2
+        if not older:
+            shutil.rmtree(out, ignore_errors=True)
+        elif not out.exists():
+            run(["convert", source, out, "--to", "interleaved"])
+        inode = out.stat().st_ino if older else None
+        arguments = ["convert", str(source), str(out), "--to", "interleaved", "--force"]
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(moments.uniform(0.0, 1.1 * seconds))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if _stamps(source) != stamps:
+            broken.append(f"kill {number}: the checkpoint was touched")
+        if not out.exists():
+            seen["nothing"] += 1
+            if older:
+                broken.append(f"kill {number}: the older result is gone")
+        else:
+            seen["an older result" if out.stat().st_ino == inode else "the result"] += 1
+            # Bytes that were compared and not written since need not be read again.
+            if _stamps(out) != whole and digests(out) != expected:
+                broken.append(f"kill {number}: the result is not whole")
+            whole = _stamps(out)
+        seen["left partial files"] += any(MARKER in path.name for path in out.parent.iterdir())
+    if digests(source) != before:
+        broken.append("the checkpoint's bytes changed")
+    run(["convert", source, out, "--to", "interleaved", "--force"])
+    left = [path.name for path in out.parent.iterdir() if MARKER in path.name]
+    if left:
+        broken.append(f"a run that ended well left {', '.join(left)}")
+    return {"kills": kills, "found": seen, "broken": broken}
+
+
+def _stamps(folder: Path) -> list[tuple[str, int, int]]:
+    paths = sorted(folder.iterdir())
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+
+
+def soak(
+    folder: Path, size: int, kills: int, seed: int, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Make a checkpoint in a folder and do all three; the numbers, with what does not hold."""
+    source, there, back = folder / "source", folder / "there", folder / "back"
+    making = [sys.executable, "-m", "benchmarks.convert_soak", "--make", source]
+    done = subprocess.run(
+        [*map(str, making), "--bytes", str(size), "--seed", str(seed)],
+        check=True,
+        capture_output=True,
+    )
+    largest = int(done.stdout)
+    nbytes = sum(path.stat().st_size for path in source.iterdir())
+    shards = len(list(source.glob("*.safetensors")))
+    say(f"{nbytes / 1e9:.3f} GB in {shards} shards, largest tensor {largest / MB:.1f} MB")
+    _, baseline = run(["convert", "--help"])
+    seconds, peak = run(["convert", source, there, "--to", "interleaved"])
+    allowed = int(1.5 * largest) + ALLOWED
+    say(
+        f"converted in {seconds:.1f} s, peak memory {peak / MB:.0f} MB of {allowed / MB:.0f} MB allowed "
+        f"({baseline / MB:.0f} MB before it does anything)"
+    )
+    _, peak_back = run(["convert", there, back, "--to", "half", "--verify"])
+    say(f"back with --verify: peak memory {peak_back / MB:.0f} MB")
+    first, last = digests(source), digests(back)
+    last.pop("tightrope_convert.json")
+    same = first == last and digests(there) != first
+    torch_file, options = folder / "source.pt", ["--config", source / "config.json"]
+    _, peak_torch = run(
+        ["convert", torch_file, folder / "there.pt", "--to", "interleaved", "--verify", *options]
+    )
+    back_again = ["--to", "half", "--from", "interleaved", *options]
+    run(["convert", folder / "there.pt", folder / "back.pt", *back_again])
+    torch_files = [digest(folder / name) for name in ("source.pt", "there.pt", "back.pt")]
+    same_torch = torch_files[0] == torch_files[2] != torch_files[1]
+    say(
+        f"round trip: shards {'same' if same else 'DIFFER'}, torch {'same' if same_torch else 'DIFFER'}"
+    )
+    shutil.rmtree(back)
+    result = {
+        "bytes": nbytes,
+        "shards": shards,
+        "largest_tensor": largest,
+        "seconds": seconds,
+        "peak_memory": {"convert": peak, "with --verify": peak_back, "torch file": peak_torch},
+        "memory_before": baseline,
+        "memory_allowed": allowed,
+        "round_trip_same": {"shards": same, "torch file": same_torch},
+    }
+    killed = kill_at_random(source, there, digests(there), kills, seconds, seed)
+    say(f"killed {kills} times: {killed['found']}, broken: {killed['broken'] or 'nothing'}")
+    result["killed"] = killed
+    most = max(peak, peak_back, peak_torch)
+    within = most <= allowed if size >= 1e9 else most - baseline <= min(allowed, ABOVE_IMPORTS)
+    result["holds"] = within and same and same_torch and not killed["broken"]
+    return result
+
+
+def main() -> int:
+    """Run the soak; 0 if all of it holds."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--bytes", type=float, default=2.1e9, help="size of the checkpoint")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where to work; a temporary folder by default")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.make is not None:
+        print(make(given.make, int(given.bytes), given.seed))
+        return 0
+    with tempfile.TemporaryDirectory(dir=given.folder, prefix="convert-soak-") as folder:
+        result = soak(Path(folder), int(given.bytes), given.kills, given.seed)
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print("all of it holds" if result["holds"] else "NOT ALL OF IT HOLDS")
+    return 0 if result["holds"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

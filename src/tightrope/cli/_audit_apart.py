@@ -1,0 +1,24 @@
+"""The other process of `tightrope audit`: it may crash without taking the command with it."""
+
+import json
+import sys
+from pathlib import Path
+
+import typer
+
+from .audit import here
+
+
+def main() -> None:
+    """Reads the work from standard input and writes the report to the file named as argument."""
+    out = Path(sys.argv[1])
+    target, options = json.load(sys.stdin)
+    try:
+        saved = here(target, options).to_dict()
+    except typer.BadParameter as error:
+        saved = {"wrong use": error.message}
+    out.write_text(json.dumps(saved), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

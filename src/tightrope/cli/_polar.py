@@ -1,0 +1,135 @@
+"""The second part of a demo: polar attention beside plain RoPE, and both read past their length."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..gates import Slope
+from ..nn import KVCache, PolarRoPEAttention
+from ._interrupt import Interrupt
+from ._model import ByteTransformer, ModelSize
+from ._text import Corpus
+from ._train import Race, Run, evenly, prepare
+
+PEAK_RATE = 3e-3
+"""Three times that of the first part: the models are a fifth of the size."""
+
+TIMES_LONGER = 4
+_WINDOWS, _BATCH = 384, 16
+
+
+class PolarAttention(nn.Module):
+    """Polar attention as the demo's model calls it; without gates it is plain RoPE attention.
+
+    Gates are exp(γ), and exp(−rate · p) on queries against exp(rate · p) on keys, one γ and one rate
+    for each pair: what a pair adds to a score shrinks by exp(−rate) with each token of distance.
+    """
+
+    def __init__(self, size: ModelSize, *, gated: bool) -> None:
+        super().__init__()
+        self.attention = PolarRoPEAttention(
+            size.width, size.heads, size.head_dim, use_spd=gated, tied="pair", causal=True
+        )
+        self.log_rate: nn.Parameter | None = None
+        if gated:
+            first = torch.full((size.heads, size.head_dim // 2), _first_rate(size))
+            self.log_rate = nn.Parameter(first.log())
+
+    def forward(self, x: Tensor, offset: int, cache: KVCache | None) -> Tensor:
+        gate = None
+        if self.log_rate is not None:
+            rate = self.log_rate.exp()
+            gate = Slope(-rate, "pair"), Slope(rate, "pair")
+        out: Tensor = self.attention(x, positions=offset, gate=gate, cache=cache)
+        return out
+
+
+def _first_rate(size: ModelSize) -> float:
+    return 1.0 / size.context
+
+
+@dataclass
+class Contest:
+    """Both models, and how well each reads windows that are longer than those it was trained on."""
+
+    size: ModelSize
+    race: Race
+    by_position: dict[str, list[float]] = field(default_factory=dict)
+    """Mean nats of each byte of the long windows; empty where it was not reached."""
+
+    @property
+    def parameters(self) -> int:
+        """Of the larger one, which has the gates."""
+        return max(sum(w.numel() for w in run.model.parameters()) for run in self.race.runs)
+
+    def last_loss(self, run: Run) -> float:
+        """The mean of the last tenth of the training losses, as single ones scatter."""
+        return fmean(run.losses[-max(1, self.race.steps // 10) :])
+
+    def stretches(self, name: str) -> list[float]:
+        """Mean nats per byte over each stretch as long as the training windows."""
+        return means(self.by_position.get(name, []), self.size.context)
+
+    def past_length(self, name: str) -> float | None:
+        """How many nats more a byte costs past the length of training than within it."""
+        within, *past = self.stretches(name) or [0.0]
+        return fmean(past) - within if past else None
+
+    @property
+    def first_half_distance(self) -> float:
+        """The half distance of every pair before the first step."""
+        return math.log(2) / _first_rate(self.size)
+
+    @property
+    def half_distances(self) -> list[list[float]]:
+        """Tokens of distance over which what a pair adds to a score halves: one list per pair, of
+        all heads of all layers."""
+        every = [
+            module.log_rate.detach()
+            for run in self.race.runs
+            for module in run.model.modules()
+            if isinstance(module, PolarAttention) and module.log_rate is not None
+        ]
+        distances: list[list[float]] = (math.log(2) / torch.cat(every).exp()).T.tolist()
+        return distances
+
+
+def set_up(size: ModelSize, seed: int) -> Contest:
+    """Both models with the same weights; the one has gates besides."""
+    makers = {
+        "polar": partial(PolarAttention, gated=True),
+        "plain RoPE": partial(PolarAttention, gated=False),
+    }
+    return Contest(size, prepare(size, makers, seed))
+
+
+def read_longer(contest: Contest, corpus: Corpus, interrupt: Interrupt) -> None:
+    """Set what each model makes of windows of the validation files, several times as long."""
+    length = TIMES_LONGER * contest.size.context
+    windows = evenly(corpus.validation, min(_WINDOWS, corpus.validation.numel() // length), length)
+    found = {}
+    for run in contest.race.runs:
+        losses = []
+        for batch in windows.split(_BATCH):
+            if interrupt.requested:
+                return
+            losses.append(_losses(run.model, batch))
+        found[run.name] = torch.cat(losses).mean(0).tolist()
+    contest.by_position = found
+
+
+@torch.no_grad()
+def _losses(model: ByteTransformer, windows: Tensor) -> Tensor:
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")
+
+
+def means(losses: Sequence[float], size: int) -> list[float]:
+    """Means of so many neighbours each."""
+    return [fmean(losses[at : at + size]) for at in range(0, len(losses), size)]

@@ -1,0 +1,267 @@
+"""`tightrope audit`: test a rotary function as a black box."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from .. import RopeSpec
+from ..workbench.audit import SEVERITIES, Finding, Report, audit as run_audit, verdict
+from ._console import make_console
+
+_COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+# What a process that runs out of all patience is allowed, as a multiple of what one call is.
+_PATIENCE = 30.0
+
+
+class Severity(str, Enum):
+    """What makes the exit code 1."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+def audit(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="MODULE:FUNCTION, imported from here; or a config.json of transformers, its folder, or "
+            "a model type such as llama.",
+            show_default=False,
+        ),
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option(help="How it is called, such as 'x, positions' or 'q, k, cos, sin'."),
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="bhsd, bshd, sbhd, thd, bsd or sd; found by trying.")
+    ] = None,
+    tables: Annotated[
+        str | None, typer.Option(help="The cosines it takes: cat, repeat or half; found by trying.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of one head.")] = None,
+    meant: Annotated[
+        Path | None,
+        typer.Option(help="A config.json, or the JSON of a RopeSpec: what it should be."),
+    ] = None,
+    base: Annotated[float | None, typer.Option(help="The base that it should have.")] = None,
+    rotary_dim: Annotated[int | None, typer.Option(help="How many channels should rotate.")] = None,
+    interleaved: Annotated[
+        bool | None, typer.Option("--interleaved/--half", help="The pairing that it should have.")
+    ] = None,
+    make: Annotated[
+        bool,
+        typer.Option("--make", help="FUNCTION makes what is to be audited, without arguments."),
+    ] = False,
+    layer_type: Annotated[
+        str | None, typer.Option(help="Which layers of the model, where they differ.")
+    ] = None,
+    longest: Annotated[int, typer.Option(help="Ask no position above this one.")] = 2**20,
+    float16: Annotated[bool, typer.Option("--float16", help="Ask about float16 as well.")] = False,
+    only_float32: Annotated[
+        bool, typer.Option("--only-float32", help="Ask about no 16-bit type.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where its tensors are.")] = "cpu",
+    timeout: Annotated[float, typer.Option(help="Seconds after which a call hangs.")] = 20.0,
+    fail_on: Annotated[
+        Severity, typer.Option(help="The mildest finding that makes the exit code 1.")
+    ] = Severity.WARNING,
+    isolate: Annotated[
+        bool,
+        typer.Option(
+            "--isolate/--no-isolate",
+            help="Run it in a process of its own, so that a crash is a finding too.",
+        ),
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Test a rotary function as a black box: what it is, and what is wrong with it.
+
+    It is called with impulses and random vectors, never read. Each finding has a program that shows
+    it. Exit codes: 0 nothing found, 1 findings, 2 wrong use.
+
+    Examples:
+
+    `tightrope audit mymodel:apply_rope --base 500000 --half`
+
+    `tightrope audit ./Llama-3.1-8B/config.json`
+
+    `tightrope audit mymodel:make_rope --make --head-dim 64 --json`
+    """
+    options: dict[str, Any] = {
+        "form": form,
+        "layout": layout,
+        "tables": tables,
+        "head_dim": head_dim,
+        "make": make,
+        "layer_type": layer_type,
+        "longest": longest,
+        "device": device,
+        "timeout": timeout,
+        "dtypes": ["float32", *(["bfloat16"] if not only_float32 else [])]
+        + (["float16"] if float16 else []),
+        "spec": _declared(meant, head_dim, base, rotary_dim, interleaved),
+    }
+    report = _apart(target, options) if isolate else here(target, options)
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
+    else:
+        print_report(make_console(), report)
+    worst = SEVERITIES.index(fail_on.value)
+    if any(SEVERITIES.index(finding.severity) <= worst for finding in report.findings):
+        raise typer.Exit(1)
+
+
+def _declared(
+    meant: Path | None,
+    head_dim: int | None,
+    base: float | None,
+    rotary_dim: int | None,
+    interleaved: bool | None,
+) -> dict[str, Any] | None:
+    """The declared spec as its dictionary; None where nothing was declared."""
+    said = {"base": base, "rotary_dim": rotary_dim, "interleaved": interleaved}
+    said = {name: value for name, value in said.items() if value is not None}
+    try:
+        if meant is None:
+            if not said:
+                return None
+            if head_dim is None:
+                raise typer.BadParameter("--base, --rotary-dim and --half need --head-dim as well.")
+            return RopeSpec(head_dim=head_dim, **said).to_dict()  # type: ignore[arg-type]
+        if said:
+            raise typer.BadParameter(
+                "--meant says it all; leave out --base, --rotary-dim and --half."
+            )
+        return _read(meant).to_dict()
+    except (OSError, ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _read(path: Path) -> RopeSpec:
+    if path.is_file():
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict) and values.keys() >= {"version", "head_dim"}:
+            return RopeSpec.from_dict(values)
+    spec = RopeSpec.from_config(path)
+    if not isinstance(spec, RopeSpec):
+        raise ValueError(f"{path} has layers that differ: save the spec of one of them as JSON.")
+    return spec
+
+
+def here(target: str, options: dict[str, Any]) -> Report:
+    """The audit in this process; what somebody did wrong becomes an error of the command line."""
+    spec = options["spec"]
+    chosen = options | {
+        "dtypes": [getattr(torch, name) for name in options["dtypes"]],
+        "spec": None if spec is None else RopeSpec.from_dict(spec),
+    }
+    try:
+        # What the function's module prints while it is imported must not get into the JSON.
+        with redirect_stdout(sys.stderr):
+            return run_audit(target, **chosen)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _apart(target: str, options: dict[str, Any]) -> Report:
+    """The audit in a process of its own, which may crash."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "tightrope.cli._audit_apart", str(out)]
+        work = json.dumps([target, options])
+        seconds = max(_PATIENCE * options["timeout"], _PATIENCE)
+        try:
+            done = subprocess.run(
+                command, input=work, text=True, timeout=seconds, stdout=2, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return _lost(target, "hangs", f"The audit did not end within {seconds:g} s.")
+        if not out.is_file():
+            said = (
+                f"signal {-done.returncode}"
+                if done.returncode < 0
+                else f"exit code {done.returncode}"
+            )
+            return _lost(target, "crashes", f"The process of the audit was ended by {said}.")
+        saved = json.loads(out.read_text(encoding="utf-8"))
+    if "wrong use" in saved:
+        raise typer.BadParameter(saved["wrong use"])
+    return Report.from_dict(saved)
+
+
+def _lost(target: str, code: str, sentence: str) -> Report:
+    evidence = "run it with --no-isolate under a debugger to see where"
+    return Report(target, {}, (Finding(code, "error", sentence, evidence),))
+
+
+def print_report(console: Console, report: Report) -> None:
+    """The report for a reader; programs are printed so that they can be copied."""
+    console.print(Text(f"audit of {report.target}", style="bold"))
+    facts = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    for name, value in report.facts.items():
+        facts.add_row(name, Text(str(value)))
+    if report.facts:
+        console.print(Padding(facts, (0, 0, 0, 2), expand=False))
+    if report.angle_errors:
+        console.print()
+        console.print(Padding(_errors(report), (0, 0, 0, 2), expand=False))
+    shown = False
+    for finding in report.findings:
+        console.print()
+        head = Text(f"{finding.severity} ", style=_COLOURS[finding.severity])
+        head.append(finding.code, style="bold")
+        console.print(head)
+        console.print(Padding(Text(finding.sentence), (0, 0, 0, 2), expand=False))
+        if finding.evidence:
+            evidence = Text(finding.evidence, style="dim")
+            console.print(Padding(evidence, (0, 0, 0, 2), expand=False))
+        # The programs of notes are in the JSON: nobody has to act on them.
+        if finding.snippet and finding.severity != "note":
+            program = finding.snippet
+            if shown:
+                program = program.replace(report.preamble, "# first, as above: fn and its adapter")
+            shown = True
+            console.print()
+            for line in program.splitlines():
+                console.print(f"    {line}".rstrip(), markup=False, soft_wrap=True)
+    console.print()
+    skipped = [check for check in report.checks if check.outcome.startswith("skipped")]
+    for check in skipped:
+        why = check.outcome.removeprefix("skipped: ")
+        console.print(
+            Padding(
+                Text(f"not checked: {check.name} ({why})", style="dim"), (0, 0, 0, 2), expand=False
+            )
+        )
+    style = "green" if report.ok else "bold"
+    console.print(Text(verdict(report), style=style))
+
+
+def _errors(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("error of cos and sin below", justify="right")
+    for name in ("float32 x", "bfloat16 x", "float32 costs at most"):
+        table.add_column(name, justify="right")
+    for each in report.angle_errors:
+        row = (each.float32, each.bfloat16, each.float32_angle)
+        shown = ["-" if value is None else f"{value:.1e}" for value in row]
+        table.add_row(f"{each.position:,}", *shown)
+    return table

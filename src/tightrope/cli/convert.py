@@ -1,0 +1,134 @@
+"""`tightrope convert`: a checkpoint for the other pairing of channels."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..workbench.convert import Conversion, convert as convert_checkpoint
+from . import _checkpoint as given
+from ._console import Ticker, make_console
+from ._mistakes import as_mistakes
+from ._names import grouped, size
+
+_MOST_LEFT = 12
+
+
+def convert(
+    checkpoint: given.Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the result shall be.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="half|interleaved", help="The pairing of the result.")
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace an older result.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would change; write nothing.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Prove on random activations that scores are unchanged."),
+    ] = False,
+    as_json: given.AsJson = False,
+    config: given.Config = None,
+    section: given.Section = None,
+    source: given.Source = None,
+    naming: given.Naming = None,
+    prefix: given.Prefix = None,
+    packing: given.Packing = None,
+    heads: given.Heads = None,
+    kv_heads: given.KvHeads = None,
+    head_dim: given.HeadDim = None,
+    rotary_dim: given.RotaryDim = None,
+    start: given.Start = None,
+) -> None:
+    """Rewrite query and key projections for the other pairing of channels.
+
+    Everything else keeps its bytes, and converting back gives the same files.
+
+    The result gets its name when it is whole; the checkpoint is only read.
+
+    Exit codes: 0 done, 1 the machine could not, 2 a mistake; then nothing is written.
+
+    Example:
+
+    `tightrope convert llama-3-8b llama-3-8b-interleaved --to interleaved --verify`
+    """
+    console = make_console()
+    with as_mistakes({"[convert] ": ""}), Ticker(make_console(stderr=True), "convert") as ticker:
+        done = convert_checkpoint(
+            checkpoint,
+            out,
+            to=to,
+            said=given.said(
+                config=config,
+                section=section,
+                source=source,
+                naming=naming,
+                prefix=prefix,
+                packing=packing,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                rotary_dim=rotary_dim,
+                start=start,
+            ),
+            force=force,
+            dry_run=dry_run,
+            verify=verify,
+            report=None if as_json else ticker.update,
+        )
+    if as_json:
+        text = json.dumps(dataclasses.asdict(done), indent=2)
+        console.print(text, markup=False, soft_wrap=True)
+    else:
+        _show(console, done)
+
+
+def _show(console: Console, done: Conversion) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [
+        ("checkpoint", f"{done.checkpoint}, {size(done.nbytes)} of weights"),
+        ("model", done.model),
+        ("pairing", f"{done.source} (says {done.source_from}) to {done.to}"),
+    ]
+    rows += _named("changed", done.changed, None)
+    rows += _named("left", done.left, _MOST_LEFT)
+    if done.marked is not None:
+        rows.append(("config.json", f"{done.marked} says the pairing"))
+    rows += [("not copied", f"{name}: {why}") for name, why in done.ignored.items()]
+    if done.verified is not None:
+        proof = done.verified
+        rows.append(
+            (
+                "verified",
+                f"scores of {proof.layers} layers differ by {proof.difference:.1e} of the largest "
+                f"(with the old pairing by {proof.unswitched:.2g})",
+            )
+        )
+    rows += [("note", note) for note in done.notes]
+    rows.append(("written" if done.written else "dry run", _end(done)))
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+def _end(done: Conversion) -> str:
+    if not done.written:
+        return f"{done.out} would be written"
+    count = len(done.files)
+    return f"{done.out}" + (f", {count} files" if count > 1 else "")
+
+
+def _named(what: str, names: tuple[str, ...], most: int | None) -> list[tuple[str, str]]:
+    lines = [name if count == 1 else f"{name}  ({count})" for name, count in grouped(names)]
+    rows = [(what if n == 0 else "", line) for n, line in enumerate(lines[:most])]
+    if most is not None and len(lines) > most:
+        rows.append(("", f"and {len(lines) - most} more kinds; --json names all {len(names)}"))
+    return rows

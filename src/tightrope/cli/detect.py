@@ -1,0 +1,91 @@
+"""`tightrope detect`: which pairing a checkpoint's weights speak for."""
+
+import dataclasses
+import json
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ..workbench.convert import Detection, detect as detect_pairing
+from . import _checkpoint as given
+from ._console import Ticker, make_console
+from ._mistakes import as_mistakes
+
+
+def detect(
+    checkpoint: given.Checkpoint,
+    as_json: given.AsJson = False,
+    config: given.Config = None,
+    section: given.Section = None,
+    naming: given.Naming = None,
+    prefix: given.Prefix = None,
+    packing: given.Packing = None,
+    heads: given.Heads = None,
+    kv_heads: given.KvHeads = None,
+    head_dim: given.HeadDim = None,
+    rotary_dim: given.RotaryDim = None,
+    start: given.Start = None,
+) -> None:
+    """Tell from its weights how a checkpoint pairs channels, and how sure that is.
+
+    Exit codes: 0 an answer, 1 it cannot be known or speaks against the files, 2 a mistake.
+
+    Example:
+
+    `tightrope detect llama-3-8b`
+    """
+    with as_mistakes({"[detect] ": ""}), Ticker(make_console(stderr=True), "detect") as ticker:
+        found = detect_pairing(
+            checkpoint,
+            said=given.said(
+                config=config,
+                section=section,
+                naming=naming,
+                prefix=prefix,
+                packing=packing,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                rotary_dim=rotary_dim,
+                start=start,
+            ),
+            report=None if as_json else ticker.update,
+        )
+    console = make_console()
+    if as_json:
+        told = {**dataclasses.asdict(found), "contradicts": found.contradicts}
+        console.print(json.dumps(told, indent=2), markup=False, soft_wrap=True)
+    else:
+        table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in _rows(found):
+            table.add_row(name, Text(value))
+        console.print(table)
+    if found.pairing is None or found.contradicts:
+        raise typer.Exit(1)
+
+
+def _rows(found: Detection) -> list[tuple[str, str]]:
+    rows = [("model", found.model)]
+    said = "nothing" if found.said is None else found.said
+    rows.append(("files say", f"{said} ({found.who})"))
+    if found.pairing is None:
+        rows.append(("weights say", "nothing that is beyond chance: it cannot be known from them"))
+    else:
+        rows.append(("weights say", f"{found.pairing}, confidence {_confidence(found.confidence)}"))
+    rows += [
+        (
+            "" if n else "evidence",
+            f"{each.kind}: {each.samples} samples favour {each.favours}, chance {each.chance:.1e}",
+        )
+        for n, each in enumerate(found.evidence)
+    ]
+    if found.contradicts:
+        rows.append(("warning", "the weights speak against the files"))
+    return rows
+
+
+def _confidence(value: float) -> str:
+    return "above 0.99999" if value > 0.99999 else f"{value:.5f}"

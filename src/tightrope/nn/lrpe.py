@@ -1,0 +1,198 @@
+"""The module that rotates by angles which it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import functional
+from .._errors import describe, sentence
+from ..activations import ACTS, RMS_NORM, SOFTMAX
+from ..positions import Positions
+from ..spec import Channels
+
+# What θ has one number for.
+_PER = ("head and pair", "pair", "head")
+
+
+class LrpeRotate1d(torch.nn.Module):
+    """LRPE rotate 1-D with a learnable θ: see :func:`tightrope.functional.lrpe_rotate_1d`.
+
+    θ begins as the frequencies of an ordinary rotation, ``base^(-2k / rotary_dim)`` for pair k, the
+    same for all heads; one angle for each head begins as ``base^(-h / num_heads)`` for head h.
+
+    θ is a parameter, so ``.to(torch.bfloat16)`` rounds it, by up to 2^-9 of itself, and what is rounded
+    is multiplied by the position: keep it in float32 or wider where positions are far. Weight decay
+    would slow every pair down; give θ a group of the optimiser without it.
+
+    Args:
+        head_dim: channels of a head.
+        num_heads: how many heads; None where x has none, or where all share one θ for each pair.
+        per: what θ has one number for: "head and pair" ``(num_heads, pairs)``, "pair" ``(pairs,)`` or
+            "head" ``(num_heads,)``. By default the first of them that ``num_heads`` allows.
+        pairs: how many pairs turn; rotary_dim / 2 if None. The others keep their value.
+        act, dim, start, rotary_dim: as of :func:`tightrope.functional.lrpe_rotate_1d`; act by name.
+        base: of the θ to begin with; positive.
+        learnable: whether θ requires grad.
+        device, dtype: of θ.
+
+    Attributes:
+        theta: the parameter, radians per position.
+
+    Raises:
+        TypeError, ValueError: options that do not fit, each with its sentence.
+
+    Source: as of :func:`tightrope.functional.lrpe_rotate_1d`.
+
+    >>> rotate = LrpeRotate1d(64, num_heads=8, act="silu")
+    >>> rotate(torch.randn(2, 16, 8, 64)).shape, rotate.theta.shape
+    (torch.Size([2, 16, 8, 64]), torch.Size([8, 32]))
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int | None = None,
+        *,
+        per: str | None = None,
+        pairs: int | None = None,
+        act: str = "none",
+        dim: int | None = None,
+        start: int = 0,
+        rotary_dim: int | None = None,
+        base: float = 10000.0,
+        learnable: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        channels = Channels.checked(head_dim, rotary_dim, start, False, name)
+        every = channels.rotary_dim // 2
+        if per is None:
+            per = "pair" if num_heads is None else "head and pair"
+        _check_options(name, num_heads, per, pairs, every, act, dim, base)
+        self.head_dim, self.num_heads, self.per = channels.head_dim, num_heads, per
+        self.start, self.rotary_dim = channels.start, channels.rotary_dim
+        self.pairs = every if pairs is None else pairs
+        self.act, self.dim, self.base = act, dim, base
+        shapes: dict[str, tuple[Any, ...]] = {
+            "head and pair": (num_heads, self.pairs),
+            "pair": (self.pairs,),
+            "head": (num_heads,),
+        }
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(sentence(name, f"dtype must be floating but got {dtype}"))
+        self.theta = torch.nn.Parameter(
+            torch.empty(shapes[per], device=device, dtype=dtype), requires_grad=learnable
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set θ to what it began as; after ``to_empty``, say."""
+        count = self.num_heads if self.per == "head" else self.rotary_dim // 2
+        steps = torch.arange(self.theta.shape[-1], dtype=torch.float64) / (count or 1)
+        with torch.no_grad():
+            self.theta.copy_((self.base**-steps).expand(self.theta.shape))
+
+    def forward(self, x: torch.Tensor, offset: int | torch.Tensor | Positions = 0) -> torch.Tensor:
+        """Rotate a tensor.
+
+        Args:
+            x: floating ``(batch, tokens, num_heads, head_dim)``, or ``(batch, tokens, head_dim)``
+                where there are no heads.
+            offset: position of the first token, as of
+                :func:`tightrope.functional.lrpe_rotate_1d`.
+
+        Returns:
+            A new tensor of the same shape and dtype.
+
+        Raises:
+            ValueError: another number of channels or heads, an offset that does not fit.
+            TypeError: a tensor or offset of a dtype that cannot rotate or count.
+        """
+        name = type(self).__name__
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(sentence(name, f"x must be a tensor but got {describe(x)}"))
+        if x.dim() not in (3, 4) or x.shape[-1] != self.head_dim:
+            heads = "heads" if self.num_heads is None else self.num_heads
+            raise ValueError(
+                sentence(
+                    name,
+                    f"x must have shape (batch, tokens, {heads}, {self.head_dim}) or, without heads, "
+                    f"(batch, tokens, {self.head_dim})",
+                    x=x,
+                )
+            )
+        return functional.lrpe_rotate_1d(
+            x,
+            self.theta,
+            offset,
+            self.act,
+            self.dim,
+            start=self.start,
+            rotary_dim=self.rotary_dim,
+            theta_axis="head" if self.per == "head" else "pair",
+        )
+
+    def extra_repr(self) -> str:
+        """What stands in the parentheses of the repr."""
+        parts: dict[str, Any] = {"num_heads": self.num_heads, "per": self.per, "act": self.act}
+        if self.dim is not None:
+            parts["dim"] = self.dim
+        if self.start or self.rotary_dim != self.head_dim:
+            parts |= {"start": self.start, "rotary_dim": self.rotary_dim}
+        if self.pairs != self.rotary_dim // 2:
+            parts["pairs"] = self.pairs
+        said = ", ".join(f"{key}={value!r}" for key, value in parts.items())
+        frozen = "" if self.theta.requires_grad else ", learnable=False"
+        return f"{self.head_dim}, {said}, base={self.base:g}{frozen}"
+
+
+def _check_options(
+    name: str,
+    num_heads: object,
+    per: object,
+    pairs: object,
+    every: int,
+    act: object,
+    dim: object,
+    base: object,
+) -> None:
+    if num_heads is not None:
+        _check_count(name, "num_heads", num_heads)
+    if per not in _PER:
+        raise ValueError(sentence(name, f"per must be one of {', '.join(_PER)} but got {per!r}"))
+    if num_heads is None and per != "pair":
+        raise ValueError(sentence(name, f"num_heads must be given for per={per!r} but is None"))
+    if pairs is not None:
+        if per == "head":
+            raise ValueError(
+                sentence(
+                    name, f"pairs must be None for per='head', where all turn, but got {pairs}"
+                )
+            )
+        _check_count(name, "pairs", pairs)
+        if isinstance(pairs, int) and pairs > every:
+            raise ValueError(sentence(name, f"pairs must be at most {every} but got {pairs}"))
+    if not isinstance(act, str) or act not in ACTS[:RMS_NORM]:
+        raise ValueError(
+            sentence(
+                name, f"act must be one of {', '.join(ACTS[:RMS_NORM])} but got {describe(act)}"
+            )
+        )
+    if dim not in ((-1, 1) if act == ACTS[SOFTMAX] else (None,)):
+        wanted = "-1 or 1" if act == ACTS[SOFTMAX] else "None"
+        raise ValueError(sentence(name, f"dim must be {wanted} for act {act!r} but got {dim!r}"))
+    if isinstance(base, bool) or not isinstance(base, (int, float)):
+        raise TypeError(sentence(name, f"base must be a number but got {describe(base)}"))
+    if not 0 < base < float("inf"):
+        raise ValueError(sentence(name, f"base must be positive and finite but got {base}"))
+
+
+def _check_count(name: str, what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(sentence(name, f"{what} must be an int but got {describe(value)}"))
+    if value < 1:
+        raise ValueError(sentence(name, f"{what} must be positive but got {value}"))

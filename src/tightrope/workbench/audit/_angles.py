@@ -1,0 +1,480 @@
+"""How right the angles are, near and far: what was rounded on the way, and where tables end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+import torch
+
+from ._declared import is_rounded
+from ._exact import cos_sin, decimals
+from ._guard import CallFailed
+from ._log import Log
+from ._report import AngleError
+from ._rotation import angle_body, direction, omegas_of
+from ._subject import Subject
+
+FAR = (4096, 32768, 131072, 1_048_576)
+_BELOW = (1, 2, 3, 5, 7, 11, 14, 20)
+# From 0 on, as functions that count by themselves do; positions that bfloat16 (above 256) or float16 (above 2048) cannot represent, and some neighbours.
+_ODD = (0, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
+_PLACES = ("far-angles", "table-clamp", "table-identity", "table-nan", "table-wrap", "table-zero")
+_NO_TABLE = 131_072
+"""A function that counts by itself is asked for no more tokens than this."""
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The angles that the function should have, from what it is.
+
+    Attributes:
+        omegas: exact frequency of each moving pair, signed as the function turns, short calls.
+        intercepts: angle at position 0.
+        sure: whether the frequencies are known exactly, and not as measured.
+        longer: frequencies by the length of the call, where they depend on it.
+    """
+
+    omegas: tuple[Decimal, ...]
+    intercepts: torch.Tensor
+    sure: bool
+    longer: Callable[[int], tuple[Decimal, ...]] | None = None
+
+    def at(self, length: int) -> tuple[Decimal, ...]:
+        """The frequencies of a call of a length."""
+        return self.omegas if self.longer is None else self.longer(length)
+
+    def table(self, positions: Sequence[int]) -> torch.Tensor:
+        """cos and sin of the positions of one call, float64 ``[2, positions, pairs]``."""
+        cos, sin = cos_sin(positions, self.at(max(positions) + 1))
+        turn_cos, turn_sin = self.intercepts.cos(), self.intercepts.sin()
+        return torch.stack((cos * turn_cos - sin * turn_sin, sin * turn_cos + cos * turn_sin))
+
+
+def model_of(log: Log, declared: bool) -> Model | None:
+    """The frequencies to judge by: the declared ones if the function has them, else recognised ones.
+
+    None where no angle can be judged, which is then said.
+    """
+    shape = log.shape
+    name = "angles near and far"
+    if shape is None or log.subject.call.takes_tables:
+        log.skip(name, "they are the caller's")
+        return None
+    if log.found("history") and not log.subject.renew:
+        log.skip(name, "they depend on earlier calls, and no fresh copy can be had; say make=True")
+        return None
+    spec = log.spec if declared else (log.identity.spec if log.identity is not None else None)
+    by_length = declared and spec is not None and spec.by_length
+    if any(finding.code == "length" for finding in log.findings) and not by_length:
+        log.skip(name, "they depend on the length of the call, by a rule that nobody declared")
+        return None
+    signs = [int(direction(line)) for line in log.lines]
+    intercepts = torch.tensor([line.intercept for line in log.lines], dtype=torch.float64)
+    if log.shift is not None:
+        # Measured, the small ones would be no more exact than float32.
+        intercepts = torch.tensor([log.shift * line.slope for line in log.lines]).double()
+    elif float(intercepts.abs().max()) < 1e-3:
+        intercepts = torch.zeros_like(intercepts)
+    seen = omegas_of(log)
+
+    def signed(exact: tuple[Decimal, ...]) -> tuple[Decimal, ...]:
+        moving = [omega for omega, measured in zip(exact, seen, strict=True) if measured]
+        return tuple(omega * sign for omega, sign in zip(moving, signs, strict=True))
+
+    loose = not declared and log.identity is not None and log.identity.loose
+    if loose and spec is not None:
+        loose = not is_rounded(seen, spec.frequencies().inv_freq.tolist())
+    if spec is None or loose:
+        return Model(decimals([line.slope for line in log.lines]), intercepts, False)
+    longer = (lambda length: signed(spec.frequencies(length).exact)) if by_length else None
+    return Model(signed(spec.frequencies().exact), intercepts, True, longer)
+
+
+def measure(
+    subject: Subject, log: Log, positions: Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """cos and sin that the function shows, float64 ``[2, positions, pairs]``, amplitude taken out.
+
+    Raises:
+        CallFailed, Hangs: as of :meth:`Subject.rotate`.
+    """
+    if log.shape is None:
+        raise CallFailed("nothing is known about its channels")
+    firsts = [pair.first for pair in log.shape.pairs]
+    ends = [[log.shape.comes_out(channel) for channel in each] for each in zip(*log.shape.channels)]
+    x = torch.zeros(1, subject.heads(2), len(positions), subject.head_dim, dtype=dtype)
+    x[..., firsts] = 1.0
+    y = subject.rotate(subject.laid_out(x), list(positions))[0, 0].detach().cpu().double()
+    seen = torch.stack((y[:, ends[0]], y[:, ends[1]]))
+    if log.found("amplitude-varies"):
+        return seen / torch.hypot(seen[0], seen[1])
+    return seen / log.amplitude
+
+
+def bound_of(model: Model, position: int) -> float:
+    """What float32 costs at a position: frequency and product are each off by half a step."""
+    fastest = max(abs(float(omega)) for omega in model.omegas)
+    return min(2.0, position * fastest * 2.0**-23 + 2.0**-22)
+
+
+def check_angles(log: Log, model: Model) -> None:
+    """Which 16-bit type had a hand in the angles, and where they end."""
+    for dtype in log.dtypes:
+        name = str(dtype).removeprefix("torch.")
+        with log.check(f"angles near by, {name} x") as fresh:
+            _near(log, fresh, model, dtype)
+    if torch.float32 not in log.dtypes:
+        log.skip("angles far away", "float32 was not asked for")
+        return
+    if log.found("amplitude-varies"):
+        log.skip("angles far away", "little is left of x there")
+        return
+    with log.check("angles far away") as fresh:
+        _far(log, fresh, model)
+
+
+def _most(log: Log) -> int:
+    counts = not log.subject.call.takes_ids and "offset" not in log.subject.call.roles
+    return min(log.longest, _NO_TABLE) if counts else log.longest
+
+
+def _accepted(
+    log: Log, subject: Subject, positions: Sequence[int], dtype: torch.dtype
+) -> tuple[list[int], torch.Tensor]:
+    """The positions that the function takes, up to the first that it refuses, and what it shows."""
+    if "offset" in subject.call.roles:
+        # An offset and one token is another way through the code than many tokens: take the latter.
+        positions = [position for position in positions if position <= _NO_TABLE // 8]
+    positions = [position for position in positions if position <= _most(log)]
+    while positions:
+        try:
+            return list(positions), measure(subject, log, positions, dtype)
+        except CallFailed:
+            positions = positions[:-1]
+    raise CallFailed(f"it takes no x of {dtype}")
+
+
+def _near(log: Log, subject: Subject, model: Model, dtype: torch.dtype) -> None:
+    positions, seen = _accepted(log, subject, _ODD, dtype)
+    exact = model.table(positions)
+    step = torch.finfo(dtype).eps
+    slack = torch.tensor([0.6 * step + 3 * bound_of(model, p) + 1e-6 for p in positions])[:, None]
+    error = (seen - exact).abs().nan_to_num(math.inf)
+    if bool((error <= slack).all()):
+        return
+    if dtype is torch.float32 and _is_table_type(log, subject, model, positions, seen, exact):
+        return
+    if not model.sure and dtype is torch.float32:
+        return
+    causes = _rounding(model, positions, seen, 0.6 * step + 1e-4)
+    if not causes and dtype is torch.float32:
+        first = next(p for p, bad in zip(positions, (error > slack).any(2).any(0)) if bad)
+        _where_it_ends(log, subject, model, first + 1)
+        return
+    if not causes and log.found(*_PLACES):
+        return
+    # Nothing that is known explains it: say so, rather than nothing.
+    for code, words in causes or [("far-angles", "Angles are wrong")]:
+        pair, position, wanted = _worst(log, model, positions, seen, exact)
+        size = float(error[:, positions.index(position)].max())
+        log.add(
+            code,
+            "error",
+            f"{words}{'' if dtype is torch.float32 else f', for {_short(dtype)} x'}.",
+            f"at position {position:,} a cosine or sine is off by {size:.3g}",
+            angle_body(
+                log,
+                pair=pair,
+                position=position,
+                wanted=wanted,
+                tolerance=3e-2 if size > 6e-2 else size / 2,
+                dtype=dtype,
+            ),
+        )
+
+
+def _is_table_type(
+    log: Log,
+    subject: Subject,
+    model: Model,
+    positions: Sequence[int],
+    seen: torch.Tensor,
+    exact: torch.Tensor,
+) -> bool:
+    """Whether the angles are right and only cosine and sine were rounded to 16 bits."""
+    angle = torch.tensor([3 * bound_of(model, p) + 1e-6 for p in positions])[:, None]
+    for name, dtype in _TYPES.items():
+        step = 0.51 * torch.finfo(dtype).eps * torch.maximum(seen.abs(), exact.abs())
+        is_whole = (seen.to(dtype).double() - seen).abs() <= 1e-7
+        if bool(((seen - exact).abs() <= step + angle).all()) and bool(is_whole.all()):
+            error = (seen - exact).abs().amax((0, 2))
+            log.add(
+                "table-dtype",
+                "warning",
+                f"Cosines and sines are rounded to {name} although x is float32.",
+                f"they are off by up to {float(error.max()):.3g}, for example at position "
+                f"{positions[int(error.argmax())]}",
+                _TABLE_BODY.format(
+                    heads=subject.heads(2),
+                    dim=subject.head_dim,
+                    u=log.shape.pairs[0].first if log.shape else 0,
+                    count=len(positions),
+                    tokens=", ".join(map(str, positions)),
+                    dtype=name,
+                ),
+            )
+            return True
+    return False
+
+
+_TABLE_BODY = """
+x = torch.zeros(1, {heads}, {count}, {dim})
+x[..., {u}] = 1.0
+y = rotate(x, torch.tensor([[{tokens}]]))[0, 0]
+assert not torch.equal(y, y.to(torch.{dtype}).float()), "every cosine and sine is a {dtype}"
+"""
+
+
+def _worst(
+    log: Log, model: Model, positions: Sequence[int], seen: torch.Tensor, exact: torch.Tensor
+) -> tuple[tuple[int, int], int, str]:
+    """(channels, position, expression of the right angle) of the first clear error."""
+    error = (seen - exact).abs().nan_to_num(math.inf).amax(0)
+    clear = (error > 0.08).nonzero()
+    if len(clear):
+        row, column = (int(each) for each in clear[0])
+    else:
+        row, column = divmod(int(error.argmax()), error.shape[1])
+    pairs = log.shape.pairs if log.shape is not None else ()
+    pair = pairs[column]
+    omega = model.at(max(positions) + 1)[column]
+    wanted = f"{positions[row]} * {float(omega):.17g}"
+    if float(model.intercepts[column]):
+        wanted += f" + {float(model.intercepts[column]):.6g}"
+    return (pair.first, pair.second), positions[row], wanted
+
+
+def _rounding(
+    model: Model, positions: Sequence[int], seen: torch.Tensor, tolerance: float
+) -> list[tuple[str, str]]:
+    """Which steps of the angle were rounded to which 16-bit type, if that explains what was seen."""
+    omegas = torch.tensor([float(omega) for omega in model.omegas], dtype=torch.float64)
+    where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
+    steps = (
+        ("position-dtype", "Positions are rounded to {}"),
+        ("frequency-dtype", "The frequencies are rounded to {}"),
+        ("angle-dtype", "Angles, position times frequency, are rounded to {}"),
+    )
+    best: tuple[float, list[tuple[str, str]]] = (math.inf, [])
+    for name, dtype in _TYPES.items():
+        for mask in (1, 2, 4, 3, 5, 6, 7):
+            p = _cast(where, dtype) if mask & 1 else where
+            w = _cast(omegas, dtype) if mask & 2 else omegas
+            angle = p * w
+            if mask & 4:
+                angle = _cast(angle, dtype)
+            angle = angle + model.intercepts
+            error = float(
+                (torch.stack((angle.cos(), angle.sin())) - seen).abs().nan_to_num(2.0).max()
+            )
+            # A hypothesis with more roundings must be better by far than a simpler one.
+            if error <= max(tolerance, 1e-3) and error < 0.5 * best[0]:
+                chosen = [
+                    (code, words.format(name))
+                    for bit, (code, words) in enumerate(steps)
+                    if mask & (1 << bit)
+                ]
+                best = (error, chosen)
+    return best[1]
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values.to(dtype).double()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- far away --------------------------------------------------------------------------------------
+
+
+def _far(log: Log, subject: Subject, model: Model) -> None:
+    """The table of errors, and what happens where they are larger than float32 makes them."""
+    large: AngleError | None = None
+    wrong_at: int | None = None
+    for position in FAR:
+        if position > _most(log):
+            break
+        window = [position - below for below in _BELOW][::-1]
+        exact = model.table(window)
+        try:
+            error = _error(measure(subject, log, window), exact)
+        except CallFailed as refusal:
+            _refused(log, subject, position, str(refusal))
+            log.angle_errors.append(AngleError(position, None, None, bound_of(model, position)))
+            break
+        narrow: float | None = None
+        if torch.bfloat16 in log.dtypes:
+            try:
+                narrow = _error(measure(subject, log, window, torch.bfloat16), exact)
+            except CallFailed:
+                narrow = None
+        bound = bound_of(model, position)
+        found = AngleError(position, error, narrow, bound)
+        log.angle_errors.append(found)
+        if error > 3 * bound + 1e-6 and model.sure:
+            wrong_at = position
+            break
+        if error > 1e-3:
+            large = found
+    if log.found("position-dtype", "frequency-dtype", "angle-dtype", "table-dtype", *_PLACES):
+        return
+    if wrong_at is not None:
+        _where_it_ends(log, subject, model, wrong_at)
+    elif large is not None and large.float32 is not None and model.sure:
+        log.add(
+            "angle-error",
+            "note",
+            f"Below position {large.position:,} a cosine or sine is off by up to {large.float32:.2g}: "
+            "the angles are products in float32.",
+            "half a step of bfloat16 is 3.9e-3; this is what float32 costs, and what most models do",
+        )
+
+
+def _error(seen: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((seen - exact).abs().nan_to_num(math.inf).max())
+
+
+def _refused(log: Log, subject: Subject, position: int, why: str) -> None:
+    last = _bisect(1, position - 1, lambda p: _is_taken(log, subject, p))
+    log.add(
+        "table-end-refused",
+        "note",
+        f"Positions from {last + 1:,} on are refused.",
+        why,
+        None,
+    )
+
+
+def _is_taken(log: Log, subject: Subject, position: int) -> bool:
+    try:
+        measure(subject, log, [position])
+    except CallFailed:
+        return False
+    return True
+
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The last position where something holds that holds at `low` and not at `high`."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _where_it_ends(log: Log, subject: Subject, model: Model, wrong: int) -> None:
+    """Bisect for the last right position, and say what comes after it."""
+
+    def right(position: int) -> bool:
+        seen = measure(subject, log, [position])
+        return _error(seen, model.table([position])) <= 3 * bound_of(model, position) + 1e-4
+
+    def wrong_near(position: int) -> int | None:
+        return next((p for p in (position, position - 1, position - 2) if not right(p)), None)
+
+    bad = wrong_near(wrong - 1)
+    if bad is None:
+        bad = wrong - 1
+    last = _bisect(0, bad, right)
+    first = last + 1
+    after = [first + 1, first + 7, bad]
+    name, sentence = _what_comes(log, subject, model, last, after)
+    # Position 0 is right even where all tokens come back unrotated or the table starts again.
+    errors = {
+        p: _error(measure(subject, log, [p]), model.table([p])) for p in (first, first + 7, bad)
+    }
+    shown = next((p for p, size in errors.items() if size > 5e-2), bad)
+    pair, position, wanted = _worst(
+        log, model, [shown], measure(subject, log, [shown]), model.table([shown])
+    )
+    log.add(
+        name,
+        "error",
+        sentence,
+        f"right up to position {last:,}; at position {bad:,} a cosine or sine is off by {errors[bad]:.3g}",
+        angle_body(
+            log,
+            pair=pair,
+            position=position,
+            wanted=wanted,
+            tolerance=min(1e-2, float(f"{errors[shown] / 2:.1g}")),
+        ),
+    )
+
+
+def _what_comes(
+    log: Log, subject: Subject, model: Model, last: int, after: Sequence[int]
+) -> tuple[str, str]:
+    size = last + 1
+    ones = torch.stack((torch.ones(1), torch.zeros(1)))[:, :, None].double()
+
+    def all_are(wanted: Callable[[int], torch.Tensor]) -> bool:
+        for position in after:
+            try:
+                seen = measure(subject, log, [position])
+            except CallFailed:
+                return False
+            if not bool(torch.isclose(seen, wanted(position), atol=1e-3, rtol=0).all()):
+                return False
+        return True
+
+    if all_are(lambda _: ones.expand(2, 1, len(model.omegas))):
+        return "table-identity", f"Tokens at positions from {size:,} on are returned unrotated."
+    if all_are(lambda _: torch.zeros(2, 1, len(model.omegas)).double()):
+        return "table-zero", f"Tokens at positions from {size:,} on come back as zeros."
+    if all_are(lambda _: model.table([last])):
+        return "table-clamp", f"All positions from {size:,} on are rotated as position {last:,}."
+    if all_are(lambda position: model.table([position % size])):
+        return (
+            "table-wrap",
+            f"Positions start again at {size:,}: p is rotated as p modulo {size:,}.",
+        )
+    if any(not bool(measure(subject, log, [position]).isfinite().all()) for position in after):
+        return "table-nan", f"Tokens at positions from {size:,} on come back as NaN."
+    return "far-angles", f"Positions from about {size:,} on are rotated by wrong angles."
+
+
+def check_type_history(log: Log, model: Model) -> None:
+    """Whether a call in a coarser type spoils later ones, as a table that is kept would."""
+    if torch.bfloat16 not in log.dtypes or log.found("history"):
+        return
+    with log.check("results do not depend on the type of earlier calls") as subject:
+        near = [position for position in _ODD if position < 5000]
+        positions, alone = _accepted(log, log.subject.fresh(), near, torch.float32)
+        measure(subject, log, positions, torch.bfloat16)
+        after = measure(subject, log, positions)
+        if _error(after, alone) <= 1e-4:
+            return
+        pair, position, wanted = _worst(log, model, positions, after, alone)
+        first = (
+            f"x = torch.zeros(1, {subject.heads(2)}, {len(positions)}, {subject.head_dim})\n"
+            f"rotate(x.bfloat16(), torch.tensor([{positions}]))\n"
+            f"rotate(x, torch.tensor([{positions}]))\n"
+        )
+        log.add(
+            "history",
+            "error",
+            "The result of a call depends on earlier calls: after one in bfloat16, float32 is coarser.",
+            f"at position {position} a cosine or sine is {_error(after, alone):.3g} from what it is in "
+            "a function that was never called in bfloat16",
+            first
+            + angle_body(log, pair=pair, position=position, wanted=wanted, tolerance=1e-2).strip(),
+        )

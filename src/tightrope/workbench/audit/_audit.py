@@ -1,0 +1,275 @@
+"""The audit itself: what is asked, in which order."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+
+import torch
+
+from ..._errors import sentence
+from ...spec import RopeSpec
+from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
+from ._calls import Call, parse
+from ._guard import CallFailed, Guard, Hangs, said
+from ._log import Log
+from ._probe import NoWay, check_layout, find_call
+from ._report import Finding, Report
+from ._subject import Subject
+from ._targets import Target, resolve
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_TABLES = ("cat", "repeat", "half")
+_LONGEST = 2**20
+
+
+def audit(
+    target: object,
+    *,
+    spec: RopeSpec | None = None,
+    form: str | None = None,
+    layout: str | None = None,
+    tables: str | None = None,
+    head_dim: int | None = None,
+    dtypes: Sequence[torch.dtype] = _DTYPES,
+    longest: int = _LONGEST,
+    make: bool = False,
+    layer_type: str | None = None,
+    timeout: float = 20.0,
+    device: str = "cpu",
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Test a rotary function as a black box: what it is, and what is wrong with it.
+
+    It is called with impulses and random vectors, never read. Nothing that it raises is raised here,
+    and a call that does not return is given up: both are findings. What it prints is dropped.
+
+    Args:
+        target: a function or module; ``"MODULE:FUNCTION"``, imported from the current directory; a
+            config of transformers, its file or folder, or a model type, such as ``"llama"``: then the
+            rotary module and apply function that are installed are audited as a pair, against the
+            spec that the config describes.
+        spec: what it is meant to be. Without it the audit says what it is, and finds what is wrong
+            whatever was meant; with it, also what differs. One coordinate per position.
+        form: how it is called, such as ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, seq_dim"``,
+            ``"x, positions -> cos, sin"``; by default from its signature, and by trying.
+        layout: how x, q and k are laid out: ``"bhsd"``, ``"bshd"``, ``"sbhd"``, ``"thd"``, ``"bsd"``,
+            ``"sd"``; by default found by trying.
+        tables: the width of the cosines and sines that it takes: ``"cat"`` (halves twice),
+            ``"repeat"`` (each twice), ``"half"`` (one per pair); by default found by trying.
+        head_dim: channels of one head; by default that of the spec, or found by trying.
+        dtypes: floating types of x to ask about, 16 and 32 bits.
+        longest: no position above this one is asked.
+        make: whether the target makes the function, without arguments. Each check then gets a new one;
+            otherwise a copy of it, which is no help if it keeps what it remembers somewhere else.
+        layer_type: which layers of a model, where they differ.
+        timeout: seconds after which one call counts as hanging.
+        device: where its tensors are.
+        progress: is told the name of each check before it starts; it must not print to
+            ``sys.stdout``, which is closed to everybody then.
+
+    Returns:
+        A :class:`Report`; ``report.ok`` says whether there is nothing but notes.
+
+    Raises:
+        ValueError, TypeError: a target that does not exist or cannot be called, wrong options.
+
+    >>> def rotate_half(x):
+    ...     return torch.cat((-x[..., 32:], x[..., :32]), -1)
+    >>> def rope(x, positions):
+    ...     inv_freq = 10000.0 ** (-torch.arange(0, 64, 2) / 64)
+    ...     angle = (positions[..., None] * inv_freq).repeat(1, 1, 2)[:, None]
+    ...     return x * angle.cos() - rotate_half(x) * angle.sin()
+    >>> report = audit(rope, dtypes=[torch.float32])
+    >>> print(report.codes, report.facts["frequencies"])
+    ('sign',) geometric, base 10000
+    """
+    found = resolve(target, make=make, layer_type=layer_type)
+    spec = found.spec if spec is None else spec
+    _declared.check_spec(spec, head_dim)
+    check_layout(layout)
+    call = None if form is None else parse(form)
+    _check_options(tables, head_dim, dtypes, longest, timeout)
+    _check_device(device)
+    if found.form is not None and call is None:
+        form, layout = found.form, layout or found.layout
+    head_dim = head_dim or found.head_dim or (None if spec is None else spec.head_dim)
+    # What it prints and warns about is its own affair, and the seed is not.
+    with (
+        redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),
+        Guard(timeout) as guard,
+    ):
+        warnings.simplefilter("ignore")
+        return _run(
+            found,
+            guard,
+            spec,
+            form=form,
+            layout=layout,
+            tables=tables,
+            head_dim=head_dim,
+            dtypes=tuple(dtypes),
+            longest=longest,
+            device=device,
+            progress=progress,
+        )
+
+
+def _check_options(
+    tables: str | None,
+    head_dim: int | None,
+    dtypes: Sequence[torch.dtype],
+    longest: int,
+    timeout: float,
+) -> None:
+    allowed = (torch.float32, torch.bfloat16, torch.float16)
+    if tables is not None and tables not in _TABLES:
+        raise ValueError(
+            sentence("audit", f"tables must be one of {', '.join(_TABLES)} but got {tables!r}")
+        )
+    if head_dim is not None and (head_dim < 2 or head_dim % 2):
+        raise ValueError(
+            sentence("audit", f"head_dim must be even and positive but got {head_dim}")
+        )
+    if not dtypes or any(dtype not in allowed for dtype in dtypes):
+        raise ValueError(
+            sentence(
+                "audit", f"dtypes must be of float32, bfloat16, float16 but got {list(dtypes)}"
+            )
+        )
+    if torch.float32 not in dtypes:
+        raise ValueError(
+            sentence(
+                "audit", f"dtypes must have float32, which measures most, but got {list(dtypes)}"
+            )
+        )
+    if longest < 128:
+        raise ValueError(sentence("audit", f"longest must be at least 128 but got {longest}"))
+    if not 0 < timeout < 1e6:
+        raise ValueError(
+            sentence("audit", f"timeout must be positive and below 1e6 seconds but got {timeout}")
+        )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            sentence("audit", f"device must be one that torch has here but: {said(error)}")
+        ) from None
+
+
+def _run(
+    found: Target,
+    guard: Guard,
+    spec: RopeSpec | None,
+    *,
+    form: str | None,
+    layout: str | None,
+    tables: str | None,
+    head_dim: int | None,
+    dtypes: tuple[torch.dtype, ...],
+    longest: int,
+    device: str,
+    progress: Callable[[str], None] | None,
+) -> Report:
+    def frequencies(dim: int) -> str:
+        width = dim if spec is None else spec.rotary_dim
+        base = 10000.0 if spec is None else spec.base
+        return f"{base!r} ** (-torch.arange(0, {width}, 2, dtype=torch.float64) / {width})"
+
+    log: Log | None = None
+    try:
+        subject = find_call(
+            found.fn,
+            guard,
+            form=form,
+            layout=layout,
+            tables=tables,
+            head_dim=head_dim,
+            inv_freq=frequencies,
+            header=found.header,
+            make=found.make,
+            device=device,
+        )
+        log = Log(found.name, subject, spec, dtypes, longest, progress=progress)
+        log.facts.update(_facts(subject.call, subject))
+        if spec is not None:
+            log.facts["declared"] = repr(spec)
+        elif found.unread:
+            log.facts["declared"] = f"nothing: {found.unread}"
+        _check_all(log)
+    except NoWay as error:
+        return _not_called(found, error)
+    except Hangs:
+        finding = Finding(
+            "hangs",
+            "error",
+            f"A call did not return within {guard.seconds:g} s.",
+            f"call {guard.calls} of the audit"
+            + ("" if log is None or not log.doing else f", checking: {log.doing}"),
+        )
+        if log is None:
+            return Report(found.name, {}, (finding,), ())
+        log.findings.append(finding)
+    except CallFailed as error:
+        if log is None:
+            raise
+        log.add("raises", "error", "A call that the audit could make at first raised.", str(error))
+    return log.report()
+
+
+def _facts(call: Call, subject: Subject) -> dict[str, str]:
+    facts = {"called as": f"fn({call})", "layout": call.layout, "head_dim": str(subject.head_dim)}
+    if call.takes_tables:
+        facts["tables"] = f"{call.tables}, made by the audit"
+    elif call.gives_tables:
+        facts["tables"] = f"{call.tables}, applied by the audit"
+    elif "positions" in call.roles:
+        facts["positions"] = "(tokens,)" if call.shared_positions else "(rows, tokens)"
+    else:
+        facts["positions"] = (
+            "its own, from an offset" if "offset" in call.roles else "its own, 0 to n − 1"
+        )
+    return facts
+
+
+def _not_called(found: Target, error: NoWay) -> Report:
+    reasons: dict[str, str] = {}
+    for call, why in error.tried:
+        # One reason is said once, whatever was tried.
+        reasons.setdefault(why.rpartition(": ")[2], f"fn({call}), {why}")
+    tried = "; ".join([*reasons.values()][:4])
+    finding = Finding(
+        "cannot-call",
+        "error",
+        "No way to call it was found that gives a rotated x of the same shape.",
+        f"{tried or 'its arguments have no names that say what they are'}; say how with form=, "
+        "layout= and head_dim=",
+    )
+    return Report(found.name, {}, (finding,), ())
+
+
+def _check_all(log: Log) -> None:
+    # First what would spoil all the rest: memory, while there is nothing to remember yet.
+    _memory.check_memory(log)
+    if log.found("nondeterminism", "not-finite"):
+        return
+    looks = _memory.check_ids(log)
+    _memory.check_rows(log)
+    _inputs.check_inputs(log)
+    if looks and _rotation.check_rotation(log):
+        declared = _declared.check_declared(log)
+        _declared.check_identity(log)
+        model = _angles.model_of(log, declared)
+        if model is not None:
+            _angles.check_angles(log, model)
+            _angles.check_type_history(log, model)
+        _rotation.check_relative(log)
+    _rotation.check_keys(log)
+    _gradients.check_gradients(log)

@@ -1,0 +1,214 @@
+"""What the function does beside what it is meant to do: pairing, slice, frequencies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..._errors import sentence
+from ...spec import RopeSpec
+from ._impulse import Shape
+from ._log import Log
+from ._rotation import angle_body, omegas_of
+
+_CLOSE = 1e-4
+"""Relative: a frequency that is off by more is another one. float32 gives 1e-6."""
+
+
+def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
+    """Raise the sentence for a spec that the audit cannot compare with."""
+    if spec is None:
+        return
+    if not isinstance(spec, RopeSpec):
+        raise TypeError(sentence("audit", f"spec must be a RopeSpec or None but got {spec!r}"))
+    if head_dim is not None and head_dim != spec.head_dim:
+        raise ValueError(
+            sentence(
+                "audit",
+                f"head_dim must be that of the spec, {spec.head_dim}, or None but got {head_dim}",
+            )
+        )
+    if spec.axis_count != 1 or len(spec.frequencies().inv_freq.shape) > 1:
+        raise ValueError(
+            sentence(
+                "audit",
+                f"spec must have one coordinate per position for all heads but got {spec!r}",
+            )
+        )
+
+
+def check_declared(log: Log) -> bool:
+    """Compare with the declared spec; whether the frequencies are the declared ones."""
+    spec, shape = log.spec, log.shape
+    if spec is None or shape is None:
+        return False
+    with log.check("pairing and slice are as declared"):
+        same = _pairing(log, spec, shape)
+    if not same or log.subject.call.takes_tables:
+        return False
+    with log.check("frequencies are as declared"):
+        return _frequencies(log, spec)
+    return False
+
+
+def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
+    pairs = [(pair.first, pair.second) for pair in shape.pairs]
+    step = 1 if spec.interleaved else spec.rotary_dim // 2
+    stride = 2 if spec.interleaved else 1
+    meant = {
+        (spec.start + stride * k, spec.start + stride * k + step)
+        for k in range(spec.rotary_dim // 2)
+    }
+    idle = {
+        (spec.start + stride * k, spec.start + stride * k + step)
+        for k, omega in enumerate(spec.frequencies().inv_freq.tolist())
+        if omega == 0
+    }
+    if set(pairs) == meant - idle or (set(pairs) <= meant and shape.rotary_dim == spec.rotary_dim):
+        return True
+    dim, heads = log.subject.head_dim, log.subject.heads(2)
+    u = spec.start
+    body = (
+        f"x = torch.zeros(1, {heads}, 1, {dim})\nx[..., {u}] = 1.0\n"
+        "y = rotate(x, torch.tensor([[1]]))[0, 0, 0]\n"
+        f"assert float(y[{u + step}].abs()) > 1e-3, y.nonzero().flatten()  # the partner of channel {u}"
+    )
+    if shape.interleaved is not None and shape.interleaved != spec.interleaved:
+        names = {True: "interleaved", False: "half"}
+        log.add(
+            "pairing",
+            "error",
+            f"Channels are paired {names[shape.interleaved]}; {names[spec.interleaved]} was declared.",
+            f"channel {pairs[0][0]} turns with channel {pairs[0][1]}, not with {u + step}; weights "
+            "made for one pairing give fluent nonsense with the other",
+            body,
+        )
+        return False
+    log.add(
+        "slice",
+        "error",
+        f"Channels {shape.start} to {shape.start + shape.rotary_dim - 1} rotate; {spec.start} to "
+        f"{spec.start + spec.rotary_dim - 1} were declared.",
+        f"{len(pairs)} pairs turn, the first of channels {pairs[0][0]} and {pairs[0][1]}",
+        body,
+    )
+    return False
+
+
+def _frequencies(log: Log, spec: RopeSpec) -> bool:
+    measured = omegas_of(log)
+    meant = spec.frequencies().inv_freq.tolist()
+    off = [
+        abs(a - b) / max(abs(b), 1e-30) if b else abs(a)
+        for a, b in zip(measured, meant, strict=True)
+    ]
+    # A pair that turns by less than can be seen counts as turning right.
+    off = [
+        0.0 if a == 0 and b < 1e-8 else each
+        for a, b, each in zip(measured, meant, off, strict=True)
+    ]
+    worst = max(range(len(off)), key=off.__getitem__)
+    # Frequencies that 16 bits made of the declared ones: angles at odd positions tell what was rounded.
+    if off[worst] <= _CLOSE or is_rounded(measured, meant):
+        return True
+    code, words, extra = _cause(log, spec, measured, meant)
+    u = spec.start + worst * (2 if spec.interleaved else 1)
+    v = u + (1 if spec.interleaved else spec.rotary_dim // 2)
+    position = _visible(abs(measured[worst] - meant[worst]))
+    log.add(
+        code,
+        "error",
+        words,
+        f"pair {worst} (channels {u} and {v}) turns by {measured[worst]:.6g} rad per position, "
+        f"{meant[worst]:.6g} declared{extra}",
+        angle_body(
+            log,
+            pair=(u, v),
+            position=position,
+            wanted=f"{position} * {meant[worst]:.12g}",
+            tolerance=1e-2,
+        ),
+    )
+    return False
+
+
+def _visible(difference: float) -> int:
+    """A position where a difference of frequencies is a difference of angles that nobody misses."""
+    position = 1
+    while position * difference < 2e-2 and position < 2**16:
+        position *= 2
+    return position
+
+
+def _cause(
+    log: Log, spec: RopeSpec, measured: Sequence[float], meant: Sequence[float]
+) -> tuple[str, str, str]:
+    """(code, sentence, more evidence) for frequencies that are not the declared ones."""
+    plain = replace(spec, scaling=None)
+    if spec.scaling is not None and _same(measured, plain.frequencies().inv_freq.tolist()):
+        return (
+            "scaling-ignored",
+            f"The declared scaling is not applied: frequencies are those of {plain!r}.",
+            f"; declared {spec.scaling!r}",
+        )
+    if spec.rotary_dim < spec.head_dim:
+        row = [spec.base ** (-2 * k / spec.head_dim) for k in range(len(measured))]
+        if _same(measured, row):
+            return (
+                "denominator",
+                "The exponents of the frequencies are fractions of head_dim, "
+                f"{spec.head_dim}, not of rotary_dim, {spec.rotary_dim}.",
+                "",
+            )
+    ratios = [b / a for a, b in zip(measured, meant, strict=True) if a and b]
+    if len(ratios) > 1 and max(ratios) - min(ratios) <= 2 * _CLOSE * max(ratios):
+        return (
+            "scaling",
+            f"All frequencies are the declared ones divided by {ratios[0]:.6g}.",
+            "",
+        )
+    found = None if log.identity is None else log.identity.spec
+    if found is not None and not log.identity.loose:  # type: ignore[union-attr]
+        if found.scaling is None and spec.scaling is None:
+            return "base", f"The base is {found.base:g}; {spec.base:g} was declared.", ""
+        return "scaling", f"The frequencies are those of {found!r}.", f"; declared {spec!r}"
+    return "frequencies", "The frequencies are not the declared ones.", ""
+
+
+def _same(measured: Sequence[float], row: Sequence[float]) -> bool:
+    return all(
+        abs(a - b) <= _CLOSE * max(abs(b), 1e-30) for a, b in zip(measured, row, strict=True)
+    )
+
+
+def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:
+    """Whether what was measured are the nearest values of `meant` in a 16-bit type."""
+    exact = torch.tensor(meant, dtype=torch.float64)
+    seen = torch.tensor(measured, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float16):
+        near = exact.to(dtype).double()
+        tells = (near - exact).abs() > 2e-5 * exact
+        if int(tells.sum()) >= 1 and bool(((seen - near).abs() <= 2e-5 * near + 1e-12).all()):
+            return True
+    return False
+
+
+def check_identity(log: Log) -> None:
+    """What is odd about the frequencies, where nobody declared them."""
+    identity, shape = log.identity, log.shape
+    if log.spec is not None or identity is None or shape is None or identity.spec is None:
+        return
+    if identity.loose:
+        return
+    with log.check("frequencies make sense"):
+        if identity.by_head_dim is not None and identity.spec.base < 1000 <= identity.by_head_dim:
+            log.add(
+                "denominator",
+                "warning",
+                f"The base is {identity.spec.base:g}; or it is {identity.by_head_dim:g}, and the "
+                f"exponents are fractions of head_dim, {log.subject.head_dim}, not of rotary_dim, "
+                f"{shape.rotary_dim}.",
+                "say which is meant with spec=",
+            )

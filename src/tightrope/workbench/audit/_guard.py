@@ -1,0 +1,77 @@
+"""Running somebody else's code: what it raises is caught, and what does not return is left behind."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class CallFailed(Exception):
+    """The function raised; the text is its error."""
+
+
+class Hangs(Exception):
+    """The function did not return in time. Nothing more can be asked of it."""
+
+
+class Guard:
+    """A thread that makes the calls, so that one which never returns can be given up.
+
+    A thread cannot be ended from outside: one that hangs stays behind, as a daemon.
+
+    Args:
+        seconds: how long one call may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.calls = 0
+        self._work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        self._hung = False
+        threading.Thread(target=self._serve, daemon=True, name="tightrope-audit").start()
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (call := self._work.get()) is not None:
+            try:
+                self._done.put((True, call()))
+            except BaseException as error:  # noqa: BLE001  # SystemExit and all: it is not ours
+                self._done.put((False, error))
+
+    def run(self, call: Callable[[], _T]) -> _T:
+        """The value of a call.
+
+        Raises:
+            CallFailed: it raised.
+            Hangs: it did not return in time.
+        """
+        if self._hung:
+            raise Hangs
+        self.calls += 1
+        self._work.put(call)
+        try:
+            fine, value = self._done.get(timeout=self.seconds)
+        except queue.Empty:
+            self._hung = True
+            raise Hangs(f"a call did not return in {self.seconds:g} s") from None
+        if fine:
+            return value  # type: ignore[no-any-return]
+        raise CallFailed(said(value)) from value
+
+
+def said(error: BaseException) -> str:
+    """The kind of an error and the first line of its text, shortened."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    text = text if len(text) <= 200 else text[:197] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

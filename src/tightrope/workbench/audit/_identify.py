@@ -1,0 +1,158 @@
+"""From measured frequencies to the rule that makes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ...frequencies import Linear, Llama3, YaRN
+from ...spec import RopeSpec
+
+_CLOSE = 3e-5
+"""Relative: how well a rule must meet measured frequencies. float32 angles give 1e-6."""
+_ORIGINALS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1024, 512)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What measured frequencies are.
+
+    Attributes:
+        spec: the rotation in the library's own words; None where no rule meets the frequencies.
+        words: the same for a reader.
+        loose: whether they meet it only to about a percent.
+        by_head_dim: the base, if the exponent were a fraction of head_dim instead of rotary_dim.
+    """
+
+    spec: RopeSpec | None
+    words: str
+    loose: bool = False
+    by_head_dim: float | None = None
+
+
+def identify(
+    omegas: Sequence[float],
+    amplitude: float,
+    *,
+    head_dim: int,
+    rotary_dim: int,
+    start: int,
+    interleaved: bool,
+) -> Identity:
+    """The rule behind frequencies, one per pair of the slice, in order, zeros where one never turns."""
+    where = {
+        "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
+        "start": start,
+        "interleaved": interleaved,
+    }
+
+    def spec(base: float, scaling: object = None) -> RopeSpec:
+        return RopeSpec(base=base, scaling=scaling, **where)  # type: ignore[arg-type]
+
+    moving = [k for k, omega in enumerate(omegas) if omega > 0]
+    if not moving:
+        return Identity(None, "no pair turns")
+    if len(moving) < len(omegas):
+        return _partly(omegas, moving, rotary_dim)
+    if len(omegas) == 1:
+        return Identity(None, f"one frequency, {omegas[0]:.6g} rad per position")
+    ratio, factor = _geometric(omegas)
+    base = ratio ** -(rotary_dim / 2)
+    for close in (_CLOSE, 1e-2):
+        if _meets(omegas, [ratio**k * factor for k in range(len(omegas))], close):
+            # From half the row the base is as sure as a few frequencies.
+            nice = _nice(base, 1e-5 if close == _CLOSE else 20 * close)
+            loose = close != _CLOSE
+            if abs(factor - 1) <= 2 * close:
+                by_head = None
+                if rotary_dim < head_dim:
+                    by_head = _nice(ratio ** -(head_dim / 2), 2e-5)
+                return Identity(spec(nice), f"geometric, base {nice:g}", loose, by_head)
+            if factor < 1:
+                linear = _nice(1 / factor, 2 * close)
+                words = f"geometric, base {nice:g}, linear scaling by {linear:g}"
+                return Identity(spec(nice, Linear(linear)), words, loose)
+    found = _scaled(omegas, amplitude, spec)
+    return found or Identity(None, "no rule that the audit knows")
+
+
+def _partly(omegas: Sequence[float], moving: list[int], rotary_dim: int) -> Identity:
+    """Some pairs never turn: say what those that do look like."""
+    turning = [omegas[k] for k in moving]
+    words = f"{len(moving)} of {len(omegas)} pairs turn"
+    if moving == list(range(len(moving))) and len(moving) > 1:
+        ratio, factor = _geometric(turning)
+        if abs(factor - 1) < 1e-4:
+            base = _nice(ratio ** -(rotary_dim / 2), 1e-3)
+            words += f"; these are geometric, base {base:g} over {rotary_dim} channels"
+    return Identity(None, words)
+
+
+def _geometric(omegas: Sequence[float]) -> tuple[float, float]:
+    """Ratio and first term of the geometric row nearest to frequencies."""
+    logs = [math.log(omega) for omega in omegas]
+    count = len(logs)
+    # The step over half the row, taken from every start: insensitive to a few odd ones.
+    half = count // 2
+    ratio = math.exp(median((logs[k + half] - logs[k]) / half for k in range(count - half)))
+    first = math.exp(median(log - k * math.log(ratio) for k, log in enumerate(logs)))
+    return ratio, first
+
+
+def _meets(measured: Sequence[float], wanted: Sequence[float], close: float = _CLOSE) -> bool:
+    return all(abs(a - b) <= close * abs(b) for a, b in zip(measured, wanted, strict=True))
+
+
+def _nice(value: float, close: float) -> float:
+    """The value with the fewest digits within a relative distance."""
+    for digits in range(1, 8):
+        rounded = float(f"{value:.{digits - 1}e}")
+        if abs(rounded - value) <= close * abs(value):
+            return rounded
+    return value
+
+
+def _scaled(omegas: Sequence[float], amplitude: float, spec: object) -> Identity | None:
+    """YaRN and Llama 3: fast pairs as they were, slow ones divided, a ramp between."""
+    make = spec
+    for base in _bases(omegas):
+        plain: RopeSpec = make(base)  # type: ignore[operator]
+        unscaled = plain.frequencies().inv_freq.tolist()
+        divided = [b / a for a, b in zip(omegas, unscaled, strict=True)]
+        factor = _nice(divided[-1], 1e-4)
+        if factor <= 1 or not all(0.999 <= each <= factor * 1.001 for each in divided):
+            continue
+        for rule in _rules(factor):
+            try:
+                candidate: RopeSpec = make(base, rule)  # type: ignore[operator]
+                wanted = candidate.frequencies().inv_freq.tolist()
+            except ValueError:
+                continue
+            if _meets(omegas, wanted):
+                name = {YaRN: "YaRN", Llama3: "Llama 3"}[type(rule)]
+                words = (
+                    f"geometric, base {base:g}, {name} scaling by {factor:g} "
+                    f"from {rule.original_max_position} positions"
+                )
+                if abs(candidate.amplitude - amplitude) > 1e-4:
+                    words += f" (its factor on the channels would be {candidate.amplitude:.4f})"
+                return Identity(candidate, words)
+    return None
+
+
+def _bases(omegas: Sequence[float]) -> Iterator[float]:
+    """What the base can be, from pairs that scaling leaves alone: the fast ones."""
+    count = len(omegas)
+    for k in (1, 2, max(1, count // 8), max(1, count // 4)):
+        if k < count and omegas[k] < 1:
+            yield _nice(omegas[k] ** -(count / k), 1e-5 * count / k)
+
+
+def _rules(factor: float) -> Iterator[YaRN | Llama3]:
+    for original in _ORIGINALS:
+        yield Llama3(factor, 1.0, 4.0, original)
+        for truncate in (True, False):
+            yield YaRN(factor, original, truncate=truncate)

@@ -1,0 +1,110 @@
+"""What an audit knows while it runs: the subject, what is meant, what was found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...spec import RopeSpec
+from ._guard import CallFailed
+from ._identify import Identity
+from ._impulse import Line, Shape
+from ._report import SEVERITIES, AngleError, Check, Finding, Report
+from ._subject import Subject
+
+
+@dataclass
+class Log:
+    """The state of one audit.
+
+    Attributes:
+        subject: the function; each check works on a fresh one where it can be had.
+        spec: what the function is meant to do; None where nobody said.
+        dtypes: the types of x to ask about.
+        longest: no position above this one is asked.
+        shape, lines, identity, amplitude, shift: what was measured, once it was; shift is what has
+            to be added to positions.
+        doing: the check that runs.
+    """
+
+    target: str
+    subject: Subject
+    spec: RopeSpec | None
+    dtypes: tuple[torch.dtype, ...]
+    longest: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    angle_errors: list[AngleError] = field(default_factory=list)
+    shape: Shape | None = None
+    lines: tuple[Line, ...] = ()
+    identity: Identity | None = None
+    amplitude: float = 1.0
+    shift: int | None = None
+    doing: str = ""
+    progress: Callable[[str], None] | None = None
+
+    def add(
+        self, code: str, severity: str, sentence: str, evidence: str, body: str | None = None
+    ) -> None:
+        """Add a finding, once per code; with the body of its snippet, if there is one to run."""
+        if any(finding.code == code for finding in self.findings):
+            return
+        text = "" if body is None else snippet(self.subject, body)
+        self.findings.append(Finding(code, severity, sentence, evidence, text))
+
+    def found(self, *codes: str) -> bool:
+        """Whether there is a finding of one of these codes; of any error at all without codes."""
+        return any(
+            finding.code in codes if codes else finding.severity == "error"
+            for finding in self.findings
+        )
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[Subject]:
+        """A check on a fresh subject: records whether it found something, or could not be made."""
+        before = len(self.findings)
+        self.doing = name
+        if self.progress is not None:
+            self.progress(name)
+        try:
+            yield self.subject.fresh()
+        except CallFailed as error:
+            self.checks.append(Check(name, f"skipped: {error}"))
+            return
+        found = self.findings[before:]
+        worst = any(finding.severity != "note" for finding in found)
+        self.checks.append(Check(name, "found" if worst else "passed"))
+
+    def skip(self, name: str, why: str) -> None:
+        """Record a check that does not apply."""
+        self.checks.append(Check(name, f"skipped: {why}"))
+
+    def report(self) -> Report:
+        """The report, worst findings first."""
+        worst_first = sorted(self.findings, key=lambda each: SEVERITIES.index(each.severity))
+        return Report(
+            self.target,
+            self.facts,
+            tuple(worst_first),
+            tuple(self.checks),
+            tuple(self.angle_errors),
+            preamble(self.subject),
+        )
+
+
+def snippet(subject: Subject, body: str) -> str:
+    """A program: what makes fn, the adapter, and the lines that show the fault."""
+    names = [name for name in ("copy", "math") if f"{name}." in body]
+    imports = "".join(f"import {name}\n" for name in names) + ("\n" if names else "")
+    return f"{imports}{preamble(subject)}\n\n\n{body.strip()}\n"
+
+
+def preamble(subject: Subject) -> str:
+    """What makes fn, and the adapter."""
+    header = subject.header or "import torch\n\n# fn is the function that the audit was given"
+    return f"{header}\n\n\n{subject.source}"

@@ -1,0 +1,203 @@
+"""Finding out how a function wants to be called, by calling it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._errors import sentence
+from ._calls import LAYOUTS, Call, calls_of, parse
+from ._guard import CallFailed, Guard
+from ._subject import Subject, fresh
+
+_HEAD_DIMS = (64, 128, 32, 96, 80, 256, 48, 16, 8)
+_HINTS = ("head_dim", "head_size", "dim", "rotary_dim", "rot_dim", "d_head")
+# All different, and no two of them broadcast against each other.
+_ROWS, _HEADS, _TOKENS = 2, 3, 5
+
+
+class NoWay(Exception):
+    """No way to call the function was found; each tried way with its first error."""
+
+    def __init__(self, tried: list[tuple[str, str]]) -> None:
+        super().__init__("no way to call it was found")
+        self.tried = tried
+
+
+def find_call(
+    fn: Callable[..., Any],
+    guard: Guard,
+    *,
+    form: str | None,
+    layout: str | None,
+    tables: str | None,
+    head_dim: int | None,
+    inv_freq: Callable[[int], str],
+    header: str | None,
+    make: Callable[[], Callable[..., Any]] | None,
+    device: str,
+) -> Subject:
+    """The subject with the first call that gives something of the right shape that depends on tokens.
+
+    Args:
+        form, layout, tables, head_dim: what the user says; None: to be found.
+        inv_freq: makes the expression for the tables' frequencies, from the head dimension.
+
+    Raises:
+        NoWay: none does.
+        Hangs: a call did not return.
+    """
+    calls = calls_of(fn) if form is None else [parse(form)]
+    dims = _dims_of(fn) if head_dim is None else [head_dim]
+    # A function that nobody's tokens move is still a finding, if it can be called at all.
+    second_best: Subject | None = None
+    tried: dict[str, str] = {}
+    for dim in dims:
+        for call in itertools.chain.from_iterable(_variants(c, layout, tables) for c in calls):
+            subject = Subject(
+                fresh(fn, make), call, dim, guard, inv_freq(dim), header, make, device
+            )
+            try:
+                verdict = _fits(subject)
+            except CallFailed as error:
+                tried.setdefault(str(call), f"head_dim {dim}, {call.layout}: {error}")
+                continue
+            if verdict is None:
+                continue
+            if verdict.moved:
+                return replace(verdict.subject, fn=fn, space={})
+            second_best = second_best or replace(verdict.subject, fn=fn, space={})
+    if second_best is not None:
+        return second_best
+    raise NoWay(list(tried.items()))
+
+
+class _Verdict:
+    def __init__(self, subject: Subject, moved: bool) -> None:
+        self.subject = subject
+        self.moved = moved
+
+
+def _variants(call: Call, layout: str | None, tables: str | None) -> Iterator[Call]:
+    layouts: Sequence[str] = LAYOUTS if layout is None else (layout,)
+    if "cis" in call.roles and layout is None:
+        layouts = ("bshd", *(each for each in LAYOUTS if each != "bshd"))
+    widths: Sequence[str] = ("cat", "repeat", "half")
+    if tables is not None:
+        widths = (tables,)
+    for each in layouts:
+        if call.takes_tables:
+            shapes = ("sd", "bsd") if "cis" in call.roles else ("bsd", "sd", "b1sd", "bs1d")
+            for shape, width in itertools.product(
+                shapes, ("half",) if "cis" in call.roles else widths
+            ):
+                yield replace(call, layout=each, tables=width, table_shape=shape)
+        elif call.gives_tables:
+            if each == layouts[0]:
+                yield replace(call, layout="bhsd")
+                yield replace(call, layout="bhsd", shared_positions=True)
+        elif "positions" in call.roles:
+            if each not in ("thd", "sd"):
+                yield replace(call, layout=each)
+        else:
+            yield replace(call, layout=each)
+    if "positions" in call.roles and not call.gives_tables:
+        # Last: one set of positions may broadcast where it should not.
+        yield from (replace(call, layout=each, shared_positions=True) for each in layouts)
+
+
+def _fits(subject: Subject) -> _Verdict | None:
+    """Whether the call works and moves tokens; with the tables' form put right."""
+    call = subject.call
+    if call.gives_tables:
+        return _gives_tables(subject)
+    rows = subject.most_rows or _ROWS
+    ones = torch.linspace(0.5, 1.5, subject.head_dim).expand(
+        rows, subject.heads(_HEADS), _TOKENS, subject.head_dim
+    )
+    x = subject.laid_out(ones)
+    ids = torch.arange(_TOKENS)[None] + 3 * call.takes_ids * torch.arange(rows)[:, None]
+    if not call.rows_differ:
+        ids = ids[:1].expand(rows, -1)
+    y = subject.rotate(x, ids)
+    if not y.dtype.is_floating_point:
+        return None
+    if call.takes_tables and not _is_sound(subject, x):
+        return _Verdict(subject, False)
+    # All tokens have the same x: what differs along tokens is due to the position, along heads not.
+    moved = bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4)
+    across = y.shape[1] > 1 and bool((y[:, 1:] - y[:, :1]).abs().amax(-1).min() > 1e-4)
+    if across and not moved:
+        return None
+    return _Verdict(subject, moved)
+
+
+def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
+    """Whether tables of this width make a rotation: the length of x stays."""
+    y = subject.rotate(x, [1, 2, 3, 5, 7])
+    before, after = x.double().norm(dim=-1), y.double().norm(dim=-1)
+    return bool(((after - before).abs() <= 1e-3 * before).all())
+
+
+def _gives_tables(subject: Subject) -> _Verdict | None:
+    x = subject.random(_ROWS, _HEADS, _TOKENS)
+    ids = torch.arange(1, _TOKENS + 1)
+    given = subject.ids(ids, _ROWS)
+    ids = given[0] if subject.call.shared_positions else given
+    arguments = {"x": x, "positions": ids}
+    positional = [arguments[role] for role, keyword in subject.call.arguments if keyword is None]
+    named = {k: arguments[role] for role, k in subject.call.arguments if k is not None}
+    result = subject.guard.run(lambda: subject.fn(*positional, **named))
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise CallFailed("it does not return (cos, sin)")
+    cos, sin = result
+    if not all(isinstance(table, torch.Tensor) for table in (cos, sin)) or cos.shape != sin.shape:
+        raise CallFailed("it does not return two tables of one shape")
+    wanted = (_TOKENS,) if subject.call.shared_positions else (_ROWS, _TOKENS)
+    if tuple(cos.shape[:-1]) != wanted:
+        raise CallFailed(f"its tables have shape {tuple(cos.shape)}")
+    half = cos.shape[-1] // 2
+    if torch.equal(cos[..., :half], cos[..., half:]) and torch.equal(
+        sin[..., :half], sin[..., half:]
+    ):
+        width = "cat"
+    elif torch.equal(cos[..., ::2], cos[..., 1::2]) and torch.equal(sin[..., ::2], sin[..., 1::2]):
+        width = "repeat"
+    else:
+        width = "half"
+    # Widened to pairs, tables may need more channels than were guessed.
+    channels = cos.shape[-1] * (2 if width == "half" else 1)
+    head_dim = max(channels, subject.head_dim)
+    call = replace(subject.call, tables=width)
+    fixed = replace(subject, call=call, head_dim=head_dim, space={})
+    y = fixed.rotate(fixed.random(_ROWS, _HEADS, _TOKENS), given)
+    return _Verdict(fixed, bool(y.isfinite().all()))
+
+
+def _dims_of(fn: Callable[..., Any]) -> list[int]:
+    """Head dimensions to try, those first that the object itself speaks of."""
+    owner = getattr(fn, "__self__", fn)
+    hints = []
+    owner = getattr(owner, "rotary", owner)
+    if isinstance(owner, nn.Module):
+        said = [getattr(owner, name, None) for name in _HINTS]
+        hints += [value for value in said if isinstance(value, int) and not isinstance(value, bool)]
+        for name in ("inv_freq", "freqs"):
+            held = getattr(owner, name, None)
+            if isinstance(held, torch.Tensor) and held.ndim == 1:
+                hints.append(2 * held.numel())
+    hints = [value for value in hints if 2 <= value <= 1024 and value % 2 == 0]
+    return list(dict.fromkeys([*hints, *_HEAD_DIMS]))
+
+
+def check_layout(layout: str | None) -> None:
+    """Raise the sentence for a layout that is none."""
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(
+            sentence("audit", f"layout must be one of {', '.join(LAYOUTS)} but got {layout!r}")
+        )

@@ -1,0 +1,456 @@
+"""Is it a rotation, of which channels, which way round: the findings that follow from impulses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from ._guard import CallFailed
+from ._identify import identify
+from ._impulse import NEAR, Line, Pair, Shape, agrees, lines_of, matrices, measure_shape
+from ._log import Log
+from ._memory import say_not_finite, say_nothing
+
+_LOOSE = 8e-3
+"""Relative, of an amplitude: tables in bfloat16 have 4e-3."""
+# A rotation keeps lengths and right angles.
+_KEEPS = """
+x = torch.zeros(1, {heads}, 1, {dim})
+x[..., {u}] = 1.0
+y = rotate(x, torch.tensor([[{position}]]))[0, 0, 0].double()
+x = torch.zeros(1, {heads}, 1, {dim})
+x[..., {v}] = 1.0
+z = rotate(x, torch.tensor([[{position}]]))[0, 0, 0].double()
+assert abs(y @ y - z @ z) < 1e-3 and abs(y @ z) < 1e-3, (y @ y, z @ z, y @ z)
+"""
+_ANGLE_BODY = """
+x = torch.zeros(1, {heads}, 1, {dim}, dtype=torch.{dtype})
+x[..., {u}] = 1.0
+y = rotate(x, torch.tensor([[{position}]]))[0, 0, 0].double()
+angle = math.atan2(y[{end}], y[{start}])  # of channels {u} and {v}
+wanted = {wanted}
+assert abs(math.remainder(angle - wanted, 2 * math.pi)) < {tolerance}, (angle, wanted)
+"""
+
+
+def angle_body(
+    log: Log,
+    *,
+    pair: tuple[int, int],
+    position: int,
+    wanted: str,
+    tolerance: float = 1e-3,
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """The lines that compare one angle with what it should be, an expression."""
+    return _ANGLE_BODY.format(
+        heads=log.subject.heads(2),
+        dim=log.subject.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        u=pair[0],
+        v=pair[1],
+        start=pair[0] if log.shape is None else log.shape.comes_out(pair[0]),
+        end=pair[1] if log.shape is None else log.shape.comes_out(pair[1]),
+        position=position,
+        wanted=wanted,
+        tolerance=tolerance,
+    )
+
+
+def check_rotation(log: Log) -> bool:
+    """Measure the shape and say what is wrong with it; whether angles can be looked at."""
+    subject = log.subject
+    with log.check("it rotates pairs of channels") as fresh:
+        shape = measure_shape(fresh)
+        log.shape = shape
+        sound = _pairs_are_rotations(log, shape)
+    if log.shape is None or not log.shape.pairs:
+        return False
+    log.facts["pairing"] = shape.pairing
+    log.facts["channels"] = _channels(shape, subject.head_dim)
+    if not sound:
+        return False
+    if shape.order is not None:
+        _moved(log, shape)
+    log.lines = lines_of(shape)
+    log.amplitude = median(a for pair in shape.pairs for a in pair.amplitude[:4])
+    with log.check("direction and position 0"):
+        _direction(log, shape)
+    if log.found("not-linear"):
+        log.skip("amplitude and frequencies", "what it does to impulses says nothing of other x")
+        return False
+    with log.check("amplitude"):
+        _amplitude(log, shape)
+    _name(log, shape)
+    return True
+
+
+def _moved(log: Log, shape: Shape) -> None:
+    halves = shape.interleaved and shape.comes_out(shape.start + 2) == shape.start + 1
+    how = (
+        "pairs go in interleaved and come out as two halves"
+        if halves
+        else (
+            f"channel {next(i for i, j in enumerate(shape.order or ()) if i != j)} comes out as another"
+        )
+    )
+    log.facts["order"] = how
+    log.add(
+        "channel-order",
+        "note",
+        "Channels come out in another order than they went in.",
+        f"{how}; scores stay, as q and k are both moved, but rotated keys fit no other implementation",
+    )
+
+
+def omegas_of(log: Log) -> list[float]:
+    """The frequencies of the slice in order, zeros for pairs that never turn; unsigned."""
+    if log.shape is None:
+        return []
+    by_first = {
+        pair.first: abs(line.slope) for pair, line in zip(log.shape.pairs, log.lines, strict=True)
+    }
+    half = log.shape.rotary_dim // 2
+    step = 2 if log.shape.interleaved else 1
+    return [by_first.get(log.shape.start + step * k, 0.0) for k in range(half)]
+
+
+def _channels(shape: Shape, head_dim: int) -> str:
+    last = shape.start + shape.rotary_dim - 1
+    turning = 2 * len(shape.pairs)
+    idle = f", {turning} of them turning" if turning < shape.rotary_dim else ""
+    return f"{shape.start} to {last} of {head_dim}{idle}"
+
+
+def _pairs_are_rotations(log: Log, shape: Shape) -> bool:
+    dim, heads = log.subject.head_dim, log.subject.heads(2)
+    if not bool(shape.matrices.isfinite().all()):
+        say_not_finite(log)
+        return False
+    if not shape.pairs and not shape.tangled and not shape.alone:
+        say_nothing(log)
+        return False
+    if shape.tangled or (shape.pairs and shape.interleaved is None and shape.rotary_dim > 2):
+        some = shape.tangled[:4] or tuple(pair.first for pair in shape.pairs[:4])
+        index = 3
+        column = shape.matrices[index, :, some[0]]
+        reach = (column.abs() > 1e-6).nonzero().flatten().tolist()
+        start = (
+            f"x = torch.zeros(1, {heads}, 1, {dim})\nx[..., {some[0]}] = 1.0\n"
+            f"y = rotate(x, torch.tensor([[{shape.positions[index]}]]))[0, 0, 0]\n"
+            "reached = (y.abs() > 1e-6).nonzero().flatten().tolist()\n"
+        )
+        usual = f"(1, {dim // 2})" if not shape.tangled else "range(-len(y), len(y))"
+        log.add(
+            "not-pairs",
+            "error",
+            "Channels do not turn in pairs of one pairing: neither half nor interleaved.",
+            f"channel {some[0]} reaches channels {_list(reach)} at position {shape.positions[index]}",
+            f"{start}assert len(reached) <= 2 and reached[-1] - reached[0] in {usual}, reached",
+        )
+        return False
+    if shape.alone:
+        i = shape.alone[0]
+        factors = shape.matrices[:, i, i]
+        log.add(
+            "pass-through",
+            "error",
+            f"Channels {_list(shape.alone)} belong to no pair but do not stay as they are.",
+            f"channel {i} is multiplied by {_list([f'{f:.4g}' for f in factors[:5].tolist()])} at "
+            f"positions {_list(shape.positions[:5])}",
+            f"x = torch.zeros(1, {heads}, 1, {dim})\nx[..., {i}] = 1.0\n"
+            f"y = rotate(x, torch.tensor([[3]]))\nassert abs(float(y[0, 0, 0, {i}]) - 1.0) < 1e-5, y",
+        )
+        if not shape.pairs:
+            return False
+    wrong = [pair for pair in shape.pairs if not _is_rotation(pair)]
+    if not wrong:
+        return True
+    _say_what_it_is(log, shape, wrong[0], len(wrong))
+    return False
+
+
+def _is_rotation(pair: Pair) -> bool:
+    same = all(agrees(a, b, 1e-2) for a, b in zip(pair.angle_first, pair.angle_second))
+    return same and pair.skew <= 1e-2 * max(pair.amplitude)
+
+
+def _say_what_it_is(log: Log, shape: Shape, pair: Pair, count: int) -> None:
+    position = _clearest(shape.positions, pair)
+    index = shape.positions.index(position)
+    body = _KEEPS.format(
+        heads=log.subject.heads(2),
+        dim=log.subject.head_dim,
+        u=pair.first,
+        v=pair.second,
+        position=position,
+    )
+    first, second = pair.angle_first[index], pair.angle_second[index]
+    evidence = (
+        f"{count} of {len(shape.pairs)} pairs; channels {pair.first} and {pair.second} at position "
+        f"{position}: the first turns by {first:+.4f} rad, the second by {second:+.4f}"
+    )
+    opposite = all(
+        agrees(a, -b, 1e-2) or agrees(a, math.pi - b, 1e-2)
+        for a, b in zip(pair.angle_first, pair.angle_second)
+    )
+    if opposite:
+        log.add(
+            "sign-missing",
+            "error",
+            "The two sines of a pair have the same sign; one must be negative, or it is no rotation.",
+            evidence,
+            body,
+        )
+    elif pair.skew > 1e-2 * max(pair.amplitude):
+        log.add(
+            "not-a-rotation",
+            "error",
+            "The two channels of a pair are not multiplied as by a rotation: their lengths differ.",
+            f"{evidence}; lengths differ by up to {pair.skew:.4f}",
+            body,
+        )
+    else:
+        log.add(
+            "table-pairing",
+            "error",
+            "The two channels of a pair turn by different angles: channels are paired one way and "
+            "cosines and sines are laid out for the other.",
+            evidence,
+            body,
+        )
+
+
+def _clearest(positions: Sequence[int], pair: Pair) -> int:
+    """The smallest position where the two rows differ well."""
+    for position, a, b in zip(positions, pair.angle_first, pair.angle_second):
+        if not agrees(a, b, 5e-2):
+            return position
+    return positions[-1]
+
+
+def _direction(log: Log, shape: Shape) -> None:
+    """The sign of the turn, and whether position 0 turns nothing."""
+    lines = [line for line in log.lines if abs(line.slope) > 1e-6] or list(log.lines)
+    pair = shape.pairs[0]
+    backward = sum(line.slope < 0 for line in lines)
+    quarter = [agrees(abs(line.intercept), math.pi / 2, 2e-2) for line in lines]
+    both = (pair.first, pair.second)
+    slope = abs(log.lines[0].slope)
+    if all(quarter):
+        log.add(
+            "swapped-tables",
+            "error",
+            "Cosine and sine are swapped: at position 0 every pair turns by a quarter.",
+            f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position 0",
+            angle_body(log, pair=both, position=0, wanted="0.0"),
+        )
+        return
+    if backward:
+        name = (
+            "All pairs turn" if backward == len(lines) else f"{backward} of {len(lines)} pairs turn"
+        )
+        log.add(
+            "sign",
+            "warning" if log.spec is None else "error",
+            f"{name} the other way round than RoPE does: the sine has the opposite sign.",
+            f"channels {pair.first} and {pair.second} turn by {log.lines[0].slope:+.4f} rad per "
+            "position; RoPE turns the first channel towards the second. Both ways work, but not together",
+            angle_body(log, pair=both, position=1, wanted=f"{slope:.9g}"),
+        )
+    shifts = [line.intercept / line.slope for line in lines if abs(line.slope) > 1e-3]
+    if not shifts or all(agrees(line.intercept, 0.0, 1e-3) for line in lines):
+        return
+    shift = median(shifts)
+    whole = round(shift)
+    if whole and all(abs(each - whole) < 0.02 for each in shifts):
+        log.shift = whole
+        log.add(
+            "position-offset",
+            "warning",
+            f"Positions are off by {whole:+d}: position 0 is rotated as position {whole} should be.",
+            f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position "
+            f"0, and {log.lines[0].slope:.4f} rad per position; scores do not change unless other "
+            "code counts from 0",
+            angle_body(log, pair=both, position=0, wanted="0.0"),
+        )
+    else:
+        log.add(
+            "phase",
+            "error",
+            "Position 0 is rotated, by angles that no offset of positions gives.",
+            f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position 0",
+            angle_body(log, pair=both, position=0, wanted="0.0"),
+        )
+
+
+def _amplitude(log: Log, shape: Shape) -> None:
+    meant = 1.0 if log.spec is None else log.spec.amplitude
+    if abs(log.amplitude - meant) <= _LOOSE:
+        # Measured from rounded tables it would be a little off.
+        log.amplitude = meant
+    log.facts["amplitude"] = f"{log.amplitude:.6g}"
+    pair = shape.pairs[0]
+    # Far away something else may be wrong, which has a name of its own.
+    every = [a for each in shape.pairs for a in each.amplitude[: len(NEAR)]]
+    body = (
+        f"x = torch.zeros(1, {log.subject.heads(2)}, 1, {log.subject.head_dim})\n"
+        f"x[..., {pair.first}] = 1.0\n"
+        "length = float(rotate(x, torch.tensor([[{position}]]))[0, 0, 0].norm())\n"
+        f"assert abs(length - {meant:.9g}) < 1e-3, length"
+    )
+    if max(every) - min(every) > _LOOSE * log.amplitude:
+        worst = max(range(len(NEAR)), key=lambda i: abs(pair.amplitude[i] - meant))
+        log.add(
+            "amplitude-varies",
+            "warning",
+            "How much the rotated channels are multiplied by depends on position or pair, as with "
+            "xPos or a gate.",
+            f"factors from {min(every):.4g} to {max(every):.4g}",
+            body.format(position=shape.positions[worst]),
+        )
+    elif abs(log.amplitude - meant) > _LOOSE:
+        log.add(
+            "amplitude",
+            "warning" if log.spec is None else "error",
+            f"The rotated channels are multiplied by {log.amplitude:.6g}, not by {meant:.6g}.",
+            f"scores of two rotated vectors are multiplied by the square, {log.amplitude**2:.6g}",
+            body.format(position=3),
+        )
+
+
+def _name(log: Log, shape: Shape) -> None:
+    """Base and scaling, from the frequencies."""
+    if log.subject.call.takes_tables:
+        log.facts["frequencies"] = "the caller's: it is given cosines and sines"
+        return
+    omegas = omegas_of(log)
+    if len(shape.pairs) == 1 and shape.interleaved is None:
+        log.facts["frequencies"] = f"{omegas[0]:.6g} rad per position"
+        return
+    log.identity = identify(
+        omegas,
+        log.amplitude,
+        head_dim=log.subject.head_dim,
+        rotary_dim=shape.rotary_dim,
+        start=shape.start,
+        interleaved=bool(shape.interleaved),
+    )
+    words = log.identity.words
+    log.facts["frequencies"] = f"about {words}" if log.identity.loose else words
+    _settle_amplitude(log)
+
+
+def _settle_amplitude(log: Log) -> None:
+    """An amplitude that belongs to the rule that was recognised is no finding."""
+    found = log.identity.spec if log.identity is not None else None
+    if log.spec is None and found is not None and found.scaling is not None:
+        if abs(found.amplitude - log.amplitude) <= _LOOSE:
+            log.findings = [each for each in log.findings if each.code != "amplitude"]
+
+
+def check_keys(log: Log) -> None:
+    """Whether k is treated as q is."""
+    if not log.subject.call.takes_keys or log.shape is None:
+        return
+    with log.check("k is rotated as q is") as fresh:
+        positions = log.shape.positions[:9]
+        ours = log.shape.matrices[: len(positions)]
+        keys = matrices(fresh, positions, keys=True)
+        eye = torch.eye(keys.shape[-1], dtype=torch.float64)
+        body = (
+            f"x = torch.randn(1, {fresh.heads(2)}, 4, {fresh.head_dim})\n"
+            "q, k = rotate_qk(x.clone(), x.clone(), torch.tensor([[1, 2, 3, 4]]))\n"
+            "assert torch.allclose(q, k, atol=1e-4), float((q - k).abs().max())"
+        )
+        apart = float((keys - ours).abs().max())
+        if bool(((keys - eye).abs() < 1e-9).all()) and bool((ours - eye).abs().max() > 1e-3):
+            log.add(
+                "k-not-rotated",
+                "error",
+                "k is returned as it is; only q is rotated.",
+                "impulses in k come back unchanged at every position",
+                body,
+            )
+        elif apart > 1e-4:
+            log.add(
+                "q-k",
+                "error",
+                "q and k are rotated differently.",
+                f"the same vectors at the same positions come out up to {apart:.4g} apart",
+                body,
+            )
+
+
+_SHIFTS = (1, 100, 1000, 30_000)
+_RELATIVE = """
+q = torch.randn(1, {heads}, 1, {dim})
+k = torch.randn(1, {heads}, 1, {dim})
+
+
+def score(m, n):
+    return (rotate(q.clone(), torch.tensor([[m]])) * rotate(k.clone(), torch.tensor([[n]]))).sum(-1)
+
+
+near, far = score(7, 3), score({m}, {n})
+assert torch.allclose(near, far, atol={tolerance}), float((near - far).abs().max())
+"""
+
+
+def check_relative(log: Log) -> None:
+    """Whether scores stay when both positions move; where nothing found so far says why not."""
+    if log.subject.call.takes_tables:
+        log.skip("scores depend on relative position only", "its angles are the caller's")
+        return
+    with log.check("scores depend on relative position only") as fresh:
+        q, k = fresh.random(1, 2, 1, seed=31), fresh.random(1, 2, 1, seed=32)
+
+        def score(m: int, n: int) -> torch.Tensor:
+            turned = [fresh.rotate(x.clone(), [p]).detach().double() for x, p in ((q, m), (k, n))]
+            return (turned[0] * turned[1]).sum(-1).cpu()
+
+        here = score(7, 3)
+        size = float((q.double().norm(dim=-1) * k.double().norm(dim=-1)).max())
+        drift = {}
+        for shift in _SHIFTS:
+            if shift + 7 > log.longest or (not fresh.call.takes_ids and shift > 2000):
+                break
+            try:
+                drift[shift] = float((score(7 + shift, 3 + shift) - here).abs().max()) / size
+            except CallFailed:
+                break
+        log.facts["scores"] = (
+            "move by "
+            + ", ".join(f"{value:.1e} (+{shift})" for shift, value in drift.items())
+            + " of |q| |k|"
+        )
+        worst = max(drift, key=drift.__getitem__, default=1)
+        # Two float32 angles at 30,000 are each off by at most 4e-3.
+        if drift and drift[worst] > 1e-2 and not log.found() and not log.found("length"):
+            log.add(
+                "relative",
+                "error",
+                "Scores depend on where q and k are, not only on how far apart they are.",
+                f"from positions 7 and 3 to {7 + worst} and {3 + worst} a score moves by "
+                f"{drift[worst]:.3g} of |q| |k|",
+                _RELATIVE.format(
+                    heads=fresh.heads(2),
+                    dim=fresh.head_dim,
+                    m=7 + worst,
+                    n=3 + worst,
+                    tolerance=f"{1e-2 * size:.3g}",
+                ),
+            )
+
+
+def _list(values: Sequence[object]) -> str:
+    shown = [str(value) for value in values[:8]]
+    return ", ".join(shown) + (", …" if len(values) > 8 else "")
+
+
+def direction(line: Line) -> float:
+    """+1 where positions turn the first channel towards the second."""
+    return -1.0 if line.slope < 0 else 1.0

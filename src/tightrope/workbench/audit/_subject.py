@@ -1,0 +1,172 @@
+"""The function under audit, behind one way to call it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ._calls import Call
+from ._guard import CallFailed, Guard
+
+Rotate = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A function with its call, and all that is needed to call it and to write that down.
+
+    Attributes:
+        fn: what somebody gave us; where ``fresh`` can make a new one, never called itself.
+        call: how it is called.
+        head_dim: channels of one head.
+        inv_freq: an expression for the frequencies of the tables that it takes.
+        header: program text that makes ``fn``; None where only the caller can.
+        make: makes another ``fn`` that was never called; None: copies are made.
+        renew: whether each call gets an ``fn`` that was never called, as what it remembers spoils it.
+        space: the names of the compiled adapter.
+    """
+
+    fn: Callable[..., Any]
+    call: Call
+    head_dim: int
+    guard: Guard
+    inv_freq: str
+    header: str | None = None
+    make: Callable[[], Callable[..., Any]] | None = None
+    device: str = "cpu"
+    renew: bool = False
+    space: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        # Compiled from the very text that the snippets show.
+        self.space.update(torch=torch, fn=self.fn)
+        exec(compile(self.source, "<adapter>", "exec"), self.space)
+
+    @property
+    def source(self) -> str:
+        """The adapter: ``rotate(x, positions)``."""
+        return self.call.source(inv_freq=self.inv_freq)
+
+    @property
+    def most_rows(self) -> int | None:
+        return 1 if self.call.layout in ("thd", "sd") else None
+
+    @property
+    def most_heads(self) -> int | None:
+        return 1 if self.call.layout in ("bsd", "sd") else None
+
+    def fresh(self) -> Subject:
+        """The same function as it was before any call, where that can be had."""
+        return replace(self, fn=fresh(self.fn, self.make), space={})
+
+    @property
+    def can_be_fresh(self) -> bool:
+        """Whether a fresh one is another object, with a memory of its own."""
+        return self.make is not None or fresh(self.fn, None) is not self.fn
+
+    def heads(self, wanted: int) -> int:
+        return min(wanted, self.most_heads or wanted)
+
+    def random(
+        self,
+        rows: int,
+        heads: int,
+        tokens: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> torch.Tensor:
+        """A random x whose memory is contiguous as the function sees it."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (rows, self.heads(heads), tokens, self.head_dim)
+        return self.laid_out(torch.randn(shape, generator=generator).to(dtype))
+
+    def laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        """x with the memory that a contiguous tensor of the function's own layout has."""
+        x = x.to(self.device)
+        order = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (2, 0, 1, 3)}.get(
+            self.call.layout
+        )
+        if order is None:
+            return x.contiguous()
+        back = [order.index(axis) for axis in range(4)]
+        return x.permute(order).contiguous().permute(back)
+
+    def raw(self, name: str, *tensors: Any) -> Any:
+        """What a function of the adapter returns, unchecked.
+
+        Raises:
+            CallFailed: it raised.
+            Hangs: it did not return in time.
+        """
+
+        if self.renew:
+            self.space["fn"] = fresh(self.fn, self.make)
+        return self.guard.run(lambda: self.space[name](*tensors))
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """x rotated; rows are split where the function takes one row, or one set of positions.
+
+        Args:
+            x: ``(rows, heads, tokens, channels)``.
+            positions: ``(rows, tokens)`` or ``(tokens,)``.
+
+        Raises:
+            CallFailed: it raised, or returned something else than a tensor like x.
+            Hangs: it did not return in time.
+        """
+        ids = self.ids(positions, x.shape[0])
+        one = self.most_rows == 1 or not (
+            self.call.rows_differ or bool((ids == ids[:1]).all()) or self.call.roles <= _COUNTING
+        )
+        if one and x.shape[0] > 1:
+            rows = [self.rotate(row, where) for row, where in zip(x.split(1), ids.split(1))]
+            return torch.cat(rows)
+        return like(self.raw("rotate", x, ids), x)
+
+    def rotate_qk(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k rotated by one call; for functions that take both, and one row where need be."""
+        result = self.raw("rotate_qk", q, k, self.ids(positions, q.shape[0]))
+        return like(result[0], q), like(result[1], k)
+
+    def ids(self, positions: torch.Tensor | Sequence[int], rows: int) -> torch.Tensor:
+        """Positions as the adapter takes them."""
+        ids = torch.as_tensor(positions)
+        if ids.ndim == 1:
+            ids = ids[None].repeat(rows, 1)
+        return ids.to(self.device)
+
+
+_COUNTING = {"x", "q", "k", "seq_dim"}
+
+
+def fresh(
+    fn: Callable[..., Any], make: Callable[[], Callable[..., Any]] | None
+) -> Callable[..., Any]:
+    """Another function like it: a new one, or a copy; the same one where it cannot be copied."""
+    if make is not None:
+        return make()
+    try:
+        return copy.deepcopy(fn)
+    except Exception:  # noqa: BLE001  # an object may refuse to be copied in any way it likes
+        return fn
+
+
+def like(result: Any, x: torch.Tensor) -> torch.Tensor:
+    """The result, if it is a tensor of the shape of x.
+
+    Raises:
+        CallFailed: it is something else.
+    """
+    if not isinstance(result, torch.Tensor):
+        raise CallFailed(f"it returned {type(result).__name__}, not a tensor")
+    if result.shape != x.shape:
+        got, wanted = tuple(result.shape), tuple(x.shape)
+        raise CallFailed(f"it returned shape {got} for x of shape {wanted}")
+    return result

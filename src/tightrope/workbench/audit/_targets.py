@@ -1,0 +1,412 @@
+"""What to audit, from what somebody names: a function, ``MODULE:FUNCTION``, or a model of transformers."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._errors import sentence
+from ...config import LayerSpecs, from_config
+from ...spec import RopeSpec
+from ._guard import said
+
+_NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to audit.
+
+    Attributes:
+        name: in words, for the report.
+        fn: the function; None if only ``make`` gives one.
+        make: makes a new one; None: copies are made.
+        header: program text that makes ``fn``; None where only the caller can.
+        spec: what it is meant to be, where that is known.
+        form, layout, head_dim: how it is called, where that is known.
+        unread: why there is no spec although there is a config.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    make: Callable[[], Callable[..., Any]] | None = None
+    header: str | None = None
+    spec: RopeSpec | None = None
+    form: str | None = None
+    layout: str | None = None
+    head_dim: int | None = None
+    unread: str = ""
+
+
+def resolve(target: object, *, make: bool, layer_type: str | None) -> Target:
+    """The target that somebody names or hands over.
+
+    Raises:
+        ValueError, TypeError: there is no such thing, or it is nothing that can be called.
+    """
+    if isinstance(target, str) and _NAME.match(target):
+        found = named(target)
+    elif isinstance(target, str | Path):
+        return of_model(_config_of(str(target)), layer_type)
+    elif _is_config(target):
+        return of_model(target, layer_type)
+    else:
+        found = given(target)
+    return _made(found) if make else _checked(found)
+
+
+def given(target: object) -> Target:
+    """A function or module from a program."""
+    if not callable(target):
+        raise TypeError(
+            sentence(
+                "audit",
+                "target must be a function, a module, 'MODULE:FUNCTION', a config of transformers, its "
+                f"file, or the name of a model type, but got {type(target).__name__}",
+            )
+        )
+    name = getattr(target, "__qualname__", None) or type(target).__qualname__
+    module = getattr(target, "__module__", None)
+    header = None
+    # Only what an import gives back is worth importing in a snippet.
+    if isinstance(module, str) and module != "__main__" and "<" not in name:
+        owner: object = sys.modules.get(module)
+        for part in name.split("."):
+            owner = getattr(owner, part, None)
+        if owner is target:
+            header = _import(module, name)
+    return Target(name, target, header=header)
+
+
+def _import(module: str, name: str) -> str:
+    outer, _, rest = name.partition(".")
+    if rest:
+        return f"import torch\nfrom {module} import {outer}\n\nfn = {name}"
+    return f"import torch\nfrom {module} import {name} as fn"
+
+
+def named(target: str) -> Target:
+    """``MODULE:FUNCTION``, imported from the current directory or from what is installed."""
+    module, _, name = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except BaseException as error:  # a module may do anything while it is imported
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(
+            sentence(
+                "audit", f"module {module!r} must be importable from {here} but: {said(error)}"
+            )
+        ) from None
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ValueError(
+                sentence("audit", f"module {module!r} must have {name!r} but has none")
+            ) from None
+    if not callable(found):
+        raise TypeError(
+            sentence("audit", f"{target} must be callable but is {type(found).__name__}")
+        )
+    return Target(target, found, header=_import(module, name))
+
+
+def _made(target: Target) -> Target:
+    """A factory's product, made anew for each check."""
+    header = None if target.header is None else _made_header(target.header)
+    try:
+        fn = target.fn()
+    except Exception as error:  # noqa: BLE001  # somebody else's code
+        raise ValueError(
+            sentence("audit", f"{target.name}() must make something to audit but: {said(error)}")
+        ) from None
+    if not callable(fn):
+        raise TypeError(
+            sentence("audit", f"{target.name}() must be callable but is {type(fn).__name__}")
+        )
+    return replace(target, name=f"{target.name}()", fn=fn, make=target.fn, header=header)
+
+
+def _made_header(header: str) -> str:
+    if header.endswith(" as fn"):
+        first = header.removesuffix(" as fn")
+        return f"{first}\n\nfn = {first.rsplit(' ', 1)[1]}()"
+    return header + "()"
+
+
+def _checked(target: Target) -> Target:
+    if inspect.isclass(target.fn):
+        raise TypeError(
+            sentence(
+                "audit",
+                f"{target.name} must be a function or an object but is a class: name a function that "
+                "makes one without arguments, with make=True (--make)",
+            )
+        )
+    return target
+
+
+# --- models of transformers ------------------------------------------------------------------------
+
+
+def _is_config(target: object) -> bool:
+    return isinstance(getattr(target, "model_type", None), str) and callable(
+        getattr(target, "to_diff_dict", None)
+    )
+
+
+def _transformers() -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            sentence(
+                "audit", "a model's configuration can be audited only with transformers installed"
+            )
+        )
+    return importlib.import_module("transformers")
+
+
+def _config_of(name: str) -> Any:
+    """The config of a file, a folder, or a model type with its defaults."""
+    path = Path(name)
+    library = _transformers()
+    try:
+        if path.is_dir() or path.is_file():
+            file = path / "config.json" if path.is_dir() else path
+            if not file.is_file():
+                raise ValueError(sentence("audit", f"{path} must hold a config.json but does not"))
+            return _from_file(library, file)
+        if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types():
+            return library.AutoConfig.for_model(name)
+    except Exception as error:  # each config has its own ways to refuse values
+        if str(error).startswith("[audit]"):
+            raise
+        raise ValueError(
+            sentence("audit", f"{name} must be a configuration but: {said(error)}")
+        ) from None
+    raise ValueError(
+        sentence(
+            "audit",
+            "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
+            f"of transformers, such as llama, but got {name!r}",
+        )
+    )
+
+
+def _types() -> set[str]:
+    names = importlib.import_module(
+        "transformers.models.auto.configuration_auto"
+    ).CONFIG_MAPPING_NAMES
+    return {each.replace("-", "_") for each in names}
+
+
+def _from_file(library: Any, file: Path) -> Any:
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ValueError(sentence("audit", f"{file} must have a model_type but has none"))
+    return library.AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+class Pair(nn.Module):
+    """A rotary module and an apply function as one function of q, k and positions."""
+
+    def __init__(
+        self, rotary: nn.Module, apply: Callable[..., Any], layer_type: str | None
+    ) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.apply_function = apply
+        self.layer_type = layer_type
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q and k ``(rows, heads, tokens, channels)``."""
+        more = () if self.layer_type is None else (self.layer_type,)
+        cos, sin = self.rotary(q, positions, *more)
+        if one_at_a_time(self.apply_function):
+            return self.apply_function(q, cos, sin), self.apply_function(k, cos, sin)
+        return self.apply_function(q, k, cos, sin)  # type: ignore[no-any-return]
+
+
+def one_at_a_time(apply: Callable[..., Any]) -> bool:
+    """Whether an apply function takes (x, cos, sin) and not (q, k, cos, sin), as Gemma's new one."""
+    return [*inspect.signature(apply).parameters][1:2] == ["cos"]
+
+
+def of_model(config: Any, layer_type: str | None) -> Target:
+    """The rotary module and the apply function that transformers, as installed, has for a config."""
+    inner = _text_of(config)
+    spec, unread = _meant(config, layer_type)
+    try:
+        module, rotary, apply = _parts(inner, spec)
+    except ValueError:
+        if unread is not None:
+            # Without RoPE there is no rotary module either; the reason is the better sentence.
+            raise unread from None
+        raise
+    name = module.__name__.rsplit(".", 1)[1].removeprefix("modeling_")
+    name = f"{name}: {rotary.__name__}, {apply.__name__}"
+    types: list[str | None] = [None]
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        every = dict.fromkeys(getattr(inner, "layer_types", None) or ())
+        types = [layer_type] if layer_type is not None else [*every]
+    why = "it has no layer_type that works"
+    for chosen in types:
+        # Whole heads first; some models cut the slice out and rotate it alone, as Phi and DeepSeek do.
+        for cut in (False, True):
+            make = _maker(inner, rotary, apply, chosen)
+            head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim
+            try:
+                fn = make()
+                head_dim = head_dim or _width(fn)
+                _try(fn, head_dim)
+            except Exception as error:  # noqa: BLE001  # somebody else's code
+                why = said(error)
+                continue
+            if spec is not None and (cut or spec.start):
+                head_dim = spec.rotary_dim
+                spec = replace(spec, head_dim=head_dim, start=0)
+            header = _model_header(inner, module.__name__, rotary.__name__, apply, chosen)
+            unsaid = "" if unread is None else str(unread)
+            form = "q, k, positions"
+            return Target(name, fn, make, header, spec, form, "bhsd", head_dim, unsaid)
+    raise ValueError(
+        sentence(
+            "audit",
+            f"{rotary.__name__} must be built from the config and called with (x, position_ids) but: "
+            f"{why}",
+        )
+    )
+
+
+def _maker(
+    config: Any, rotary: Any, apply: Callable[..., Any], layer_type: str | None
+) -> Callable[[], Pair]:
+    return lambda: Pair(rotary(config), apply, layer_type)
+
+
+def _width(fn: Pair) -> int:
+    """How many channels the cosines of a model's rotary module are for."""
+    more = () if fn.layer_type is None else (fn.layer_type,)
+    cos, _ = fn.rotary(torch.zeros(1, 1, 2, 8), torch.arange(2)[None], *more)
+    return int(cos.shape[-1])
+
+
+def _try(fn: Callable[..., Any], head_dim: int) -> None:
+    x = torch.zeros(1, 1, 2, head_dim)
+    fn(x, x.clone(), torch.arange(2)[None])
+
+
+def _text_of(config: Any) -> Any:
+    """The part of a config that its language model is built from."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config
+
+
+def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
+    """The spec that a config describes; or None, and why it cannot be read."""
+    try:
+        read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
+    except ValueError as error:
+        if layer_type is not None:
+            raise
+        return None, error
+    if isinstance(read, LayerSpecs):
+        rotating = {name: spec for name, spec in read.items() if spec is not None}
+        if len(rotating) > 1:
+            names = ", ".join(rotating)
+            raise ValueError(
+                sentence(
+                    "audit", f"layer_type must be one of {names}, as layers differ, but is None"
+                )
+            )
+        return next(iter(rotating.values())), None
+    if read is None:
+        raise ValueError(
+            sentence("audit", f"layers of type {layer_type!r} must have RoPE but have none")
+        )
+    return read, None
+
+
+def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, Any]:
+    """(module, rotary class, apply function) of a model type."""
+    where = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        module = importlib.import_module(where)
+    except ImportError as error:
+        raise ValueError(
+            sentence("audit", f"{config.model_type} must have a modeling file but: {said(error)}")
+        ) from None
+    source = inspect.getsource(module)
+    classes = re.findall(r"self\.rotary_emb\s*=\s*(\w+)\(", source)
+    classes += [name for name in vars(module) if name.endswith("RotaryEmbedding")]
+    classes = [name for name in classes if "Vision" not in name and hasattr(module, name)]
+    functions = ["apply_rotary_pos_emb"]
+    if getattr(config, "rope_interleave", False) or (spec is not None and spec.interleaved):
+        functions.insert(0, "apply_rotary_pos_emb_interleave")
+    found = [getattr(module, name) for name in functions if hasattr(module, name)]
+    if not classes or not found:
+        raise ValueError(
+            sentence(
+                "audit",
+                f"{config.model_type} must have a rotary module and apply_rotary_pos_emb in {where} but "
+                "has not: write a function of q, k and positions that does what it does, and audit that",
+            )
+        )
+    return module, getattr(module, classes[0]), found[0]
+
+
+def _model_header(
+    config: Any, module: str, rotary: str, apply: Callable[..., Any], layer_type: str | None
+) -> str:
+    name = apply.__name__
+    result = f"{name}(q, k, cos, sin)"
+    if one_at_a_time(apply):
+        result = f"{name}(q, cos, sin), {name}(k, cos, sin)"
+    kind = type(config)
+    differing: Mapping[str, Any] = config.to_diff_dict()
+    keep = {k: v for k, v in differing.items() if k not in ("transformers_version", "model_type")}
+    try:
+        usual = kind().to_dict()
+    except Exception:  # noqa: BLE001  # some configs cannot be made without arguments
+        usual = {}
+    keep = {k: v for k, v in keep.items() if k not in usual or usual[k] != v}
+    # What cannot be written down as a literal cannot be of use here.
+    keep = {k: v for k, v in keep.items() if _is_literal(v)}
+    arguments = "".join(f"    {key}={value!r},\n" for key, value in keep.items())
+    made = f"{kind.__name__}(\n{arguments})" if arguments else f"{kind.__name__}()"
+    more = "" if layer_type is None else f", {layer_type!r}"
+    return (
+        "import torch\n"
+        f"from {kind.__module__} import {kind.__name__}\n"
+        f"from {module} import {name}, {rotary}\n\n"
+        f"rotary = {rotary}({made})\n\n\n"
+        "def fn(q, k, positions):\n"
+        f"    cos, sin = rotary(q, positions{more})\n"
+        f"    return {result}"
+    )
+
+
+def _is_literal(value: object) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False

@@ -1,0 +1,9 @@
+"""Move checkpoints between the two pairings of channels, and tell which one a checkpoint has.
+
+:func:`convert` is `tightrope convert`; :func:`detect` is `tightrope detect`.
+"""
+
+from .detect import Detection as Detection, Evidence as Evidence, detect as detect
+from .model import Said as Said
+from .run import Conversion as Conversion, convert as convert
+from .verify import Verified as Verified

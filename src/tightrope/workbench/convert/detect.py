@@ -1,0 +1,239 @@
+"""Which pairing a checkpoint's weights speak for, if they do.
+
+What can tell. Two channels of a pair turn into one another, so training treats them alike: their rows
+have the same size on average, whatever their frequency. Channels of different frequencies do not: fast
+and slow pairs get different sizes. So sizes of rows, averaged over heads, agree within the true pairs
+and disagree within the false ones. The size of a channel is taken as ``log |q row| + log |k row|``:
+attention cannot tell a large query and a small key from the reverse.
+
+How sure. Let A be the quadratic form "squared differences within neighbours less those within halves".
+Its value for the mean of all heads is positive where halves agree and negative where neighbours do. In
+weights without structure the sign of a head's sizes is as likely the other one, so that mean is normal
+with the heads' own second moments; :func:`_chance` bounds from above how often it would then give as
+large a value (Chernoff's bound of a weighted sum of squares). No distribution of weights is assumed, and a few
+heads never suffice. Above :data:`NEEDED` the answer is that it cannot be known: so it is for fresh
+weights, for models without RoPE, and where kinds of evidence speak against one another.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ._fail import fail, pairing_name
+from .checkpoint import open_checkpoint
+from .model import Model, Said, describe, read_model
+from .naming import PACKINGS
+from .plan import Plan, make_plan
+from .rewrite import Change
+
+# The largest chance that is still an answer.
+NEEDED = 1e-5
+_MOST_LAYERS = 64
+# Evidence against an answer that takes the answer away.
+_DOUBT = 1e-2
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one kind of tensor says.
+
+    Attributes:
+        kind: ``"products"`` of queries and keys by key head, ``"queries"`` by head, ``"norms"`` by layer.
+        samples: how many heads, or layers, were compared.
+        favours: the pairing that it favours, however weakly.
+        chance: a bound of how often weights without structure would favour one as much.
+    """
+
+    kind: str
+    samples: int
+    favours: str
+    chance: float
+
+
+@dataclass(frozen=True)
+class Detection:
+    """What the weights of a checkpoint say about its pairing, and what its files say.
+
+    Attributes:
+        pairing: ``"half"``, ``"interleaved"``, or None: it cannot be known from the weights.
+        confidence: one less the chance; 0 where nothing can be known.
+        chance: how often weights without structure would say as much, at most.
+        evidence: what it rests on.
+        said: the pairing that the configuration, its family or the record of a conversion says.
+        who: which of them.
+        model: the model in one line.
+    """
+
+    pairing: str | None
+    confidence: float
+    chance: float
+    evidence: tuple[Evidence, ...]
+    said: str | None
+    who: str
+    model: str
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the weights speak against what the files say."""
+        return self.pairing is not None and self.said is not None and self.pairing != self.said
+
+
+def detect(
+    checkpoint: str | os.PathLike[str],
+    *,
+    said: Said | None = None,
+    report: Callable[[float, str], None] | None = None,
+) -> Detection:
+    """Tell from the weights how the channels of a checkpoint are paired, or that they do not tell.
+
+    Args:
+        checkpoint: as of :func:`tightrope.workbench.convert.convert`.
+        said: what the configuration does not say.
+        report: called with the fraction done and a few words.
+
+    Raises:
+        ValueError, OSError: as :func:`tightrope.workbench.convert.convert`.
+    """
+    found = open_checkpoint(Path(checkpoint))
+    model = read_model(found, said or Said(), pairing=False)
+    return weigh(make_plan(found, model), model, report)
+
+
+def weigh(
+    plan: Plan,
+    model: Model,
+    report: Callable[[float, str], None] | None = None,
+    layers: int = _MOST_LAYERS,
+) -> Detection:
+    """As :func:`detect`, for a checkpoint that has been read, from so many of its layers at most."""
+    places: dict[tuple[int, str], dict[str, list[Change]]] = {}
+    for change in plan.changes:
+        place = change.module.split(".self_attn")[0].split(".attention")[0].split(".attn")[0]
+        places.setdefault((change.layer, place), {}).setdefault(change.role, []).append(change)
+    if not places:
+        fail("there is no layer that rotates")
+    step = max(len(places) / layers, 1.0)
+    chosen = [key for n, key in enumerate(places) if int(n / step) != int((n - 1) / step) or n == 0]
+    by_width: dict[tuple[str, int], list[torch.Tensor]] = {}
+    for number, key in enumerate(chosen):
+        if report is not None:
+            report(number / len(chosen), f"layer {key[0]}")
+        for kind, sizes in (*_projections(places[key], model), ("norms", _norms(places[key]))):
+            if sizes is not None:
+                by_width.setdefault((kind, sizes.shape[-1]), []).append(sizes)
+    evidence = []
+    for (kind, _), parts in by_width.items():
+        samples = torch.cat(parts)
+        found = _weigh(samples)
+        if found is not None:
+            evidence.append(Evidence(kind, len(samples), *found))
+    if report is not None:
+        report(1.0, "")
+    best = min(evidence, key=lambda each: each.chance, default=None)
+    pairing, confidence, chance = None, 0.0, 1.0
+    if best is not None:
+        chance = min(best.chance * len(evidence), 1.0)
+        against = [e for e in evidence if e.favours != best.favours and e.chance < _DOUBT]
+        if chance <= NEEDED and not against:
+            pairing, confidence = best.favours, 1.0 - chance
+    return Detection(
+        pairing,
+        confidence,
+        chance,
+        tuple(evidence),
+        None if model.interleaved is None else pairing_name(model.interleaved),
+        model.who,
+        describe(model),
+    )
+
+
+# --- sizes of channels ----------------------------------------------------------------------------
+
+
+def _projections(roles: dict[str, list[Change]], model: Model) -> list[tuple[str, torch.Tensor]]:
+    """Sizes of rotated channels, ``(samples, rotary_dim)``, of products and of queries alone."""
+    if "qkv" in roles:
+        fused = _weight(roles["qkv"])
+        if fused is None or model.heads is None:
+            return []
+        every = _logs(fused)
+        # The rows of the fused tensor that rotate are those of its query and key heads, in order.
+        heads = min(model.heads, len(every) - 1)
+        kv_heads = len(every) - heads
+        rows = PACKINGS[model.naming.packing or ""].rows(heads, kv_heads)
+        order = {head: n for n, head in enumerate(sorted([*rows[0], *rows[1]]))}
+        q = every[[order[head] for head in rows[0]]]
+        k = every[[order[head] for head in rows[1]]]
+    else:
+        queries = _weight(roles.get("q") or roles.get("q gate") or [])
+        keys = _weight(roles.get("k") or roles.get("kv a") or [])
+        if queries is None or keys is None:
+            return []
+        q, k = _logs(queries), _logs(keys)
+    if len(q) % len(k):
+        return []
+    return [("products", q.view(len(k), -1, q.shape[-1]).mean(1) + k), ("queries", q)]
+
+
+def _weight(changes: list[Change]) -> Change | None:
+    found = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith(".weight")]
+    return found[0] if found else None
+
+
+def _norms(roles: dict[str, list[Change]]) -> torch.Tensor | None:
+    """log |q norm| + log |k norm| of each rotated channel, one row per layer."""
+    sizes = []
+    for role in ("q norm", "k norm"):
+        found = [c for c in roles.get(role, []) if c.entry.name.endswith("weight")]
+        if not found:
+            return None
+        sizes.append(torch.cat([_logs(c) for c in found]).mean(0, keepdim=True))
+    return sizes[0] + sizes[1]
+
+
+def _logs(change: Change) -> torch.Tensor:
+    """log of the length of each rotated row, ``(heads, rotary_dim)``, read head by head."""
+    made = []
+    for start in change.starts:
+        rows = change.entry.rows(start, change.width, change.units).to(torch.float32).double()
+        made.append(rows.norm(dim=-1).clamp_min(1e-30).log())
+    return torch.stack(made)
+
+
+def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
+    """(the pairing that samples favour, the chance of it); None where they say nothing."""
+    width = samples.shape[-1]
+    if width < 4 or not bool(samples.isfinite().all()):
+        return None
+    centred = samples - samples.mean(-1, keepdim=True)
+    size = centred.square().mean(-1, keepdim=True).sqrt()
+    if bool((size < 1e-12).any()):
+        return None  # equal rows: fresh norms
+    centred = centred / size
+    eye = torch.eye(width, dtype=torch.float64)
+    halves = eye[: width // 2] - eye[width // 2 :]
+    neighbours = eye[::2] - eye[1::2]
+    form = neighbours.T @ neighbours - halves.T @ halves
+    mean = centred.sum(0) / math.sqrt(len(centred))
+    value = float(mean @ form @ mean)
+    # x form x for normal x with these second moments is a sum of squares weighted by the eigenvalues.
+    root = torch.linalg.svd(centred / math.sqrt(len(centred)), full_matrices=False)
+    half_root = root.S[:, None] * root.Vh
+    weights = torch.linalg.eigvalsh(half_root @ form @ half_root.T)
+    return pairing_name(value < 0), _chance(abs(value), weights if value > 0 else -weights)
+
+
+def _chance(value: float, weights: torch.Tensor) -> float:
+    """A bound of the probability that ``sum weights_j x_j²`` reaches a value, for normal x, times two."""
+    top = float(weights.max())
+    if top <= 0.0:
+        return 1.0
+    slopes = torch.linspace(0.0, 1.0, 1001, dtype=torch.float64)[:-1, None] / (2.0 * top)
+    bounds = -slopes[:, 0] * value - 0.5 * torch.log1p(-2.0 * slopes * weights).sum(-1)
+    return min(2.0 * math.exp(float(bounds.min())), 1.0)

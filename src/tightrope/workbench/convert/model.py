@@ -1,0 +1,333 @@
+"""What the rotation of a checkpoint's model is: which channels of a head, how paired, under what names.
+
+From its configuration and the table of families; what they do not say, the user says. Nothing is
+guessed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ... import config as reader
+from ...config import formats, keys
+from ...config.families import FAMILIES
+from ...config.source import Source
+from ...config.specs import LayerSpecs
+from ...spec import RopeSpec
+from ._fail import fail, pairing_name, shown
+from .checkpoint import RECORD, Checkpoint, load_json
+from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, Naming
+
+_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups", "n_head_kv")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a user says about a checkpoint, in place of its configuration or beside it.
+
+    Attributes:
+        config: a configuration, its file or folder; by default what lies beside the weights.
+        section: which part of a nested configuration.
+        source: how the checkpoint is paired: ``"half"`` or ``"interleaved"``.
+        naming: a key of :data:`tightrope.workbench.convert.naming.NAMINGS`.
+        prefix: what stands before the names of the layers that are meant, where there are several.
+        packing: how the heads of a fused projection follow one another: ``"blocks"``, ``"grouped"`` or
+            ``"quarters"``.
+        heads, kv_heads, head_dim, rotary_dim, start: sizes, as of :class:`tightrope.RopeSpec`.
+    """
+
+    config: object = None
+    section: str | None = None
+    source: str | None = None
+    naming: str | None = None
+    prefix: str | None = None
+    packing: str | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    rotary_dim: int | None = None
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """The rotation of a checkpoint's model, and where to find what it rotates.
+
+    Attributes:
+        specs: one spec for all layers, or one per layer.
+        interleaved: how the checkpoint is paired; None where nothing says it.
+        who: what said so.
+        naming: how projections are called.
+        prefix: what stands before the layers; None where the names decide.
+        heads, kv_heads: numbers of heads; None where the shapes decide.
+        mark: the key of the configuration by which its family's own code chooses the pairing.
+        at: the keys that lead to the section of the configuration that was read.
+        block: rows and columns that share one scale, in checkpoints with scales by block.
+        name: what the configuration is, for sentences.
+    """
+
+    specs: RopeSpec | LayerSpecs
+    interleaved: bool | None
+    who: str
+    naming: Naming
+    prefix: str | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    mark: str | None = None
+    at: tuple[str, ...] = ()
+    block: int | None = None
+    name: str = ""
+
+    def of(self, layer: int) -> RopeSpec | None:
+        """The spec of a layer; None for one without RoPE."""
+        return self.specs if isinstance(self.specs, RopeSpec) else self.specs.of(layer)
+
+
+def read_model(checkpoint: Checkpoint, said: Said, *, pairing: bool = True) -> Model:
+    """The model of a checkpoint, from its configuration and what the user says.
+
+    Args:
+        checkpoint: which one.
+        said: what the user says.
+        pairing: whether it must be known how the checkpoint is paired.
+
+    Raises:
+        ValueError: something is said by nobody, or by two who disagree.
+    """
+    given = _pairing(said.source)
+    found = said.config if said.config is not None else _config_of(checkpoint.home)
+    if isinstance(found, str | Path):
+        path = Path(found)
+        if not path.exists():
+            fail(f"the configuration must exist but {path} does not")
+    if found is None:
+        model = _from_flags(said)
+    else:
+        model = _from_config(found, said, given)
+    if said.rotary_dim is not None or said.start is not None:
+        if not isinstance(model.specs, RopeSpec):
+            fail("rotary_dim and start cannot be said where layers differ")
+        model = replace(model, specs=_sliced(model.specs, said))
+    recorded = _recorded(checkpoint) if given is None else None
+    if recorded is not None:
+        model = replace(model, interleaved=recorded, who=f"{RECORD}, which a conversion left")
+    if given is not None:
+        model = replace(model, interleaved=given, who="the user (--from)")
+    if model.interleaved is None and pairing:
+        fail(
+            f"it must be known how the checkpoint is paired, and {model.who} does not say it: say --from "
+            f"half or --from interleaved (`tightrope detect` tells, where the weights do)"
+        )
+    return model
+
+
+def _pairing(name: str | None) -> bool | None:
+    if name is None:
+        return None
+    if name not in ("half", "interleaved"):
+        fail(f"a pairing must be 'half' or 'interleaved' but got {name!r}")
+    return name == "interleaved"
+
+
+def _config_of(home: Path) -> Path | None:
+    there = [home / name for name in ("config.json", "params.json") if (home / name).is_file()]
+    if len(there) > 1:
+        fail(f"{home} has config.json and params.json: say which with --config")
+    return there[0] if there else None
+
+
+def _recorded(checkpoint: Checkpoint) -> bool | None:
+    """The pairing that a conversion left beside the weights that it wrote."""
+    path = checkpoint.home / RECORD
+    if not path.is_file():
+        return None
+    told = load_json(path)
+    if checkpoint.folder is None and checkpoint.path.name not in (told.get("files") or []):
+        return None
+    if told.get("pairing") not in ("half", "interleaved"):
+        fail(f"{RECORD} must say a pairing but says {told.get('pairing')!r}")
+    return bool(told["pairing"] == "interleaved")
+
+
+# --- without a configuration ----------------------------------------------------------------------
+
+
+def _from_flags(said: Said) -> Model:
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name in ("head_dim", "naming")
+        if getattr(said, name) is None
+    ]
+    if missing:
+        fail(
+            f"there is no config.json beside the checkpoint: say --config, or {' and '.join(missing)}"
+        )
+    spec = RopeSpec(said.head_dim, rotary_dim=said.rotary_dim, start=said.start or 0)  # type: ignore[arg-type]
+    return Model(
+        spec, None, "the command line", _naming(said, None), said.prefix, said.heads, said.kv_heads,
+        name="a checkpoint without configuration",
+    )  # fmt: skip
+
+
+def _sliced(spec: RopeSpec, said: Said) -> RopeSpec:
+    start = spec.start if said.start is None else said.start
+    rotary = said.rotary_dim
+    if rotary is None:
+        rotary = min(spec.rotary_dim, spec.head_dim - start)
+    return replace(spec, rotary_dim=rotary, start=start, scaling=None, axes=None)
+
+
+def _naming(said: Said, family: str | None) -> Naming:
+    key = said.naming or FAMILY_NAMING.get(family or "")
+    if key is None:
+        fail(
+            f"it is not known what {family or 'this checkpoint'} calls its projections: say --naming, one of "
+            f"{', '.join(NAMINGS)}"
+        )
+    key = FAMILY_NAMING.get(key, key)
+    if key not in NAMINGS:
+        fail(f"naming must be one of {', '.join(NAMINGS)} but got {key!r}")
+    naming = NAMINGS[key]
+    if said.packing is None:
+        return naming
+    if said.packing not in PACKINGS:
+        fail(f"packing must be one of {', '.join(PACKINGS)} but got {said.packing!r}")
+    return replace(naming, packing=said.packing)
+
+
+# --- with one -------------------------------------------------------------------------------------
+
+
+def _from_config(found: object, said: Said, given: bool | None) -> Model:
+    if isinstance(found, str | Path):
+        path = Path(found)
+        if path.is_dir():
+            path = _config_of(path) or path / "config.json"
+        found = load_json(path)
+    source = reader.source_of(found, said.section)
+    refused = _refused(source)
+    if refused is not None:
+        fail(refused)
+    silent = source.family is None and given is None and _key_of(source) is None
+    told = _provenance(found, said, False if silent else given, strict=given is None)
+    spec = told.spec
+    if spec is None:
+        fail(f"{source.name} has no RoPE")
+    first = spec if isinstance(spec, RopeSpec) else next(each for each in spec.values() if each)
+    interleaved = None if silent else first.interleaved
+    if said.head_dim is not None and said.head_dim != first.head_dim:
+        fail(f"--head-dim is {said.head_dim} but the configuration says {first.head_dim}")
+    values = source.values
+    heads = _size(said.heads, "--heads", values, keys.HEADS)
+    kv_heads = _size(said.kv_heads, "--kv-heads", _attention(values), _KV_HEADS)
+    if values.get("model_type") == "falcon" and said.kv_heads is None:
+        kv_heads = _falcon(values, heads, kv_heads)
+    naming = _naming(said, _family(source))
+    return Model(
+        spec,
+        interleaved,
+        source.name,
+        naming,
+        said.prefix,
+        heads,
+        kv_heads,
+        None if source.family is None else source.family.pairing_key,
+        tuple(source.prefix.split(".")[:-1]),
+        _block(found, values),
+        source.name,
+    )
+
+
+def _provenance(
+    found: object, said: Said, interleaved: bool | None, *, strict: bool
+) -> reader.Provenance:
+    """What a configuration says; unknown keys about RoPE count until the user says the pairing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            return reader.provenance(
+                found, section=said.section, strict=strict, interleaved=interleaved
+            )
+        except ValueError as error:
+            text = str(error).replace("strict=False warns and ignores", "--from ignores them")
+            raise ValueError(text) from None
+
+
+def _refused(source: Source) -> str | None:
+    if source.values.get("attention_k_eq_v"):
+        return f"{source.name} uses its keys as values (attention_k_eq_v), which must stay in order"
+    if source.values.get("rotary_value"):
+        return f"{source.name} rotates its values too (rotary_value), which this does not convert"
+    return None
+
+
+def _key_of(source: Source) -> str | None:
+    return next((key for key in keys.PAIRING if source.values.get(key) is not None), None)
+
+
+def _family(source: Source) -> str | None:
+    """The model_type, also of a section that has none of its own."""
+    if formats.is_meta(source.values):
+        return "meta"
+    if formats.is_megatron(source.values):
+        return "megatron"
+    if source.family is not None:
+        return next((name for name, family in FAMILIES.items() if family is source.family), None)
+    own = source.values.get("model_type")
+    return own if isinstance(own, str) else None
+
+
+def _attention(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = values.get("attn_config")
+    if isinstance(inner, Mapping) and inner.get("kv_n_heads") is not None:
+        return {**values, "n_kv_heads": inner["kv_n_heads"]}
+    return values
+
+
+def _size(
+    given: int | None, flag: str, values: Mapping[str, Any], names: Iterable[str]
+) -> int | None:
+    for name in names:
+        value = values.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            fail(f"{name} must be a whole number above 0 but got {value!r}")
+        if given is not None and given != value:
+            fail(f"{flag} is {given} but the configuration says {name} = {value}")
+        return value
+    if given is not None and given < 1:
+        fail(f"{flag} must be above 0 but got {given}")
+    return given
+
+
+def _falcon(values: Mapping[str, Any], heads: int | None, kv_heads: int | None) -> int | None:
+    """Falcon's key heads: only its newer architecture reads their number."""
+    if values.get("new_decoder_architecture"):
+        return kv_heads or heads
+    return 1 if values.get("multi_query", True) else heads
+
+
+def _block(found: object, values: Mapping[str, Any]) -> int | None:
+    for level in (found, values):
+        told = level.get("quantization_config") if isinstance(level, Mapping) else None
+        size = told.get("weight_block_size") if isinstance(told, Mapping) else None
+        if isinstance(size, list | tuple) and size and isinstance(size[0], int) and size[0] > 0:
+            return size[0]
+    return None
+
+
+def describe(model: Model) -> str:
+    """One line about a model: its name, slice and pairing."""
+    specs = [model.specs] if isinstance(model.specs, RopeSpec) else list(model.specs.values())
+    widths = dict.fromkeys(
+        f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"
+        for spec in specs
+        if spec
+    )
+    pairing = "unknown" if model.interleaved is None else pairing_name(model.interleaved)
+    return f"{model.name}: {shown(list(widths))}, {pairing}"

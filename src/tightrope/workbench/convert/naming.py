@@ -1,0 +1,152 @@
+"""What checkpoints call their query and key projections, as data: family -> names and packing.
+
+A name is ``<prefix><layer pattern><module>.<suffix>``, such as
+``model.layers.0.self_attn.q_proj.weight``. The modules and how a fused one is packed were read in the
+modeling code of transformers 5.23, and `tests/test_convert_families.py` holds them to that code: models
+of each family give the same logits with their weights converted and their rotary function switched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+Rows = tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How one kind of checkpoint names and packs its projections.
+
+    Attributes:
+        layer: regular expression of what stands before a module; its group is the layer's number.
+        modules: name of a module (a regular expression) -> its role: ``q``, ``k``, ``qkv``, ``q gate``
+            (each head's query rows, then as many of a gate), ``kv a`` (latent attention: the rotated
+            rows come last), ``q norm``, ``k norm``.
+        packing: how the heads of ``qkv`` follow one another, a key of :data:`PACKINGS`.
+        several: whether the same geometry holds under several prefixes (encoder and decoder).
+    """
+
+    layer: str
+    modules: Mapping[str, str]
+    packing: str | None = None
+    several: bool = False
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the heads of a fused projection begin: ``(heads, kv_heads) -> (q, k)``, in heads."""
+
+    describe: str
+    rows: Callable[[int, int], Rows] = field(repr=False)
+
+
+def _blocks(heads: int, kv_heads: int) -> Rows:
+    return list(range(heads)), list(range(heads, heads + kv_heads))
+
+
+def _grouped(heads: int, kv_heads: int) -> Rows:
+    group = heads // kv_heads
+    starts = range(0, heads + 2 * kv_heads, group + 2)
+    return [s + i for s in starts for i in range(group)], [s + group for s in starts]
+
+
+def _quarters(heads: int, kv_heads: int) -> Rows:
+    del kv_heads
+    part = heads // 4
+    return (
+        [3 * part * p + i for p in range(4) for i in range(part)],
+        [3 * part * p + 2 * part + i for p in range(4) for i in range(part)],
+    )
+
+
+PACKINGS: dict[str, Packing] = {
+    "blocks": Packing("all queries, all keys, all values", _blocks),
+    "grouped": Packing("for each key head: its queries, the key, the value", _grouped),
+    "quarters": Packing("four times: a quarter of the queries, values, keys", _quarters),
+}
+
+_SELF = r"layers\.(\d+)\.self_attn\."
+_NORMS = {"q_norm": "q norm", "k_norm": "k norm"}
+_LAYERNORMS = {"q_layernorm": "q norm", "k_layernorm": "k norm"}
+_Q_K = {"q_proj": "q", "k_proj": "k"}
+
+_LLAMA = Naming(_SELF, {**_Q_K, **_NORMS})
+_LAYERNORM = Naming(_SELF, {**_Q_K, **_LAYERNORMS})
+_PHI3 = Naming(_SELF, {"qkv_proj": "qkv"}, "blocks")
+_MLA_MODULES = {"q_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv a"}
+_MLA = Naming(_SELF, _MLA_MODULES)
+_BERT = Naming(r"layer\.(\d+)\.attention\.self\.", {"query": "q", "key": "k"})
+
+# The namings that `--naming` knows, each called by its best known family.
+NAMINGS: dict[str, Naming] = {
+    "llama": _LLAMA,
+    "meta": Naming(r"layers\.(\d+)\.attention\.", {"wq": "q", "wk": "k"}),
+    "phi": _LAYERNORM,
+    "hunyuan": Naming(_SELF, {**_Q_K, "query_layernorm": "q norm", "key_layernorm": "k norm"}),
+    "stablelm": Naming(
+        _SELF,
+        {**_Q_K, r"q_layernorm\.norms\.\d+": "q norm", r"k_layernorm\.norms\.\d+": "k norm"},
+    ),
+    "phi3": _PHI3,
+    "qwen3_next": Naming(_SELF, {"q_proj": "q gate", "k_proj": "k", **_NORMS}),
+    "gpt_neox": Naming(r"layers\.(\d+)\.attention\.", {"query_key_value": "qkv"}, "grouped"),
+    "persimmon": Naming(_SELF, {"query_key_value": "qkv", **_LAYERNORMS}, "grouped"),
+    "falcon": Naming(r"h\.(\d+)\.self_attention\.", {"query_key_value": "qkv"}, "grouped"),
+    "internlm2": Naming(r"layers\.(\d+)\.attention\.", {"wqkv": "qkv"}, "grouped"),
+    "megatron": Naming(
+        r"layers\.(\d+)\.self_attention\.",
+        {
+            "linear_qkv": "qkv",
+            "query_key_value": "qkv",
+            "q_layernorm": "q norm",
+            "k_layernorm": "k norm",
+        },
+        "grouped",
+    ),
+    "chatglm": Naming(r"layers\.(\d+)\.self_attention\.", {"query_key_value": "qkv"}, "blocks"),
+    "gptj": Naming(r"h\.(\d+)\.attn\.", _Q_K),
+    "codegen": Naming(r"h\.(\d+)\.attn\.", {"qkv_proj": "qkv"}, "quarters"),
+    "dbrx": Naming(r"blocks\.(\d+)\.norm_attn_norm\.attn\.", {"Wqkv": "qkv"}, "blocks"),
+    "modernbert": Naming(r"layers\.(\d+)\.attn\.", {"Wqkv": "qkv"}, "blocks"),
+    "deepseek": _MLA,
+    "longcat_flash": Naming(r"layers\.(\d+)\.self_attn\.[01]\.", _MLA_MODULES),
+    "bert": _BERT,
+    "moonshine": Naming(_SELF, _Q_K, several=True),
+}
+
+_BY_NAMING: dict[str, str] = {
+    "meta": "meta",
+    "megatron": "megatron",
+    "llama": """apertus arcee bamba bitnet cohere cohere2 cwm diffllama dots1 ernie4_5 ernie4_5_moe
+        eurobert exaone4 falcon_h1 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_oss granite
+        granitemoe granitemoeshared granitemoehybrid helium laguna llama llama4_text minicpm minimax_m2
+        ministral ministral3 mistral mixtral mllama_text_model nemotron olmo olmo2 olmo3 olmoe phimoe
+        qwen2 qwen2_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3 qwen3_moe qwen3_vl_text
+        qwen3_vl_moe_text seed_oss smollm3 solar starcoder2 glm4v_text""",
+    "phi": "phi lfm2 lfm2_moe",
+    "hunyuan": "hunyuan_v1_dense hunyuan_v1_moe",
+    "stablelm": "stablelm",
+    "phi3": "phi3",
+    "qwen3_next": "qwen3_next qwen3_5_text qwen3_5_moe_text",
+    "gpt_neox": "gpt_neox",
+    "persimmon": "persimmon",
+    "falcon": "falcon",
+    "internlm2": "internlm2",
+    "gptj": "gptj",
+    "codegen": "codegen",
+    "dbrx": "dbrx",
+    "modernbert": "modernbert",
+    "deepseek": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa minicpm3 mistral4 youtu",
+    "longcat_flash": "longcat_flash",
+    "bert": "roformer esm",
+    "moonshine": "moonshine",
+}
+
+# model_type, or the name of another format -> the key of NAMINGS.
+FAMILY_NAMING: dict[str, str] = {
+    family: naming for naming, families in _BY_NAMING.items() for family in families.split()
+}
+
+# Parts of a model whose layers have the geometry of the main ones, whatever stands before them.
+SIDE_PARTS = ("mtp.",)

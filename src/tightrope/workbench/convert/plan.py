@@ -1,0 +1,349 @@
+"""Which tensors of a checkpoint change, and how; or why it cannot be known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...spec import RopeSpec
+from ._fail import fail, shown
+from .checkpoint import Checkpoint
+from .model import Model
+from .naming import PACKINGS, SIDE_PARTS, Naming
+from .rewrite import Change
+from .tensors import FLOATS, Entry, each
+
+# What follows the name of a module: rows of the projection, scales beside it, or a quantised format.
+_ROWS = re.compile(
+    r"(?:base_layer\.)?(?:weight|bias)|lora_B(?:\.\w+)?(?:\.weight)?|"
+    r"lora_magnitude_vector(?:\.\w+)?(?:\.weight)?"
+)
+_STAYS = re.compile(r"lora_A(?:\.\w+)?(?:\.weight)?|input_scale|activation_scale")
+_SCALE = re.compile(r"weight_scale(?:_inv)?")
+_QUANTISED = {
+    "qweight": "GPTQ or AWQ",
+    "qzeros": "GPTQ or AWQ",
+    "g_idx": "GPTQ",
+    "scales": "GPTQ or AWQ",
+    "SCB": "bitsandbytes int8",
+    "weight_format": "bitsandbytes int8",
+    "weight.absmax": "bitsandbytes 4-bit",
+    "weight.quant_map": "bitsandbytes 4-bit",
+    "weight.nested_absmax": "bitsandbytes 4-bit",
+    "weight.nested_quant_map": "bitsandbytes 4-bit",
+    "weight_packed": "compressed-tensors",
+    "weight_shape": "compressed-tensors",
+    "weight_zero_point": "compressed-tensors",
+    "weight_blocks": "MXFP4",
+    "weight_scales": "MXFP4",
+    "codes": "AQLM",
+    "codebooks": "AQLM",
+    "Qidxs": "QuIP#",
+    "W_q": "HQQ",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion does to the tensors of a checkpoint.
+
+    Attributes:
+        changes: the tensors whose rows move.
+        left: the names of all others.
+        still: layers without RoPE, whose projections stay.
+    """
+
+    changes: tuple[Change, ...]
+    left: tuple[str, ...]
+    still: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Match:
+    entry: Entry
+    prefix: str
+    layer: int
+    group: str
+    module: str
+    role: str
+    suffix: str
+
+    @property
+    def group_module(self) -> str:
+        """The module's full name."""
+        return f"{self.prefix}{self.group}{self.module}"
+
+
+def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
+    """Find the projections of a checkpoint and the rows of them that rotate.
+
+    Raises:
+        ValueError: names, shapes or formats that do not fit the model.
+    """
+    entries = list(each(checkpoint.files))
+    matches = _matches(entries, model.naming)
+    if not matches:
+        wanted = model.naming.layer.replace("\\", "").replace("(d+)", "N")
+        modules = ", ".join(model.naming.modules)
+        fail(
+            f"the checkpoint must hold projections called …{wanted}{{{modules}}} but holds "
+            f"{shown([entry.name for entry in entries]) or 'no tensor'}; --naming says other names"
+        )
+    matches = _chosen(matches, model)
+    rows = {
+        match.group_module: match.entry.shape[0]
+        for match in matches
+        if match.suffix == "weight" and match.entry.shape
+    }
+    changes: list[Change] = []
+    still: set[int] = set()
+    for match in matches:
+        spec = model.of(match.layer)
+        if spec is None:
+            still.add(match.layer)
+            continue
+        change = _change(match, spec, model, rows.get(match.group_module, 0), checkpoint.ranks)
+        if change is not None:
+            changes.append(change)
+    _check_complete(matches)
+    _check_shared(changes, entries)
+    if not changes:
+        fail("the checkpoint must hold a projection that rotates but holds none")
+    named = {id(change.entry) for change in changes}
+    left = tuple(entry.name for entry in entries if id(entry) not in named)
+    return Plan(tuple(changes), left, tuple(sorted(still)))
+
+
+def _matches(entries: list[Entry], naming: Naming) -> list[_Match]:
+    modules = [(re.compile(name), role) for name, role in naming.modules.items()]
+    layer = re.compile(rf"(?:^|^(?P<prefix>.*?)\.)(?P<group>{naming.layer})(?P<rest>.*)$")
+    found = []
+    for entry in entries:
+        hit = layer.match(entry.name)
+        if hit is None:
+            continue
+        number = int(re.search(r"\d+", hit["group"])[0])  # type: ignore[index]
+        for module, role in modules:
+            at = module.match(hit["rest"])
+            if at is not None and hit["rest"][at.end() : at.end() + 1] == ".":
+                prefix = "" if hit["prefix"] is None else hit["prefix"] + "."
+                suffix = hit["rest"][at.end() + 1 :]
+                found.append(_Match(entry, prefix, number, hit["group"], at[0], role, suffix))
+                break
+    return found
+
+
+def _chosen(matches: list[_Match], model: Model) -> list[_Match]:
+    """The matches of the part that is meant."""
+    prefixes = list(dict.fromkeys(match.prefix for match in matches))
+    if model.prefix is not None:
+        wanted = model.prefix if model.prefix in prefixes else model.prefix.rstrip(".") + "."
+        if wanted not in prefixes:
+            fail(f"prefix must be one of {', '.join(map(repr, prefixes))} but got {model.prefix!r}")
+        return [match for match in matches if match.prefix == wanted]
+    main = [prefix for prefix in prefixes if not prefix.endswith(SIDE_PARTS)]
+    if len(main) > 1 and not model.naming.several:
+        fail(
+            f"layers are found under several prefixes, {', '.join(map(repr, main))}: say which with "
+            f"--prefix"
+        )
+    return matches
+
+
+# --- one tensor -----------------------------------------------------------------------------------
+
+
+def _change(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) -> Change | None:
+    """What happens to one tensor of a projection, which has ``rows`` rows; None for one that stays."""
+    entry, suffix = match.entry, match.suffix
+    if _STAYS.fullmatch(suffix):
+        return None
+    scale = _SCALE.fullmatch(suffix) is not None
+    if not scale and not _ROWS.fullmatch(suffix):
+        kind = "bitsandbytes 4-bit" if "quant_state" in suffix else _QUANTISED.get(suffix)
+        what = f"quantised by {kind}" if kind else "in a format that is not known here"
+        fail(
+            f"{match.module} of layer {match.layer} is {what} ({entry.name}): convert it before that"
+        )
+    if scale and entry.numel == 1:
+        return None
+    if scale and len(entry.shape) == 2 and entry.shape[1] != 1:
+        _check_blocks(match, spec, model, rows, ranks)
+        return None
+    if entry.dtype not in FLOATS:
+        fail(
+            f"{entry.name} must be of floating point but is {entry.describe()}: quantised weights are "
+            f"converted before they are quantised"
+        )
+    if not entry.contiguous:
+        fail(f"{entry.name} must be contiguous but is a transposed or strided view: save it anew")
+    if not entry.shape or entry.numel == 0:
+        fail(f"{entry.name} must have rows but is {entry.describe()}")
+    norm = match.role.endswith("norm")
+    units = entry.numel if norm else entry.shape[0]
+    if entry.nbytes % units:
+        fail(f"{entry.name} must have rows of whole bytes but is {entry.describe()}")
+    starts = _ROLES[match.role](entry, spec, model, units, ranks)
+    return Change(
+        entry, match.role, match.layer, units, starts, spec.rotary_dim,
+        match.group_module,
+    )  # fmt: skip
+
+
+def _count(
+    entry: Entry, rows: int, width: int, wanted: int | None, ranks: int, what: str, spec: RopeSpec
+) -> int:
+    """How many heads a projection has, by its shape; checked against what the model says."""
+    count, rest = divmod(rows, width)
+    if rest or not count:
+        fail(
+            f"{entry.name} must have whole heads of {width} rows but is {entry.describe()} "
+            f"(head_dim {spec.head_dim})"
+        )
+    if wanted is not None:
+        wanted = max(wanted // ranks, 1)
+        if count != wanted:
+            fail(
+                f"{entry.name} must have {wanted} {what} of {width} rows but is {entry.describe()}"
+            )
+    return count
+
+
+def _query(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
+    count = _count(entry, rows, spec.head_dim, model.heads, ranks, "heads", spec)
+    return tuple(head * spec.head_dim + spec.start for head in range(count))
+
+
+def _gated(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
+    count = _count(entry, rows, 2 * spec.head_dim, model.heads, ranks, "heads with gates", spec)
+    return tuple(head * 2 * spec.head_dim + spec.start for head in range(count))
+
+
+def _key(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
+    count = _count(entry, rows, spec.head_dim, model.kv_heads, ranks, "key heads", spec)
+    return tuple(head * spec.head_dim + spec.start for head in range(count))
+
+
+def _fused(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
+    total = _count(entry, rows, spec.head_dim, None, 1, "", spec)
+    heads = model.heads
+    if heads is None:
+        fail(f"the number of query heads in {entry.name} must be said: say --heads")
+    heads = max(heads // ranks, 1)
+    kv_heads, rest = divmod(total - heads, 2)
+    if rest or kv_heads < 1 or heads % kv_heads:
+        fail(
+            f"{entry.name} must hold {heads} query heads and as many key as value heads of "
+            f"{spec.head_dim} rows but is {entry.describe()}"
+        )
+    if model.kv_heads is not None and kv_heads != max(model.kv_heads // ranks, 1):
+        fail(
+            f"{entry.name} must hold {model.kv_heads} key heads but its shape {entry.describe()} says "
+            f"{kv_heads}"
+        )
+    packing = model.naming.packing
+    if packing is None:
+        fail(f"it must be known how {entry.name} is packed: say --packing")
+    if packing == "quarters" and (heads % 4 or kv_heads != heads):
+        fail(
+            f"{entry.name} must hold four times as many heads to be packed in quarters but holds {heads}"
+        )
+    q, k = PACKINGS[packing].rows(heads, kv_heads)
+    return tuple(head * spec.head_dim + spec.start for head in sorted([*q, *k]))
+
+
+def _latent(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
+    del model, ranks
+    if rows < spec.rotary_dim:
+        fail(f"{entry.name} must end in {spec.rotary_dim} rotated rows but is {entry.describe()}")
+    return (rows - spec.rotary_dim,)
+
+
+def _query_norm(
+    entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
+) -> tuple[int, ...]:
+    # One weight for all heads, or one per head: OLMo 2 and Cohere have the latter.
+    if rows == spec.head_dim:
+        return (spec.start,)
+    return _query(entry, spec, model, rows, ranks)
+
+
+def _key_norm(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
+    if rows == spec.head_dim:
+        return (spec.start,)
+    return _key(entry, spec, model, rows, ranks)
+
+
+_ROLES: dict[str, Callable[[Entry, RopeSpec, Model, int, int], tuple[int, ...]]] = {
+    "q": _query,
+    "q gate": _gated,
+    "k": _key,
+    "qkv": _fused,
+    "kv a": _latent,
+    "q norm": _query_norm,
+    "k norm": _key_norm,
+}
+
+
+def _check_blocks(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) -> None:
+    """Refuse scales by block where a head's rotated rows lie in several blocks."""
+    block = model.block
+    if block is None or -(-rows // block) != match.entry.shape[0]:
+        fail(
+            f"{match.entry.name} holds scales by block, and the configuration does not say which block "
+            f"fits {match.entry.describe()} (quantization_config.weight_block_size)"
+        )
+    for start in _ROLES[match.role](match.entry, spec, model, rows, ranks):
+        if start // block != (start + spec.rotary_dim - 1) // block:
+            fail(
+                f"{match.entry.name} scales blocks of {block} rows, and the {spec.rotary_dim} rotated rows "
+                f"of a head lie in several: convert before it is quantised"
+            )
+
+
+# --- all tensors ----------------------------------------------------------------------------------
+
+
+def _check_complete(matches: list[_Match]) -> None:
+    """Refuse a checkpoint in which a layer has queries without keys: half a conversion is none."""
+    if any("lora_" in match.suffix for match in matches):
+        return  # an adapter may be for the queries alone
+    groups: dict[str, set[str]] = {}
+    for match in matches:
+        if match.suffix == "weight":
+            groups.setdefault(match.prefix + match.group, set()).add(match.role)
+    needs_keys = {"q": {"k", "kv a"}, "q gate": {"k"}, "k": {"q", "q gate"}, "kv a": {"q"}}
+    for group, roles in groups.items():
+        for role in roles & needs_keys.keys():
+            if roles & needs_keys[role]:
+                continue
+            other = "keys" if role.startswith("q") else "queries"
+            fail(f"{group[:-1]} has {'queries' if other == 'keys' else 'keys'} but no {other}")
+
+
+def _check_shared(changes: list[Change], entries: list[Entry]) -> None:
+    """Refuse bytes that two tensors share, unless both move alike."""
+    moved = {(change.entry.file, change.entry.offset): change for change in changes}
+    for change in changes:
+        first = moved[change.entry.file, change.entry.offset]
+        if (first.starts, first.units, first.width) != (change.starts, change.units, change.width):
+            fail(
+                f"{change.entry.name} shares its bytes with {first.entry.name}, which moves otherwise"
+            )
+    ours = {id(change.entry) for change in changes}
+    spans = sorted(
+        (entry.file, entry.offset, entry.offset + entry.nbytes, entry.name, id(entry) in ours)
+        for entry in entries
+        if entry.nbytes
+    )
+    before = None
+    for span in spans:
+        if before is not None and before[0] == span[0] and span[1] < before[2]:
+            same = before[1:3] == span[1:3]
+            if (before[4] or span[4]) and not (same and before[4] and span[4]):
+                fail(
+                    f"{span[3]} shares its bytes with {before[3]}, and only one of them would move"
+                )
+        if before is None or before[0] != span[0] or span[2] > before[2]:
+            before = span

@@ -1,0 +1,170 @@
+"""Copy a file and reorder rows of some tensors on the way, in bounded memory.
+
+Everything else keeps its bytes: headers, metadata, padding, tensors of any dtype. What is held at any
+time is one head of one tensor and a buffer.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from .tensors import Entry, Record, Weights
+
+_BUFFER = 8 << 20
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Which rows of a tensor move.
+
+    Attributes:
+        entry: the tensor.
+        role: what it is, for reports.
+        layer: the layer's number.
+        units: how many rows it has: its first dimension, or its elements.
+        starts: the first rotated row of each head.
+        width: how many rows of a head rotate.
+        module: the name of the module that it belongs to.
+    """
+
+    entry: Entry
+    role: str
+    layer: int
+    units: int
+    starts: tuple[int, ...]
+    width: int
+    module: str = ""
+
+    @property
+    def unit(self) -> int:
+        """Bytes of one row."""
+        return self.entry.nbytes // self.units
+
+
+def source_row(row: int, width: int, interleaved: bool) -> int:
+    """Which row of a head stands at ``row`` once its pairs are neighbours, or halves.
+
+    >>> [source_row(row, 6, True) for row in range(6)]
+    [0, 3, 1, 4, 2, 5]
+    >>> [source_row(row, 6, False) for row in range(6)]
+    [0, 2, 4, 1, 3, 5]
+    """
+    half = width // 2
+    if interleaved:
+        return row // 2 + row % 2 * half
+    return 2 * row if row < half else 2 * (row - half) + 1
+
+
+def rewrite(
+    weights: Weights,
+    changes: Iterable[Change],
+    interleaved: bool,
+    target: BinaryIO,
+    progress: Progress | None = None,
+) -> None:
+    """Write a copy of a file in which the rows of ``changes`` are paired the other way.
+
+    Args:
+        weights: the file.
+        changes: tensors of this file; the same bytes may be named twice, and move once.
+        interleaved: whether the copy pairs neighbours.
+        target: an empty file, open for reading and writing.
+        progress: called with the number of bytes that have been written since the last call.
+    """
+    with open(weights.path, "rb") as source:
+        copy = _Copy(source, target, weights.records, progress or (lambda _: None))
+        done: set[int] = set()
+        for change in sorted(changes, key=lambda each: each.entry.offset):
+            if change.entry.offset in done:
+                continue
+            done.add(change.entry.offset)
+            for start in sorted(change.starts):
+                copy.until(change.entry.offset + start * change.unit)
+                copy.reorder(change.width, change.unit, interleaved)
+        size = os.fstat(source.fileno()).st_size
+        copy.until(size)
+        if copy.at != size:
+            raise OSError(f"{weights.path} became shorter while it was read")
+        copy.checksums()
+
+
+class _Copy:
+    """A copy in progress; keeps the checksums of zip records in step."""
+
+    def __init__(
+        self,
+        source: BinaryIO,
+        target: BinaryIO,
+        records: tuple[Record, ...],
+        progress: Progress,
+    ) -> None:
+        self.at = 0
+        self._source = source
+        self._target = target
+        self._progress = progress
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._records = sorted(records, key=lambda record: record.start)
+        self._starts = [record.start for record in self._records]
+        self._crc = dict.fromkeys(self._starts, 0)
+        self._changed: set[int] = set()
+
+    def until(self, position: int) -> None:
+        """Copy as it is up to a position."""
+        while self.at < position:
+            part = self._buffer[: min(_BUFFER, position - self.at)]
+            got = self._source.readinto(part)  # type: ignore[attr-defined]
+            if not got:
+                return
+            self._write(part[:got])
+
+    def reorder(self, width: int, unit: int, interleaved: bool) -> None:
+        """Copy ``width`` rows of ``unit`` bytes in the order of the other pairing."""
+        rows = memoryview(self._source.read(width * unit))
+        if len(rows) != width * unit:
+            raise OSError(f"{self._source.name} became shorter while it was read")
+        moved = bytearray(width * unit)
+        for row in range(width):
+            begin = source_row(row, width, interleaved) * unit
+            moved[row * unit : (row + 1) * unit] = rows[begin : begin + unit]
+        if self._starts:
+            self._changed.add(self._record_at(self.at).start)
+        self._write(memoryview(moved))
+
+    def checksums(self) -> None:
+        """Write the checksums of the records that changed."""
+        for record in self._records:
+            if record.start in self._changed:
+                for position in record.crc_at:
+                    self._target.seek(position)
+                    self._target.write(struct.pack("<I", self._crc[record.start]))
+        self._target.seek(0, os.SEEK_END)
+
+    def _record_at(self, position: int) -> Record:
+        return self._records[max(bisect_right(self._starts, position) - 1, 0)]
+
+    def _write(self, data: memoryview) -> None:
+        self._target.write(data)
+        self._sum(data)
+        self.at += len(data)
+        self._progress(len(data))
+
+    def _sum(self, data: memoryview) -> None:
+        """Add bytes that begin at the current position to the checksums of their records."""
+        if not self._starts:
+            return
+        first = max(bisect_right(self._starts, self.at) - 1, 0)
+        for record in self._records[first:]:
+            if record.start >= self.at + len(data):
+                return
+            begin = max(record.start - self.at, 0)
+            stop = min(record.stop - self.at, len(data))
+            if begin < stop:
+                self._crc[record.start] = zlib.crc32(data[begin:stop], self._crc[record.start])

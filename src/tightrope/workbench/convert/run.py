@@ -1,0 +1,299 @@
+"""`convert`: plan, write beside the target, prove, rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ... import __version__
+from ._fail import fail, pairing_name
+from .checkpoint import RECORD, Checkpoint, open_checkpoint
+from .detect import weigh
+from .marking import marked
+from .model import Model, Said, describe, read_model
+from .place import check_target, placed_file, placed_folder
+from .plan import Plan, make_plan
+from .rewrite import Change, rewrite
+from .tensors import Weights
+from .verify import Verified, verify
+
+# Layers whose weights are asked before a conversion whether their configuration is right.
+_LOOKED_AT = 16
+
+Report = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did, or with ``dry_run`` would do.
+
+    Attributes:
+        checkpoint, out: the paths.
+        source, to: the pairings: ``"half"`` or ``"interleaved"``.
+        source_from: what said the first.
+        model: the model in one line.
+        changed: names of the tensors whose rows moved.
+        left: names of the tensors that kept their bytes.
+        layers_without_rope: layers whose projections stay.
+        files: the files of the result.
+        ignored: what of the folder is not in the result: name -> why.
+        nbytes: bytes of weights.
+        marked: the key of the configuration that says the pairing now; None where its family has none.
+        verified: what ``verify=True`` found.
+        notes: what a user must know to use the result.
+        written: whether the result is there.
+    """
+
+    checkpoint: str
+    out: str
+    source: str
+    to: str
+    source_from: str
+    model: str
+    changed: tuple[str, ...]
+    left: tuple[str, ...]
+    layers_without_rope: tuple[int, ...]
+    files: tuple[str, ...]
+    ignored: dict[str, str]
+    nbytes: int
+    marked: str | None
+    verified: Verified | None = None
+    notes: tuple[str, ...] = field(default=())
+    written: bool = False
+
+
+def convert(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: str,
+    said: Said | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    verify: bool = False,
+    report: Report | None = None,
+) -> Conversion:
+    """Rewrite the query and key projections of a checkpoint for the other pairing of channels.
+
+    Rows of projection weights and biases, of norms of queries and keys and of scales by row change
+    places; every other byte of every file is copied as it is, so converting back gives the same file.
+    Memory does not grow with the checkpoint. The result gets its name when it is whole.
+
+    Args:
+        checkpoint: a safetensors or torch file, an index of shards, or the folder of either.
+        out: where the result shall be: a file for a file, a folder for a folder.
+        to: ``"half"`` (channel i with i + rotary_dim / 2, as Llama in transformers) or
+            ``"interleaved"`` (neighbours, as GPT-J and Meta's Llama).
+        said: what the checkpoint's configuration does not say.
+        force: replace an older result.
+        dry_run: say what would change and write nothing.
+        verify: prove on random activations that scores are unchanged, before the result has its name.
+        report: called with the fraction done and a few words.
+
+    Returns:
+        What changed, what stayed, and what must be known to use the result.
+
+    Raises:
+        ValueError: something unknown, damaged, quantised, outside the folder, there already, or paired
+            so already; nothing has been written.
+        OSError: files that cannot be read or written; what was written is removed.
+    """
+    if to not in ("half", "interleaved"):
+        fail(f"to must be 'half' or 'interleaved' but got {to!r}")
+    interleaved = to == "interleaved"
+    found = open_checkpoint(Path(checkpoint))
+    model = read_model(found, said or Said())
+    target = Path(out)
+    _check_apart(found, target)
+    if model.interleaved == interleaved:
+        fail(f"the checkpoint is paired so already: {to}, says {model.who}; --from says otherwise")
+    plan = make_plan(found, model)
+    given = said is not None and said.source is not None
+    if not given:
+        _check_weights(plan, model)
+    files = _result_files(found)
+    check_target(target, folder=found.folder is not None, force=force, writes={*files, RECORD})
+    made = _conversion(found, target, model, plan, interleaved, files)
+    if dry_run:
+        return made
+    work = _Work(found, model, plan, interleaved, verify, report or (lambda *_: None))
+    if found.folder is None:
+        with placed_file(target, force) as stream:
+            work.one(found.files[0], stream)
+            stream.flush()
+            proof = work.prove({found.files[0].path: Path(stream.name)})
+    else:
+        with placed_folder(target, force) as folder:
+            proof = work.folder(folder, made)
+    return replace(made, verified=proof, written=True)
+
+
+def _check_weights(plan: Plan, model: Model) -> None:
+    """Refuse a checkpoint whose weights speak against what its files say."""
+    found = weigh(plan, model, layers=_LOOKED_AT)
+    if found.contradicts:
+        fail(
+            f"the checkpoint is {found.said}, says {found.who}, but its weights speak for {found.pairing} "
+            f"(by chance once in {1.0 / max(found.chance, 1e-99):.0e}): say --from"
+        )
+
+
+def _check_apart(found: Checkpoint, target: Path) -> None:
+    """Refuse a target that is the source, in it, or around it."""
+    real = target.resolve()
+    sources = [found.path.resolve(), *(weights.path.resolve() for weights in found.files)]
+    for source in sources:
+        if real == source or (target.exists() and source.exists() and target.samefile(source)):
+            fail(f"OUT must be another place than the checkpoint but both are {target}")
+    home = found.home.resolve()
+    if found.folder is not None and (real.is_relative_to(home) or home.is_relative_to(real)):
+        fail(f"OUT must not be in the checkpoint's folder, nor around it, but is {target}")
+
+
+def _result_files(found: Checkpoint) -> tuple[str, ...]:
+    if found.folder is None:
+        return (found.path.name,)
+    weights = [str(each.path.relative_to(found.folder)) for each in found.files]
+    index = [found.index.name] if found.index is not None else []
+    return (*weights, *map(str, found.others), *index, RECORD)
+
+
+def _conversion(
+    found: Checkpoint,
+    target: Path,
+    model: Model,
+    plan: Plan,
+    interleaved: bool,
+    files: tuple[str, ...],
+) -> Conversion:
+    mark = model.mark if found.folder is not None and "config.json" in files else None
+    to = pairing_name(interleaved)
+    notes = []
+    if mark is None:
+        other = "neighbours" if interleaved else "channel i with i + rotary_dim / 2"
+        notes.append(
+            f"no key of {model.name} says the pairing: load the result with a rotary function that "
+            f"pairs {other} (interleaved={interleaved})"
+        )
+    if plan.still:
+        notes.append(f"layers without RoPE stay as they are: {', '.join(map(str, plan.still))}")
+    return Conversion(
+        str(found.path),
+        str(target),
+        pairing_name(not interleaved),
+        to,
+        model.who,
+        describe(model),
+        tuple(dict.fromkeys(change.entry.name for change in plan.changes)),
+        plan.left,
+        plan.still,
+        (target.name,) if found.folder is None else files,
+        dict(found.ignored),
+        found.nbytes,
+        mark,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A conversion under way."""
+
+    found: Checkpoint
+    model: Model
+    plan: Plan
+    interleaved: bool
+    verify: bool
+    report: Report
+    done: list[int] = field(default_factory=lambda: [0])
+
+    def one(self, weights: Weights, stream: object) -> None:
+        """Write one file of weights."""
+        total = max(self.found.nbytes, 1)
+        share = 0.8 if self.verify else 1.0
+
+        def progress(count: int) -> None:
+            self.done[0] += count
+            self.report(share * self.done[0] / total, f"writing {weights.path.name}")
+
+        rewrite(weights, self._changes(weights), self.interleaved, stream, progress)  # type: ignore[arg-type]
+
+    def _changes(self, weights: Weights) -> list[Change]:
+        return [change for change in self.plan.changes if change.entry.file == weights.path]
+
+    def prove(self, copies: dict[Path, Path]) -> Verified | None:
+        """The proof, where it was asked for."""
+        if not self.verify:
+            return None
+        return verify(
+            self.plan.changes,
+            copies,
+            self.model,
+            self.interleaved,
+            lambda fraction: self.report(0.8 + 0.2 * fraction, "comparing scores"),
+        )
+
+    def folder(self, folder: Path, made: Conversion) -> Verified | None:
+        """Fill a folder: the weights, the other files, and at last what says how to read them."""
+        source = self.found.folder
+        if source is None:
+            fail("there is no folder to fill")
+        copies = {}
+        for weights in self.found.files:
+            path = folder / weights.path.relative_to(source)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "x+b") as stream:
+                self.one(weights, stream)
+                _finish(stream)
+            copies[weights.path] = path
+        proof = self.prove(copies)
+        last = ["config.json"]
+        if self.found.index is not None:
+            last.insert(0, self.found.index.name)
+        for name in map(str, self.found.others):
+            if name not in last:
+                _copy(source / name, folder / name)
+        if self.found.index is not None:
+            _copy(self.found.index, folder / self.found.index.name)
+        if Path("config.json") in self.found.others:
+            text = (source / "config.json").read_text(encoding="utf-8")
+            if made.marked is not None:
+                text = marked(text, self.model.at, made.marked, self.interleaved)
+            _write(folder / "config.json", text)
+        _write(folder / RECORD, json.dumps(_record(made, proof), indent=2) + "\n")
+        return proof
+
+
+def _record(made: Conversion, proof: Verified | None) -> dict[str, object]:
+    return {
+        "pairing": made.to,
+        "was": made.source,
+        "by": f"tightrope {__version__}",
+        "model": made.model,
+        "files": list(made.files),
+        "changed": list(made.changed),
+        "verified": None if proof is None else vars(proof),
+    }
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb") as reading, open(target, "xb") as writing:
+        shutil.copyfileobj(reading, writing, 1 << 20)
+        _finish(writing)
+
+
+def _write(target: Path, text: str) -> None:
+    with open(target, "x", encoding="utf-8", newline="") as writing:
+        writing.write(text)
+        _finish(writing)
+
+
+def _finish(stream: object) -> None:
+    """Flush a file that was written to the disk."""
+    stream.flush()  # type: ignore[attr-defined]
+    os.fsync(stream.fileno())  # type: ignore[attr-defined]

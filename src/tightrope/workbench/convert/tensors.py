@@ -1,0 +1,86 @@
+"""What a checkpoint holds, whatever its format: where the bytes of each tensor lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# How safetensors and torch call dtypes that weights and their scales may have; the rest is quantised.
+FLOATS: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in FLOATS.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its bytes are ``[offset, offset + nbytes)`` of ``file``, in row-major order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+    contiguous: bool = True
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def describe(self) -> str:
+        """``BF16[64, 64]``, for sentences."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    def rows(self, first: int, count: int, units: int, file: Path | None = None) -> torch.Tensor:
+        """Some of its ``units`` rows as ``(count, elements)``, read from here or from another file."""
+        unit = self.nbytes // units
+        with open(file or self.file, "rb") as stream:
+            stream.seek(self.offset + first * unit)
+            data = bytearray(stream.read(count * unit))
+        if len(data) != count * unit:
+            raise OSError(f"{file or self.file} ends early")
+        return torch.frombuffer(data, dtype=FLOATS[self.dtype]).view(count, -1)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One file of a checkpoint and the tensors in it.
+
+    Attributes:
+        records: for torch files, the zip records, whose checksums follow their bytes.
+    """
+
+    path: Path
+    entries: tuple[Entry, ...]
+    records: tuple[Record, ...] = ()
+    kind: str = "safetensors"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a zip: its bytes, its checksum, and where the checksum is written."""
+
+    name: str
+    start: int
+    stop: int
+    crc: int
+    crc_at: tuple[int, ...]
+
+
+def each(files: tuple[Weights, ...]) -> Iterator[Entry]:
+    """All tensors of some files."""
+    for weights in files:
+        yield from weights.entries

@@ -1,0 +1,150 @@
+"""Where the tensors of a torch checkpoint lie, found without running its pickle.
+
+`torch.load` with ``weights_only`` and on the meta device reads names, shapes and offsets, and no data.
+Conversion then copies the zip as it is, except for bytes of the projections and the checksums of their
+records: whatever else a checkpoint holds stays as it is.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._fail import fail
+from .tensors import DTYPE_NAMES, Entry, Record, Weights
+
+# What torch's reader raises on a damaged file: whatever its code runs into.
+_DAMAGED = (
+    RuntimeError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError,
+    AssertionError, OverflowError, MemoryError, struct.error,
+)  # fmt: skip
+# Keys beside the weights of a training checkpoint whose tensors belong to the weights as they are.
+_OPTIMISERS = ("optimizer", "optimizer_state", "optimizer_state_dict", "optimizer_states", "optim")
+
+
+def read_torch(path: Path) -> Weights:
+    """The tensors of a file that `torch.save` wrote, with the records that hold them.
+
+    Raises:
+        ValueError: a file that torch does not load safely, or that holds more than weights.
+        OSError: a file that cannot be read.
+    """
+    records = _records(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the pickle's protocol, where it is damaged
+            loaded = torch.load(path, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        first = str(error).strip().splitlines()[0]
+        fail(f"{path} must load with weights_only but does not: {first}")
+    except _DAMAGED as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fail(f"{path} must be a sound torch checkpoint but is not: {first}")
+    if not isinstance(loaded, Mapping):
+        fail(f"{path} must hold a mapping of tensors but holds {type(loaded).__name__}")
+    found = [key for key in _OPTIMISERS if key in loaded]
+    if found:
+        fail(
+            f"{path} holds {found[0]!r}, whose moments belong to the weights as they are: save the "
+            f"weights alone"
+        )
+    starts = {record.start: record for record in records.values()}
+    entries = []
+    for name, tensor in _tensors(loaded, ""):
+        offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if offset is None:
+            continue  # nothing of it is in the file
+        if offset not in starts:
+            fail(f"{path} holds {name} at an offset where no record of it begins")
+        entry = _entry(name, tensor, path, offset)
+        if entry.offset + entry.nbytes > starts[offset].stop:
+            fail(f"{path} must be a sound torch checkpoint, but {name} is larger than its record")
+        entries.append(entry)
+    return Weights(path, tuple(entries), tuple(records.values()), "torch")
+
+
+def _entry(name: str, tensor: torch.Tensor, path: Path, offset: int) -> Entry:
+    size = tensor.element_size()
+    contiguous = tensor.is_contiguous()
+    numel = tensor.numel() if contiguous else int(tensor.untyped_storage().nbytes()) // size
+    dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    first = offset + (int(tensor.storage_offset()) * size if contiguous else 0)
+    return Entry(name, dtype, tuple(tensor.shape), path, first, numel * size, contiguous)
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a nest of mappings and lists, by its path of keys."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    else:
+        return
+    for key, inner in items:
+        yield from _tensors(inner, f"{name}.{key}" if name else str(key))
+
+
+def _records(path: Path) -> dict[str, Record]:
+    with open(path, "rb") as stream:
+        if stream.read(4) != b"PK\x03\x04":
+            fail(
+                f"{path} must be a zip that torch.save wrote but is not; if it is of torch before 1.6, "
+                f"load it and save it anew"
+            )
+        try:
+            with zipfile.ZipFile(stream) as archive:
+                names = [info.filename for info in archive.infolist()]
+                if any(name.endswith("/constants.pkl") for name in names):
+                    fail(f"{path} is a TorchScript archive: save its state_dict instead")
+                central = _central_checksums(stream, archive.start_dir, len(names))
+                records = {}
+                for info, at in zip(archive.infolist(), central, strict=True):
+                    record = _record(stream, info, at)
+                    records[record.name] = record
+        except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
+            fail(f"{path} must be a sound torch checkpoint but is not: {error}")
+    return records
+
+
+def _central_checksums(stream: Any, start: int, count: int) -> list[int]:
+    """Where the central directory of a zip holds the checksum of each of its records."""
+    at, found = start, []
+    for _ in range(count):
+        stream.seek(at)
+        fields = struct.unpack("<4s24x3H12x", stream.read(46))
+        if fields[0] != b"PK\x01\x02":
+            raise zipfile.BadZipFile("its directory is damaged")
+        found.append(at + 16)
+        at += 46 + sum(fields[1:])
+    return found
+
+
+def _record(stream: Any, info: zipfile.ZipInfo, central: int) -> Record:
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise zipfile.BadZipFile(f"{info.filename} is compressed")
+    if info.header_offset < 0:
+        raise zipfile.BadZipFile(f"{info.filename} begins before the file")
+    stream.seek(info.header_offset)
+    magic, flags, crc, name, extra = struct.unpack("<4s2xH6xI8x2H", stream.read(30))
+    if magic != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"{info.filename} has no header")
+    start = info.header_offset + 30 + name + extra
+    stop = start + info.file_size
+    where = [central]
+    if flags & 8:
+        stream.seek(stop)
+        if stream.read(4) == b"PK\x07\x08":
+            where.append(stop + 4)
+    if crc == info.CRC and crc:
+        where.append(info.header_offset + 14)
+    return Record(info.filename, start, stop, info.CRC, tuple(where))

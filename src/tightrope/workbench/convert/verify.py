@@ -1,0 +1,191 @@
+"""Proof, on random activations, that a conversion leaves attention scores as they were.
+
+For each layer: random activations through the projections of both files in float64, biases and norms
+applied, rotated by the pairing of each, and every query's product with every key. The two differ by
+the order of float64 sums and nothing else. That the proof could fail is shown beside it: the same
+with the result rotated by the old pairing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ...functional import rotate
+from ...spec import RopeSpec
+from ._fail import fail
+from .model import Model
+from .naming import PACKINGS
+from .rewrite import Change
+
+_TOKENS = 12
+_STRIDE = 997
+# Sums of up to 2^16 products in float64, in two orders.
+BOUND = 1e-10
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the proof found.
+
+    Attributes:
+        layers: how many layers were compared.
+        difference: the largest difference of scores, relative to the largest score of the layer.
+        unswitched: the smallest such difference over layers if the result were rotated by the old
+            pairing; that the two are far apart is what makes the first mean something.
+    """
+
+    layers: int
+    difference: float
+    unswitched: float
+
+
+def verify(
+    changes: Iterable[Change],
+    copies: Mapping[Path, Path],
+    model: Model,
+    interleaved: bool,
+    report: Callable[[float], None] = lambda _: None,
+) -> Verified:
+    """Compare scores before and after.
+
+    Args:
+        changes: what a conversion changed.
+        copies: each file of weights -> its converted copy.
+        model: the checkpoint's model.
+        interleaved: how the copy is paired.
+        report: called with the fraction done.
+
+    Raises:
+        ValueError: scores differ, or nothing can be compared.
+    """
+    layers: dict[str, dict[str, list[Change]]] = {}
+    for change in changes:
+        place = change.module.rpartition(".")[0] if "norms." not in change.module else None
+        place = place or change.module.split(".q_layernorm")[0].split(".k_layernorm")[0]
+        layers.setdefault(place, {}).setdefault(change.role, []).append(change)
+    compared, worst, weakest = 0, 0.0, float("inf")
+    for number, (place, roles) in enumerate(layers.items()):
+        report(number / len(layers))
+        layer = next(iter(roles.values()))[0].layer
+        spec = model.of(layer)
+        if spec is None or not _complete(roles):
+            continue
+        plain = RopeSpec(spec.head_dim, 10000.0, spec.rotary_dim, spec.start)
+        before = _heads(roles, None, model, spec, number)
+        after = _heads(roles, copies, model, spec, number)
+        old = _scores(*before, replace(plain, interleaved=not interleaved))
+        new = _scores(*after, replace(plain, interleaved=interleaved))
+        wrong = _scores(*after, replace(plain, interleaved=not interleaved))
+        size = old.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+        difference = float((old - new).abs().max() / size)
+        if not difference <= BOUND:
+            fail(
+                f"scores must stay as they are but those of {place} differ by {difference:.2g} of the "
+                f"largest, or are no numbers"
+            )
+        compared, worst = compared + 1, max(worst, difference)
+        weakest = min(weakest, float((old - wrong).abs().max() / size))
+    report(1.0)
+    if not compared:
+        fail("scores can be compared where a layer has weights for queries and keys, and none has")
+    return Verified(compared, worst, weakest)
+
+
+def _complete(roles: Mapping[str, list[Change]]) -> bool:
+    kinds = {
+        role for role, changes in roles.items() if any(len(c.entry.shape) == 2 for c in changes)
+    }
+    return "qkv" in kinds or bool(kinds & {"q", "q gate"} and kinds & {"k", "kv a"})
+
+
+def _heads(
+    roles: Mapping[str, list[Change]],
+    copies: Mapping[Path, Path] | None,
+    model: Model,
+    spec: RopeSpec,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys of a layer, ``(heads, tokens, head_dim)``, normalised where it has norms."""
+    width = spec.head_dim
+    if "qkv" in roles:
+        every = _project(roles["qkv"], copies, seed).unflatten(-1, (-1, width))
+        heads = model.heads or 1
+        kv_heads = (every.shape[1] - heads) // 2
+        rows = PACKINGS[model.naming.packing or ""].rows(heads, kv_heads)
+        q, k = every[:, rows[0]], every[:, rows[1]]
+    else:
+        role = "q" if "q" in roles else "q gate"
+        q = _project(roles[role], copies, seed).unflatten(
+            -1, (-1, width * (1 if role == "q" else 2))
+        )
+        q = q[..., :width]
+        if "k" in roles:
+            k = _project(roles["k"], copies, seed).unflatten(-1, (-1, width))
+        else:
+            rotated = _project(roles["kv a"], copies, seed)[:, -spec.rotary_dim :]
+            k = q.new_zeros(q.shape[0], 1, width)
+            k[:, 0, spec.start : spec.start + spec.rotary_dim] = rotated
+    q, k = _norm(q, roles.get("q norm", []), copies), _norm(k, roles.get("k norm", []), copies)
+    return q.transpose(0, 1), k.transpose(0, 1)
+
+
+def _read(
+    change: Change, copies: Mapping[Path, Path] | None, first: int, count: int
+) -> torch.Tensor:
+    file = change.entry.file if copies is None else copies[change.entry.file]
+    return change.entry.rows(first, count, change.units, file).to(torch.float32).double()
+
+
+def _project(changes: list[Change], copies: Mapping[Path, Path] | None, seed: int) -> torch.Tensor:
+    """Random activations through a projection, a few rows at a time."""
+    # Several weights are one that is spread over several files, whole heads in each.
+    weights = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight")]
+    columns = weights[0].entry.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(_TOKENS, columns, generator=generator, dtype=torch.float64)
+    step = max((4 << 20) // (8 * columns), 1)
+    every = []
+    for weight in sorted(weights, key=lambda change: change.entry.file):
+        parts = [
+            x @ _read(weight, copies, first, min(step, weight.units - first)).T
+            for first in range(0, weight.units, step)
+        ]
+        made = torch.cat(parts, -1)
+        for change in changes:
+            elsewhere = len(weights) > 1 and change.entry.file != weight.entry.file
+            if change is weight or change.units != weight.units or elsewhere:
+                continue
+            if change.entry.name.endswith("bias"):
+                made = made + _read(change, copies, 0, change.units)[:, 0]
+            elif "scale" in change.entry.name.rpartition(".")[2]:
+                made = made * _read(change, copies, 0, change.units)[:, 0]
+        every.append(made)
+    return torch.cat(every, -1)
+
+
+def _norm(
+    heads: torch.Tensor, changes: list[Change], copies: Mapping[Path, Path] | None
+) -> torch.Tensor:
+    if not changes:
+        return heads
+    per_head = heads.shape[-1]
+    weights = [c for c in changes if c.entry.name.endswith("weight")]
+    made = heads / heads.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
+    if len(weights) == heads.shape[1] and weights[0].units == per_head:
+        scale = torch.stack([_read(c, copies, 0, c.units)[:, 0] for c in weights])
+    else:
+        scale = _read(weights[0], copies, 0, weights[0].units).view(-1, per_head)
+    return made * scale
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Every query's product with every key, ``(heads, tokens, tokens)``, at distant positions."""
+    positions = torch.arange(q.shape[-2]) * _STRIDE
+    turned = rotate(q[None].contiguous(), spec, positions)[0]
+    keys = rotate(k[None].contiguous(), spec, positions)[0]
+    repeats = max(turned.shape[0] // keys.shape[0], 1)
+    return turned @ keys.repeat_interleave(repeats, 0)[: turned.shape[0]].transpose(-1, -2)

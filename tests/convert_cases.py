@@ -1,0 +1,139 @@
+"""Small checkpoints for the tests of conversion, and what a conversion must make of them.
+
+The order of rows is written out here from the definition of the two pairings, without the code that is
+tested: an interleaved head has channel i of the first half at 2i and that of the second at 2i + 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "rope_theta": 10000.0,
+}
+
+
+def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> list[Any]:
+    """Rows of heads paired by halves, put in the order of neighbours."""
+    made = list(rows)
+    for start in starts:
+        for i in range(width // 2):
+            made[start + 2 * i] = rows[start + i]
+            made[start + 2 * i + 1] = rows[start + width // 2 + i]
+    return made
+
+
+def llama_tensors(
+    config: dict[str, Any] = LLAMA, *, dtype: torch.dtype = torch.float32, bias: bool = True
+) -> dict[str, torch.Tensor]:
+    """Random weights in the names of Llama, with biases and norms of queries and keys."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    width = config.get("head_dim", hidden // heads)
+    rows = {"q": heads * width, "k": config["num_key_value_heads"] * width, "v": width}
+
+    def fresh(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    made = {"model.embed_tokens.weight": fresh(11, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        place = f"model.layers.{layer}.self_attn"
+        for name, count in rows.items():
+            made[f"{place}.{name}_proj.weight"] = fresh(count, hidden)
+            if bias:
+                made[f"{place}.{name}_proj.bias"] = fresh(count)
+        made[f"{place}.q_norm.weight"] = fresh(width)
+        made[f"{place}.k_norm.weight"] = fresh(width)
+        made[f"{place}.o_proj.weight"] = fresh(hidden, heads * width)
+    return made
+
+
+def write(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any] | None = LLAMA,
+    *,
+    shards: int = 1,
+) -> Path:
+    """A checkpoint of safetensors in a folder, in shards with an index where several are asked for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": "kept"})
+        return folder
+    names = list(tensors)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        mine = names[shard::shards]
+        save_file({name: tensors[name] for name in mine}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(mine, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def trained(
+    interleaved: bool,
+    *,
+    layers: int = 12,
+    heads: int = 8,
+    kv_heads: int = 4,
+    width: int = 32,
+    strength: float = 0.5,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Weights such as training leaves: pairs of different frequency have rows of different size.
+
+    The size falls with the frequency, jumps at one pair, differs by layer and has a head's own noise; the
+    pairs of every head are turned by random angles, which attention does not notice.
+    """  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    made = {"model.embed_tokens.weight": torch.randn(7, 64, generator=generator)}
+    half = width // 2
+    profile = strength * torch.linspace(1.0, -1.0, half) ** 3
+    profile[3 * half // 4] += strength
+    for layer in range(layers):
+        for name, count in (("q", heads), ("k", kv_heads)):
+            rows = torch.randn(count, 2, half, 64, generator=generator)
+            size = profile + 0.2 * strength * torch.randn(half, generator=generator)
+            own = size + 0.3 * torch.randn(count, half, generator=generator)
+            rows = rows * own.exp()[:, None, :, None]
+            angle = torch.rand(count, half, 1, generator=generator) * 6.28
+            u, v = rows[:, 0], rows[:, 1]
+            turned = [u * angle.cos() - v * angle.sin(), u * angle.sin() + v * angle.cos()]
+            order = torch.stack(turned, 2 if interleaved else 1).reshape(count * width, 64)
+            made[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = order.contiguous()
+    return made
+
+
+TRAINED: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 12,
+    "rope_theta": 10000.0,
+}

@@ -1,0 +1,549 @@
+"""Rotary functions with one fault each, and the same functions without it, written from scratch.
+
+Nothing here comes from the library under test. Everything hangs on `rope`, a plain float32 rotation
+whose keyword arguments each spoil one step; what needs memory or another call has its own function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Fn = Callable[..., Any]
+DIM = 64
+
+
+def inv_freq(dim: int = DIM, base: float = 10000.0, over: int | None = None) -> torch.Tensor:
+    """base^(−2k / over), in float64, rounded to float32."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / (over or dim)
+    return (base**-exponents).float()
+
+
+def turn(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    sign: float = 1.0,
+    both_plus: bool = False,
+    detach: str = "",
+    in_place: bool = False,
+) -> torch.Tensor:
+    """x rotated by tables of one value per pair, which broadcast against the pairs of x."""
+    if interleaved:
+        u, v = x[..., ::2], x[..., 1::2]
+    else:
+        half = x.shape[-1] // 2
+        u, v = x[..., :half], x[..., half:]
+    minus = 1.0 if both_plus else -1.0
+    cu, cv, su, sv = u, v, u, v
+    if detach == "sin":
+        su, sv = u.detach(), v.detach()
+    elif detach == "cos":
+        cu, cv = u.detach(), v.detach()
+    first = cu * cos + minus * sign * sv * sin
+    second = sign * su * sin + cv * cos
+    if in_place:
+        u.copy_(first)
+        v.copy_(second)
+        return x
+    if interleaved:
+        return torch.stack((first, second), -1).flatten(-2)
+    return torch.cat((first, second), -1)
+
+
+def angles(
+    positions: torch.Tensor,
+    omega: torch.Tensor,
+    *,
+    p_type: torch.dtype | None = None,
+    w_type: torch.dtype | None = None,
+    a_type: torch.dtype | None = None,
+) -> torch.Tensor:
+    """position · ω as float32, each step rounded to a type where one is named."""
+    p = positions.float() if p_type is None else positions.to(p_type).float()
+    w = omega if w_type is None else omega.to(w_type).float()
+    angle = p[..., None] * w
+    return angle if a_type is None else angle.to(a_type).float()
+
+
+def rope(
+    *,
+    base: float = 10000.0,
+    rotary_dim: int = DIM,
+    start: int = 0,
+    over: int | None = None,
+    divide: float = 1.0,
+    amplitude: float = 1.0,
+    shift: int = 0,
+    swap: bool = False,
+    table_type: torch.dtype | None = None,
+    by_x: str = "",
+    where: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    touch: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    types: dict[str, torch.dtype] | None = None,
+    **rest: Any,
+) -> Fn:
+    """A function of x (rows, heads, tokens, channels) and positions (rows, tokens)."""
+    omega = inv_freq(rotary_dim, base, over) / divide
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        told = dict(types or {})
+        if by_x:
+            told[by_x] = x.dtype
+        p = positions if where is None else where(positions)
+        angle = angles(p + shift, omega, **told)[:, None]
+        cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
+        if swap:
+            cos, sin = sin, cos
+        if table_type is not None:
+            cos, sin = cos.to(table_type), sin.to(table_type)
+        if touch is not None:
+            x = touch(x)
+        inside = x[..., start : start + rotary_dim]
+        if rest.get("in_place"):
+            turn(inside, cos.to(x.dtype), sin.to(x.dtype), **rest)
+            return x
+        y = turn(inside.float(), cos.float(), sin.float(), **rest).to(x.dtype)
+        return torch.cat((x[..., :start], y, x[..., start + rotary_dim :]), -1)
+
+    return fn
+
+
+# --- functions with a memory, a table, or another signature ------------------------------------------
+
+
+def table_of(size: int, past: str) -> Fn:
+    """A table for `size` positions, and one of the ways to go wrong behind its end."""
+    omega = inv_freq()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if past == "refuse" and int(positions.max()) >= size:
+            raise IndexError("position outside the table")
+        p = positions.clamp(max=size - 1) if past == "clamp" else positions
+        p = p % size if past == "wrap" else p
+        angle = angles(p, omega)[:, None]
+        cos, sin = angle.cos(), angle.sin()
+        outside = (positions >= size)[:, None, :, None]
+        if past == "identity":
+            cos, sin = cos.masked_fill(outside, 1.0), sin.masked_fill(outside, 0.0)
+        elif past == "zero":
+            cos, sin = cos.masked_fill(outside, 0.0), sin.masked_fill(outside, 0.0)
+        elif past == "nan":
+            cos = cos.masked_fill(outside, math.nan)
+        return turn(x.float(), cos, sin).to(x.dtype)
+
+    return fn
+
+
+def dynamic_ntk(
+    *, original: int = 1024, remembers: bool = False, by_batch: bool = True, fixed: bool = False
+) -> Fn:
+    """Frequencies from the longest position, of the batch or of the row, perhaps kept for later."""
+    longest = [original]
+
+    def row(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        length = (
+            original
+            if fixed
+            else max(int(positions.max()) + 1 if len(positions[0]) else 0, original)
+        )
+        if remembers:
+            longest[0] = length = max(length, longest[0])
+        scale = length / original
+        base = 10000.0 * scale ** (DIM / (DIM - 2))
+        angle = angles(positions, inv_freq(DIM, base))[:, None]
+        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if by_batch:
+            return row(x, positions)
+        return torch.cat([row(a, b) for a, b in zip(x.split(1), positions.split(1))])
+
+    return fn
+
+
+class GrowingCache(nn.Module):
+    """Counts tokens by itself; its table grows, and where it is stale the new part starts again at 0."""
+
+    def __init__(self, stale: bool) -> None:
+        super().__init__()
+        self.stale = stale
+        self.table = torch.zeros(0, DIM // 2)
+
+    def forward(self, x: torch.Tensor, seq_dim: int = -2) -> torch.Tensor:
+        length = x.shape[seq_dim]
+        have = len(self.table)
+        if have < length:
+            begin = 0 if self.stale else have
+            more = angles(torch.arange(begin, begin + length - have), inv_freq())
+            self.table = torch.cat((self.table, more))
+        shape = [1] * x.ndim
+        shape[seq_dim], shape[-1] = length, DIM // 2
+        angle = self.table[:length].reshape(shape)
+        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
+
+def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
+    """A function of q, k and positions."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
+        return q_side(q, positions), k if k_side is None else k_side(k, positions)
+
+    return fn
+
+
+def with_tables(
+    *, swap: bool = False, interleaved: bool = False, in_place: bool = False, **rest: Any
+) -> Fn:
+    """A function of q, k, cos and sin (rows, tokens, channels), duplicated as its pairing needs."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        if swap:
+            cos, sin = sin, cos
+        pick = slice(None, None, 2) if interleaved else slice(0, cos.shape[-1] // 2)
+        c, s = cos[:, None, :, pick], sin[:, None, :, pick]
+        result = tuple(turn(x, c, s, interleaved=interleaved, **rest) for x in (q, k))
+        if in_place:
+            sin.neg_()
+        return result
+
+    return fn
+
+
+def wrong_halves() -> Fn:
+    """Interleaved pairs, tables laid out as two halves."""
+    omega = inv_freq()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = angles(positions, omega)[:, None]
+        cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        return (x * cos + turned * sin).to(x.dtype)
+
+    return fn
+
+
+def per_head(bug: bool) -> Fn:
+    """Head 1 and every fourth after it one position behind."""
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        y = plain(x, positions)
+        if bug and x.shape[1] > 1:
+            y = y.clone()
+            y[:, 1::4] = plain(x[:, 1::4], positions - 1)
+        return y
+
+    return fn
+
+
+def by_storage(x: torch.Tensor) -> torch.Tensor:
+    """What reads memory as if it were contiguous sees."""
+    return torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset())
+
+
+def as_viewed(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(x.shape)
+
+
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return x + 1e-3 * torch.randn_like(x)
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    return x / x.float().square().mean(-1, keepdim=True).add(1.0).sqrt().to(x.dtype)
+
+
+def other_columns(bug: bool) -> Fn:
+    """What does not rotate is halved."""
+    plain = rope(rotary_dim=32)
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        y = plain(x, positions)
+        return torch.cat((y[..., :32], y[..., 32:] * 0.5), -1) if bug else y
+
+    return fn
+
+
+def detached(what: str) -> Fn:
+    if what != "all":
+        return rope(detach=what)
+    plain = rope()
+    return lambda x, positions: plain(x.detach(), positions)
+
+
+class ForwardAgain(torch.autograd.Function):
+    """Rotates what comes in the same way again on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ctx.positions = positions
+        return PLAIN(x, positions)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return PLAIN(grads[0], ctx.positions), None
+
+
+def by_sizes(bug: bool) -> Fn:
+    """Guesses the layout: where there are as many heads as tokens, it guesses wrong."""
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if bug and x.shape[1] == positions.shape[1]:
+            return plain(x.transpose(1, 2), positions).transpose(1, 2)
+        return plain(x, positions)
+
+    return fn
+
+
+def by_id_type(bug: bool) -> Fn:
+    """Positions in int32 are taken for counts from 1."""
+    plain = rope()
+    return lambda x, positions: plain(x, positions - int(bug and positions.dtype is torch.int32))
+
+
+def grouped(how: str) -> Fn:
+    """k with fewer heads than q: refused, or one position behind."""
+    plain = rope()
+
+    def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
+        if q.shape[1] != k.shape[1] and how == "refuse":
+            raise ValueError("heads differ")
+        behind = int(q.shape[1] != k.shape[1] and how == "behind")
+        return plain(q, positions), plain(k, positions - behind)
+
+    return fn
+
+
+def xpos() -> Fn:
+    """Rotation times a decay over positions."""
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        scale = (torch.arange(0, DIM, 2) + 0.4 * DIM) / (1.4 * DIM)
+        factor = scale ** (positions[..., None] / 512)
+        return plain(x, positions) * torch.cat((factor, factor), -1)[:, None].to(x.dtype)
+
+    return fn
+
+
+def mixed() -> Fn:
+    """A Hadamard-like mix of all channels before the rotation."""
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return plain(x - 2 / DIM * x.sum(-1, keepdim=True), positions)
+
+    return fn
+
+
+def lengths_differ() -> Fn:
+    """The second channel of each pair misses its cosine."""
+    omega = inv_freq()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = angles(positions, omega)[:, None]
+        u, v = x.float().chunk(2, -1)
+        y = torch.cat((u * angle.cos() - v * angle.sin(), u * angle.sin() + v), -1)
+        return y.to(x.dtype)
+
+    return fn
+
+
+def turned_at_0() -> Fn:
+    """Every pair a fifth of a radian ahead."""
+    omega = inv_freq()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = angles(positions, omega)[:, None] + 0.2
+        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
+    return fn
+
+
+def drifting() -> Fn:
+    """Positions that grow a little faster than they should."""
+    omega = inv_freq()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        p = positions.double()
+        angle = ((p + 1e-9 * p * p)[..., None] * omega)[:, None].float()
+        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
+    return fn
+
+
+def only_inference() -> Fn:
+    plain = rope()
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            raise NotImplementedError("inference only")
+        return plain(x, positions)
+
+    return fn
+
+
+PLAIN = rope()
+SPEC: dict[str, Any] = {"head_dim": DIM}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, what the audit must call it, and the function without it.
+
+    Attributes:
+        code: the code of the finding.
+        bad, good: make the function with and without the fault.
+        also: codes of other findings that are true as well.
+        spec: fields of the spec that is declared; None: nothing is.
+        options: of the audit.
+    """
+
+    code: str
+    bad: Callable[[], Fn]
+    good: Callable[[], Fn] = rope
+    also: tuple[str, ...] = ()
+    spec: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+FAULTS: dict[str, Fault] = {
+    # what turns with what
+    "interleaved where half was declared": Fault(
+        "pairing", lambda: rope(interleaved=True), spec=SPEC
+    ),
+    "half where interleaved was declared": Fault(
+        "pairing", rope, lambda: rope(interleaved=True), spec=SPEC | {"interleaved": True}
+    ),
+    "tables in halves for interleaved pairs": Fault("table-pairing", wrong_halves),
+    "a slice that starts too late": Fault(
+        "slice",
+        lambda: rope(rotary_dim=32, start=32),
+        lambda: rope(rotary_dim=32),
+        spec=SPEC | {"rotary_dim": 32},
+    ),
+    "a slice that is too wide": Fault(
+        "slice", rope, lambda: rope(rotary_dim=32), spec=SPEC | {"rotary_dim": 32}
+    ),
+    "channels outside the slice halved": Fault(
+        "pass-through", lambda: other_columns(True), lambda: other_columns(False)
+    ),
+    "a norm before the rotation": Fault("not-linear", lambda: rope(touch=normed)),
+    # which way round
+    "sine with the wrong sign": Fault("sign", lambda: rope(sign=-1.0)),
+    "both sines positive": Fault("sign-missing", lambda: rope(both_plus=True)),
+    "cosine and sine swapped": Fault("swapped-tables", lambda: rope(swap=True)),
+    "cosine and sine swapped, tables given": Fault(
+        "swapped-tables", lambda: with_tables(swap=True), with_tables
+    ),
+    "positions from 1": Fault("position-offset", lambda: rope(shift=1)),
+    "amplitude 1.2": Fault("amplitude", lambda: rope(amplitude=1.2)),
+    "does nothing": Fault("does-nothing", lambda: lambda x, _: x.clone()),
+    # how fast
+    "base 500000 where 10000 was declared": Fault("base", lambda: rope(base=500_000.0), spec=SPEC),
+    "linear scaling ignored": Fault(
+        "scaling-ignored", rope, lambda: rope(divide=4.0), spec=SPEC | {"linear": 4.0}
+    ),
+    "linear scaling that nobody declared": Fault("scaling", lambda: rope(divide=4.0), spec=SPEC),
+    "partial slice, fractions of head_dim": Fault(
+        "denominator",
+        lambda: rope(rotary_dim=32, over=DIM),
+        lambda: rope(rotary_dim=32),
+        spec=SPEC | {"rotary_dim": 32},
+    ),
+    "partial slice, fractions of head_dim, undeclared": Fault(
+        "denominator", lambda: rope(rotary_dim=32, over=DIM), lambda: rope(rotary_dim=32)
+    ),
+    # in which type
+    "frequencies in bfloat16": Fault("frequency-dtype", lambda: rope(types={"w_type": BF16})),
+    "frequencies in float16": Fault(
+        "frequency-dtype", lambda: rope(types={"w_type": FP16}), spec=SPEC
+    ),
+    "positions in bfloat16": Fault("position-dtype", lambda: rope(types={"p_type": BF16})),
+    "positions in float16": Fault("position-dtype", lambda: rope(types={"p_type": FP16})),
+    "positions in the type of x": Fault("position-dtype", lambda: rope(by_x="p_type")),
+    "angles in bfloat16": Fault("angle-dtype", lambda: rope(types={"a_type": BF16})),
+    "angles in the type of x": Fault("angle-dtype", lambda: rope(by_x="a_type")),
+    "tables in bfloat16": Fault("table-dtype", lambda: rope(table_type=BF16)),
+    # where
+    "positions ignored": Fault(
+        "positions-ignored", lambda: rope(where=lambda p: torch.arange(p.shape[1]).expand_as(p))
+    ),
+    "row 0 for all rows": Fault("row-positions", lambda: rope(where=lambda p: p[:1].expand_as(p))),
+    "table clamped": Fault("table-clamp", lambda: table_of(5000, "clamp")),
+    "table wraps": Fault("table-wrap", lambda: table_of(20_000, "wrap")),
+    "identity past the table": Fault("table-identity", lambda: table_of(2048, "identity")),
+    "zeros past the table": Fault("table-zero", lambda: table_of(70_000, "zero")),
+    "NaN past the table": Fault("table-nan", lambda: table_of(33_000, "nan")),
+    # memory
+    "dynamic NTK that remembers": Fault(
+        "history",
+        lambda: dynamic_ntk(remembers=True),
+        lambda: dynamic_ntk(fixed=True),
+        also=("batch", "length"),
+        options={"head_dim": DIM},
+    ),
+    "dynamic NTK by the longest row": Fault(
+        "batch", dynamic_ntk, lambda: dynamic_ntk(fixed=True), also=("length",)
+    ),
+    "dynamic NTK by the row": Fault(
+        "length", lambda: dynamic_ntk(by_batch=False), lambda: dynamic_ntk(fixed=True)
+    ),
+    "a cache that grows from 0 again": Fault(
+        "history", lambda: GrowingCache(True), lambda: GrowingCache(False)
+    ),
+    "another result each time": Fault("nondeterminism", lambda: rope(touch=noise)),
+    # what it does to its input
+    "overwrites x": Fault("mutates", lambda: rope(in_place=True)),
+    "overwrites its tables": Fault(
+        "mutates-tables",
+        lambda: with_tables(in_place=True),
+        with_tables,
+        also=("gradient-raises", "gradient-k-raises"),
+    ),
+    "reads memory as contiguous": Fault("strides", lambda: rope(touch=by_storage)),
+    "views x": Fault("strides-refused", lambda: rope(touch=as_viewed)),
+    "gives float32 back": Fault("output-dtype", lambda: lambda x, p: PLAIN(x.float(), p)),
+    # q, k and heads
+    "k not rotated": Fault(
+        "k-not-rotated", lambda: on_both(rope(), None), lambda: on_both(rope(), rope())
+    ),
+    "k with another base": Fault(
+        "q-k", lambda: on_both(rope(), rope(base=20_000.0)), lambda: on_both(rope(), rope())
+    ),
+    "head 1 a position behind": Fault("heads", lambda: per_head(True), lambda: per_head(False)),
+    "k with fewer heads refused": Fault("grouped", lambda: grouped("refuse"), lambda: grouped("")),
+    "k with fewer heads a position behind": Fault(
+        "grouped", lambda: grouped("behind"), lambda: grouped("")
+    ),
+    "as many heads as tokens": Fault(
+        "shape-dependent", lambda: by_sizes(True), lambda: by_sizes(False)
+    ),
+    "int32 positions from 1": Fault(
+        "position-type", lambda: by_id_type(True), lambda: by_id_type(False)
+    ),
+    "a decay over positions": Fault("amplitude-varies", xpos, also=("relative",)),
+    "all channels mixed": Fault("not-pairs", mixed),
+    "a cosine left out": Fault("not-a-rotation", lengths_differ),
+    "turned at position 0": Fault("phase", turned_at_0),
+    "positions that drift": Fault("far-angles", drifting),
+    # gradients
+    "raises where grad is required": Fault("gradient-raises", only_inference),
+    "no gradient": Fault("gradient-missing", lambda: detached("all")),
+    "sine part detached": Fault("gradient-wrong", lambda: detached("sin")),
+    "cosine part detached": Fault("gradient-wrong", lambda: detached("cos")),
+    "gradient rotated forwards": Fault(
+        "gradient-wrong", lambda: lambda x, positions: ForwardAgain.apply(x, positions)
+    ),
+}

@@ -1,0 +1,270 @@
+"""`tightrope audit`: exit codes, JSON, what it prints, and code that crashes it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tightrope import RopeSpec
+from tightrope.cli import app
+from tightrope.cli.audit import print_report
+from tightrope.workbench.audit import AngleError, Check, Finding, Report
+
+MODULE = """
+import os
+import time
+
+import torch
+import planted_faults
+
+print("imported")
+good = planted_faults.rope()
+bad = planted_faults.rope(sign=-1.0)
+made = planted_faults.rope
+
+
+def crashes(x, positions):
+    os.abort()
+
+
+def hangs(x, positions):
+    time.sleep(1e6)
+
+
+def raises(x, positions):
+    raise RuntimeError("[bold]no luck[/bold]")
+"""
+QUICK = ["--only-float32", "--longest", "4096"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "audited_rope.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    here = str(Path(__file__).parent)
+    monkeypatch.setattr(sys, "path", [here, *sys.path])
+    monkeypatch.setenv("PYTHONPATH", f"{here}:{Path(app.__file__).parents[2]}")
+    sys.modules.pop("audited_rope", None)
+    return tmp_path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code, in this process."""
+    monkeypatch.setattr(sys, "argv", ["tightrope", "audit", "--no-isolate", *arguments])
+    return app.run()
+
+
+def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user runs it."""
+    command = [sys.executable, "-m", "tightrope.cli", "audit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.usefixtures("folder")
+def test_nothing_found_is_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "audited_rope:good", *QUICK) == 0
+    out, err = capsys.readouterr()
+    assert "audit of audited_rope:good" in out
+    assert "geometric, base 10000" in out
+    assert "No findings; " in out
+    assert "\x1b" not in out
+    # What the module prints goes elsewhere.
+    assert "imported" not in out
+    assert "imported" in err
+
+
+@pytest.mark.usefixtures("folder")
+def test_findings_are_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "audited_rope:bad", *QUICK) == 1
+    out = capsys.readouterr().out
+    assert "warning sign\n  All pairs turn the other way round than RoPE does: " in out
+    program = out[out.index("    import math") : out.index("1 warning; ")]
+    lines = "\n".join(line.removeprefix("    ") for line in program.splitlines())
+    with pytest.raises(AssertionError):
+        exec(compile(lines, "printed", "exec"), {})
+
+
+@pytest.mark.usefixtures("folder")
+def test_json_is_all_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "audited_rope:bad", "--json", *QUICK) == 1
+    saved = json.loads(capsys.readouterr().out)
+    assert saved["version"] == 1
+    assert saved["ok"] is False
+    report = Report.from_dict(saved)
+    assert report.codes == ("sign",)
+    assert report.angle_errors[0].position == 4096
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        (["--head-dim", "64", "--base", "10000", "--half"], None),
+        (["--head-dim", "64", "--base", "500000"], "base"),
+        (["--head-dim", "64", "--interleaved"], "pairing"),
+        (["--head-dim", "64", "--rotary-dim", "32"], "slice"),
+        (["--meant", "spec.json"], "base"),
+        (["--meant", "config.json"], "base"),
+    ],
+)
+def test_what_is_meant(
+    options: list[str],
+    code: str | None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "spec.json").write_text(json.dumps(RopeSpec(64, 2e4).to_dict()), encoding="utf-8")
+    config = {"model_type": "llama", "head_dim": 64, "rope_theta": 3e4}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = call(monkeypatch, "audited_rope:good", "--json", *QUICK, *options)
+    report = Report.from_dict(json.loads(capsys.readouterr().out))
+    assert report.codes == (() if code is None else (code,))
+    assert found == (0 if code is None else 1)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(monkeypatch, "audited_rope:made", "--make", *QUICK) == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_notes_count_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = ["audited_rope:good", "--only-float32"]
+    assert call(monkeypatch, *far) == 0
+    assert call(monkeypatch, *far, "--fail-on", "note") == 1
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
+def test_a_function_that_raises_is_a_finding(
+    isolate: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, isolate, "audited_rope:raises") == 1
+    out, err = capfd.readouterr()
+    assert "error cannot-call" in out
+    assert "[bold]no luck[/bold]" in " ".join(out.split())
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_function_that_crashes_is_a_finding() -> None:
+    done = apart("audited_rope:crashes", "--json")
+    assert done.returncode == 1
+    (finding,) = Report.from_dict(json.loads(done.stdout)).findings
+    assert finding.code == "crashes"
+    assert finding.sentence == "The process of the audit was ended by signal 6."
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_function_that_hangs_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "audited_rope:hangs", "--timeout", "0.5") == 1
+    assert "A call did not return within 0.5 s." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_audit_that_never_ends_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules[print_report.__module__], "_PATIENCE", 0.1)
+    assert call(monkeypatch, "--isolate", "audited_rope:hangs", "--timeout", "1") == 1
+    assert "The audit did not end within 0.1 s." in capsys.readouterr().out
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no module": (["nowhere:f"], "module 'nowhere' must be importable from"),
+    "no function": (["audited_rope:f"], "module 'audited_rope' must have 'f' but has none"),
+    "no target": (["./nothing"], "target must be MODULE:FUNCTION, the path of a config.json"),
+    "form": (["audited_rope:good", "--form", "x, y"], "form must list the arguments"),
+    "broken config": (["broken.json"], "broken.json must be a configuration but: JSONDecodeError"),
+    "list": (["list.json"], "list.json must have a model_type but has none"),
+    "no head_dim": (["audited_rope:good", "--base", "10"], "need --head-dim as well"),
+    "both": (["audited_rope:good", "--meant", "x", "--base", "1"], "--meant says it all"),
+    "meant": (["audited_rope:good", "--meant", "missing.json"], "missing.json"),
+    "negative base": (
+        ["audited_rope:good", "--head-dim", "64", "--base", "-1"],
+        "base must be positive and finite",
+    ),
+    "NaN": (
+        ["audited_rope:good", "--timeout", "nan"],
+        "timeout must be positive and below 1e6 seconds but got nan",
+    ),
+    "device": (["audited_rope:good", "--device", "mars"], "device must be one that torch has here"),
+    "option": (["audited_rope:good", "--nothing"], "No such option"),
+    "binary": (["binary.json"], "binary.json must be a configuration but: UnicodeDecodeError"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use_is_2_and_one_line(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "broken.json").write_text('{"model_type": ', encoding="utf-8")
+    (folder / "list.json").write_text("[]", encoding="utf-8")
+    (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
+    arguments, words = WRONG[name]
+    assert call(monkeypatch, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    errors = [line for line in err.splitlines() if line != "imported"]
+    assert len(errors) == 1
+    assert words in errors[0]
+
+
+@pytest.mark.usefixtures("folder")
+def test_wrong_use_in_the_other_process(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "--isolate", "audited_rope:f") == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "module 'audited_rope' must have 'f' but has none" in err
+    assert "Traceback" not in err
+
+
+def test_help_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "--help") == 0
+    assert "tightrope audit mymodel:apply_rope" in capsys.readouterr().out
+
+
+SAMPLE: dict[str, Any] = {
+    "target": "some.module:function",
+    "facts": {"called as": "fn(x, positions)", "scores": "move by 1e-8 " * 12},
+    "findings": (
+        Finding(
+            "sign", "error", "All pairs turn the wrong way. " * 6, "[red]no markup[/red]", "a = 1"
+        ),
+        Finding("angle-error", "note", "A note.", ""),
+    ),
+    "checks": (Check("norm", "passed"), Check("rows", "skipped: " + "because " * 20)),
+    "angle_errors": (AngleError(4096, 1e-4, None, 5e-4),),
+}
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_it_fits_the_terminal(width: int) -> None:
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_report(console, Report(**SAMPLE))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    assert "[red]no markup[/red]" in text
+    assert "1 error, 1 note; 1 check passed." in text
+    assert "4,096" in text

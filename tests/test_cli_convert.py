@@ -1,0 +1,275 @@
+"""`tightrope convert` and `tightrope detect`: what they print, their exit codes, kills and soaks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from convert_cases import LLAMA, TRAINED, contents, llama_tensors, trained, write
+from tightrope.cli import app
+from tightrope.cli._names import grouped, size
+from tightrope.workbench.convert import rewrite
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "model", llama_tensors(), shards=2)
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """The exit code of the command line, run in this process as the entry point runs it."""
+    monkeypatch.setattr(sys, "argv", ["tightrope", *map(str, arguments)])
+    return app.run()
+
+
+def test_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: Path,
+    tmp_path: Path,
+) -> None:
+    (source / "model.gguf").write_bytes(b"")
+    out = tmp_path / "out"
+    arguments = ["convert", source, out, "--to", "interleaved", "--verify"]
+    assert run_here(monkeypatch, *arguments) == 0
+    words, progress = capsys.readouterr()
+    for text in (
+        "half (says model_type 'llama') to interleaved",
+        "model.layers.{0-1}.self_attn.q_proj.weight  (2)",
+        "model.layers.{0-1}.self_attn.k_norm.weight  (2)",
+        "model.layers.{0-1}.self_attn.o_proj.weight  (2)",
+        "model.gguf: other weights, which stay as they are paired",
+        "scores of 2 layers differ by ",
+        "interleaved=True",
+        ", 5 files",
+    ):
+        assert text in words, words
+    assert "\x1b" not in words + progress
+    assert "convert 100%" in progress
+    assert (out / "model.safetensors.index.json").exists()
+
+
+def test_json_and_dry_run(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: Path,
+    tmp_path: Path,
+) -> None:
+    arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json", "--dry-run"]
+    assert run_here(monkeypatch, *arguments) == 0
+    words, progress = capsys.readouterr()
+    told = json.loads(words)
+    assert progress == ""
+    assert (told["source"], told["to"], told["written"]) == ("half", "interleaved", False)
+    assert len(told["changed"]) == 12
+    assert len(told["left"]) == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_all_that_can_be_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tensors = {"layers.0.attention.query_key_value.weight": torch.randn(64, 32)}
+    bare = write(tmp_path / "bare", tensors, None)
+    options = {
+        "--from": "half", "--naming": "gpt_neox", "--packing": "blocks", "--heads": 4, "--kv-heads": 2,
+        "--head-dim": 8, "--rotary-dim": 4, "--start": 2, "--prefix": "",
+    }  # fmt: skip
+    flat = [part for option in options.items() for part in option]
+    assert run_here(monkeypatch, "convert", bare, tmp_path / "b", "--to", "interleaved", *flat) == 0
+    capsys.readouterr()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"text_config": LLAMA}), encoding="utf-8")
+    plain = write(tmp_path / "plain", llama_tensors(), None)
+    options = ["--config", config, "--section", "text_config"]
+    assert (
+        run_here(monkeypatch, "convert", plain, tmp_path / "c", "--to", "interleaved", *options)
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, about",
+    [
+        (["convert", "{gone}", "{out}", "--to", "half"], "the checkpoint must exist but"),
+        (["convert", "{model}", "{out}", "--to", "sideways"], "but got 'sideways'"),
+        (["convert", "{model}", "{out}"], "--to"),
+        (["convert", "{model}", "{model}", "--to", "interleaved"], "another place than"),
+        (["convert", "{model}", "{out}", "--to", "half"], "paired so already: half"),
+        (["convert", "{model}", "{out}", "--to", "half", "--heads", "x"], "--heads"),
+        (["detect", "{gone}"], "the checkpoint must exist but"),
+        (["detect", "{model}", "--naming", "x"], "naming must be one of"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    about: str,
+) -> None:
+    paths = {"gone": tmp_path / "gone", "model": source, "out": tmp_path / "out"}
+    assert run_here(monkeypatch, *(each.format(**paths) for each in arguments)) == 2
+    words, error = capsys.readouterr()
+    assert words == ""
+    assert error.startswith("Error: ")
+    assert about in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "number, code, about",
+    [
+        (errno.ENOSPC, 1, "No space left on device"),
+        (errno.EACCES, 2, "Permission denied"),
+    ],
+)
+def test_what_the_machine_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: Path,
+    tmp_path: Path,
+    number: int,
+    code: int,
+    about: str,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(number, os.strerror(number), "somewhere")
+
+    monkeypatch.setattr(rewrite._Copy, "_write", fails)
+    arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json"]
+    assert run_here(monkeypatch, *arguments) == code
+    words, error = capsys.readouterr()
+    assert (words, error) == ("", f"Error: somewhere: {about}.\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_names_from_a_file_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = write(tmp_path / "a", {"\x1b[2J\nweight": torch.zeros(1)})
+    assert run_here(monkeypatch, "convert", source, tmp_path / "b", "--to", "interleaved") == 2
+    error = capsys.readouterr().err
+    assert "\x1b" not in error
+    assert error.count("\n") == 1
+
+
+# --- detect ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "interleaved, code, about",
+    [
+        (False, 0, "half, confidence above 0.99999"),
+        (True, 1, "the weights speak against the files"),
+        (None, 1, "it cannot be known from them"),
+    ],
+)
+def test_detect(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    interleaved: bool | None,
+    code: int,
+    about: str,
+) -> None:
+    weights = llama_tensors() if interleaved is None else trained(interleaved)
+    source = write(tmp_path / "a", weights, LLAMA if interleaved is None else TRAINED)
+    assert run_here(monkeypatch, "detect", source) == code
+    words = capsys.readouterr().out
+    assert about in words
+    assert "half (model_type 'llama')" in words
+    assert run_here(monkeypatch, "detect", source, "--json") == code
+    told = json.loads(capsys.readouterr().out)
+    names = {None: None, False: "half", True: "interleaved"}
+    assert told["pairing"] == names[interleaved]
+    assert told["contradicts"] == (interleaved is True)
+
+
+# --- long lists -----------------------------------------------------------------------------------
+
+
+def test_names_are_grouped() -> None:
+    names = [f"m.{n}.q" for n in (0, 1, 2, 5)] + ["m.3.k", "norm"]
+    assert grouped(names) == [("m.{0-2,5}.q", 4), ("m.3.k", 1), ("norm", 1)]
+    assert [size(count) for count in (812, 64_000_000, 2_150_000_000)] == [
+        "812 bytes", "64.0 MB", "2.15 GB",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("command", ["convert", "detect"])
+def test_help_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert run_here(monkeypatch, command, "--help") == 0
+    words = capsys.readouterr().out
+    assert f"tightrope {command} llama-3-8b" in words
+    assert max(map(len, words.splitlines())) <= width
+
+
+# --- killed, and measured -------------------------------------------------------------------------
+
+
+def test_ctrl_c_removes_what_was_written(source: Path, tmp_path: Path) -> None:
+    # The copy waits, so that the signal comes while it is under way.
+    script = (
+        "import sys, time; from tightrope.workbench.convert import rewrite\n"
+        "real = rewrite._Copy._write\n"
+        "def slow(copy, data): real(copy, data); print('begun', flush=True); time.sleep(30)\n"
+        "rewrite._Copy._write = slow\n"
+        "from tightrope.cli import main; sys.exit(main())"
+    )
+    before = contents(source)
+    arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "interleaved", "--json"]
+    for sent, code, left in ((signal.SIGKILL, -9, True), (signal.SIGINT, 130, False)):
+        with subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(0.1)
+            process.send_signal(sent)
+            _, error = process.communicate(timeout=30)
+        assert process.returncode == code
+        assert "Traceback" not in error
+        names = {path.name for path in tmp_path.iterdir()} - {"model"}
+        assert (names == {".out.tightrope-partial", ".out.tightrope-partial.lock"}) == left
+        assert left or not names
+        assert contents(source) == before
+
+
+def test_the_soak_at_64_mb(tmp_path: Path) -> None:
+    numbers = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "benchmarks.convert_soak", "--bytes", "64e6", "--kills", "2"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path), "--json", str(numbers)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(numbers.read_text(encoding="utf-8"))
+    assert told["bytes"] > 60e6
+    assert told["shards"] > 2
+    assert told["round_trip_same"] == {"shards": True, "torch file": True}
+    assert told["killed"]["broken"] == []

@@ -1,0 +1,652 @@
+"""LRPE rotate 1-D: every act, θ, dtype and offset beside the truth, gradients, and what is refused."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import gradcheck, gradgradcheck
+
+import oracle
+import oracle_lrpe as truth
+import tolerances
+from matrix import every_dtype
+from tightrope import positions
+from tightrope.activations import ACTS, RMSNorm
+from tightrope.functional import lrpe_rotate_1d, lrpe_rotate_1d_
+from tolerances import assert_near, assert_same_bits
+
+ROWS, TOKENS, HEADS, WIDTH = 2, 5, 3, 12
+PAIRS = WIDTH // 2
+
+#: Every act by name, with its dim.
+CALLS: list[tuple[str, int | None]] = [
+    *((name, None) for name in truth.FUNCTIONS),
+    ("softmax", -1),
+    ("softmax", 1),
+]
+every_act = pytest.mark.parametrize("act, dim", CALLS)
+# One row for each that works along a line or alone: what shapes and strides could change.
+some_acts = pytest.mark.parametrize(
+    "act, dim", [("none", None), ("silu", None), ("softmax", -1), ("softmax", 1)]
+)
+
+#: Shapes of θ, and what says them where the shape alone does not.
+THETAS: dict[str, tuple[tuple[int, ...], str]] = {
+    "(H, D/2)": ((HEADS, PAIRS), "auto"),
+    "(H, E)": ((HEADS, 4), "auto"),
+    "(1, E)": ((1, 4), "auto"),
+    "(D/2,)": ((PAIRS,), "auto"),
+    "(E,)": ((4,), "auto"),
+    "(E,), E = H": ((HEADS,), "pair"),
+    "(H,)": ((HEADS,), "auto"),
+    "(H, 1)": ((HEADS, 1), "auto"),
+    "(H, 1) as E = 1": ((HEADS, 1), "pair"),
+}
+every_theta = pytest.mark.parametrize("kind", THETAS)
+
+OFFSETS: list[int | list[int]] = [0, 1_000_003, 2**40 + 1, [7, 123_456]]
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def angles(kind: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return noise(*THETAS[kind][0], seed=2).to(dtype)
+
+
+def spread(kind: str, theta: torch.Tensor, heads: int = HEADS, pairs: int = PAIRS) -> torch.Tensor:
+    """θ of every head and pair, element by element."""
+    full = torch.zeros(heads, pairs, dtype=torch.float64)
+    per_head = kind in ("(H,)", "(H, 1)")
+    for head, pair in itertools.product(range(heads), range(pairs)):
+        if per_head:
+            full[head, pair] = theta.flatten()[head].double()
+        elif pair < theta.shape[-1]:
+            row = theta if theta.dim() == 1 else theta[head if len(theta) > 1 else 0]
+            full[head, pair] = row[pair].double()
+    return full
+
+
+def gathered(kind: str, each: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """What was found for every head and pair, summed to the shape of θ."""
+    if kind in ("(H,)", "(H, 1)"):
+        return each.sum(1).reshape(shape)
+    if len(shape) == 1 or shape[0] == 1:
+        each = each.sum(0, keepdim=True)
+    return each[:, : shape[-1]].reshape(shape)
+
+
+def where(offset: int | list[int], tokens: int = TOKENS) -> list[list[int]]:
+    rows = offset if isinstance(offset, list) else [offset]
+    return [[row + t for t in range(tokens)] for row in rows]
+
+
+def said(offset: int | list[int]) -> int | torch.Tensor:
+    return torch.tensor(offset) if isinstance(offset, list) else offset
+
+
+# --- against the truth ----------------------------------------------------------------------------
+
+
+def reach_of(act: str, x: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """How far f(x) may be off, in units of the relative error of a float: its own size, and what a
+    rounding of its argument changes."""
+    if act == "softmax":
+        return inner.abs() * (1 + x.double().abs())
+    return inner.abs() + (x.double() * truth.slope(act, x)).abs()
+
+
+def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> None:
+    """Within a bound and, for 16-bit results, half a step that the store rounds by."""
+    assert got.shape == exact.shape
+    if got.dtype not in (torch.float32, torch.float64):
+        bound = bound + oracle.step_sizes(exact, got.dtype) / 2
+    error = (got.double() - exact).abs()
+    # Written so that a NaN fails.
+    assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.3g} of the bound"
+
+
+@every_dtype
+@every_act
+def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> None:
+    unit = tolerances.value("activation, float64" if dtype == torch.float64 else "activation")
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    total = missed = 0
+    for seed, (kind, offset) in enumerate(itertools.product(THETAS, OFFSETS)):
+        if dim == 1 and offset != 0:
+            continue
+        x = noise(ROWS, TOKENS, HEADS, WIDTH, seed=seed, dtype=dtype)
+        grad = noise(ROWS, TOKENS, HEADS, WIDTH, seed=seed + 100, dtype=dtype)
+        theta = angles(kind).requires_grad_()
+        leaf = x.clone().requires_grad_()
+        y = lrpe_rotate_1d(leaf, theta, said(offset), act, dim, theta_axis=THETAS[kind][1])
+        dx, dtheta = torch.autograd.grad(y, (leaf, theta), grad)
+        assert (y.dtype, dx.dtype, dtheta.dtype) == (dtype, dtype, theta.dtype)
+        exact = truth.rotated(x, spread(kind, theta.detach()), where(offset), grad, act, dim)
+
+        # What the angle is off by turns a pair by as much.
+        angle = 2 * tolerances.value("word") * exact.distance
+        off = truth.pair_lengths(reach_of(act, x, exact.inner), PAIRS)
+        bound = unit * off + angle * truth.pair_lengths(exact.inner, PAIRS)
+        assert_within(y, exact.y, bound)
+        off = truth.pair_lengths(grad, PAIRS) * (1 + angle / unit)
+        if act == "softmax":
+            assert dim is not None
+            size = exact.inner * (1 + x.double().abs())
+            off = size * (off + (exact.inner * off).sum(dim, keepdim=True)) * 2
+        else:
+            off = off * truth.slope(act, x).abs().clamp(min=1)
+        assert_within(dx, exact.dx, unit * off)
+        # Of a narrow result of the operator the sums are over what was stored, which is checked above.
+        over_stored = narrow and dim != 1
+        stored = y.detach().double() if over_stored else exact.y
+        sums = truth.angle_sums(stored, grad, where(offset), PAIRS)
+        each, moduli = (gathered(kind, t, theta.shape) for t in sums)
+        sharp = tolerances.value(f"angle gradient, {torch.float32 if narrow else dtype}")
+        assert_within(dtheta, each, (sharp + angle.amax()) * moduli)
+        if narrow:
+            total += y.numel()
+            missed += int((oracle.steps_apart(y, oracle.rounded(exact.y, dtype)) != 0).sum())
+    assert missed <= total * (1 - tolerances.value("16-bit share"))
+
+
+@every_theta
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_theta_is_the_number_that_it_is(kind: str, dtype: torch.dtype) -> None:
+    x, theta = noise(ROWS, TOKENS, HEADS, WIDTH), angles(kind, dtype)
+    call = {"act": "silu", "theta_axis": THETAS[kind][1]}
+    narrow, wide = theta.clone().requires_grad_(), theta.double().requires_grad_()
+    one, other = lrpe_rotate_1d(x, narrow, 7, **call), lrpe_rotate_1d(x, wide, 7, **call)
+    assert_same_bits(one, other)
+    grads = [
+        torch.autograd.grad(y.square()[0].sum(), t)[0] for y, t in ((one, narrow), (other, wide))
+    ]
+    # Rounded once, after all sums.
+    assert_same_bits(grads[0], grads[1].to(dtype))
+
+
+# --- a transcription of the seed ------------------------------------------------------------------
+
+
+def seed(
+    x: torch.Tensor, theta: torch.Tensor, offset: int, act: str, dim: int | None
+) -> torch.Tensor:
+    """o_t = W_t x̄_t for x (n, d), one head: block-diagonal 2 × 2 matrices, on X = [X_1, X_2].
+
+    The seed writes x̄_tᵀ W_t, with the matrix whose products it then spells out as W_t x̄_t: those are
+    its final equations, and these.
+    """
+    n, d = x.shape
+    bar = {
+        "none": lambda: x,
+        "relu": lambda: x.clamp(min=0),
+        "sigmoid": lambda: 1 / (1 + (-x).exp()),
+        "silu": lambda: x / (1 + (-x).exp()),
+        "softmax": lambda: x.exp() / x.exp().sum(-1 if dim == -1 else 0, keepdim=True),
+    }[act]()
+    rows = []
+    for t in range(n):
+        turn = torch.zeros(d, d, dtype=torch.float64)
+        for k in range(d // 2):
+            angle = (t + offset) * theta[k]
+            i, j = k, k + d // 2
+            turn[i, i] = turn[j, j] = angle.cos()
+            turn[i, j], turn[j, i] = -angle.sin(), angle.sin()
+        rows.append(turn @ bar[t])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "act, dim, offset",
+    [("none", None, 0), ("none", None, 9), ("relu", None, 9), ("sigmoid", None, 9),
+     ("silu", None, 9), ("softmax", -1, 9), ("softmax", 1, 0)],
+)  # fmt: skip
+def test_the_equations_of_the_seed(act: str, dim: int | None, offset: int) -> None:
+    x, theta = noise(2, 7, 3, 8), noise(3, 4, seed=1)
+    got = lrpe_rotate_1d(x, theta, offset, act, dim)
+    shared = lrpe_rotate_1d(x, theta[0], offset, act, dim, theta_axis="pair")
+    one = lrpe_rotate_1d(x, theta[:, 0], offset, act, dim)
+    for row, head in itertools.product(range(2), range(3)):
+        call = offset, act, dim
+        assert_near(got[row, :, head], seed(x[row, :, head], theta[head], *call), "float64 ways")
+        assert_near(shared[row, :, head], seed(x[row, :, head], theta[0], *call), "float64 ways")
+        same = theta[head, :1].expand(4)
+        assert_near(one[row, :, head], seed(x[row, :, head], same, *call), "float64 ways")
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+@some_acts
+def test_without_heads(act: str, dim: int | None) -> None:
+    x, theta = noise(2, 5, 12), noise(4, seed=1)
+    got = lrpe_rotate_1d(x, theta, act=act, dim=dim)
+    for same in (theta, theta[None]):
+        assert_same_bits(lrpe_rotate_1d(x[:, :, None], same, act=act, dim=dim)[:, :, 0], got)
+    every = lrpe_rotate_1d(x, theta[:1], act=act, dim=dim, theta_axis="head")
+    assert_same_bits(lrpe_rotate_1d(x, theta[:1].expand(6), act=act, dim=dim), every)
+    first = lrpe_rotate_1d(x, theta[:1], act=act, dim=dim)
+    assert_same_bits(lrpe_rotate_1d(x, theta[:1, None], act=act, dim=dim), first)
+    assert not torch.equal(first, every)
+
+
+@every_dtype
+@every_act
+def test_pairs_beyond_theta_keep_their_value(act: str, dim: int | None, dtype: torch.dtype) -> None:
+    x = noise(2, 5, 3, 12, dtype=dtype)
+    still = lrpe_rotate_1d(x, torch.zeros(6), act=act, dim=dim)
+    got = lrpe_rotate_1d(x, noise(3, 4, seed=1), act=act, dim=dim)
+    kept = [4, 5, 10, 11]
+    assert_same_bits(got[..., kept], still[..., kept])
+    assert_same_bits(lrpe_rotate_1d(x, noise(3, 0, seed=1), act=act, dim=dim), still)
+    if act == "none":
+        assert_same_bits(still, x)
+
+
+@some_acts
+def test_only_some_channels(act: str, dim: int | None) -> None:
+    """The activation acts on all of them."""
+    x, theta = noise(2, 5, 3, 14), noise(3, 4, seed=1)
+    got = lrpe_rotate_1d(x, theta, act=act, dim=dim, start=3, rotary_dim=8)
+    still = lrpe_rotate_1d(x, torch.zeros(7), act=act, dim=dim)
+    assert_same_bits(got[..., :3], still[..., :3])
+    assert_same_bits(got[..., 11:], still[..., 11:])
+    exact = truth.rotated(x, theta, where(0), torch.zeros_like(x), act, dim, start=3)
+    assert_near(got, exact.y, "float64 ways")
+    to_the_end = lrpe_rotate_1d(x, noise(3, 5, seed=1), act=act, dim=dim, start=4)
+    exact = truth.rotated(x, noise(3, 5, seed=1), where(0), torch.zeros_like(x), act, dim, start=4)
+    assert_near(to_the_end, exact.y, "float64 ways")
+
+
+@some_acts
+@pytest.mark.parametrize(
+    "shape", [(0, 5, 3, 12), (2, 0, 3, 12), (2, 5, 0, 12), (2, 1, 1, 12), (1, 5, 3, 2), (0, 0, 12)]
+)
+def test_empty_and_single(shape: tuple[int, ...], act: str, dim: int | None) -> None:
+    x = noise(*shape).requires_grad_()
+    theta = noise(shape[-1] // 2, seed=1).requires_grad_()
+    y = lrpe_rotate_1d(x, theta, act=act, dim=dim, theta_axis="pair")
+    assert y.shape == x.shape
+    dx, dtheta = torch.autograd.grad(y.square().sum(), (x, theta))
+    assert dx.shape == x.shape
+    assert dtheta.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "kind", ["transposed", "sliced", "expanded", "every other", "flipped heads"]
+)
+@some_acts
+def test_any_strides(kind: str, act: str, dim: int | None) -> None:
+    theta = noise(3, 4, seed=1)
+    x = {
+        "transposed": lambda: noise(2, 3, 5, 12).transpose(1, 2),
+        "sliced": lambda: noise(2, 5, 9, 12)[:, :, 3:6],
+        "expanded": lambda: noise(2, 5, 1, 12).expand(-1, -1, 3, -1),
+        "every other": lambda: noise(2, 5, 3, 24)[..., ::2],
+        "flipped heads": lambda: noise(12, 3, 5, 2).permute(3, 2, 1, 0),
+    }[kind]()
+    before = x.clone()
+    got = lrpe_rotate_1d(x, theta, act=act, dim=dim)
+    assert_same_bits(got, lrpe_rotate_1d(x.contiguous(), theta, act=act, dim=dim))
+    assert torch.equal(x, before)
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_generated_shapes(data: st.DataObject) -> None:
+    """Beside the truth: sizes, which channels, which θ, which offset, heads or none."""
+    draw = data.draw
+    rows, tokens, heads = (
+        draw(st.integers(1, 3), label=name) for name in ("rows", "tokens", "heads")
+    )
+    pairs = draw(st.integers(1, 4), label="pairs")
+    start, after = draw(st.integers(0, 3), label="start"), draw(st.integers(0, 3), label="after")
+    width = start + 2 * pairs + after
+    headless = heads == 1 and draw(st.booleans(), label="no heads")
+    act, dim = draw(st.sampled_from(CALLS), label="act")
+    kind = draw(st.sampled_from(["(H, E)", "(1, E)", "(E,)", "(H,)", "(H, 1)"]), label="theta")
+    short = draw(st.integers(1, pairs), label="E")
+    shape = {
+        "(H, E)": (heads, short), "(1, E)": (1, short), "(E,)": (short,), "(H,)": (heads,),
+        "(H, 1)": (heads, 1),
+    }[kind]  # fmt: skip
+    theta = noise(*shape, seed=draw(st.integers(0, 9)))
+    some = st.integers(-(2**20), 2**20)
+    offset: int | list[int] = 0
+    if dim != 1:
+        offset = draw(st.one_of(some, st.lists(some, min_size=rows, max_size=rows)), label="offset")
+    x, grad = noise(rows, tokens, heads, width), noise(rows, tokens, heads, width, seed=1)
+    leaf = x[:, :, 0] if headless else x
+    leaf, angle = leaf.clone().requires_grad_(), theta.clone().requires_grad_()
+    y = lrpe_rotate_1d(
+        *(leaf, angle, said(offset), act, dim),
+        start=start,
+        rotary_dim=2 * pairs,
+        theta_axis="head" if kind in ("(H,)", "(H, 1)") else "pair",
+    )
+    assert y.shape == leaf.shape
+    found = torch.autograd.grad(y, (leaf, angle), grad.reshape(y.shape))
+    full = spread(kind, theta, heads, pairs)
+    exact = truth.rotated(x, full, where(offset, tokens), grad, act, dim, start)
+    for got, wanted in ((y, exact.y), (found[0], exact.dx)):
+        assert_near(got, wanted.reshape(got.shape), "float64 ways, higher order")
+    scale = 1 + max(abs(p) for row in where(offset, tokens) for p in row)
+    sums, _ = truth.angle_sums(exact.y, grad, where(offset, tokens), pairs, start)
+    wanted = gathered(kind, sums, theta.shape) / scale
+    assert_near(found[1] / scale, wanted, "float64 ways, higher order")
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("act, dim", [call for call in CALLS if call != ("softmax", 1)])
+def test_tokens_one_by_one_are_those_of_one_call(
+    act: str, dim: int | None, dtype: torch.dtype
+) -> None:
+    x, theta = noise(2, 9, 3, 12, dtype=dtype), noise(3, 5, seed=1)
+    for offset in (0, 131_071, 2**33):
+        whole = lrpe_rotate_1d(x, theta, offset, act, dim)
+        each = [lrpe_rotate_1d(x[:, t : t + 1], theta, offset + t, act, dim) for t in range(9)]
+        assert_same_bits(torch.cat(each, 1), whole)
+        rows = torch.tensor([offset, offset])
+        assert_same_bits(lrpe_rotate_1d(x, theta, rows, act, dim), whole)
+        assert_same_bits(lrpe_rotate_1d(x[1:], theta, offset, act, dim), whole[1:])
+
+
+def test_packed_sequences_begin_anew() -> None:
+    x, theta = noise(1, 7, 3, 12), noise(3, 5, seed=1)
+    packed = positions.packed(torch.tensor([0, 3, 7]))
+    got = lrpe_rotate_1d(x, theta, packed, "silu")
+    parts = [lrpe_rotate_1d(part, theta, 0, "silu") for part in (x[:, :3], x[:, 3:])]
+    assert_same_bits(got, torch.cat(parts, 1))
+
+
+def test_an_offset_that_is_a_fraction_has_a_gradient() -> None:
+    x, theta = noise(2, 3, 2, 6), noise(2, 3, seed=1)
+    at = torch.tensor([0.25, -7.5], dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda at: lrpe_rotate_1d(x, theta, at, "silu"), at)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@every_act
+@every_theta
+def test_gradcheck(kind: str, act: str, dim: int | None) -> None:
+    x = noise(2, 3, HEADS, WIDTH).requires_grad_()
+    theta = angles(kind).requires_grad_()
+
+    def call(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        return lrpe_rotate_1d(x, theta, 0, act, dim, theta_axis=THETAS[kind][1])
+
+    assert gradcheck(call, (x, theta), fast_mode=True, check_forward_ad=True)
+    assert gradgradcheck(call, (x, theta), fast_mode=True)
+
+
+@every_act
+def test_gradcheck_in_full(act: str, dim: int | None) -> None:
+    """With an offset, some channels, and under vmap."""
+    x, theta = noise(2, 2, 2, 7).requires_grad_(), noise(2, 2, seed=1).requires_grad_()
+    offset = 0 if dim == 1 else 5
+
+    def call(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        return lrpe_rotate_1d(x, theta, offset, act, dim, start=1, rotary_dim=6)
+
+    assert gradcheck(call, (x, theta), check_batched_grad=True)
+    assert gradgradcheck(call, (x, theta))
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@some_acts
+def test_any_number_of_threads(act: str, dim: int | None, dtype: torch.dtype) -> None:
+    x, grad = noise(2, 700, 3, 64, dtype=dtype), noise(2, 700, 3, 64, seed=1, dtype=dtype)
+    for shape in ((3, 32), (1, 20), (3, 1)):
+        found = []
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            leaves = x.clone().requires_grad_(), noise(*shape, seed=2).requires_grad_()
+            y = lrpe_rotate_1d(*leaves, act=act, dim=dim)
+            found.append((y.detach(), *torch.autograd.grad(y, leaves, grad)))
+        for one, *others in zip(*found, strict=True):
+            for other in others:
+                assert_same_bits(other, one)
+
+
+# --- in place -------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("act, dim", [call for call in CALLS if call != ("softmax", 1)])
+def test_in_place(act: str, dim: int | None, dtype: torch.dtype) -> None:
+    x, theta = noise(2, 5, 3, 12, dtype=dtype), noise(3, 4, seed=1).requires_grad_()
+    wanted = lrpe_rotate_1d(x, theta, 9, act, dim)
+    y = x.clone()
+    with torch.no_grad():
+        assert lrpe_rotate_1d_(y, theta, 9, act, dim) is y
+    assert_same_bits(y, wanted)
+    leaf, grad = x.clone().requires_grad_(), noise(2, 5, 3, 12, seed=2, dtype=dtype)
+    both = [
+        torch.autograd.grad(call, (leaf, theta), grad)
+        for call in (lrpe_rotate_1d_(leaf * 1, theta, 9, act, dim),
+                     lrpe_rotate_1d(leaf * 1, theta, 9, act, dim))
+    ]  # fmt: skip
+    for one, other in zip(*both, strict=True):
+        assert torch.equal(one, other)  # a zero may lose its sign
+
+
+# --- the compiler ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act, dim", [("none", None), ("silu", None), ("softmax", -1)])
+def test_one_graph_for_all_offsets(act: str, dim: int | None) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lrpe_rotate_1d, backend=counter, fullgraph=True, dynamic=True)
+    theta = noise(3, 4, seed=1).requires_grad_()
+    for offset in (5, 6, 700, 2**40, 3):
+        x = noise(2, 4, 3, 12)
+        assert_same_bits(
+            call(x, theta, offset, act, dim), lrpe_rotate_1d(x, theta, offset, act, dim)
+        )
+        # With a gradient, too.
+        y = call(x.requires_grad_(), theta, offset, act, dim)
+        wanted = lrpe_rotate_1d(x, theta, offset, act, dim)
+        for got, other in zip(*(torch.autograd.grad(z.square()[0].sum(), (x, theta)) for z in (y, wanted)),
+                              strict=True):  # fmt: skip
+            assert_near(got / offset, other / offset, "float64 ways")
+    # One for x without a gradient, one for x with it.
+    assert counter.frame_count <= 2
+    torch.compiler.reset()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+X = torch.zeros(2, 5, 4, 16)
+
+
+def test_a_theta_that_could_be_both_must_be_said() -> None:
+    x, theta = noise(2, 5, 6, 12), noise(6, seed=1)
+    with pytest.raises(ValueError, match=re.escape(
+        "[lrpe_rotate_1d] theta may mean one angle for each of 6 heads or of 6 pairs; say "
+        "theta_axis='head' or theta_axis='pair' (x: float64[2, 5, 6, 12], theta: float64[6])."
+    )):  # fmt: skip
+        lrpe_rotate_1d(x, theta)
+    by_head = lrpe_rotate_1d(x, theta, theta_axis="head")
+    by_pair = lrpe_rotate_1d(x, theta, theta_axis="pair")
+    assert_same_bits(by_head, lrpe_rotate_1d(x, theta[:, None].expand(6, 6)))
+    assert_same_bits(by_pair, lrpe_rotate_1d(x, theta[None].expand(6, 6)))
+    # One head with one pair means the same both ways.
+    one = noise(2, 5, 1, 2)
+    assert_same_bits(lrpe_rotate_1d(one, theta[:1]), lrpe_rotate_1d(one, theta[:1, None]))
+
+
+def test_as_many_numbers_as_heads_are_one_for_each() -> None:
+    x, theta = noise(2, 5, 3, 12), noise(3, seed=1)
+    by_head = lrpe_rotate_1d(x, theta)
+    assert_same_bits(by_head, lrpe_rotate_1d(x, theta, theta_axis="head"))
+    assert_same_bits(by_head, lrpe_rotate_1d(x, theta[:, None]))
+    by_pair = lrpe_rotate_1d(x, theta, theta_axis="pair")
+    assert_same_bits(by_pair, lrpe_rotate_1d(x, theta[None]))
+    assert not torch.equal(by_head, by_pair)
+
+
+@pytest.mark.parametrize(
+    "error, words, change",
+    [
+        (TypeError, "x must be a tensor but got 3", {"x": 3}),
+        (TypeError, "x must be float32, float64, bfloat16 or float16 but got int64",
+         {"x": torch.zeros(2, 5, 4, 16, dtype=torch.int64)}),
+        (ValueError, "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels) "
+         "(x: float32[5, 16])", {"x": torch.zeros(5, 16)}),
+        (ValueError, "rotary_dim must be even but got 15", {"x": torch.zeros(2, 5, 4, 15)}),
+        (ValueError, "rotary_dim must be even but got 5", {"rotary_dim": 5}),
+        (ValueError, "channels [start, start + rotary_dim) must lie in [0, 16) but got [2, 18)",
+         {"start": 2, "rotary_dim": 16}),
+        (TypeError, "start must be an int but got 1.5", {"start": 1.5}),
+        (TypeError, "theta must be a floating tensor but got 0.5", {"theta": 0.5}),
+        (TypeError, "theta must be a floating tensor but got int64[8]",
+         {"theta": torch.zeros(8, dtype=torch.int64)}),
+        (ValueError, "theta is on meta but x is on cpu", {"theta": torch.zeros(8, device="meta")}),
+        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), (4,), (4, 1), or fewer than 8 pairs "
+         "(x: float32[2, 5, 4, 16], theta: float32[9])", {"theta": torch.zeros(9)}),
+        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), (4,), (4, 1), or fewer than 8 pairs",
+         {"theta": torch.zeros(3, 8)}),
+        (ValueError, "theta must have shape", {"theta": torch.zeros(1, 4, 8)}),
+        (ValueError, "theta must have shape", {"theta": torch.zeros(())}),
+        (ValueError, "theta must have shape (4,) or (4, 1) for theta_axis='head'",
+         {"theta": torch.zeros(4, 8), "theta_axis": "head"}),
+        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), or fewer than 8 pairs",
+         {"theta": torch.zeros(9), "theta_axis": "pair"}),
+        (ValueError, "theta_axis must be one of auto, head, pair but got 'heads'",
+         {"theta_axis": "heads"}),
+        (ValueError, "act must be one of none, relu,", {"act": "swish"}),
+        (TypeError, "act must be None, one of none, relu,", {"act": 3}),
+        (ValueError, "dim must be None for act 'relu' but got -1", {"act": "relu", "dim": -1}),
+        (ValueError, "dim must be None for act 'none' but got 1", {"dim": 1}),
+        (ValueError, "dim must be -1, the channels of a head, or 1, the tokens, for act 'softmax' but "
+         "got None", {"act": "softmax"}),
+        (ValueError, "for act 'softmax' but got 0", {"act": "softmax", "dim": 0}),
+        (ValueError, "for act 'softmax' but got 2", {"act": "softmax", "dim": 2}),
+        (ValueError, "for act 'softmax' but got 4", {"act": "softmax", "dim": 4}),
+        (ValueError, "for act 'softmax' but got -2", {"act": "softmax", "dim": -2}),
+        (TypeError, "dim must be an int but got 1.0", {"act": "softmax", "dim": 1.0}),
+        (TypeError, "dim must be an int but got True", {"act": "softmax", "dim": True}),
+        (ValueError, "offset must be 0 for a softmax over the tokens, which needs all of them in one "
+         "row, but got 3", {"act": "softmax", "dim": 1, "offset": 3}),
+        (ValueError, "offset must be 0 for a softmax over the tokens",
+         {"act": "softmax", "dim": -3, "offset": torch.zeros(2, dtype=torch.int64)}),
+        (ValueError, "offset must be 0 for a softmax over the tokens",
+         {"act": "softmax", "dim": 1, "offset": positions.packed(torch.tensor([0, 2, 5]))}),
+        (TypeError, "offset must be an int but got 1.5", {"offset": 1.5}),
+        (TypeError, "offset must be an int but got True", {"offset": True}),
+        (TypeError, "offset must be an int but got None", {"offset": None}),
+        (ValueError, "an offset must fit in 64 bits but got", {"offset": 2**63}),
+        (TypeError, "offset must be int32, int64, float32 or float64 (offset: bool[2])",
+         {"offset": torch.zeros(2, dtype=torch.bool)}),
+        (ValueError, "offset must be an int or have shape (2,), one for each row",
+         {"offset": torch.zeros(3, dtype=torch.int64)}),
+        (ValueError, "offset must be an int or have shape (2,)", {"offset": torch.tensor(3)}),
+    ],
+)  # fmt: skip
+def test_what_is_refused(error: type[Exception], words: str, change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"x": X, "theta": torch.zeros(8)} | change
+    for call in (lrpe_rotate_1d, lrpe_rotate_1d_):
+        with pytest.raises(error, match=re.escape(words)) as caught:
+            call(**arguments)
+        assert str(caught.value).startswith(f"[{call.__name__}]")
+    assert not X.any()
+
+
+def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:
+    x = noise(2, 5, 4, 16)
+    before = x.clone()
+    with pytest.raises(ValueError, match=re.escape(
+        "[lrpe_rotate_1d_] softmax over the tokens cannot be in place; call lrpe_rotate_1d"
+    )):  # fmt: skip
+        lrpe_rotate_1d_(x, torch.zeros(8), act="softmax", dim=1)
+    assert torch.equal(x, before)
+
+
+def test_every_act_of_the_operator_is_tested() -> None:
+    assert {name for name, _ in CALLS} == set(ACTS) - {"rms_norm"}
+
+
+def test_a_norm_is_an_act_too() -> None:
+    x, weight, theta = noise(2, 5, 3, 12), noise(12, seed=1), noise(3, 5, seed=2)
+    got = lrpe_rotate_1d(x, theta, 7, RMSNorm(weight))
+    normal = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    assert_near(got, lrpe_rotate_1d(normal, theta, 7), "float64 ways")
+
+
+# --- the oracle itself ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", truth.FUNCTIONS)
+def test_slopes_of_the_oracle_are_those_of_its_functions(name: str) -> None:
+    for at in (-3.0, -0.25, 0.125, 2.5):
+        slope = truth.MP.diff(truth.FUNCTIONS[name], at)
+        assert math.isclose(slope, truth.SLOPES[name](truth.MP.mpf(at)), rel_tol=1e-12)
+
+
+def test_gradients_of_the_oracle_are_those_of_its_results() -> None:
+    x, theta, grad = noise(2, 3, 2, 6), noise(2, 2, seed=1), noise(2, 3, 2, 6, seed=2)
+    step = 1e-6
+    for act, dim in (("silu", None), ("softmax", -1), ("softmax", 1)):
+        exact = truth.rotated(x, theta, [[4, 5, 6]], grad, act, dim, start=1)
+        by_theta, _ = truth.angle_sums(exact.y, grad, [[4, 5, 6]], 2, start=1)
+
+        def loss(x: torch.Tensor, theta: torch.Tensor) -> float:
+            return float((truth.rotated(x, theta, [[4, 5, 6]], grad, act, dim, 1).y * grad).sum())  # noqa: B023
+
+        for which, found in ((0, exact.dx), (1, by_theta)):
+            for index in itertools.product(*(range(size) for size in found.shape)):
+                ends = []
+                for sign in (1, -1):
+                    moved = [x.clone(), theta.clone()]
+                    moved[which][index] += sign * step
+                    ends.append(loss(*moved))
+                slope = (ends[0] - ends[1]) / (2 * step)
+                assert math.isclose(slope, found[index].item(), rel_tol=1e-6, abs_tol=1e-7)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def kept(x: torch.Tensor, theta: torch.Tensor, act: str, dim: int | None) -> tuple[bool, int]:
+    """Whether the backward pass keeps x, and how many tensors of its size."""
+    found: list[torch.Tensor] = []
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        found.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        lrpe_rotate_1d(x, theta, 3, act, dim)
+    big = {t.data_ptr() for t in found if t.numel() == x.numel()}
+    return x.data_ptr() in big, len(big)
+
+
+@pytest.mark.parametrize("act, dim", [call for call in CALLS if call != ("softmax", 1)])
+def test_x_is_kept_only_where_a_slope_needs_it(act: str, dim: int | None) -> None:
+    x, theta = noise(2, 50, 3, 12).requires_grad_(), noise(3, 4, seed=1)
+    needed = act != "none"
+    assert kept(x, theta, act, dim) == (needed, int(needed))
+    # The gradient by θ needs the result, and not x.
+    assert kept(x, theta.requires_grad_(), act, dim) == (needed, 1 + needed)

@@ -1,0 +1,180 @@
+"""The module with a learnable θ: its shapes, what it begins as, saving, and what is refused."""
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tightrope import RopeSpec
+from tightrope.functional import lrpe_rotate_1d, rotate
+from tightrope.nn import LrpeRotate1d
+from tolerances import assert_near, assert_same_bits
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+SHAPES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "of heads and pairs": ({"num_heads": 3}, (3, 6)),
+    "of pairs": ({}, (6,)),
+    "of pairs, for heads": ({"num_heads": 3, "per": "pair"}, (6,)),
+    "of heads": ({"num_heads": 3, "per": "head"}, (3,)),
+    "short": ({"num_heads": 3, "pairs": 4}, (3, 4)),
+    "one pair": ({"num_heads": 3, "pairs": 1}, (3, 1)),
+    "as many heads as pairs": ({"num_heads": 6, "per": "head"}, (6,)),
+    "of a slice": ({"num_heads": 3, "start": 2, "rotary_dim": 8}, (3, 4)),
+}
+every_shape = pytest.mark.parametrize("options, shape", SHAPES.values(), ids=SHAPES)
+
+
+@every_shape
+def test_it_is_the_function_with_its_theta(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    module = LrpeRotate1d(12, **options, act="silu")
+    assert module.theta.shape == shape
+    x = noise(2, 5, module.num_heads or 3, 12)
+    per_head = options.get("per") == "head"
+    call = {"start": module.start, "rotary_dim": module.rotary_dim}
+    said = "head" if per_head else "pair"
+    wanted = lrpe_rotate_1d(x, module.theta, 7, "silu", theta_axis=said, **call)
+    got = module(x, offset=7)
+    assert_same_bits(got, wanted)
+    got.square()[0].sum().backward()
+    assert module.theta.grad is not None
+    assert module.theta.grad.shape == shape
+    assert module.theta.grad.any()
+
+
+def test_it_begins_as_an_ordinary_rotation() -> None:
+    x = noise(2, 5, 3, 12)
+    for options in ({}, {"num_heads": 3}):
+        got = LrpeRotate1d(12, base=500.0, dtype=torch.float64, **options)(x)
+        assert_near(got, rotate(x, RopeSpec(12, 500.0), layout="bshd"), "float32 ways")
+    got = LrpeRotate1d(12, rotary_dim=8, pairs=3)(x)
+    assert_near(
+        got[..., :3], rotate(x, RopeSpec(12, rotary_dim=8), layout="bshd")[..., :3], "float32 ways"
+    )
+    assert torch.equal(got[..., [3, 7, 8, 9, 10, 11]], x[..., [3, 7, 8, 9, 10, 11]])
+    per_head = LrpeRotate1d(12, 4, per="head", base=16.0).theta
+    assert_near(per_head.detach(), torch.tensor([1.0, 0.5, 0.25, 0.125]), "float32 ways")
+
+
+def test_without_heads() -> None:
+    x = noise(2, 5, 12)
+    assert LrpeRotate1d(12, act="softmax", dim=1)(x).shape == x.shape
+    assert_same_bits(LrpeRotate1d(12)(x), LrpeRotate1d(12)(x[:, :, None])[:, :, 0])
+
+
+@every_shape
+def test_saving_copying_and_building_without_memory(
+    options: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    module = LrpeRotate1d(12, **options)
+    assert list(module.state_dict()) == ["theta"]
+    assert not list(module.buffers())
+    with torch.no_grad():
+        module.theta += 1
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other.theta, module.theta)
+    fresh = LrpeRotate1d(12, **options)
+    begun = fresh.theta.detach().clone()
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(fresh.theta, module.theta)
+    fresh.reset_parameters()
+    assert torch.equal(fresh.theta, begun)
+    with torch.device("meta"):
+        empty = LrpeRotate1d(12, **options)
+    assert empty.theta.shape == shape
+    assert empty.theta.is_meta
+    empty = LrpeRotate1d(12, **options, device="meta").to_empty(device="cpu")
+    empty.reset_parameters()
+    assert torch.equal(empty.theta, begun)
+
+
+def test_frozen_and_of_another_dtype() -> None:
+    module = LrpeRotate1d(12, learnable=False, dtype=torch.float64)
+    assert not module.theta.requires_grad
+    assert module.theta.dtype == torch.float64
+    assert not module(noise(2, 5, 3, 12)).requires_grad
+
+
+def test_it_learns_the_angles_that_it_is_shown() -> None:
+    """Gradient descent on θ alone finds how far tokens were turned."""
+    x = noise(4, 8, 2, 4)
+    wanted = lrpe_rotate_1d(x, torch.tensor([[0.9, 0.012], [1.1, 0.009]]))
+    module = LrpeRotate1d(4, 2)
+    optimiser = torch.optim.Adam([module.theta], lr=0.01)
+    losses = []
+    for _ in range(60):
+        loss = (module(x) - wanted).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 100
+
+
+def test_compiled() -> None:
+    module, x = LrpeRotate1d(12, 3, act="silu"), noise(2, 5, 3, 12)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert_same_bits(compiled(x, 7), module(x, 7))
+    torch.compiler.reset()
+
+
+def test_what_it_prints() -> None:
+    assert repr(LrpeRotate1d(64, 8, act="silu")) == (
+        "LrpeRotate1d(64, num_heads=8, per='head and pair', act='silu', base=10000)"
+    )
+    other = LrpeRotate1d(
+        64, start=4, rotary_dim=32, pairs=8, act="softmax", dim=-1, learnable=False
+    )
+    assert repr(other) == (
+        "LrpeRotate1d(64, num_heads=None, per='pair', act='softmax', dim=-1, start=4, rotary_dim=32, "
+        "pairs=8, base=10000, learnable=False)"
+    )
+
+
+@pytest.mark.parametrize(
+    "error, words, options",
+    [
+        (ValueError, "rotary_dim must be even but got 7", {"head_dim": 7}),
+        (TypeError, "head_dim must be an int but got 'wide'", {"head_dim": "wide"}),
+        (ValueError, "num_heads must be positive but got 0", {"num_heads": 0}),
+        (TypeError, "num_heads must be an int but got 2.0", {"num_heads": 2.0}),
+        (ValueError, "per must be one of head and pair, pair, head but got 'token'", {"per": "token"}),
+        (ValueError, "num_heads must be given for per='head' but is None", {"per": "head"}),
+        (ValueError, "pairs must be None for per='head', where all turn, but got 3",
+         {"per": "head", "num_heads": 2, "pairs": 3}),
+        (ValueError, "pairs must be at most 6 but got 7", {"pairs": 7}),
+        (ValueError, "pairs must be positive but got 0", {"pairs": 0}),
+        (ValueError, "act must be one of none, relu,", {"act": "swish"}),
+        (ValueError, "act must be one of none, relu,", {"act": "rms_norm"}),
+        (ValueError, "dim must be None for act 'relu' but got -1", {"act": "relu", "dim": -1}),
+        (ValueError, "dim must be -1 or 1 for act 'softmax' but got None", {"act": "softmax"}),
+        (ValueError, "dim must be -1 or 1 for act 'softmax' but got 2", {"act": "softmax", "dim": 2}),
+        (TypeError, "base must be a number but got '1e4'", {"base": "1e4"}),
+        (ValueError, "base must be positive and finite but got 0", {"base": 0}),
+        (TypeError, "dtype must be floating but got torch.int64", {"dtype": torch.int64}),
+    ],
+)  # fmt: skip
+def test_what_is_refused(error: type[Exception], words: str, options: dict[str, Any]) -> None:
+    with pytest.raises(error, match=re.escape(f"[LrpeRotate1d] {words}")):
+        LrpeRotate1d(**({"head_dim": 12} | options))
+
+
+def test_what_the_call_refuses() -> None:
+    module = LrpeRotate1d(12, 3)
+    words = "x must have shape (batch, tokens, 3, 12) or, without heads, (batch, tokens, 12)"
+    with pytest.raises(
+        ValueError, match=re.escape(f"[LrpeRotate1d] {words} (x: float32[2, 5, 3, 8])")
+    ):
+        module(noise(2, 5, 3, 8))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        module(noise(5, 12))
+    with pytest.raises(TypeError, match=re.escape("[LrpeRotate1d] x must be a tensor but got 3")):
+        module(3)
+    with pytest.raises(ValueError, match=re.escape("theta must have shape (6,), (4, 6), (1, 6)")):
+        module(noise(2, 5, 4, 12))
