@@ -73,7 +73,7 @@ def trained(case: Case, rotate: Callable[..., Any]) -> Call:
     return call
 
 
-def copy(case: Case, device: torch.device) -> Call:
+def copy(case: Case, _: torch.device) -> Call:
     """Memory moved as fast as it goes: clones of q and k, or each of them and its gradient."""
     if case.work == "in place":
         return lambda x: [y.neg_() for y in x.xs]

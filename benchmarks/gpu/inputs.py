@@ -99,7 +99,7 @@ def ours(case: Case, device: torch.device, backend: str | None = None) -> Callab
     if case.work == "out":
         return lambda x: rotate_qk(x.q, x.k, rotation, **named)
     if case.work == "frequencies":
-        return _by_frequencies(case, rotation, device, backend)
+        return _by_frequencies(case, rotation, backend)
 
     def backward(x: Inputs) -> tuple[torch.Tensor, ...]:
         leaves = [y.detach().requires_grad_() for y in x.xs]
@@ -139,9 +139,7 @@ def _gated(
     return lambda x: rotate(x.q, x.k, words, None, None, 0, form, 1.0, gates, 0.0)
 
 
-def _by_frequencies(
-    case: Case, rotation: Any, device: torch.device, backend: str | None
-) -> Callable[[Inputs], Any]:
+def _by_frequencies(case: Case, rotation: Any, backend: str | None) -> Callable[[Inputs], Any]:
     form = Form(interleaved=case.interleaved).pack()
     gradients = _operator(backend, "angle_gradients")
     words = rotation.words
