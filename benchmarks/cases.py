@@ -1,52 +1,8 @@
-"""What is measured, as data."""
+"""What is measured for the README and from change to change, as data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-
-@dataclass(frozen=True)
-class Case:
-    """One situation in which queries and keys are rotated.
-
-    Attributes:
-        name: unique.
-        rows, tokens, q_heads, k_heads, head_dim: sizes.
-        dtype: of q and k.
-        work: "in place", "out of place", or "training": forward and backward, out of place.
-        cold: whether caches are flushed before each call.
-        strided: q and k as transposed views of (batch, seq, heads, dim), as models hand them over;
-            else contiguous (batch, heads, seq, dim).
-        interleaved, rotary_dim: the spec.
-        positions: "0..n-1", "ids per row", "packed" (sequences in one row) or "M-RoPE" (three
-            coordinates, by sections).
-        compiled: whether torch.compile of the rotation and of its definition takes part.
-        threads: of every contender.
-    """
-
-    name: str
-    rows: int = 1
-    tokens: int = 2048
-    q_heads: int = 32
-    k_heads: int = 8
-    head_dim: int = 128
-    dtype: str = "float32"
-    work: str = "in place"
-    cold: bool = True
-    strided: bool = True
-    interleaved: bool = False
-    rotary_dim: int | None = None
-    positions: str = "0..n-1"
-    compiled: bool = False
-    threads: int = 2
-
-
-def _both(case: Case) -> list[Case]:
-    return [
-        replace(case, name=f"{case.name}, {short}", dtype=dtype)
-        for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"))
-    ]
-
+from tightrope.workbench.bench.case import Case, in_both
 
 _IN_BOTH = (
     Case("prefill 128, cold", tokens=128),
@@ -80,7 +36,7 @@ _IN_BOTH = (
 )
 
 CASES = (
-    *(case for group in _IN_BOTH for case in _both(group)),
+    *(case for group in _IN_BOTH for case in in_both(group)),
     Case("prefill 2048, cold, fp16", dtype="float16"),
     Case("prefill 2048, warm, fp16", dtype="float16", cold=False),
     Case("prefill 2048, cold, fp64", dtype="float64"),

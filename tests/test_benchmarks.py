@@ -13,9 +13,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import baselines, compare, method, report, rotate
-from benchmarks.baselines import CONTENDERS, Made
-from benchmarks.cases import CASES, Case
+from benchmarks import compare, report, rotate
+from benchmarks.cases import CASES
+
+from tightrope.workbench.bench import CONTENDERS, SUITE, Case, Made, measure, method, runtimes
+from tightrope.workbench.bench.measure import expected, gate, inputs
 
 SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
 VARIANTS = {
@@ -36,13 +38,13 @@ VARIANTS = {
 
 @pytest.mark.parametrize("case", VARIANTS.values(), ids=VARIANTS)
 def test_every_contender_passes_the_gate(case: Case) -> None:
-    q, k, ids = rotate.inputs(case)
-    expected = rotate.expected(case, q, k, ids)
+    q, k, ids = inputs(case)
+    right = expected(case, q, k, ids)
     ran = []
     for contender in CONTENDERS:
         if contender.why_not(case) is None and "compiled" not in contender.name:
             made = contender.make(case, q.clone(), k.clone(), ids)
-            assert rotate.gate(case, made, expected) is None, contender.name
+            assert gate(case, made, right) is None, contender.name
             made.call()
             ran.append(contender.name)
     assert {"tightrope", "eager"} <= set(ran)
@@ -50,15 +52,15 @@ def test_every_contender_passes_the_gate(case: Case) -> None:
 
 def test_the_gate_refuses_wrong_results() -> None:
     case = VARIANTS["plain"]
-    q, k, ids = rotate.inputs(case)
-    expected = rotate.expected(case, q, k, ids)
+    q, k, ids = inputs(case)
+    right = expected(case, q, k, ids)
     wrong = {
         "unrotated": (q, k),
-        "pairing": rotate.expected(VARIANTS["interleaved"], q, k, ids),
-        "positions": rotate.expected(case, q, k, ids + 1),
+        "pairing": expected(VARIANTS["interleaved"], q, k, ids),
+        "positions": expected(case, q, k, ids + 1),
     }
     for name, result in wrong.items():
-        reason = rotate.gate(case, Made(lambda: None, result), expected)
+        reason = gate(case, Made(lambda: None, result), right)
         assert reason is not None, name
         assert "off by" in reason
 
@@ -77,14 +79,39 @@ def test_the_gate_refuses_wrong_results() -> None:
     ],
 )
 def test_who_is_absent_says_why(name: str, case: Case, reason: str, monkeypatch) -> None:
-    monkeypatch.setattr(baselines, "_cores", lambda: 2)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(runtimes, "cores", lambda: 2)
+    there = "fixed when it starts" in reason
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object() if there else None)
     (contender,) = (contender for contender in CONTENDERS if contender.name == name)
     assert reason in str(contender.why_not(case))
 
 
+def test_a_wrong_result_of_ours_is_an_error() -> None:
+    wrong = replace(CONTENDERS[0], make=lambda _, q, k, __: Made(lambda: None, (q, k)))
+    with pytest.raises(
+        RuntimeError, match=r"^\[measure\] tightrope must be right in plain but its"
+    ):
+        measure(VARIANTS["plain"], (wrong,), runs=1, rounds=1, wanted=re.compile(""))
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, TypeError, AttributeError])
+def test_who_fails_is_absent(error: type[Exception]) -> None:
+    def make(*_: object) -> Made:
+        raise error("no compiler\nand more")
+
+    failing = replace(CONTENDERS[0], name="other", make=make)
+    threads = torch.get_num_threads()
+    case = replace(VARIANTS["plain"], threads=threads + 1)
+    ours = CONTENDERS[0]
+    result = measure(case, (ours, failing), runs=1, rounds=1, wanted=re.compile(""))
+    assert result["absent"] == {"other": f"it failed: {error.__name__}: no compiler"}
+    assert set(result["seconds"]) == {"tightrope"}
+    assert torch.get_num_threads() == threads
+
+
 def test_names_are_unique() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
+    for cases in (CASES, SUITE):
+        assert len({case.name for case in cases}) == len(cases)
     assert len({contender.name for contender in CONTENDERS}) == len(CONTENDERS)
 
 
@@ -111,18 +138,14 @@ def test_turns_wait_only_where_threads_differ(cold: bool, own_threads: bool, mon
     monkeypatch.setattr(method, "_rest", lambda: rests.append(None))
     ours = CONTENDERS[0]
     other = replace(ours, name="other", own_threads=own_threads)
-    monkeypatch.setattr(rotate, "CONTENDERS", (ours, other))
-    threads = torch.get_num_threads()
     case = replace(VARIANTS["plain"], cold=cold)
-    result = rotate.measure(case, runs=1, rounds=3, wanted=re.compile(""))
-    torch.set_num_threads(threads)
+    result = measure(case, (ours, other), runs=1, rounds=3, wanted=re.compile(""))
     assert set(result["seconds"]) == {"tightrope", "other"}
     # Both once to warm up, and in each of three rounds.
     assert len(rests) == (8 if own_threads else 0)
 
 
 def test_from_run_to_table(tmp_path: Path, monkeypatch, capsys) -> None:
-    threads = torch.get_num_threads()
     monkeypatch.setattr(rotate, "CASES", (VARIANTS["plain"], VARIANTS["out of place"]))
     out = tmp_path / "deep" / "results.json"
     arguments = [
@@ -136,7 +159,6 @@ def test_from_run_to_table(tmp_path: Path, monkeypatch, capsys) -> None:
         str(out),
     ]
     assert rotate.main(arguments) == 0
-    torch.set_num_threads(threads)
     data = json.loads(out.read_text())
     assert [r["case"]["name"] for r in data["results"]] == ["plain", "out of place"]
     assert {"processor", "torch", "commit", "date"} <= set(data["machine"])

@@ -74,6 +74,11 @@ TABLE = {
         "relative, of each number",
         "2 ulp, and as much again as the argument of an exponential near e^±88 has lost",
     ),
+    "reported number": Tolerance(
+        1e-15,
+        "relative, of a wavelength, a number of turns, a ratio or an angle that a report gives",
+        "60 digits rounded to float64 (1.1e-16) after one quotient; the oracle rounds π besides",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,

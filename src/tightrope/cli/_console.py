@@ -1,5 +1,6 @@
 """The console, and progress that is a bar on a terminal and plain lines elsewhere."""
 
+import os
 from types import TracebackType
 
 from rich.console import Console
@@ -10,9 +11,9 @@ _PLAIN_LINES = 10
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console without automatic highlighting, of a fixed width where no terminal gives one."""
+    """A console without automatic highlighting; of a fixed width where nothing gives one."""
     console = Console(stderr=stderr, highlight=False)
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PLAIN_WIDTH
     return console
 

@@ -2,9 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -12,33 +10,14 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
 from .. import RopeSpec
+from ..workbench.figures import INK, MUTED, styled
 from ._timings import Timing
 from ._train import Race
 from ._words import duration
 
-_INK = "#1d2733"
-_MUTED = "#7b8794"
-_GRID = "#e3e7ec"
 _EAGER = "#f2b37a"
 _OURS = "#0b5fa5"
 _SLOW = "#9cc3e4"
-_STYLE: dict[Any, Any] = {
-    "font.size": 9.5,
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "legend.frameon": False,
-}
 
 
 def draw(
@@ -53,12 +32,12 @@ def draw(
     caption: str,
 ) -> None:
     """Write the picture to `path`; a part that was not reached says so in its panel."""
-    with mpl.rc_context(_STYLE):
+    with styled():
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
         figure = Figure(figsize=(16.5, 6.2), dpi=140, layout=layout)
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
-        figure.supxlabel(caption, x=0.008, ha="left", fontsize=8.5, color=_MUTED)
+        figure.supxlabel(caption, x=0.008, ha="left", fontsize=8.5, color=MUTED)
         left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 0.85, 1.2))
         _losses(left, race, entropy)
         _wavelengths(middle, spec, context)
@@ -76,7 +55,7 @@ def _losses(axes: Axes, race: Race, entropy: float) -> None:
     marker = "o" if race.steps == 1 else None
     axes.plot(steps, eager.losses, color=_EAGER, lw=5, marker=marker, label="eager rotation")
     axes.plot(steps, ours.losses, color=_OURS, lw=1.3, marker=marker, label="tightrope")
-    axes.axhline(entropy, color=_MUTED, lw=1, ls=(0, (4, 3)), label="byte frequencies alone")
+    axes.axhline(entropy, color=MUTED, lw=1, ls=(0, (4, 3)), label="byte frequencies alone")
     axes.set(xlabel="step", ylabel="nats per byte", ylim=(0, None))
     axes.legend(loc="lower left")
 
@@ -84,7 +63,7 @@ def _losses(axes: Axes, race: Race, entropy: float) -> None:
     # A difference of exactly zero has no place on a log axis: it is drawn at the floor.
     floor = 1e-8
     inset.semilogy(
-        steps, [max(value, floor) for value in race.differences], color=_INK, lw=0.9, marker=marker
+        steps, [max(value, floor) for value in race.differences], color=INK, lw=0.9, marker=marker
     )
     inset.set_title("|difference| of the two curves", fontsize=8.5, fontweight="normal")
     inset.set_ylim(floor, 1.0)
@@ -103,7 +82,7 @@ def _wavelengths(axes: Axes, spec: RopeSpec, context: int) -> None:
         pairs = range(start, start + len(group))
         axes.scatter(pairs, group, s=130 / math.sqrt(len(lengths)), color=color, label=label)
         start += len(group)
-    axes.axhline(context, color=_INK, lw=1, ls=(0, (4, 3)))
+    axes.axhline(context, color=INK, lw=1, ls=(0, (4, 3)))
     axes.annotate(
         f"context: {context} tokens",
         (0, context),
@@ -127,7 +106,7 @@ def _bars(axes: Axes, timings: list[Timing]) -> None:
     floor = [timing.neg / timing.eager for timing in timings]
     axes.barh(rows, 1.0, height=0.62, color=_EAGER, label="eager")
     axes.barh(rows, ours, height=0.62, color=_OURS, label="tightrope")
-    axes.scatter(floor, rows, marker="|", s=170, lw=2, color=_INK, label="neg_, in place", zorder=3)
+    axes.scatter(floor, rows, marker="|", s=170, lw=2, color=INK, label="neg_, in place", zorder=3)
     end = max(1.0, *ours)
     for row, timing in zip(rows, timings, strict=True):
         text = f"{duration(timing.eager)} → {duration(timing.tightrope)}"
@@ -148,5 +127,5 @@ def _bars(axes: Axes, timings: list[Timing]) -> None:
 
 
 def _not_reached(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "stopped before this part", ha="center", color=_MUTED, fontsize=11)
+    axes.text(0.5, 0.5, "stopped before this part", ha="center", color=MUTED, fontsize=11)
     axes.set_axis_off()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import RopeSpec
-from ._environment import Environment
+from ..workbench.environment import Environment
 from ._model import ModelSize
 from ._sample import Sample
 from ._text import Corpus, byte_entropy

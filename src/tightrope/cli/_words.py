@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Numbers and texts as a person reads them."""
 
 
 def duration(seconds: float) -> str:
@@ -11,3 +11,8 @@ def duration(seconds: float) -> str:
         unit, value = "us", seconds * 1e6
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def printable(text: str) -> str:
+    """Text of files that others made, without what would steer a terminal."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)

@@ -8,19 +8,22 @@ import typer
 
 from .. import __version__
 from ._console import make_console
+from .bench import bench
 from .demo import demo
 from .info import info
+from .inspect import inspect
 
 app = typer.Typer(
     name="tightrope",
     no_args_is_help=False,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
 app.command()(info)
+app.command()(inspect)
+app.command()(bench)
 
 # UsageError, whichever way this version of typer spells its module (click, or its own copy).
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -48,6 +51,10 @@ def _root(
 
     `tightrope demo`   train a small transformer beside eager rotation, in two minutes
 
+    `tightrope inspect config.json`   what a model's rotary embedding is, and what to mind about it
+
+    `tightrope bench`   how long a rotation takes here, beside what else is installed
+
     `tightrope info`   what is installed here, and which backend would run
     """
     if context.invoked_subcommand is None:
@@ -61,7 +68,7 @@ def run() -> int:
             # A terminal that cannot show a character must not end a two-minute run.
             stream.reconfigure(errors="replace")
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="tightrope", standalone_mode=False)
     except _UsageError as error:
         text = str(getattr(error, "format_message", error.__str__)())
         make_console(stderr=True).print(f"Error: {text}", markup=False, soft_wrap=True)

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 
 from .. import RopeSpec
+from ..workbench.environment import read_environment
 from . import _report as report
 from ._console import Ticker, make_console
-from ._environment import read_environment
 from ._interrupt import Interrupt
 from ._model import ModelSize
 from ._plot import draw

@@ -8,38 +8,69 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from ..workbench.environment import Environment, read_environment
 from ._console import make_console
-from ._environment import read_environment
+from ._mistakes import FINDING, stop
 
 
 def info(
+    require: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BACKEND", help="Leave with exit code 1 if this backend cannot run here."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Show versions, the backends found, and why a faster one is missing.
+    """Show versions, the backends found, why a faster one is missing, and the hardware.
 
-    Example:
+    Exit codes: 0 looked, 1 the required backend is not usable, 2 a mistake in the call.
+
+    Examples:
 
     `tightrope info --json`
+
+    `tightrope info --require cpu || echo 'plain torch runs'`
     """
     console = make_console()
     found = read_environment()
+    if require is not None and require not in found.backends:
+        stop(f"--require must be one of {', '.join(found.backends)} but got {require!r}.")
     if as_json:
-        text = json.dumps(dataclasses.asdict(found), indent=2)
+        text = json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False)
         console.print(text, markup=False, soft_wrap=True)
-        return
+    else:
+        console.print(_table(found))
+    if require is not None and found.backends[require] is not None:
+        raise typer.Exit(FINDING)
+
+
+def _table(found: Environment) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
+    table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
+    for name, value in _rows(found):
+        table.add_row(name, Text(value))
+    return table
+
+
+def _rows(found: Environment) -> list[tuple[str, str]]:
+    sets = ", ".join(found.instruction_sets)
     rows = [
-        ("tightrope", found.tightrope),
+        ("tightrope", f"{found.tightrope} in {found.installed_at}"),
         ("torch", found.torch),
         ("python", f"{found.python} on {found.system}"),
-        ("threads", str(found.threads)),
-        ("instruction set", found.instruction_set or "the native library is not loaded"),
-        ("gpu", ", ".join(found.gpus) or "none"),
+        ("processor", f"{found.processor}, {found.cores} cores"),
+        ("threads", f"{found.threads}, of torch's own pool"),
     ]
+    if found.instruction_set is None:
+        rows.append(("instruction set", "the native library is not loaded"))
+    else:
+        rows.append(("instruction set", f"{found.instruction_set} (this processor: {sets})"))
+    gpus = ", ".join(found.gpus) or f"none: {found.why_no_gpu}"
+    rows.append(("gpu", gpus))
     rows += [
         (f"backend {name}", "usable" if reason is None else f"not usable: {reason}")
         for name, reason in found.backends.items()
@@ -47,6 +78,9 @@ def info(
     rows.append(("runs on CPU tensors", found.runs))
     if found.why_not_faster is not None:
         rows.append(("why not faster", found.why_not_faster))
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(table)
+    there = [f"{name} {version}" for name, version in found.packages.items() if version]
+    missing = [name for name, version in found.packages.items() if not version]
+    rows.append(("found", ", ".join(there) or "none"))
+    if missing:
+        rows.append(("not installed", ", ".join(missing)))
+    return rows

@@ -6,7 +6,6 @@ which field. What is read and what is refused: docs/config.md.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +13,11 @@ from typing import Any
 
 from .._errors import sentence
 from ..spec import RopeSpec
-from . import formats, keys
+from . import files, formats, keys
 from .families import FAMILIES, SECTIONS, Family
 from .reading import read
 from .source import OPERATION, Source, fail
 from .specs import LayerSpecs as LayerSpecs, Provenance as Provenance
-
-FILES = ("config.json", "params.json")
 
 
 def from_config(
@@ -84,7 +81,7 @@ def _load(config: object) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if isinstance(config, str | os.PathLike):
-        return _load_file(Path(config))
+        return files.load(Path(config))
     to_dict = getattr(config, "to_dict", None)
     values = to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
     if isinstance(config, type) or not isinstance(values, Mapping):
@@ -97,20 +94,24 @@ def _load(config: object) -> Mapping[str, Any]:
     return values
 
 
-def _load_file(path: Path) -> Mapping[str, Any]:
-    if path.is_dir():
-        there = [path / name for name in FILES if (path / name).is_file()]
-        if len(there) != 1:
-            has = " and ".join(file.name for file in there) or "neither"
-            fail(f"a folder must have one of {' and '.join(FILES)} but {path} has {has}")
-        path = there[0]
-    values = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        fail(f"{path} must hold a JSON object but holds {type(values).__name__}")
-    return values
-
-
 # --- nested sections ------------------------------------------------------------------------------
+
+
+def sections(config: object) -> tuple[str, ...]:
+    """Which parts of a configuration rotate: ``""`` for the outer level, else names of sections.
+
+    Several, where :meth:`tightrope.RopeSpec.from_config` must be told which one is meant.
+
+    >>> sections({"model_type": "llama", "rope_theta": 10000.0})
+    ('',)
+    """
+    values = _load(config)
+    if formats.is_gguf(values) or formats.is_meta(values) or formats.is_megatron(values):
+        return ("",)
+    values, spelled = _hoisted(values)
+    nested = dict(_nested(values, values.get("model_type"), ""))
+    outer = _source(values, values.get("model_type"), "", spelled)
+    return tuple(_speaking(values, outer, nested)) or ("",)
 
 
 def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
@@ -123,16 +124,10 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
             fail(f"section must be one of the config's sections but got {chosen!r}; it has {has}")
         return nested[chosen]
     outer = _source(values, values.get("model_type"), "", spelled)
-    if chosen == "" or (outer.family is not None and outer.family.refused is not None):
+    if chosen == "":
         return outer
-    speaking = [name for name, source in nested.items() if _has_rope(source)]
-    if _says_rope(values):
-        speaking = [name for name in speaking if _says_rope(nested[name].values)]
-        speaking = [name for name in speaking if name.rpartition(".")[2] == "text_config"]
-        if not speaking:
-            return outer
-        speaking.insert(0, "")
-    elif not speaking:
+    speaking = _speaking(values, outer, nested)
+    if not speaking or speaking == [""]:
         return outer
     if len(speaking) == 1:
         return nested[speaking[0]]
@@ -141,6 +136,17 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
         f"section must say which part of the config is meant, as RoPE is in {shown}; for example "
         f"RopeSpec.from_config(config, section={speaking[-1]!r})"
     )
+
+
+def _speaking(values: Mapping[str, Any], outer: Source, nested: Mapping[str, Source]) -> list[str]:
+    """The parts that say something about RoPE; the outer level is the empty name."""
+    if outer.family is not None and outer.family.refused is not None:
+        return [""]
+    speaking = [name for name, source in nested.items() if _has_rope(source)]
+    if _says_rope(values):
+        speaking = [name for name in speaking if _says_rope(nested[name].values)]
+        return ["", *(name for name in speaking if name.rpartition(".")[2] == "text_config")]
+    return speaking
 
 
 def _nested(values: Mapping[str, Any], model_type: object, prefix: str) -> list[tuple[str, Source]]:

@@ -9,6 +9,9 @@ from . import keys
 from .scaling import Fact, claimed_by
 from .source import OPERATION, Found, Part, Source, agreed, fail, whole
 
+# Beyond it a misspelt section would take memory and time before anybody said what is wrong with it.
+_MOST_PAIRS = 32768
+
 
 def base_of(source: Source, part: Part) -> tuple[float, str]:
     """The base and where it comes from: a key, or a constant of the code that no key changes."""
@@ -199,6 +202,8 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     if not isinstance(said[1], list | tuple):
         raise TypeError(sentence(OPERATION, f"{said[0]} must be a list but got {said[1]!r}"))
     sizes = tuple(whole([(said[0], size) for size in said[1]]) and said[1])
+    if sum(sizes) > max(_MOST_PAIRS, pairs):
+        fail(f"{said[0]} must share out {pairs} pairs, half of rotary_dim, but got {list(sizes)}")
     if kind == "rows and columns, then time":
         if len(sizes) != 3 or sizes[0] != sizes[1]:
             fail(f"{said[0]} must give rows and columns equally many pairs but got {list(sizes)}")

@@ -8,12 +8,14 @@ from .._errors import sentence
 from . import keys
 from .source import OPERATION, Entries, Found, Part, Source, agreed, fail
 
+_MOST_LAYERS = 65536
+
 
 def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
     """The rope section, and those per layer type where it is nested."""
     flat: Entries = {}
     nested: dict[str, Entries | None] = {}
-    labels = source.values.get("layer_types") or ()
+    labels = _listed(source) or ()
     for name in keys.SECTION:
         section = source.values.get(name)
         if section is None:
@@ -53,14 +55,25 @@ def _merged(one: Entries, other: Entries) -> Entries:
 def parts_of(source: Source) -> tuple[list[Part], tuple[str, ...] | None]:
     """The layer types of a configuration, and the type of each layer where it lists them."""
     flat, nested = _sections(source)
-    listed = source.values.get("layer_types")
-    layers = tuple(listed) if isinstance(listed, list | tuple) else None
+    layers = _listed(source)
     if nested:
         return _nested_parts(source, nested, layers), layers
     kind = source.family.layers if source.family is not None else None
     if kind is None:
         return [Part(None, flat)], layers
     return _LAYERS[kind](source, flat, layers)
+
+
+def _listed(source: Source) -> tuple[str, ...] | None:
+    """The type of each layer, where the configuration lists them."""
+    listed = source.values.get("layer_types")
+    if not isinstance(listed, list | tuple):
+        return None
+    for name in listed:
+        if not isinstance(name, str):
+            path = source.shown("layer_types")
+            raise TypeError(sentence(OPERATION, f"{path} must hold names but got {name!r}"))
+    return tuple(listed)
 
 
 def _nested_parts(
@@ -180,6 +193,8 @@ def _by_interval(source: Source, key: str, every: str, others: str) -> tuple[str
     interval, count = source.values.get(key), source.values.get("num_hidden_layers")
     if not isinstance(interval, int) or not isinstance(count, int) or interval < 1:
         return None
+    if count > _MOST_LAYERS:
+        fail(f"{source.shown('num_hidden_layers')} must be at most {_MOST_LAYERS} but got {count}")
     return tuple(others if (layer + 1) % interval else every for layer in range(count))
 
 

@@ -7,6 +7,7 @@ is read without a change here.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import warnings
@@ -19,8 +20,11 @@ from . import keys
 from .heads import axes_of, base_of, pairing_of, slice_of
 from .layers import parts_of
 from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
-from .source import OPERATION, Part, Source, fail
+from .source import OPERATION, Found, Part, Source, fail
 from .specs import LayerSpecs, Provenance, Row
+
+# Nothing is near it; and whoever misspells a size should not wait for so many frequencies.
+_WIDEST = 65536
 
 
 def read(
@@ -49,7 +53,15 @@ def read(
         spec, facts = _one(source, part, interleaved)
         made[part.name] = spec
         rows += [Row(part.name, *fact) for fact in facts]
-    return _choose(made, rows, layers, layer_type)
+    told = _choose(made, rows, layers, layer_type)
+    return dataclasses.replace(told, name=source.name, context=_context(source))
+
+
+def _context(source: Source) -> Found | None:
+    for path, value in source.outer(keys.MAX_POSITION):
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return path, value
+    return None
 
 
 def _choose(
@@ -89,6 +101,8 @@ def _one(source: Source, part: Part, interleaved: bool | None) -> tuple[RopeSpec
     base, base_from = base_of(source, part)
     slice_, facts = slice_of(source, part, rule)
     head_dim, rotary_dim, start = slice_
+    if head_dim > _WIDEST:
+        fail(f"a head must have at most {_WIDEST} channels but got {head_dim} ({facts[0][2]})")
     pairs, pairs_from = pairing_of(source, interleaved)
     scaling, scaling_facts = scaling_of(source, part, rule)
     axes, axes_from = axes_of(source, part, rotary_dim)

@@ -92,10 +92,14 @@ class Provenance:
     Attributes:
         spec: what :meth:`tightrope.RopeSpec.from_config` returns.
         rows: layer type, field, value, and the key or fact that gave it.
+        name: of which kind of configuration: ``model_type 'llama'``.
+        context: the key that says how long sequences may be, and that length; None if none does.
     """
 
     spec: RopeSpec | LayerSpecs | None
     rows: tuple[Row, ...]
+    name: str = ""
+    context: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         shown = [(row.field, _short(row.value), row.source) for row in self.rows]

@@ -1,0 +1,145 @@
+"""The words and tables of `tightrope bench`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..workbench.bench import CONTENDERS, Case
+from ..workbench.bench.picture import FLOORS, copies
+from ..workbench.environment import Environment
+from ._words import duration
+
+_NEWS = ("its result is off", "it failed")
+
+# What fits a column heading.
+_SHORT = {
+    "compiled eager": "compiled",
+    "rotary-embedding-torch": "r-e-torch",
+    "transformers, compiled": "transf., comp.",
+    "tightrope, compiled": "tightr., comp.",
+    "definition, compiled": "def., comp.",
+}
+
+
+def where(here: Environment, threads: int) -> str:
+    """The machine in a few words."""
+    many = "" if threads == 1 else "s"
+    return (
+        f"{here.processor}, {threads} thread{many}, {here.instruction_set or 'no native library'}, "
+        f"torch {here.torch}, tightrope {here.tightrope}"
+    )
+
+
+def copies_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """Everybody's time in a case, in copies."""
+    found = {name: copies(result, name) for name in result["seconds"]}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def print_list(console: Console, cases: Sequence[Case], wanted: re.Pattern[str]) -> None:
+    """Cases, and contenders with why one cannot take part."""
+    console.print(Text("Cases", style="bold"))
+    for case in cases:
+        console.print(Text(f"  {case.name}"))
+    console.print(Text("Contenders", style="bold"))
+    for contender in CONTENDERS:
+        if contender.name in FLOORS or contender.name == "tightrope":
+            state = "always"
+        elif not wanted.search(contender.name):
+            state = "only with --against"
+        else:
+            reasons = [contender.why_not(case) for case in cases]
+            able = [reason for reason in reasons if reason is None]
+            state = f"in {len(able)} of {len(cases)} cases"
+            if not able:
+                state = str(reasons[0])
+        console.print(Text(f"  {contender.name}: {state}"))
+
+
+def print_results(
+    console: Console,
+    here: Environment,
+    results: Sequence[Mapping[str, Any]],
+    document: Mapping[str, Any],
+) -> None:
+    """One row per case: the time of a copy, and everybody's time in copies."""
+    if document["interrupted"]:
+        console.print("Stopped by Ctrl-C; this is what there is so far.")
+    if not results:
+        return
+    console.print(Text(where(here, results[0]["case"]["threads"])))
+    if here.why_not_faster is not None:
+        console.print(Text(here.why_not_faster))
+    console.print()
+    names: dict[str, None] = {}
+    for result in results:
+        names.update(dict.fromkeys(name for name in result["seconds"] if name not in FLOORS))
+    table = Table(
+        title="Time of rotating q and k, in copies of them (1 is what memory alone costs)",
+        title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False,
+        padding=(0, 2, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    table.add_column("case", overflow="fold")
+    table.add_column("a copy", justify="right", no_wrap=True)
+    narrow = console.width < 100
+    for name in names:
+        table.add_column(
+            _SHORT.get(name, name) if narrow else name, justify="right", overflow="fold"
+        )
+    for result in results:
+        row = [_cell(result, name) for name in names]
+        table.add_row(result["case"]["name"], duration(_floor(result)), *row)
+    console.print(table)
+    seen = _faster(results)
+    if seen:
+        console.print(Text(seen))
+    for name, reason in _absent(results, list(names)).items():
+        console.print(Text(f"not here: {name}: {reason}", style="dim"))
+    console.print(
+        f"Medians of {document['rounds']} interleaved rounds"
+        + (f", median of {document['runs']} runs" if document["runs"] > 1 else "")
+        + "; q 32 and k 8 heads x 128, as transposed views; a copy is neg_ in place, else clone."
+    )
+
+
+def _cell(result: Mapping[str, Any], name: str) -> Text:
+    value = copies(result, name)
+    if value is None:
+        return Text("-", style="dim")
+    text = f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    return Text(text, style="bold" if name == "tightrope" else "")
+
+
+def _floor(result: Mapping[str, Any]) -> float:
+    seconds: Mapping[str, Sequence[float]] = result["seconds"]
+    return median(next(seconds[name] for name in FLOORS if name in seconds))
+
+
+def _faster(results: Sequence[Mapping[str, Any]]) -> str:
+    spans = []
+    for name in ("eager", "compiled eager", "transformers"):
+        times = [
+            1 / median(result["ratios"][name]) for result in results if name in result["ratios"]
+        ]
+        if times:
+            low, high = f"{min(times):.1f}", f"{max(times):.1f}"
+            spans.append(f"{name} {low if low == high else f'{low} to {high}'}")
+    return f"Times as long as tightrope: {', '.join(spans)}." if spans else ""
+
+
+def _absent(results: Sequence[Mapping[str, Any]], present: list[str]) -> dict[str, str]:
+    """Who took part in no case although asked to, and why."""
+    found: dict[str, str] = {}
+    for result in results:
+        for name, reason in result["absent"].items():
+            if name not in present and name not in FLOORS and reason != "not asked for":
+                # That somebody was wrong or failed is news; that a case is not for them is none.
+                if name not in found or reason.startswith(_NEWS):
+                    found[name] = reason
+    return found

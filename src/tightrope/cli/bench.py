@@ -1,0 +1,159 @@
+"""`tightrope bench`: how long rotations take on this machine, beside what else is installed."""
+
+import dataclasses
+import json
+import re
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..workbench.bench import CONTENDERS, SUITE, Case, measure
+from ..workbench.environment import Environment, read_environment
+from . import _benchmark as report
+from ._console import Ticker, make_console
+from ._interrupt import Interrupt
+from ._mistakes import FINDING, as_mistakes, stop
+
+# Who is compared where nobody is named: all that need no compiler, and the compiled usual expression.
+_AGAINST = "^(eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime|jax jit)$"
+_FLOORS = "^(neg_|clone)$"
+
+
+def bench(
+    only: Annotated[
+        str, typer.Option(metavar="REGEX", help="Cases whose names match, such as 'decode|fp32'.")
+    ] = "",
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="Contenders whose names match; by default eager, compiled and installed peers.",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Threads of everybody; torch's by default.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=2**20, help="Tokens in place of 2048.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, max=100, help="How often to measure it all.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Turns of each contender in a run.")
+    ] = 9,
+    listing: Annotated[
+        bool, typer.Option("--list", help="Name the cases and contenders, measure nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Write the numbers as JSON.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, metavar="FILE", help="Draw a picture: .png, .pdf or .svg."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; progress on the error stream.")
+    ] = False,
+) -> None:
+    """Time rotations on this machine's processor, as ratios to copying q and k.
+
+    Contenders take turns, call by call, in an order drawn anew each round; medians are compared.
+
+    Caches are flushed before each call of a long case. Whoever gives a wrong result is not timed.
+
+    It takes a few minutes; Ctrl-C stops it early and keeps what there is.
+
+    Exit codes: 0 measured, 1 a result of this library is wrong, 2 a mistake in the call, 130 stopped.
+
+    Examples:
+
+    `tightrope bench --plot bench.png`
+
+    `tightrope bench --only 'prefill.*bf16' --against 'eager|transformers' --json`
+    """
+    wanted, chosen = _regex("--against", against or _AGAINST), _regex("--only", only)
+    cases = [_sized(case, threads, tokens) for case in SUITE]
+    cases = [case for case in cases if chosen.search(case.name)]
+    if not cases:
+        stop(f"--only {only!r} matches no case: --list names them")
+    contenders = [one.name for one in CONTENDERS]
+    if against is not None and not any(wanted.search(name) for name in contenders):
+        stop(f"--against {against!r} matches no contender: --list names them")
+    console = make_console()
+    if listing:
+        report.print_list(console, cases, wanted)
+        return
+    here = read_environment()
+    for place in (out, plot):
+        if place is not None and not place.absolute().parent.is_dir():
+            stop(f"{place.parent}: there is no such folder.")
+    results, stopped = _measure_all(cases, wanted, runs, rounds, as_json)
+    document = _document(here, results, runs, rounds, stopped)
+    with as_mistakes():
+        text = json.dumps(document, indent=2, allow_nan=False)
+        if out is not None:
+            out.write_text(text + "\n", encoding="utf-8")
+        if plot is not None and results:
+            from ..workbench.bench.picture import draw
+
+            draw(plot, results, report.where(here, cases[0].threads))
+    if as_json:
+        console.print(text, markup=False, soft_wrap=True)
+    else:
+        report.print_results(console, here, results, document)
+        for name, place in (("numbers", out), ("picture", plot)):
+            if place is not None and (results or place is out):
+                console.print(f"{name}  {place}", markup=False, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(130)
+
+
+def _regex(option: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        stop(f"{option} {text!r} is no regular expression: {error}.")
+
+
+def _sized(case: Case, threads: int | None, tokens: int | None) -> Case:
+    case = replace(case, threads=threads or torch.get_num_threads())
+    if tokens is None or case.tokens == 1:
+        return case
+    name = case.name.replace(str(case.tokens), str(tokens))
+    return replace(case, tokens=tokens, name=name, cold=tokens >= 1024)
+
+
+def _measure_all(
+    cases: list[Case], wanted: re.Pattern[str], runs: int, rounds: int, as_json: bool
+) -> tuple[list[dict[str, Any]], bool]:
+    results = []
+    taking = re.compile(f"{_FLOORS}|{wanted.pattern}")
+    with Interrupt() as interrupt, Ticker(make_console(stderr=as_json), "measuring") as ticker:
+        for index, case in enumerate(cases):
+            if interrupt.requested:
+                break
+            ticker.update(index / len(cases), case.name)
+            try:
+                results.append(measure(case, CONTENDERS, runs=runs, rounds=rounds, wanted=taking))
+            except RuntimeError as error:
+                make_console(stderr=True).print(f"Error: {error}", markup=False, soft_wrap=True)
+                raise typer.Exit(FINDING) from None
+        return results, interrupt.requested
+
+
+def _document(
+    here: Environment, results: list[dict[str, Any]], runs: int, rounds: int, stopped: bool
+) -> dict[str, Any]:
+    for result in results:
+        result["copies"] = report.copies_of(result)
+    return {
+        "machine": dataclasses.asdict(here),
+        "date": date.today().isoformat(),
+        "runs": runs,
+        "rounds": rounds,
+        "interrupted": stopped,
+        "results": results,
+    }

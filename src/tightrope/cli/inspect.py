@@ -1,0 +1,129 @@
+"""`tightrope inspect`: what a model's rotary embedding is, and how two of them differ."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..workbench.inspect import Comparison, Inspection, compare, inspect as look_at
+from . import _inspection as report
+from ._console import make_console
+from ._mistakes import FINDING, as_mistakes, stop
+from ._words import printable
+
+# How the library's sentences spell what here are options.
+_SPELLED = {
+    "interleaved=False": "--halves",
+    "interleaved=True": "--interleaved",
+    "strict=False": "--lenient",
+}
+
+
+def inspect(
+    configs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="CONFIG",
+            show_default=False,
+            help="config.json, params.json, a folder with one of them, a .gguf file, or the JSON of a "
+            "RopeSpec. With several, each is compared with the first.",
+        ),
+    ],
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="POSITIONS", help="Length to look at; by default what the configuration says."
+        ),
+    ] = None,
+    section: Annotated[
+        str | None,
+        typer.Option(
+            help="Part of a nested configuration, such as text_config; '' is the outside."
+        ),
+    ] = None,
+    layer_type: Annotated[
+        str | None, typer.Option(help="Which layers, where they differ, such as full_attention.")
+    ] = None,
+    interleaved: Annotated[
+        bool | None,
+        typer.Option(
+            "--interleaved/--halves",
+            show_default=False,
+            help="How channels are paired, where the configuration does not tell.",
+        ),
+    ] = None,
+    lenient: Annotated[
+        bool, typer.Option("--lenient", help="Warn of unknown keys about RoPE; do not refuse them.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every pair of channels.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            metavar="FILE",
+            help="Draw a picture: .png, .pdf or .svg.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Show what a model's rotary embedding is, and what to mind about it.
+
+    The spec and the keys that said it, wavelengths, what scaling did, how far angles are exact.
+
+    With two configurations: what differs between them, and by how much their angles disagree.
+
+    Exit codes: 0 nothing to report, 1 a warning or a difference, 2 a mistake in the call or a file.
+
+    Examples:
+
+    `tightrope inspect Llama-3.1-8B/config.json --plot llama.png`
+
+    `tightrope inspect model.gguf config.json --context 131072`
+    """
+    console = make_console()
+    with warnings.catch_warnings(record=True) as said, as_mistakes(_SPELLED):
+        warnings.simplefilter("always", UserWarning)
+        options: dict[str, Any] = {
+            "context": context, "section": section, "layer_type": layer_type,
+            "strict": not lenient, "interleaved": interleaved,
+        }  # fmt: skip
+        found = [look_at(path, **options) for path in configs]
+        for each in found:
+            if not each.parts:
+                stop(f"{each.name} has no rotation here: {each.without[0].why_not}.")
+        comparisons = [compare(found[0], other) for other in found[1:]]
+    for warning in said:
+        text = f"Warning: {printable(str(warning.message))}"
+        make_console(stderr=True).print(text, markup=False, soft_wrap=True)
+    if plot is not None:
+        with as_mistakes():
+            _draw(plot, found)
+    if as_json:
+        _print_json(console, found, comparisons)
+    elif comparisons:
+        for comparison in comparisons:
+            report.print_comparison(console, comparison)
+    else:
+        report.print_inspection(console, found[0], every=every)
+    if plot is not None and not as_json:
+        console.print(f"picture  {plot}", markup=False, soft_wrap=True)
+    if any(each.warnings for each in found) or not all(each.alike for each in comparisons):
+        raise typer.Exit(FINDING)
+
+
+def _draw(path: Path, found: list[Inspection]) -> None:
+    from ..workbench.inspect.plot import draw
+
+    draw(path, found)
+
+
+def _print_json(console: Console, found: list[Inspection], comparisons: list[Comparison]) -> None:
+    document: dict[str, Any] = {"configs": [each.to_dict() for each in found]}
+    if comparisons:
+        document["comparisons"] = [each.to_dict() for each in comparisons]
+    console.print(json.dumps(document, indent=2, allow_nan=False), markup=False, soft_wrap=True)

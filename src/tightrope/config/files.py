@@ -1,0 +1,59 @@
+"""Files and folders -> the keys of a configuration, with one sentence for whatever else is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import gguf_file
+from .source import fail
+
+NAMES = ("config.json", "params.json")
+
+# The largest configurations there are list the layers of a model one by one, in some hundred kB.
+_LARGEST = 64 * 2**20
+
+
+def load(path: Path) -> Mapping[str, Any]:
+    """The keys of a JSON file, of a GGUF file, or of the one configuration in a folder.
+
+    Raises:
+        OSError: a file that is not there or that nobody may read.
+        ValueError: a file that holds something else.
+    """
+    if path.is_dir():
+        path = _inside(path)
+    elif path.exists() and not path.is_file():
+        fail(f"a configuration must be a file or a folder but {path} is a device or a pipe")
+    with path.open("rb") as file:
+        if file.read(len(gguf_file.MAGIC)) == gguf_file.MAGIC:
+            return gguf_file.read(path)
+    if path.stat().st_size > _LARGEST:
+        fail(f"a configuration must be a JSON or GGUF file but {path} is neither, or all too large")
+    return _json(path)
+
+
+def _inside(folder: Path) -> Path:
+    there = [folder / name for name in NAMES if (folder / name).is_file()]
+    if len(there) != 1:
+        has = " and ".join(file.name for file in there) or "neither"
+        fail(f"a folder must have one of {' and '.join(NAMES)} but {folder} has {has}")
+    return there[0]
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        fail(f"{path} must hold JSON but is no text")
+    except json.JSONDecodeError as error:
+        fail(f"{path} must hold JSON but at line {error.lineno}, column {error.colno}: {error.msg}")
+    except RecursionError:
+        fail(f"{path} must hold a configuration but is nested too deeply for one")
+    except ValueError:  # Python refuses to read numbers of thousands of digits
+        fail(f"{path} must hold JSON but has a number of thousands of digits")
+    if not isinstance(values, dict):
+        fail(f"{path} must hold a JSON object but holds {type(values).__name__}")
+    return values

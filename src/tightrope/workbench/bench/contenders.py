@@ -1,0 +1,186 @@
+"""Who is measured: this library, what memory alone costs, what model files do, and peers.
+
+A contender is made for a case from its own copies of q and k. It gives a call to time, and the rotated
+q and k of one call, which the gate compares with the definition in float64. Each may be absent, and
+says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ...functional import rotate_qk, rotate_qk_
+from .case import Case
+from .contender import (
+    Contender,
+    Made,
+    Pair,
+    functional,
+    missing,
+    positions_of,
+    spec_of,
+    tables_of,
+)
+from .runtimes import jax_jit, no_jax, no_onnxruntime, onnxruntime
+
+
+def _always(_: Case) -> None:
+    return None
+
+
+# ---- ours -----------------------------------------------------------------------------------------
+
+
+def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    rope = spec_of(case).at(positions_of(case, ids))
+    if case.work != "in place":
+        return functional(lambda q, k: rotate_qk(q, k, rope), case, q, k)
+    result = rotate_qk(q, k, rope)
+    return Made(lambda: rotate_qk_(q, k, rope), result)
+
+
+def _no_plain(case: Case) -> str | None:
+    return "the positions are plain" if case.positions == "0..n-1" else None
+
+
+def _plain(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    """The same tensors at 0..n-1: what the positions of the case cost beside them."""
+    made = _tightrope(replace(case, positions="0..n-1"), q, k, ids)
+    return Made(made.call, None)
+
+
+def _no_compiled(case: Case) -> str | None:
+    return None if case.compiled else "not a case about compiling"
+
+
+def _ours_compiled(
+    case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor, backend: str | None = None
+) -> Made:
+    """Our function inside a compiled one: the operator, or the definition for Inductor to fuse."""
+    torch._dynamo.reset()
+    rope = spec_of(case).at(positions_of(case, ids))
+    rotate = torch.compile(lambda q, k: rotate_qk(q, k, rope, backend=backend), fullgraph=True)
+    return functional(rotate, case, q, k)
+
+
+# ---- floors: what memory alone costs --------------------------------------------------------------
+
+
+def _neg(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    return Made(lambda: (q.neg_(), k.neg_()), None)
+
+
+def _clone(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    if case.work == "training":
+        return Made(lambda: (q.clone(), k.clone(), q.clone(), k.clone()), None)
+    return Made(lambda: (q.clone(), k.clone()), None)
+
+
+def _copy(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    a, b = torch.empty_like(q), torch.empty_like(k)
+    return Made(lambda: (a.copy_(q), b.copy_(k)), None)
+
+
+# ---- eager: what model files do -------------------------------------------------------------------
+
+
+def _turned_half(x: torch.Tensor) -> torch.Tensor:
+    u, v = x.chunk(2, -1)
+    return torch.cat((-v, u), -1)
+
+
+def _turned_neighbours(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def _eager_function(
+    case: Case, ids: torch.Tensor, dtype: torch.dtype
+) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
+    cos, sin = tables_of(case, ids, dtype)
+    turned = _turned_neighbours if case.interleaved else _turned_half
+    width = spec_of(case).rotary_dim
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        head = x[..., :width]
+        y = head * cos + turned(head) * sin
+        return y if width == x.shape[-1] else torch.cat((y, x[..., width:]), -1)
+
+    return lambda q, k: (one(q), one(k))
+
+
+def _eager(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    return functional(_eager_function(case, ids, q.dtype), case, q, k)
+
+
+def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    torch._dynamo.reset()
+    compiled = torch.compile(_eager_function(case, ids, q.dtype), fullgraph=True)
+    return functional(compiled, case, q, k)
+
+
+# ---- peers ----------------------------------------------------------------------------------------
+
+
+def _no_transformers(case: Case) -> str | None:
+    if case.interleaved or case.rotary_dim is not None:
+        return "its function rotates halves of the whole head"
+    return missing("transformers")
+
+
+def _transformers(
+    case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor, compiled: bool = False
+) -> Made:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    cos, sin = (table[:, 0] for table in tables_of(case, ids, q.dtype))
+    rotate = apply_rotary_pos_emb
+    if compiled:
+        torch._dynamo.reset()
+        rotate = torch.compile(rotate, fullgraph=True)
+    return functional(lambda q, k: rotate(q, k, cos, sin), case, q, k)
+
+
+def _no_rotary_embedding_torch(case: Case) -> str | None:
+    if not case.interleaved or case.positions != "0..n-1":
+        return "it rotates neighbours, at 0..n-1"
+    return missing("rotary_embedding_torch")
+
+
+def _rotary_embedding_torch(
+    case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor
+) -> Made:
+    from rotary_embedding_torch import RotaryEmbedding
+
+    rope = RotaryEmbedding(spec_of(case).rotary_dim)
+    rope.eval().requires_grad_(False)
+    rotate = rope.rotate_queries_or_keys
+    return functional(lambda q, k: (rotate(q), rotate(k)), case, q, k)
+
+
+CONTENDERS = (
+    Contender("tightrope", _always, _tightrope),
+    Contender("neg_", lambda case: None if case.work == "in place" else "not in place", _neg),
+    Contender("clone", lambda case: "in place" if case.work == "in place" else None, _clone),
+    Contender("copy_", lambda case: None if case.work == "out of place" else case.work, _copy),
+    Contender("0..n-1", _no_plain, _plain),
+    Contender("tightrope, compiled", _no_compiled, _ours_compiled),
+    Contender(
+        "definition, compiled",
+        _no_compiled,
+        lambda case, q, k, ids: _ours_compiled(case, q, k, ids, backend="reference"),
+    ),
+    Contender("eager", _always, _eager),
+    Contender("compiled eager", _always, _compiled),
+    Contender("transformers", _no_transformers, _transformers),
+    Contender(
+        "transformers, compiled",
+        _no_transformers,
+        lambda case, q, k, ids: _transformers(case, q, k, ids, compiled=True),
+    ),
+    Contender("rotary-embedding-torch", _no_rotary_embedding_torch, _rotary_embedding_torch),
+    Contender("onnxruntime", no_onnxruntime, onnxruntime, own_threads=True),
+    Contender("jax jit", no_jax, jax_jit, own_threads=True),
+)

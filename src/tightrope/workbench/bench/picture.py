@@ -1,0 +1,83 @@
+"""The picture of a benchmark: how many copies' time each contender takes, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.ticker import LogLocator, NullLocator
+
+from ..figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
+
+#: What memory alone costs, by what a case does: each byte read and written once.
+FLOORS = ("neg_", "clone")
+
+_OTHERS = (*COLOURS[1:], INK, MUTED)
+_MARKERS = "s^Dv<>P"
+
+
+def copies(result: Mapping[str, Any], name: str) -> float | None:
+    """A contender's time in a case, in that of touching every byte once; None if it was absent.
+
+    Args:
+        result: as :func:`tightrope.workbench.bench.measure` returns it.
+    """
+    seconds: Mapping[str, Sequence[float]] = result["seconds"]
+    floor = next((seconds[each] for each in FLOORS if each in seconds), None)
+    if floor is None or name not in seconds:
+        return None
+    return median(taken / touched for taken, touched in zip(seconds[name], floor, strict=True))
+
+
+def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None:
+    """Draw measured cases: one row each, one mark per contender.
+
+    Raises:
+        OSError: a place that cannot be written.
+        ValueError: a format that matplotlib does not have.
+    """
+    names = [name for name in _present(results) if name not in FLOORS]
+    with styled():
+        figure = new_figure(8.6, 0.36 * len(results) + 1.9)
+        axes = figure.add_subplot()
+        figure.suptitle(
+            "Rotating q and k, in the time of a copy of them", x=0.01, ha="left", fontweight="bold"
+        )
+        axes.set_title(caption, x=0.0, fontsize=8, fontweight="normal", color=MUTED)
+        for place, name in reversed(list(enumerate(names))):
+            ours = name == "tightrope"
+            at = [(copies(result, name), row) for row, result in enumerate(results)]
+            marks = [(value, row) for value, row in at if value is not None]
+            axes.scatter(
+                [value for value, _ in marks],
+                [row for _, row in marks],
+                s=64 if ours else 34,
+                marker="o" if ours else _MARKERS[(place - 1) % len(_MARKERS)],
+                color=BLUE if ours else _OTHERS[(place - 1) % len(_OTHERS)],
+                zorder=4 if ours else 3,
+                label=name,
+            )
+        axes.axvline(1, color=INK, lw=1)
+        axes.set_yticks(range(len(results)), [result["case"]["name"] for result in results])
+        axes.set_ylim(len(results) - 0.4, -0.6)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        axes.set_xlabel("time, in copies (log scale; 1 is what memory alone costs)")
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(
+            handles[::-1], labels[::-1], loc="outside lower left", ncols=4, columnspacing=1.2,
+            handletextpad=0.3,
+        )  # fmt: skip
+        save(figure, path)
+
+
+def _present(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Everybody who took part, in the order of the first case that they were in."""
+    found: dict[str, None] = {}
+    for result in results:
+        found.update(dict.fromkeys(result["seconds"]))
+    return list(found)

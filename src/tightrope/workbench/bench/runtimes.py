@@ -1,0 +1,162 @@
+"""Other runtimes: ONNX Runtime's operator, and jax.
+
+They take no strides, yet neither layout needs a copy: both can be told that the heads come after the
+tokens. So a strided case hands over the (batch, seq, heads, dim) that its views show, and they work on
+the very memory of q and k. Handing over is done once, before the call: in their favour.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..environment import cores
+from .case import Case
+from .contender import Made, angles_of, missing, spec_of, tables_of
+
+
+def _laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """The contiguous tensor that x is a view of, or that view of it."""
+    return x.transpose(1, 2) if case.strided else x
+
+
+def no_onnxruntime(case: Case) -> str | None:
+    """Why ONNX Runtime cannot take part in a case; None if it can."""
+    if case.work == "training":
+        return "it has no backward"
+    if case.positions == "M-RoPE":
+        return "a position is one row of its tables"
+    if case.dtype not in ("float32", "float16"):
+        # Nor does com.microsoft, which has the operator that came before the standard one.
+        return f"its operator does not take {case.dtype} on the CPU"
+    return missing("onnxruntime") or missing("onnx")
+
+
+def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    """The operator of ONNX, with its tensors bound where that is what a case asks for."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    def handed_over(x: torch.Tensor) -> torch.Tensor:
+        # Where the heads come last, the operator wants them flat, and their number as an attribute.
+        return _laid_out(case, x).flatten(2) if case.strided else x
+
+    angle = angles_of(case, torch.arange(int(ids.max()) + 1))
+    inputs = {
+        "q": handed_over(q),
+        "k": handed_over(k),
+        "cos": angle.cos().to(q.dtype),
+        "sin": angle.sin().to(q.dtype),
+        "ids": ids.contiguous(),
+    }
+    # Also where the work is in place: the operator does not say that it may write where it reads.
+    y, z = torch.empty_like(q), torch.empty_like(k)
+    outputs = {"y": handed_over(y), "z": handed_over(z)}
+    types = {
+        torch.float32: TensorProto.FLOAT,
+        torch.float16: TensorProto.FLOAT16,
+        torch.int64: TensorProto.INT64,
+    }
+    declared = (
+        [helper.make_tensor_value_info(name, types[x.dtype], x.shape) for name, x in part.items()]
+        for part in (inputs, outputs)
+    )
+    nodes = [
+        helper.make_node(
+            "RotaryEmbedding",
+            [x, "cos", "sin", "ids"],
+            [rotated],
+            num_heads=heads,
+            interleaved=int(case.interleaved),
+            rotary_embedding_dim=spec_of(case).rotary_dim,
+        )
+        for x, rotated, heads in (("q", "y", case.q_heads), ("k", "z", case.k_heads))
+    ]
+    model = helper.make_model_gen_version(
+        helper.make_graph(nodes, "rotation", *declared),
+        opset_imports=[helper.make_opsetid("", 23)],
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = case.threads
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    binding = session.io_binding()
+
+    def bind_outputs(outputs: dict[str, torch.Tensor]) -> None:
+        for name, x in outputs.items():
+            binding.bind_output(name, "cpu", 0, types[x.dtype], x.shape, x.data_ptr())
+
+    for name, x in inputs.items():
+        binding.bind_input(name, "cpu", 0, types[x.dtype], x.shape, x.data_ptr())
+    bind_outputs(outputs)
+
+    def call() -> object:
+        session.run_with_iobinding(binding)
+        return inputs, outputs  # the binding has their addresses only, so they are kept here
+
+    def call_out_of_place() -> object:
+        # The others take new memory for their results then, which can cost more than the rotation.
+        new = {name: torch.empty_like(x) for name, x in outputs.items()}
+        bind_outputs(new)
+        session.run_with_iobinding(binding)
+        return inputs, new
+
+    call()
+    return Made(call_out_of_place if case.work == "out of place" else call, (y, z))
+
+
+def no_jax(case: Case) -> str | None:
+    """Why jax cannot take part in a case; None if it can."""
+    if case.threads != cores():
+        fixed = f"the number of its threads is fixed when it starts: here {cores()}"
+        return missing("jax") or fixed
+    return missing("jax")
+
+
+def jax_jit(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    """The usual expression in jax, compiled ahead."""
+    import jax
+    import jax.numpy as jnp
+
+    width = spec_of(case).rotary_dim
+
+    def turned(x: Any) -> Any:
+        if case.interleaved:
+            return jnp.stack((-x[..., 1::2], x[..., 0::2]), -1).reshape(x.shape)
+        u, v = jnp.split(x, 2, -1)
+        return jnp.concatenate((-v, u), -1)
+
+    def one(x: Any, cos: Any, sin: Any) -> Any:
+        head = x[..., :width]
+        y = head * cos + turned(head) * sin
+        return y if width == x.shape[-1] else jnp.concatenate((y, x[..., width:]), -1)
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return one(q, cos, sin), one(k, cos, sin)
+
+    def train(q: Any, k: Any, cos: Any, sin: Any, *grads: Any) -> Any:
+        rotated, backward = jax.vjp(lambda q, k: rotate(q, k, cos, sin), q, k)
+        # What is not returned is not computed, and a model needs the rotated q and k as well.
+        return *rotated, *backward(grads)
+
+    tensors = [q, k, *tables_of(case, ids, q.dtype)]
+    function = rotate
+    if case.work == "training":
+        tensors += [torch.randn_like(q), torch.randn_like(k)]
+        function = train
+    tensors = [_laid_out(case, x).contiguous() for x in tensors]
+
+    # Compiled ahead, float64 need only be allowed here, and stays as it is for the process.
+    with jax.enable_x64(True):
+        arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
+        # Nothing is donated, whatever the work: a donated array is gone after one call, and a copy
+        # for the next would cost more than the memory that is saved.
+        compiled = jax.jit(function).lower(*arrays).compile()
+
+    def call() -> Any:
+        return jax.block_until_ready(compiled(*arrays))
+
+    y, z = (_laid_out(case, torch.utils.dlpack.from_dlpack(x)) for x in call()[:2])
+    return Made(call, (y, z))

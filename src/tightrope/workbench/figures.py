@@ -1,0 +1,78 @@
+"""One look for all pictures: colours that the colour-blind tell apart, and quiet axes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+INK = "#1d2733"
+MUTED = "#66717d"
+GRID = "#e3e7ec"
+
+#: Okabe and Ito's colours, those that also print well on white, darkest first.
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
+    "#0072b2", "#d55e00", "#009e73", "#a0508a", "#e69f00", "#56b4e9",
+)  # fmt: skip
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+
+STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, that needs no display."""
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.04, hspace=0.05)
+    figure = Figure(figsize=(width, height), dpi=200, layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def legend_below(axes: Axes, columns: int = 2) -> None:
+    """A legend under the axes, where it covers nothing."""
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(-0.02, -0.19),
+        ncols=columns,
+        columnspacing=1.4,
+        handlelength=1.8,
+        borderaxespad=0.0,
+    )
+
+
+def styled() -> Any:
+    """A context in which figures have this look."""
+    return mpl.rc_context(STYLE)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, in the format that its name ends in.
+
+    Raises:
+        OSError: a place that cannot be written.
+        ValueError: a format that matplotlib does not have.
+    """
+    figure.savefig(path)

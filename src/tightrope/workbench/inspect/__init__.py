@@ -1,0 +1,19 @@
+"""What a model's rotary embedding is, what to mind about it, and how two of them differ.
+
+    from tightrope.workbench.inspect import compare, inspect
+
+    found = inspect("config.json")
+    found.parts[0].pairs[-1].wavelength
+    compare(found, inspect("other/config.json")).alike
+
+Pictures: :mod:`tightrope.workbench.inspect.plot`, which needs matplotlib.
+"""
+
+from __future__ import annotations
+
+from .compare import Comparison as Comparison, compare as compare
+from .exactness import Exactness as Exactness, Method as Method
+from .notes import Note as Note
+from .pairs import Pair as Pair
+from .report import Inspection as Inspection, PartReport as PartReport, inspect as inspect
+from .subject import Field as Field, Part as Part

@@ -1,0 +1,257 @@
+"""How two rotations differ, and by how much their angles disagree over a context."""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from ..._errors import sentence
+from ...frequencies import CONTEXT, TWO_PI
+from .report import Inspection, PartReport
+from .subject import Field
+
+# Radians: of a hundredth a bfloat16 cosine takes notice, at one a pair has lost its meaning.
+NOTICED, LOST = 0.01, 1.0
+_NO_CONTEXT = 131072
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """How far the angles of two rotations are apart, pair by pair, in radians.
+
+    Attributes:
+        context: over how many positions.
+        largest: the largest difference of any pair, at most π. Where one is more than half a turn
+            off within the context, what it has at the position nearest to its first half turn.
+        position, pair: where it is.
+        noticed, lost: the first positions with 0.01 and with 1 radian of difference; None if none.
+    """
+
+    context: int
+    largest: float
+    position: int
+    pair: int
+    noticed: int | None
+    lost: int | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field that two configurations give differently."""
+
+    field: str
+    one: Field
+    other: Field
+
+
+@dataclass(frozen=True)
+class PartComparison:
+    """How a rotation of one model differs from one of another.
+
+    Attributes:
+        one, other: the two.
+        differences: fields whose values differ, also where no angle does.
+        alike: whether both rotate everything equally, to the last bit, at the compared length.
+        disagreement: of the angles; None where numbers of pairs differ.
+        why: what makes them unlike, in words; empty if they are alike.
+    """
+
+    one: PartReport
+    other: PartReport
+    differences: tuple[Difference, ...]
+    alike: bool
+    disagreement: Disagreement | None
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two models' rotations differ.
+
+    Attributes:
+        one, other: the two.
+        parts: of each pair of parts that belong together.
+        unmatched: names of parts that only one of them has.
+    """
+
+    one: Inspection
+    other: Inspection
+    parts: tuple[PartComparison, ...]
+    unmatched: tuple[str, ...]
+
+    @property
+    def alike(self) -> bool:
+        """Whether both rotate everything equally."""
+        return not self.unmatched and all(part.alike for part in self.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In types that JSON has."""
+        return {
+            "one": self.one.name,
+            "other": self.other.name,
+            "alike": self.alike,
+            "unmatched": list(self.unmatched),
+            "parts": [
+                {
+                    "one": part.one.name,
+                    "other": part.other.name,
+                    "alike": part.alike,
+                    "why": list(part.why),
+                    "differences": [
+                        {
+                            "field": each.field,
+                            "one": _shown(each.one.value),
+                            "one_source": each.one.source,
+                            "other": _shown(each.other.value),
+                            "other_source": each.other.source,
+                        }
+                        for each in part.differences
+                    ],
+                    "disagreement": part.disagreement and dataclasses.asdict(part.disagreement),
+                }
+                for part in self.parts
+            ],
+        }
+
+
+def compare(one: Inspection, other: Inspection) -> Comparison:
+    """Say how two models' rotations differ.
+
+    Parts belong together by their names; a model with one part is compared with all of the other's.
+
+    >>> from tightrope import RopeSpec
+    >>> from .report import inspect
+    >>> made = compare(inspect(RopeSpec(64), context=4096), inspect(RopeSpec(64, 5e5), context=4096))
+    >>> made.alike, made.parts[0].disagreement.lost
+    (False, 8)
+    """
+    if not one.parts or not other.parts:
+        empty = one if not one.parts else other
+        raise ValueError(sentence("compare", f"both must rotate but {empty.name} does not"))
+    together, unmatched = _matched(one, other)
+    return Comparison(one, other, tuple(_parts(a, b) for a, b in together), unmatched)
+
+
+def _matched(
+    one: Inspection, other: Inspection
+) -> tuple[list[tuple[PartReport, PartReport]], tuple[str, ...]]:
+    if len(one.parts) == 1 or len(other.parts) == 1:
+        return [(a, b) for a in one.parts for b in other.parts], ()
+    names = [part.name for part in other.parts]
+    together = [
+        (part, other.parts[names.index(part.name)]) for part in one.parts if part.name in names
+    ]
+    both = {part.name for part, _ in together}
+    alone = [part.name for part in (*one.parts, *other.parts) if part.name not in both]
+    return together, tuple(alone)
+
+
+def _parts(one: PartReport, other: PartReport) -> PartComparison:
+    context = max(one.context or 0, other.context or 0) or _NO_CONTEXT
+    why = list(_unlike(one, other, context))
+    disagreement = None
+    mine, theirs = (part.spec.frequencies(context).exact for part in (one, other))
+    if len(mine) == len(theirs):
+        disagreement = _disagreement(mine, theirs, context)
+    return PartComparison(
+        one,
+        other,
+        tuple(_fields(one, other)),
+        alike=not why,
+        disagreement=disagreement,
+        why=tuple(why),
+    )
+
+
+def _unlike(one: PartReport, other: PartReport, context: int) -> Iterator[str]:
+    a, b = one.spec, other.spec
+    if a.rotary_dim != b.rotary_dim:
+        yield f"{a.rotary_dim} channels rotate, or {b.rotary_dim}"
+    elif (a.head_dim, a.start) != (b.head_dim, b.start):
+        yield "the channels that rotate are others"
+    if a.interleaved != b.interleaved:
+        yield "channels are paired otherwise: neighbours, or halves (tightrope convert changes that)"
+    if a.axes != b.axes:
+        yield "positions have other coordinates, or share out the pairs otherwise"
+    mine, theirs = (spec.frequencies(context).exact for spec in (a, b))
+    if len(mine) == len(theirs) and mine != theirs:
+        count = sum(x != y for x, y in zip(mine, theirs, strict=True))
+        yield f"{count} of {len(mine)} pairs turn at another speed"
+    scales = [spec.attention_scaling(context) for spec in (a, b)]
+    if scales[0] != scales[1]:
+        yield f"rotated channels are scaled by {scales[0]:.6g}, or by {scales[1]:.6g}"
+    if a.softmax_scaling != b.softmax_scaling:
+        yield f"the softmax scale is multiplied by {a.softmax_scaling:.6g}, or by {b.softmax_scaling:.6g}"
+
+
+def _fields(one: PartReport, other: PartReport) -> Iterator[Difference]:
+    mine, theirs = _by_name(one), _by_name(other)
+    for name in [*mine, *(key for key in theirs if key not in mine)]:
+        a = mine.get(name, Field(name, None, ""))
+        b = theirs.get(name, Field(name, None, ""))
+        if _normal(a.value) != _normal(b.value):
+            yield Difference(name, a, b)
+
+
+def _by_name(part: PartReport) -> dict[str, Field]:
+    found = {each.name: each for each in part.part.fields}
+    if part.context is not None:
+        stated = part.part.context
+        source = stated[0] if stated is not None and stated[1] == part.context else "as asked for"
+        found["context"] = Field("context", part.context, source)
+    return found
+
+
+def _normal(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return tuple(map(_normal, value)) if isinstance(value, list | tuple) else value
+
+
+def _disagreement(
+    mine: tuple[Decimal, ...], theirs: tuple[Decimal, ...], context: int
+) -> Disagreement:
+    with decimal.localcontext(CONTEXT):
+        apart = [_modulo(x - y) for x, y in zip(mine, theirs, strict=True)]
+        found = [(*_furthest(difference, context), pair) for pair, difference in enumerate(apart)]
+        largest, position, pair = max(found, default=(Decimal(0), 0, 0), key=lambda each: each[0])
+        fastest = max(apart, default=Decimal(0))
+        return Disagreement(
+            context,
+            float(largest),
+            position,
+            pair,
+            _first(fastest, NOTICED, context),
+            _first(fastest, LOST, context),
+        )
+
+
+def _modulo(difference: Decimal) -> Decimal:
+    """The same angle per position, in [0, π]: positions are whole."""
+    turns = (difference / TWO_PI).to_integral_value(decimal.ROUND_HALF_EVEN)
+    return abs(difference - turns * TWO_PI)
+
+
+def _furthest(difference: Decimal, context: int) -> tuple[Decimal, int]:
+    """The largest angle that so many radians per position reach, and where."""
+    if difference == 0:
+        return Decimal(0), 0
+    half = int(TWO_PI / 2 / difference)
+    candidates = {min(position, context - 1) for position in (half, half + 1)}
+    return max((_modulo(difference * position), position) for position in candidates)
+
+
+def _first(fastest: Decimal, angle: float, context: int) -> int | None:
+    if fastest == 0:
+        return None
+    position = math.ceil(Decimal(angle) / fastest)
+    return position if position < context else None
+
+
+def _shown(value: object) -> object:
+    return value if value is None or isinstance(value, str | int | float) else repr(value)

@@ -1,0 +1,204 @@
+"""Everything that is said about one configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from ..._errors import sentence
+from ...spec import RopeSpec
+from .exactness import EXACT, Exactness, exactness_of
+from .notes import Facts, Note, notes_on
+from .pairs import Pair, pairs_of
+from .subject import Field, Part, read
+
+# Lengths at which errors are told, beside that of the context.
+_LENGTHS = (4096, 131072, 1048576)
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What one rotation of a model is.
+
+    Attributes:
+        part: the spec, and where its fields came from.
+        context: the length that all numbers are for; None where no key says one.
+        trained: the length of training, as far as the configuration tells it.
+        pairs: every pair of channels.
+        attention_scaling: factor on the rotated channels at that length.
+        softmax_scaling: what the model multiplies its softmax scale by, apart from the rotation.
+        exactness: errors of cosines by the ways to make angles.
+        notes: what to mind, mistakes first.
+    """
+
+    part: Part
+    context: int | None
+    trained: int | None
+    pairs: tuple[Pair, ...]
+    attention_scaling: float
+    softmax_scaling: float
+    exactness: Exactness
+    notes: tuple[Note, ...]
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def spec(self) -> RopeSpec:
+        if self.part.spec is None:
+            raise ValueError(sentence("inspect", f"{self.name} has no spec: {self.part.why_not}"))
+        return self.part.spec
+
+    def to_dict(self) -> dict[str, Any]:
+        """In types that JSON has; what is infinite is null."""
+        return {
+            "name": self.name,
+            "layers": self.part.layers,
+            "spec": self.spec.to_dict(),
+            "fields": [
+                {"field": one.name, "value": _plain(one.value), "source": one.source}
+                for one in self.part.fields
+            ],
+            "context": self.context,
+            "context_source": self.part.context and self.part.context[0],
+            "trained": self.trained,
+            "attention_scaling": self.attention_scaling,
+            "softmax_scaling": self.softmax_scaling,
+            "pairs": [
+                {key: _plain(value) for key, value in dataclasses.asdict(pair).items()}
+                | {"effect": pair.effect if self.spec.scaling is not None else None}
+                for pair in self.pairs
+            ],
+            "exact_below": EXACT,
+            "exactness": dataclasses.asdict(self.exactness),
+            "notes": [dataclasses.asdict(note) for note in self.notes],
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model's rotary embedding is.
+
+    Attributes:
+        name: path of the configuration, or what kind of object it was.
+        form: which kind of configuration: ``model_type 'llama'``.
+        parts: each rotation that the model has.
+        without: parts that do not rotate or cannot be read, with ``why_not``.
+    """
+
+    name: str
+    form: str
+    parts: tuple[PartReport, ...]
+    without: tuple[Part, ...]
+
+    @property
+    def warnings(self) -> tuple[Note, ...]:
+        """The notes of all parts that look like mistakes."""
+        return tuple(note for part in self.parts for note in part.notes if note.warning)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In types that JSON has."""
+        return {
+            "name": self.name,
+            "form": self.form,
+            "parts": [part.to_dict() for part in self.parts],
+            "without": [{"name": part.name, "why": part.why_not} for part in self.without],
+        }
+
+
+def inspect(
+    config: object,
+    *,
+    context: int | None = None,
+    layer_type: str | None = None,
+    section: str | None = None,
+    strict: bool = True,
+    interleaved: bool | None = None,
+) -> Inspection:
+    """Say what a model's rotary embedding is.
+
+    Args:
+        config: what :meth:`tightrope.RopeSpec.from_config` takes (a mapping, an object, the path of
+            a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
+        context: the length to look at; by default what the configuration says.
+        layer_type, section, strict, interleaved: as of :meth:`tightrope.RopeSpec.from_config`; every
+            section that rotates where none is said.
+
+    Raises:
+        OSError: a file that cannot be read.
+        ValueError, TypeError: as :meth:`tightrope.RopeSpec.from_config`; a length out of range.
+
+    >>> found = inspect(RopeSpec(128), context=4096)
+    >>> found.parts[0].pairs[0].turns > 651
+    True
+    >>> [note.code for note in found.parts[0].notes]
+    ['never-turn', '16-bit']
+    """
+    if context is not None:
+        context = _length(context)
+    subject = read(
+        config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved
+    )
+    return Inspection(
+        subject.name,
+        subject.form,
+        tuple(_report(part, context) for part in subject.parts if part.spec is not None),
+        tuple(part for part in subject.parts if part.spec is None),
+    )
+
+
+def _length(context: object) -> int:
+    try:
+        length = operator.index(context)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            sentence("inspect", f"context must be an int but got {context!r}")
+        ) from None
+    if not 1 <= length <= EXACT:
+        raise ValueError(sentence("inspect", f"context must lie in [1, {EXACT}] but got {length}"))
+    return length
+
+
+def _report(part: Part, context: int | None) -> PartReport:
+    spec = part.spec
+    if spec is None:
+        raise ValueError(sentence("inspect", f"{part.name} has no spec: {part.why_not}"))
+    stated = None if part.context is None else part.context[1]
+    length = context if context is not None else stated
+    trained = getattr(spec.scaling, "original_max_position", None) or stated or context
+    if length is not None and not 1 <= length <= EXACT:
+        length = None  # a stated length that nothing could have
+    pairs = pairs_of(spec, length, trained)
+    at = {*_LENGTHS, *(() if length is None else (length,))}
+    exactness = exactness_of(spec, at, length)
+    facts = Facts(spec, length, stated, trained, _is_windowed(part), pairs, exactness)
+    return PartReport(
+        part=part,
+        context=length,
+        trained=trained,
+        pairs=pairs,
+        attention_scaling=spec.attention_scaling(length),
+        softmax_scaling=spec.softmax_scaling,
+        exactness=exactness,
+        notes=notes_on(facts),
+    )
+
+
+def _is_windowed(part: Part) -> bool:
+    return any(word in part.name for word in ("sliding", "local", "chunked"))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Field):
+        return list(value)
+    return repr(value)

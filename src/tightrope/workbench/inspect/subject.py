@@ -1,0 +1,142 @@
+"""A configuration as its parts that rotate, each with where its fields came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ... import config as reader
+from ...config import LayerSpecs, Provenance, files
+from ...spec import RopeSpec
+
+
+class Field(NamedTuple):
+    """A field of a spec, its value, and which key or fact said so."""
+
+    name: str
+    value: object
+    source: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rotation of a model: that of all layers, of one type of layers, or of one section.
+
+    Attributes:
+        name: type of layer, section, or both; empty where there is but one.
+        spec: None for layers that do not rotate, and for sections that cannot be read.
+        fields: the fields of the spec with their sources.
+        context: how long sequences may be, and the key that says it; None if none does.
+        layers: how many layers are of this type, where the configuration lists them.
+        why_not: why there is no spec.
+    """
+
+    name: str
+    spec: RopeSpec | None
+    fields: tuple[Field, ...] = ()
+    context: tuple[str, int] | None = None
+    layers: int | None = None
+    why_not: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is inspected: what it is called, which kind of configuration it is, and its parts."""
+
+    name: str
+    form: str
+    parts: tuple[Part, ...]
+
+
+def read(
+    config: object,
+    *,
+    layer_type: str | None = None,
+    section: str | None = None,
+    strict: bool = True,
+    interleaved: bool | None = None,
+) -> Subject:
+    """Take a configuration apart.
+
+    Args:
+        config: a spec, or what :meth:`tightrope.RopeSpec.from_config` takes, or the JSON of
+            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file.
+        layer_type, section, strict, interleaved: as of :meth:`tightrope.RopeSpec.from_config`. With
+            no section, every part that rotates is read.
+
+    Raises:
+        OSError, ValueError, TypeError: as :meth:`tightrope.RopeSpec.from_config`.
+    """
+    name = os.fspath(config) if isinstance(config, str | os.PathLike) else type(config).__name__
+    if isinstance(config, RopeSpec):
+        return Subject("RopeSpec", "a RopeSpec", (_of_spec(config, "given"),))
+    if isinstance(config, str | os.PathLike):
+        config = files.load(Path(config))
+    if _is_saved_spec(config):
+        spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
+        return Subject(str(name), "RopeSpec JSON", (_of_spec(spec, "the file"),))
+    options: dict[str, Any] = {
+        "layer_type": layer_type,
+        "strict": strict,
+        "interleaved": interleaved,
+    }
+    if section is not None:
+        told = reader.provenance(config, section=section, **options)
+        return Subject(str(name), told.name, _parts_of(told, section))
+    rotating = reader.sections(config)
+    if len(rotating) == 1:
+        told = reader.provenance(config, **options)
+        return Subject(str(name), told.name, _parts_of(told, ""))
+    parts: list[Part] = []
+    forms: list[str] = []
+    for one in rotating:
+        try:
+            told = reader.provenance(config, section=one, **options)
+        except (ValueError, TypeError) as error:
+            parts.append(Part(one or "outer level", None, why_not=str(error)))
+        else:
+            forms.append(told.name)
+            parts += _parts_of(told, one or "outer level")
+    if not forms:
+        raise ValueError(parts[0].why_not)
+    return Subject(str(name), ", ".join(forms), tuple(parts))
+
+
+def _is_saved_spec(config: object) -> bool:
+    if not isinstance(config, Mapping) or "model_type" in config:
+        return False
+    return "version" in config and "head_dim" in config
+
+
+def _of_spec(spec: RopeSpec, source: str) -> Part:
+    rows = [Field(each.name, getattr(spec, each.name), source) for each in fields(spec)]
+    if spec.scaling is not None:
+        at = next(i for i, row in enumerate(rows) if row.name == "scaling")
+        inner = [
+            Field(f"scaling.{key}", value, source)
+            for key, value in spec.scaling.to_dict().items()
+            if key != "rule" and value is not None
+        ]
+        rows[at : at + 1] = [Field("scaling", type(spec.scaling).__name__, source), *inner]
+    return Part("", spec, tuple(rows))
+
+
+def _parts_of(told: Provenance, section: str) -> tuple[Part, ...]:
+    specs = told.spec
+    if not isinstance(specs, LayerSpecs):
+        rows = tuple(Field(*row[1:]) for row in told.rows)
+        why_not = None if specs is not None else f"{told.name}: these layers do not rotate"
+        return (Part(section, specs, rows, told.context, why_not=why_not),)
+    parts = []
+    for layer, spec in specs.items():
+        rows = tuple(Field(*row[1:]) for row in told.rows if row.layer == layer)
+        part = Part(layer, spec, rows, told.context)
+        if specs.layers is not None:
+            part = replace(part, layers=specs.layers.count(layer))
+        if spec is None:
+            part = replace(part, fields=(), why_not="these layers do not rotate")
+        parts.append(replace(part, name=f"{section}: {layer}" if section else layer))
+    return tuple(parts)

@@ -1,0 +1,466 @@
+"""`tightrope inspect` end to end: words, JSON, pictures, exit codes, and files that are none."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from model_configs import MODELS, QWEN3_VL, REFUSED, Refused, llama3, v4
+from tightrope import RopeSpec
+from tightrope.cli import app
+from tightrope.cli._console import make_console
+from tightrope.cli._mistakes import as_mistakes
+
+LLAMA31 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=131072, rope_scaling=llama3(8.0))
+LLAMA3 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=8192)
+MAGIC = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two models beside each other, as they are downloaded."""
+    for name, config in (("llama-3.1", LLAMA31), ("llama-3", LLAMA3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
+    """Exit code, output and error stream of one call."""
+    words = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(app.app, ["inspect", *words], env={"COLUMNS": str(width)})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+# --- what it says ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_one_configuration_in_words(folder: Path, width: int) -> None:
+    code, words, error = run(folder / "llama-3.1", width=width)
+    assert (code, error) == (0, "")
+    assert max(map(len, words.splitlines())) <= max(width, len(str(folder / "llama-3.1")))
+    assert "\x1b" not in words
+    whole = " ".join(words.split())
+    for text in (
+        "model_type 'llama'",
+        "scaling.original_max_position 8192",
+        "131,072 max_position_embeddings",
+        "attention scaling 1 on rotated channels",
+        "Pairs (14 of 64; --all shows every one)",
+        "Largest exact context: 2,147,483,648 positions with phase words",
+        "29 of 64 pairs never complete a turn within the 8,192 positions of training",
+    ):
+        assert text in whole, text
+
+
+def test_the_rows_that_matter_are_shown(folder: Path) -> None:
+    words = run(folder / "llama-3.1")[1]
+    rows = {
+        line.split()[0]: line.split()
+        for line in words.splitlines()
+        if "÷" in line or "kept" in line
+    }
+    # The last pair that is kept and the first that is not; the first that is divided by all of 8;
+    # the last that turns once within the context and the first that does not.
+    assert {"0", "28", "29", "34", "35", "38", "39", "63"} <= set(rows)
+    assert rows["28"][5] == "kept"
+    assert rows["35"][5:7] == ["÷", "8"]
+    assert float(rows["38"][7]) > 1 > float(rows["39"][7])
+
+
+def test_every_pair_on_request(folder: Path) -> None:
+    words = run(folder / "llama-3", "--all")[1]
+    assert "Pairs (64 pairs)" in words
+    assert all(f"\n{pair:4}" in words for pair in range(64))
+
+
+def test_without_a_length_turns_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(RopeSpec(8).to_dict()))
+    words = run(path)[1]
+    assert "RopeSpec JSON" in words
+    assert "turns in" not in words
+    assert "turns in 100" in run(path, "--context", 100)[1]
+
+
+def test_parts_and_what_does_not_rotate(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_VL))
+    words = run(path)[1]
+    assert "\ntext_config\n" in words
+    assert "\nvision_config\n" in words
+    assert "With all coordinates of a position equal." in words
+    assert "vision_config" not in run(path, "--section", "text_config")[1]
+
+
+def test_two_configurations_in_words(folder: Path) -> None:
+    code, words, _ = run(folder / "llama-3.1", folder / "llama-3")
+    assert code == 1
+    whole = " ".join(words.split())
+    assert "35 of 64 pairs turn at another speed" in whole
+    assert "disagree by up to 3.142 rad over 131,072 positions" in whole
+    assert "They differ." in whole
+    assert "original_max_position" in whole
+    code, words, _ = run(folder / "llama-3", folder / "llama-3")
+    assert code == 0
+    assert "Every angle is the same." in words
+    assert "Alike." in words
+
+
+def test_several_are_compared_with_the_first(folder: Path) -> None:
+    code, words, _ = run(folder / "llama-3", folder / "llama-3", folder / "llama-3.1")
+    assert code == 1
+    assert words.count("Alike.") == 1
+    assert words.count("They differ.") == 1
+
+
+def test_numbers_of_pairs_that_differ(tmp_path: Path, folder: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(RopeSpec(64).to_dict()))
+    words = run(path, folder / "llama-3")[1]
+    assert "Their angles cannot be compared pair by pair." in words
+
+
+def test_a_warning_is_exit_code_1(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    lost = {key: value for key, value in LLAMA31.items() if key != "rope_scaling"}
+    path.write_text(json.dumps({**lost, "rope_theta": 10000.0}))
+    code, words, _ = run(path)
+    assert code == 1
+    assert "warning  base 10000 without scaling at 131,072 positions" in words
+
+
+def test_unknown_keys_are_warned_of_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA3, "rope_tetha": 1.0}))
+    code, words, error = run(path)
+    assert (code, words) == (2, "")
+    assert "rope_tetha; --lenient warns and ignores" in error
+    code, words, error = run(path, "--lenient")
+    assert code == 0
+    assert error.startswith("Warning: [from_config] every key about RoPE must be known")
+
+
+def test_the_pairing_can_be_said(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA3, "model_type": "nobody"}))
+    code, _, error = run(path)
+    assert code == 2
+    assert "pass --halves if channel i" in error
+    assert json.loads(run(path, "--interleaved", "--json")[1])["configs"][0]["parts"][0]["spec"][
+        "interleaved"
+    ]
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def test_json_and_nothing_else(folder: Path) -> None:
+    code, words, error = run(folder / "llama-3.1", "--json")
+    assert (code, error) == (0, "")
+    (config,) = json.loads(words)["configs"]
+    (part,) = config["parts"]
+    assert RopeSpec.from_dict(part["spec"]) == RopeSpec.from_config(LLAMA31)
+    assert len(part["pairs"]) == 64
+    assert part["pairs"][63]["effect"] == "÷ 8"
+    assert part["exact_below"] == 2**31
+    assert {"code", "warning", "text"} == set(part["notes"][0])
+
+
+def test_json_of_two(folder: Path) -> None:
+    code, words, _ = run(folder / "llama-3.1", folder / "llama-3", "--json")
+    assert code == 1
+    found = json.loads(words)
+    assert len(found["configs"]) == 2
+    (comparison,) = found["comparisons"]
+    assert comparison["alike"] is False
+    assert comparison["parts"][0]["disagreement"]["lost"] == 1125
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", MAGIC)
+def test_a_picture(folder: Path, form: str) -> None:
+    path = folder / f"picture.{form}"
+    code, words, _ = run(folder / "llama-3.1", "--plot", path)
+    assert code == 0
+    assert words.splitlines()[-1] == f"picture  {path}"
+    assert path.read_bytes().startswith(MAGIC[form])
+
+
+def test_pictures_of_several_parts_and_models(folder: Path) -> None:
+    config = folder / "vl.json"
+    config.write_text(json.dumps(QWEN3_VL))
+    small = folder / "small.json"
+    small.write_text(json.dumps(RopeSpec(2).to_dict()))
+    still = folder / "still.json"
+    still.write_text(json.dumps({**RopeSpec(4).to_dict(), "rotary_dim": 0}))
+    path = folder / "picture.png"
+    assert "every rotation must turn some pair but base 10000 has none" in one_line(
+        [still, "--plot", path]
+    )
+    for inputs in ([config], [small], [folder / "llama-3"], [folder / "llama-3.1", small]):
+        run(*inputs, "--plot", path)
+        assert path.read_bytes().startswith(MAGIC["png"]), inputs
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    "place, about",
+    [
+        ("nowhere/x.png", "No such file or directory"),
+        ("x.xyz", "is not supported"),
+        ("", "directory"),
+    ],
+)
+def test_a_picture_that_cannot_be_written(folder: Path, place: str, about: str) -> None:
+    code, words, error = run(folder / "llama-3", "--plot", folder / place)
+    assert (code, words) == (2, "")
+    assert about in error
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def one_line(arguments: list[object]) -> str:
+    """The error of a call that must end with exit code 2 and one line."""
+    code, words, error = run(*arguments)
+    assert code == 2, error
+    assert words == ""
+    assert error.startswith("Error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    "content, about",
+    [
+        (b"", "must hold JSON but at line 1, column 1"),
+        (b'{"model_type": "lla', "must hold JSON but at line 1"),
+        (b"\x00\xff\xfe\x80", "must hold JSON but is no text"),
+        (b"[1, 2]", "must hold a JSON object but holds list"),
+        (b"null", "must hold a JSON object but holds NoneType"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "has a number of thousands of digits"),
+        (b"{}", "the config must say how fast channels turn"),
+        (b"GGUF", "must be a whole GGUF file but ends in the middle"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, content: bytes, about: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    error = one_line([path])
+    assert about in error
+    assert str(path) in error or content == b"{}"
+
+
+def test_places_that_are_no_configuration(tmp_path: Path) -> None:
+    assert "No such file or directory" in one_line([tmp_path / "nowhere.json"])
+    assert "has neither" in one_line([tmp_path])
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    assert "loop.json" in one_line([tmp_path / "loop.json"])
+    (tmp_path / "gone.json").symlink_to("nowhere")
+    assert "No such file" in one_line([tmp_path / "gone.json"])
+    os.mkfifo(tmp_path / "pipe.json")
+    assert "is a device or a pipe" in one_line([tmp_path / "pipe.json"])
+    for name in ("config.json", "params.json"):
+        (tmp_path / name).write_text("{}")
+    assert "has config.json and params.json" in one_line([tmp_path])
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(65 * 2**20)
+    assert "is neither, or all too large" in one_line([tmp_path / "model.safetensors"])
+
+
+def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests may run as a user who may read everything.
+    def refuse(self: Path, *_: object, **__: object) -> Iterator[bytes]:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    path = folder / "llama-3" / "config.json"
+    assert one_line([path]) == f"Error: {path}: Permission denied.\n"
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.origin)
+def test_models_that_no_spec_describes(tmp_path: Path, case: Refused) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(case.config))
+    code, _, error = run(path)
+    if "section must say" in case.why:
+        assert code == 0  # every section is shown, so none need be named
+    else:
+        assert code == 2
+        assert error.startswith("Error: [from_config] ")
+
+
+def test_layers_that_do_not_rotate_are_a_mistake_to_ask_for(tmp_path: Path) -> None:
+    config = next(each.config for each in MODELS if each.origin == "HuggingFaceTB/SmolLM3-3B")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert "has no rotation here" in one_line([path, "--layer-type", "no_rope"])
+    assert run(path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "options, about",
+    [
+        (["--context", "0"], "context must lie in [1, 2147483648] but got 0"),
+        (["--context", "many"], "--context"),
+        (["--section", "nowhere"], "section must be one of the config's sections"),
+        (["--layer-type", "windows"], "layer_type must be one of"),
+        (["--colour"], "--colour"),
+    ],
+)
+def test_wrong_options(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    about: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tightrope", "inspect", str(folder / "llama-3"), *options])
+    assert app.run() == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert about in error
+    assert error.count("\n") == 1
+
+
+def test_errors_that_nobody_worded_are_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError), as_mistakes():
+        raise ZeroDivisionError
+
+
+def test_a_file_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    evil = "\x1b[2J\x07\u009b31m"
+    nested = {**LLAMA3, "model_type": "llama"}
+    for config in (
+        {**LLAMA3, "model_type": f"llama{evil}"},
+        {**LLAMA3, f"rope_{evil}": 1},
+        {"model_type": "other", f"{evil}_config": nested, "text_config": nested},
+    ):
+        path.write_text(json.dumps(config))
+        for options in ([], ["--lenient", "--halves"], ["--json"], [path]):
+            _, words, error = run(path, *options)
+            assert not set(evil) & set("\x1b\x07\u009b") & set(words + error), options
+
+
+# Whatever a configuration can hold that a program did not expect.
+ODD: list[Any] = [
+    None, 0, -1, 1, 2, 3, -0.0, 1.5, 1e308, -1e308, 10**30, 2**63, 10**6, 65537, float("nan"),
+    float("inf"), True, False, "", "x", "1e4", [], [1], [[1]], [None], {}, {"a": 1}, "rope", "yarn",
+    "llama3", "dynamic", "longrope", "mrope", "default",
+]  # fmt: skip
+TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model_type", "section")
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a configuration: keys and indices."""
+    inner: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+    elif isinstance(value, list):
+        inner = list(enumerate(value[:5]))
+    for key, part in inner:
+        yield (*path, key)
+        yield from places(part, (*path, key))
+
+
+def damaged(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """A configuration with one to three odd values in it, or keys missing."""
+    config = copy.deepcopy(config)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        there = list(places(config))
+        if not there:
+            break
+        telling = [path for path in there if any(word in str(path) for word in TELLING)]
+        *above, last = rng.choice(telling if telling and rng.random() < 0.8 else there)
+        holder: Any = config
+        for key in above:
+            holder = holder[key]
+        if rng.random() < 0.15:
+            del holder[last]
+        else:
+            holder[last] = copy.deepcopy(rng.choice(ODD))
+    return config
+
+
+def test_damaged_files_are_one_line_or_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    monkeypatch.setattr(sys, "argv", ["tightrope", "inspect", str(path), "--json"])
+    rng = random.Random(8)
+    codes: Counter[int] = Counter()
+    for _ in range(500):
+        text = json.dumps(damaged(rng.choice(MODELS).config, rng))
+        if rng.random() < 0.2:
+            text = text[: rng.randrange(len(text))]
+        data = bytearray(text.encode())
+        if rng.random() < 0.1 and data:
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data)
+        code = app.run()
+        out, error = capsys.readouterr()
+        codes[code] += 1
+        if code == 2:
+            assert out == ""
+            assert error.startswith("Error: ["), error
+            assert error.count("\n") == 1, error
+        else:
+            json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert path.read_bytes() == data
+    assert codes[2] > 250
+    assert codes[0] > 50
+    assert set(codes) == {0, 1, 2}
+
+
+# --- the terminal ---------------------------------------------------------------------------------
+
+
+def test_no_colour_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = Console(force_terminal=True, width=80)
+    with console.capture() as captured:
+        console.print("x", style="bold yellow")
+    assert "33m" not in captured.get()
+
+
+@pytest.mark.parametrize("columns, width", [("72", 72), (None, 110)])
+def test_a_pipe_has_a_width(
+    monkeypatch: pytest.MonkeyPatch, columns: str | None, width: int
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert make_console().width == width
+
+
+def test_help_has_an_example_and_the_exit_codes() -> None:
+    code, words, _ = run("--help")
+    assert code == 0
+    assert "tightrope inspect Llama-3.1-8B/config.json --plot llama.png" in words
+    assert "Exit codes: 0 nothing to report, 1 a warning or a difference" in words
+
+
+def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tightrope", "--show-completion", "bash"])
+    with pytest.raises(SystemExit, match="0"):
+        sys.exit(app.run())
+    assert "_TIGHTROPE_COMPLETE=complete_bash" in capsys.readouterr().out

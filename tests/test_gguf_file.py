@@ -1,0 +1,183 @@
+"""The head of GGUF files: written by the format's own package, and taken apart byte by byte."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from tightrope import RopeSpec
+from tightrope.config import gguf_file
+from tightrope.frequencies import Given, LongRoPE
+from tightrope.workbench.inspect import inspect
+
+# Llama 3.1's divisors as its converter stores them: one per pair, in float32.
+DIVISORS = np.linspace(1.0, 8.0, 64, dtype=np.float32)
+
+
+def write(path: Path, arch: str = "llama", **more: Any) -> Path:
+    """A small model as the reference writer writes it."""
+    writer = gguf.GGUFWriter(str(path), arch, endianess=more.pop("order", gguf.GGUFEndian.LITTLE))
+    writer.add_embedding_length(4096)
+    writer.add_head_count(32)
+    writer.add_context_length(131072)
+    writer.add_rope_dimension_count(128)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_token_list([f"token {index}" for index in range(more.pop("tokens", 70000))])
+    writer.add_token_scores([0.0] * 70000)
+    writer.add_array("some.lists", ["one", "two"])
+    writer.add_bool("a.switch", True)
+    for name, values in more.items():
+        writer.add_tensor(name.replace("__", "."), values)
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((4, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_is_read_and_long_lists_are_not(tmp_path: Path) -> None:
+    values = gguf_file.read(write(tmp_path / "model.gguf"))
+    assert values["general.architecture"] == "llama"
+    assert values["llama.rope.freq_base"] == 500000.0
+    assert values["llama.context_length"] == 131072
+    assert values["some.lists"] == ["one", "two"]
+    assert values["a.switch"] is True
+    assert "tokenizer.ggml.tokens" not in values
+    assert "tokenizer.ggml.scores" not in values
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "no.suffix"])
+def test_a_spec_from_a_file(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    assert RopeSpec.from_config(path) == RopeSpec(128, 5e5, interleaved=True)
+    (part,) = inspect(path).parts
+    assert part.part.context == ("llama.context_length", 131072)
+    assert {each.source for each in part.part.fields} >= {"llama.rope.freq_base"}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("order", [gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG])
+def test_divisors_are_in_a_tensor(tmp_path: Path, dtype: type, order: Any) -> None:
+    divisors = DIVISORS.astype(dtype)
+    path = write(tmp_path / "model.gguf", rope_freqs__weight=divisors, order=order)
+    spec = RopeSpec.from_config(path)
+    plain = RopeSpec(128, 5e5).frequencies().exact
+    wanted = tuple(float(omega) / float(d) for omega, d in zip(plain, divisors, strict=True))
+    assert spec.scaling == Given(wanted)
+
+
+def test_two_sets_of_divisors(tmp_path: Path) -> None:
+    path = tmp_path / "phi.gguf"
+    writer = gguf.GGUFWriter(str(path), "phi3")
+    writer.add_embedding_length(3072)
+    writer.add_head_count(32)
+    writer.add_context_length(131072)
+    writer.add_rope_dimension_count(96)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_scaling_orig_ctx_len(4096)
+    writer.add_rope_scaling_attn_factors(1.19)
+    writer.add_tensor("rope_factors_short.weight", np.ones(48, dtype=np.float32))
+    writer.add_tensor("rope_factors_long.weight", np.full(48, 2.0, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    scaling = RopeSpec.from_config(path).scaling
+    assert isinstance(scaling, LongRoPE)
+    assert scaling.long_factor == (2.0,) * 48
+
+
+# --- files that are none --------------------------------------------------------------------------
+
+
+def head(version: int = 3, tensors: int = 0, entries: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, entries)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def entry(key: str, kind: int, payload: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + payload
+
+
+def listing(kind: int, count: int) -> bytes:
+    return struct.pack("<IQ", kind, count)
+
+
+@pytest.mark.parametrize(
+    "data, about",
+    [
+        (b"GGUF", "ends in the middle of its metadata"),
+        (head(entries=1), "ends in the middle of its metadata"),
+        (head(entries=2**63), "ends in the middle of its metadata"),
+        (head(tensors=2**63), "ends in the middle of its metadata"),
+        (head(version=1), "must be GGUF of version 2 or 3 but is of 1"),
+        (head(version=77), "must be GGUF of version 2 or 3 but is of 77"),
+        (head(entries=1) + entry("a", 13, b""), "must hold values of GGUF's types but has one of type 13"),
+        (head(entries=1) + struct.pack("<Q", 2**63), "ends in the middle of its metadata"),
+        (head(entries=1) + entry("a", 9, listing(9, 1)), "must hold lists of plain values but has one of"),
+        (head(entries=1) + entry("a", 9, listing(8, 2**62)), "ends in the middle of its metadata"),
+        (head(entries=1) + entry("a", 9, listing(0, 2**62)), "ends in the middle of its metadata"),
+        (head(entries=2) + 2 * entry("a", 7, b"\1"), "must say each key once but has a twice"),
+        (
+            head(entries=1) + entry("general.alignment", 4, struct.pack("<I", 0)),
+            "general.alignment of",
+        ),
+        (
+            head(tensors=1) + text("rope_freqs.weight") + struct.pack("<IQQIQ", 2, 8, 8, 0, 0),
+            r"must be a short row of float32 or float16 but has shape \[8, 8\] and type 0",
+        ),
+        (
+            head(tensors=1) + text("rope_freqs.weight") + struct.pack("<IQIQ", 1, 8, 0, 2**63),
+            "ends in the middle of its metadata",
+        ),
+        (
+            head(tensors=1) + text("rope_freqs.weight") + struct.pack("<IQIQ", 1, 2**40, 0, 0),
+            "must be a short row",
+        ),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_one_sentence(tmp_path: Path, data: bytes, about: str) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"^\[from_config\] .*{about}[^\n]*\.$"):
+        RopeSpec.from_config(path)
+
+
+def complaint(path: Path) -> str | None:
+    """The sentence that refuses a file; None if it is read."""
+    try:
+        RopeSpec.from_config(path)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def test_files_cut_off_and_damaged_anywhere(tmp_path: Path) -> None:
+    whole = write(tmp_path / "model.gguf", tokens=3, rope_freqs__weight=DIVISORS).read_bytes()
+    # Without the scores, so that what matters is hit often.
+    start = whole.index(b"tokenizer.ggml.scores")
+    path = tmp_path / "damaged.gguf"
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        at = rng.randrange(start) if rng.random() < 0.8 else rng.randrange(len(whole))
+        if rng.random() < 0.5:
+            del data[at:]
+        else:
+            data[at] = rng.randrange(256)
+        path.write_bytes(data)
+        message = complaint(path)
+        assert message is None or message.startswith("["), message
+        refused += message is not None
+    assert refused > 150
