@@ -356,3 +356,34 @@ def test_sentences(text: str) -> None:
         ERRORS[text]()
     assert str(caught.value).startswith(text)
     assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_prepared_call_sees_every_change_of_a_weight(dtype) -> None:
+    """Its short way keeps nothing of a weight, however that is changed."""
+    spec = RopeSpec(8)
+    q, k = torch.randn(2, 3, 1, 8).to(dtype), torch.randn(2, 1, 1, 8).to(dtype)
+    rope = spec.at(9)
+    weights = [torch.nn.Parameter(torch.rand(8).to(dtype)), torch.nn.Parameter(torch.rand(1, 8))]
+    acts = tuple(RMSNorm(weight, 1e-5) for weight in weights)
+    for change in (None, "in place", "data", "version"):
+        with torch.no_grad():
+            for weight in weights:
+                if change == "in place":
+                    weight.mul_(2)
+                elif change == "data":
+                    weight.data = torch.rand(weight.shape).to(weight.dtype)
+                elif change == "version":
+                    weight.data.add_(1)
+            for act in (acts, "silu", ("silu", "relu"), (acts[0], None)):
+                rotate_qk(q, k, rope)  # what is prepared is there from now on
+                expected = rotate_qk(q, k, spec, 9, act=act)
+                for got in (
+                    rotate_qk(q, k, rope, act=act),
+                    rotate_qk_(q.clone(), k.clone(), rope, act=act),
+                ):
+                    assert all(map(torch.equal, got, expected))
+    y, _ = rotate_qk(q, k, rope, act=acts)
+    assert torch.autograd.grad(y.sum(), weights[0])[0].abs().sum() > 0
+    with pytest.raises(ValueError, match="inverse must be False with an act"):
+        rotate_qk(q, k, rope, act=acts, inverse=True)
