@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -648,12 +649,25 @@ def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:
         assert torch.equal(compiled(x), rotate(x, spec))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_the_definition_may_be_left_to_the_compiler(dynamic: bool | None) -> None:
-    """`backend="reference"` in a compiled function is what the compiler fuses with its neighbours."""
+def _out_of_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rotate_qk(q * 2, k, SPEC, 9, backend="reference")
 
-    def function(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return rotate_qk(q * 2, k, SPEC, 9, backend="reference")
+
+def _in_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rotate_qk_(q * 2, k.clone(), SPEC, 9, backend="reference")
+
+
+def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    outs = torch.empty_like(q), torch.empty_like(k)
+    return rotate_qk(q * 2, k, SPEC, 9, backend="reference", out=outs)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("function", [_out_of_place, _in_place, _into])
+def test_the_definition_may_be_left_to_the_compiler(
+    function: Callable[..., tuple[torch.Tensor, ...]], dynamic: bool | None
+) -> None:
+    """`backend="reference"` in a compiled function is what the compiler fuses with its neighbours."""
 
     graphs = []
 

@@ -133,7 +133,9 @@ def _run_into(
 ) -> None:
     if backend is not None:
         _insist(operation, backend, q)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and backend == "reference":
+        autograd.overwrite(outs, reference.compose(q, k, *arguments))
+    elif torch.compiler.is_compiling():
         schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
     elif autograd.in_functorch():
         autograd.overwrite(outs, run(operation, q, k, arguments, backend))
@@ -264,7 +266,9 @@ def run_in_place(
     xs = schema.present(q, k)
     if torch.compiler.is_compiling():
         # Whoever traces sees to memory. Without gradients the raw operator stays in place.
-        if autograd.needs_grad(q, k, arguments):
+        if backend == "reference":
+            autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
+        elif autograd.needs_grad(q, k, arguments):
             autograd.overwrite(xs, schema.rotate(q, k, *arguments))
         else:
             schema.rotate_(q, k, *arguments)
