@@ -74,6 +74,11 @@ TABLE = {
         "relative, of each number",
         "2 ulp, and as much again as the argument of an exponential near e^±88 has lost",
     ),
+    "f and P, rounded once": Tolerance(
+        0.999,
+        "share of results, at least",
+        "arithmetic before the one rounding is 2^-19 or better of bfloat16, 2^-22 of float16",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,
