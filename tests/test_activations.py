@@ -70,6 +70,21 @@ def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
             assert_outer(changed, want.detach(), dtype, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", (*NAMES, "rms_norm", "gate"))
+def test_results_are_rounded_once(name, dtype) -> None:
+    """All but one in a thousand are the nearest of the type to the exact value."""
+    spec, x = RopeSpec(128), noise(1, 8, 128, 128, dtype=dtype)
+    weight, gamma = noise(128, seed=3).float(), (0.1 * noise(8, 128, seed=4)).float()
+    act = RMSNorm(weight) if name == "rms_norm" else None if name == "gate" else name
+    gate = gates.Exp(gamma) if name == "gate" else None
+    y = rotate(x, spec, OFFSET, act=act, gate=gate)
+    log = gamma.double()[:, None] if name == "gate" else None
+    inside = "none" if name == "gate" else name
+    want = wanted(x.double(), inside, spec, log, weight.double()).to(dtype)
+    assert (y == want).double().mean().item() >= tolerances.value("f and P, rounded once")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_far_values(name) -> None:
     """Where a formula would overflow, cancel or run out of digits."""

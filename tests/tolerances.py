@@ -112,6 +112,11 @@ TABLE = {
         "relative, of a wavelength, a number of turns, a ratio or an angle that a report gives",
         "60 digits rounded to float64 (1.1e-16) after one quotient; the oracle rounds π besides",
     ),
+    "f and P, rounded once": Tolerance(
+        0.999,
+        "share of results, at least",
+        "arithmetic before the one rounding is 2^-19 or better of bfloat16, 2^-22 of float16",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,
