@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.transformers_coverage import models, trial
+from benchmarks.transformers_coverage import __main__ as command, models, report, trial
 from benchmarks.transformers_coverage.building import SPECIAL, sections, sized, small_config
 from benchmarks.transformers_coverage.catalogue import (
     ModelType,
@@ -198,17 +198,64 @@ def test_a_lost_process_is_a_row_and_the_run_goes_on(
             pass
 
     monkeypatch.setattr(models, "Worker", Lost)
-    out = tmp_path / "rows.json"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        models.main(["--only", "^llama", "--out", str(out)])
-        first = json.loads(out.read_text())
-        models.main(["--only", "^gptj$", "--out", str(out)])
-    assert {row["model_type"] for row in first} == {
-        "llama",
-        "llama4",
-        "llama4_text",
-        "llama4_vision_model",
-    }
-    assert json.loads(out.read_text())[0]["model_type"] == "gptj"
-    assert {row["reason"] for row in first} == {"the process ended with -9"}
+    out, page = tmp_path / "rows.json", tmp_path / "page.md"
+    to = ["--models", "--results", str(out), "--page", str(page)]
+
+    def run(*arguments: str) -> dict[str, str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            command.main([*to, *arguments])
+        return {row["model_type"]: row["reason"] for row in json.loads(out.read_text())["models"]}
+
+    first = run("--only", "^llama")
+    assert set(first) == {"llama", "llama4", "llama4_text", "llama4_vision_model"}
+    assert set(first.values()) == {"the process ended with -9"}
+    assert "| llama | the process ended with -9 |" in page.read_text()
+    monkeypatch.setattr(Lost, "ask", lambda _, t: {**models.blank(t), "reason": "again"})
+    # What the file holds is run again unless it is not to be.
+    assert run("--only", "^(llama|gptj)$", "--missing") == {**first, "gptj": "again"}
+    assert run("--only", "^llama$") == {**first, "gptj": "again", "llama": "again"}
+
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks/results/transformers-coverage.json"
+
+
+@pytest.fixture(scope="module")
+def committed() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))["models"]
+    return rows
+
+
+def test_committed_models_are_as_many_as_asked_for(committed: list[dict[str, Any]]) -> None:
+    counts = Counter(row["status"] for row in committed)
+    assert counts["equal"] >= 287
+    assert counts["different"] == 0
+    for row in committed:
+        if row["status"] == "equal":
+            assert row["max_rel_doutput"] <= OUTPUT_BOUND, row
+            assert row["max_rel_dgrad"] <= GRADIENT_BOUND, row
+            assert row["calls"], row
+        else:
+            assert row["reason"], row
+
+
+def test_the_committed_models_are_those_of_the_catalogue(
+    committed: list[dict[str, Any]], types: dict[str, ModelType]
+) -> None:
+    assert [row["model_type"] for row in committed] == sorted(types)
+
+
+def test_every_type_is_on_the_page_with_its_numbers_or_its_reason(
+    committed: list[dict[str, Any]],
+) -> None:
+    page = report.page({"transformers": "5", "torch": "2", "models": committed})
+    words = set(page.replace(",", " ").split())
+    assert {row["model_type"] for row in committed} <= words
+    (gptj,) = [row for row in committed if row["model_type"] == "gptj"]
+    numbers = f"{gptj['max_rel_doutput']:.0e} | {gptj['max_rel_dgrad']:.0e}"
+    assert f"| gptj | gptj | {numbers} |" in page
+    assert "| jamba | its file defines a rotation and never calls it |" in page
+    changed = [{**gptj, "status": "different", "reason": "at lm_head | weight"}]
+    page = report.page({"transformers": "5", "torch": "2", "models": changed})
+    assert "| different | 1 |" in page
+    assert "| gptj | at lm_head \\| weight |" in page

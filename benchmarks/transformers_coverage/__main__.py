@@ -1,7 +1,7 @@
 """Run the coverage of transformers: `python -m benchmarks.transformers_coverage`.
 
-Two parts, each kept in one JSON file and shown in one table: every rotary function by itself, and every
-model type before and after `patch`. Nothing is downloaded.
+Two parts, kept in one JSON file and shown on one page: every rotary function by itself, and every model
+type before and after `patch`. Both run unless one is named. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import functions, report
+from . import functions, models, report
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 RESULTS = FOLDER / "transformers-coverage.json"
@@ -27,9 +27,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transformers_coverage", description=__doc__
     )
-    parser.add_argument("--functions", action="store_true", help="run the functions")
-    parser.add_argument("--models", action="store_true", help="run the models")
+    parser.add_argument("--functions", action="store_true", help="run the functions alone")
+    parser.add_argument("--models", action="store_true", help="run the models alone")
     parser.add_argument("--only", default="", help="a regular expression for folders or types")
+    parser.add_argument(
+        "--missing", action="store_true", help="leave out types of models that the file holds"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to renew")
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="the Markdown file to write from it"
@@ -40,19 +43,28 @@ def main(arguments: list[str] | None = None) -> None:
     data: dict[str, Any] = (
         json.loads(options.results.read_text()) if options.results.exists() else {}
     )
-    if options.functions:
-        torch.set_num_threads(1)
-        data["functions"] = merged(data.get("functions", []), functions.run(options.only), "file")
-    if options.models:
-        from . import models
-
-        data["models"] = merged(data.get("models", []), models.run(options.only), "model_type")
+    both = options.functions == options.models
     import transformers
 
     data |= {"transformers": transformers.__version__, "torch": torch.__version__}
-    options.results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if options.functions or both:
+        torch.set_num_threads(1)
+        data["functions"] = merged(data.get("functions", []), functions.run(options.only), "file")
+        write(data, options.results)
+    if options.models or both:
+        held = {row["model_type"] for row in data.get("models", []) if options.missing}
+        # Written after each: a run that was ended goes on with --missing.
+        for row in models.run(options.only, held):
+            data["models"] = merged(data.get("models", []), [row], "model_type")
+            write(data, options.results)
+    write(data, options.results)
     options.page.write_text(report.page(data), encoding="utf-8")
     print(report.summary(data))
+
+
+def write(data: dict[str, Any], path: Path) -> None:
+    """The rows into their file."""
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ def tiles(maker: Any) -> dict[str, Any]:
     }
 
 
-def places(maker: Any) -> torch.Tensor:
+def places() -> torch.Tensor:
     """Columns and rows of the patches of two images of six by three."""
     at = [(x, y) for y in range(3) for x in range(6)]
     return torch.tensor([at, at])
@@ -56,7 +56,7 @@ def places(maker: Any) -> torch.Tensor:
 
 def patches_with_places(maker: Any) -> dict[str, Any]:
     """Patches as rows of a batch, with where they stand."""
-    return {"pixel_values": maker.normal(2, 18, 3 * 8 * 8), "pixel_position_ids": places(maker)}
+    return {"pixel_values": maker.normal(2, 18, 3 * 8 * 8), "pixel_position_ids": places()}
 
 
 def memory(maker: Any) -> dict[str, Any]:

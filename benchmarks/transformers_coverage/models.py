@@ -1,7 +1,6 @@
 """Every model type of transformers, before and after `patch`.
 
-`python -m benchmarks.transformers_coverage.models --only '^llama'` writes rows; with the same file it
-goes on where it was ended. A row says one of:
+`python -m benchmarks.transformers_coverage --models --only '^llama'` runs some. A row says one of:
 
 - equal: outputs and gradients keep the bounds of `comparing.py`, calls of its own file's rotary functions
   were served by this library, and a fault of one per cent in them would have been noticed;
@@ -12,23 +11,18 @@ goes on where it was ended. A row says one of:
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import re
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Container, Iterator
 from typing import Any
 
 from .catalogue import ModelType, catalogue
 
 # What one model may take; the slowest takes a tenth of it on one core.
 SECONDS = 40
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "transformers-models.json"
 
 
 def blank(model_type: ModelType) -> dict[str, Any]:
@@ -126,42 +120,6 @@ def rows(types: list[ModelType]) -> Iterator[dict[str, Any]]:
         worker.stop()
 
 
-def run(only: str = "") -> list[dict[str, Any]]:
-    """Rows of all types whose name the regular expression finds something in."""
-    return list(rows([t for t in catalogue() if re.search(only, t.name)]))
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Rows into a JSON file, one per type; types that it holds already are not run again."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", default="", help="a regular expression that a type's name must match"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="the JSON file to write or go on with"
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="run types that the file holds already"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=500, help="stop after so long; go on later"
-    )
-    options = parser.parse_args(arguments)
-    out: Path = options.out
-    held = {r["model_type"]: r for r in json.loads(out.read_text())} if out.exists() else {}
-    todo = [
-        t
-        for t in catalogue()
-        if re.search(options.only, t.name) and (options.again or t.name not in held)
-    ]
-    end = time.monotonic() + options.seconds
-    for new in rows(todo):
-        held[new["model_type"]] = new
-        text = json.dumps([held[name] for name in sorted(held)], indent=1)
-        out.write_text(text + "\n", encoding="utf-8")
-        if time.monotonic() > end:
-            break
-
-
-if __name__ == "__main__":
-    main()
+def run(only: str = "", without: Container[str] = ()) -> Iterator[dict[str, Any]]:
+    """Rows of all types whose name the regular expression finds something in, but for some."""
+    return rows([t for t in catalogue() if re.search(only, t.name) and t.name not in without])
