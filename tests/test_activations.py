@@ -71,7 +71,7 @@ def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", (*NAMES, "rms_norm", "gate"))
+@pytest.mark.parametrize("name", [*NAMES, "rms_norm", "gate"])
 def test_results_are_rounded_once(name, dtype) -> None:
     """All but one in a thousand are the nearest of the type to the exact value."""
     spec, x = RopeSpec(128), noise(1, 8, 128, 128, dtype=dtype)
