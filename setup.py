@@ -147,7 +147,11 @@ def build_library() -> Path:
     torch_flags = ["-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     # -isystem: torch's headers do not pass our warnings.
     torch_flags += [part for folder in includes for part in ("-isystem", folder)]
-    units = {"bind_torch.cpp": torch_flags, "dispatch.cpp": ["-O3"]}
+    units = {
+        "bind_torch.cpp": torch_flags,
+        "bind_gradients.cpp": torch_flags,
+        "dispatch.cpp": ["-O3"],
+    }
     for source, flags in ISA_FLAGS.get(machine, ISA_FLAGS_ELSEWHERE).items():
         units[source] = ["-O3", *flags]
     missing = [source for source in units if not (CSRC / source).is_file()]

@@ -35,8 +35,25 @@ _IN_BOTH = (
     Case("head_dim 256, cold", head_dim=256, q_heads=16, k_heads=4),
 )
 
+# What f and P cost beside the rotation alone, and against the same composed of torch's functions.
+_OUTER = {
+    **{act: {"act": act} for act in ("relu", "silu", "rms_norm", "gelu", "softmax")},
+    "exp gate": {"gate": "exp"},
+    "slope gate": {"gate": "slope"},
+}
+_WITH = (
+    case
+    for name, outer in _OUTER.items()
+    for case in (
+        Case(f"with {name}, 2048, cold", **outer),
+        Case(f"with {name}, 2048, warm", cold=False, **outer),
+        Case(f"with {name}, training 2048", work="training", compiled=True, **outer),
+    )
+)
+
 CASES = (
     *(case for group in _IN_BOTH for case in in_both(group)),
+    *(case for group in _WITH for case in in_both(group)),
     Case("prefill 2048, cold, fp16", dtype="float16"),
     Case("prefill 2048, warm, fp16", dtype="float16", cold=False),
     Case("prefill 2048, cold, fp64", dtype="float64"),

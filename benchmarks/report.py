@@ -17,6 +17,7 @@ COLUMNS = (
     "neg_",
     "clone",
     "0..n-1",
+    "rotation",
     "eager",
     "compiled eager",
     "transformers",

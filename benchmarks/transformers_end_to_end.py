@@ -77,9 +77,6 @@ def measure(models: dict[str, Any], ids: torch.Tensor, step: str, rounds: int) -
 
 def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
     """Time inside the rotary functions of an eager run, and in the backward pass of what they made."""
-    from transformers.models.llama import modeling_llama
-
-    total = 0.0
     attention = type(model.model.layers[0].self_attn)
     code = attention.forward
     names = [n for n in code.__code__.co_names if "apply_rotary_pos_emb" in n]
@@ -105,9 +102,7 @@ def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
         if training:
             torch.autograd.grad(ys, (q, k), cotangents)
         values.append(time.perf_counter() - start)
-    total += statistics.median(values[2:]) * len(model.model.layers)
-    del modeling_llama
-    return total
+    return statistics.median(values[2:]) * len(model.model.layers)
 
 
 def times(shape: dict[str, Any], tokens: int, rounds: int, compiled: bool) -> list[dict[str, Any]]:

@@ -7,13 +7,13 @@
 
 #include "acts.h"
 #include "heads.h"
+#if defined(__AVX512F__)
+#include "outer_avx512.h"
+#endif
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
-
-// Loops that many places call stay by themselves: a compiler vectorises them better alone.
-#define TIGHTROPE_LOOP __attribute__((noinline))
 
 template <class T>
 struct Plain;
@@ -96,8 +96,6 @@ TIGHTROPE_LOOP T largest(const T* __restrict a, int64_t n) {
   return top;
 }
 
-inline float root(float x) { return __builtin_sqrtf(x); }
-inline double root(double x) { return __builtin_sqrt(x); }
 
 template <class T>
 inline T inverse_rms(const T* x, int64_t n, double eps) {
@@ -526,12 +524,28 @@ inline void outer_tile(const Problem& p, const Problem& turns, const Outer& o,
   }
 }
 
+}  // namespace
+}  // namespace TIGHTROPE_ISA
+}  // namespace tightrope
+
+#if defined(__AVX512F__)
+#include "outer_tiles_avx512.h"
+#endif
+
+namespace tightrope {
+namespace TIGHTROPE_ISA {
+namespace {
+
 template <class F>
 void run_outer(const Problem& p, const Outer& o, void* memory, int64_t begin, int64_t end) {
   const Scratch<typename F::Value> w(p, memory);
   // Angles are wanted in the order of the pairs: see in_twos.
   Problem turns = p;
   if (p.dtype == Dtype::kBFloat16) turns.dtype = Dtype::kFloat;
+#if defined(__AVX512F__)
+  const bool registers = in_registers(o);
+  Rows rows(p, reinterpret_cast<float*>(w.weight + padded(p.head_dim)));
+#endif
   const int64_t tiles = p.rows * p.tiles_per_row;
   for (int64_t run = begin; run < end; ++run) {
     const int64_t last = tiles < (run + 1) * o.tiles ? tiles : (run + 1) * o.tiles;
@@ -539,6 +553,14 @@ void run_outer(const Problem& p, const Outer& o, void* memory, int64_t begin, in
       const int64_t row = tile / p.tiles_per_row;
       const int64_t token = (tile - row * p.tiles_per_row) * p.tile;
       const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;
+#if defined(__AVX512F__)
+      if constexpr (sizeof(typename F::Value) == sizeof(float)) {
+        if (registers) {
+          register_tile<F>(p, o, w, rows, run, row, token, tokens);
+          continue;
+        }
+      }
+#endif
       outer_tile<F>(p, turns, o, w, run, row, token, tokens);
     }
   }

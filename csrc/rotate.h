@@ -148,11 +148,15 @@ using GateLoop = void (*)(const Problem& p, const GateSums& sums, void* scratch,
 // Cosines and sines of one tile live on the stack of the loop: this many of each.
 constexpr int64_t kAngles = 2048;
 
-// Values of scratch memory that an OuterLoop needs; see Scratch in outer.h.
+// Values of scratch memory that an OuterLoop needs; see Scratch in outer.h, and Rows beside it.
 inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
+// Of a head whose rotated halves and what is around them are padded each.
+inline int64_t row_values(const Problem& p) { return padded(p.head_dim) + 160; }
 inline int64_t scratch_values(const Problem& p) {
   const int64_t width = padded(p.head_dim);
-  return 2 * p.tile * padded(p.pairs) + kMaxOperands * p.tile * width + 5 * width;
+  int64_t rows = 3;
+  for (int32_t i = 0; i < p.operands; ++i) rows += 2 * p.operand[i].heads;
+  return 2 * p.tile * padded(p.pairs) + kMaxOperands * p.tile * width + 5 * width + rows * row_values(p);
 }
 
 struct Loops {

@@ -4,13 +4,16 @@ import pytest
 import torch
 
 import tightrope
+from tightrope.backends import BY_NAME
 
+# Those for tensors on the CPU; what runs on a GPU has tests of its own.
 BACKENDS = [
     pytest.param(
         name,
         marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
     )
     for name, reason in tightrope.backends().items()
+    if not BY_NAME[name].DEVICES or "cpu" in BY_NAME[name].DEVICES
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -70,6 +70,21 @@ def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
             assert_outer(changed, want.detach(), dtype, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*NAMES, "rms_norm", "gate"])
+def test_results_are_rounded_once(name, dtype) -> None:
+    """All but one in a thousand are the nearest of the type to the exact value."""
+    spec, x = RopeSpec(128), noise(1, 8, 128, 128, dtype=dtype)
+    weight, gamma = noise(128, seed=3).float(), (0.1 * noise(8, 128, seed=4)).float()
+    act = RMSNorm(weight) if name == "rms_norm" else None if name == "gate" else name
+    gate = gates.Exp(gamma) if name == "gate" else None
+    y = rotate(x, spec, OFFSET, act=act, gate=gate)
+    log = gamma.double()[:, None] if name == "gate" else None
+    inside = "none" if name == "gate" else name
+    want = wanted(x.double(), inside, spec, log, weight.double()).to(dtype)
+    assert (y == want).double().mean().item() >= tolerances.value("f and P, rounded once")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_far_values(name) -> None:
     """Where a formula would overflow, cancel or run out of digits."""
@@ -356,3 +371,34 @@ def test_sentences(text: str) -> None:
         ERRORS[text]()
     assert str(caught.value).startswith(text)
     assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_prepared_call_sees_every_change_of_a_weight(dtype) -> None:
+    """Its short way keeps nothing of a weight, however that is changed."""
+    spec = RopeSpec(8)
+    q, k = torch.randn(2, 3, 1, 8).to(dtype), torch.randn(2, 1, 1, 8).to(dtype)
+    rope = spec.at(9)
+    weights = [torch.nn.Parameter(torch.rand(8).to(dtype)), torch.nn.Parameter(torch.rand(1, 8))]
+    acts = tuple(RMSNorm(weight, 1e-5) for weight in weights)
+    for change in (None, "in place", "data", "version"):
+        with torch.no_grad():
+            for weight in weights:
+                if change == "in place":
+                    weight.mul_(2)
+                elif change == "data":
+                    weight.data = torch.rand(weight.shape).to(weight.dtype)
+                elif change == "version":
+                    weight.data.add_(1)
+            for act in (acts, "silu", ("silu", "relu"), (acts[0], None)):
+                rotate_qk(q, k, rope)  # what is prepared is there from now on
+                expected = rotate_qk(q, k, spec, 9, act=act)
+                for got in (
+                    rotate_qk(q, k, rope, act=act),
+                    rotate_qk_(q.clone(), k.clone(), rope, act=act),
+                ):
+                    assert all(map(torch.equal, got, expected))
+    y, _ = rotate_qk(q, k, rope, act=acts)
+    assert torch.autograd.grad(y.sum(), weights[0])[0].abs().sum() > 0
+    with pytest.raises(ValueError, match="inverse must be False with an act"):
+        rotate_qk(q, k, rope, act=acts, inverse=True)

@@ -368,3 +368,16 @@ def test_a_touched_device_is_seen() -> None:
     statement = "torch.cuda.is_available(); torch.accelerator.device_count(); "
     _, asked = cost_of(statement + "torch.cuda._initialized = True")
     assert {"is_available", "device_count", "is_initialized"} <= asked
+
+
+# --- the native sources ---------------------------------------------------------------------------
+
+
+def test_only_the_binding_knows_torch() -> None:
+    """The loops are compiled per instruction set, and what they share with torch's headers the linker
+    could take from the wrong one."""
+    folder = SOURCE.parent.parent / "csrc"
+    aware = {path.name for path in folder.iterdir() if "<torch/" in path.read_text()}
+    assert aware == {"bind_problem.h"}
+    units = {path.name for path in folder.glob("*.cpp") if '"bind_' in path.read_text()}
+    assert units == {"bind_gradients.cpp", "bind_torch.cpp"}

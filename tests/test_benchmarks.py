@@ -33,6 +33,14 @@ VARIANTS = {
     "M-RoPE": Case("M-RoPE", **SMALL, positions="M-RoPE"),
     "out of place": Case("out of place", **SMALL, work="out of place"),
     "training": Case("training", **SMALL, work="training"),
+    "relu": Case("relu", **SMALL, act="relu", dtype="bfloat16"),
+    "silu": Case("silu", **SMALL, act="silu", rows=2),
+    "gelu": Case("gelu", **SMALL, act="gelu", work="training"),
+    "softmax": Case("softmax", **SMALL, act="softmax"),
+    "norm": Case("norm", **SMALL, act="rms_norm", work="training"),
+    "norm and gate": Case("norm and gate", **SMALL, act="rms_norm", gate="exp"),
+    "slope": Case("slope", **SMALL, gate="slope", rows=3, positions="ids per row"),
+    "slopes learned": Case("slopes learned", **SMALL, gate="slope", work="training"),
 }
 
 
@@ -48,6 +56,46 @@ def test_every_contender_passes_the_gate(case: Case) -> None:
             made.call()
             ran.append(contender.name)
     assert {"tightrope", "eager"} <= set(ran)
+
+
+@pytest.mark.parametrize(
+    "name", ["relu", "silu", "gelu", "softmax", "norm", "norm and gate", "slope"]
+)
+def test_the_gate_sees_a_missing_factor(name: str) -> None:
+    case = VARIANTS[name]
+    q, k, ids = inputs(case)
+    right = expected(case, q, k, ids)
+    for lacking in {replace(case, act=None), replace(case, gate=None)} - {case}:
+        assert gate(case, Made(lambda: None, expected(lacking, q, k, ids)), right) is not None
+
+
+def test_cases_with_factors_are_against_the_rotation_alone() -> None:
+    asked = re.compile("^rotation$|^neg_$|transformers|onnx|jax|rotary")
+    for case in (VARIANTS["silu"], VARIANTS["norm"]):
+        result = measure(case, CONTENDERS, runs=1, rounds=2, wanted=asked)
+        assert set(result["ratios"]) - {"neg_"} == {"rotation"}
+        assert result["absent"]["transformers"] == "it has neither f nor P"
+    alone = measure(VARIANTS["plain"], CONTENDERS, runs=1, rounds=1, wanted=re.compile("^rotation"))
+    assert alone["absent"]["rotation"] == "the case is the rotation alone"
+    unusual = replace(VARIANTS["plain"], act="sin")
+    absent = measure(unusual, CONTENDERS, runs=1, rounds=1, wanted=re.compile("eager"))["absent"]
+    assert absent["eager"] == "nobody writes sin before a rotation"
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+def test_numbers_are_made_new_before_each_turn(cold: bool) -> None:
+    """Halved again and again, a number would end where arithmetic has a time of its own."""
+    x = torch.ones(4)
+    seen = []
+
+    def call() -> None:
+        seen.append(x[0].item())
+        x.mul_(0.5)
+
+    made_new = {"a": lambda: x.fill_(1.0)}
+    method.medians({"a": call}, cold=cold, rounds=5, rng=random.Random(0), renew=made_new)
+    assert seen.count(1.0) == 6
+    assert min(seen) >= 0.5 ** (method.BATCH_RENEWED + 1)
 
 
 def test_the_gate_refuses_wrong_results() -> None:

@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -105,6 +106,151 @@ def test_opcheck_of_angle_gradients(
             for z, dz in ((None, None), (y.to(dtype), dy.to(dtype))):
                 call = (y.to(dtype), z, dy.to(dtype), dz, words, None, ids, 3, form, *wanted)
                 torch.library.opcheck(schema.angle_gradients, call)
+
+
+def outer_call(
+    act: str,
+    gate: int,
+    direction: int,
+    x: torch.Tensor,
+    k: torch.Tensor | None,
+    source: str = "words",
+) -> tuple[object, ...]:
+    """What follows q and k of a call with f and P, whose tensors all want gradients."""
+    xs, tokens = schema.present(x, k), x.shape[2]
+    carried: list[torch.Tensor] = []
+    if act == "rms_norm":
+        carried += [1 + noise(heads, 8) / 9 for heads in (1, 5)[: len(xs)]]
+    if gate == schema.LOG:
+        carried += [noise(1, one.shape[1], tokens, 1) / 9 for one in xs]
+    elif gate == schema.SLOPE:
+        carried += [noise(one.shape[1], 8) / 99 for one in xs]
+    if act != "none" and direction == schema.TRANSPOSE:
+        carried += [noise(*one.shape).flip(0).to(one.dtype) for one in xs]
+    form = schema.Form(
+        0,
+        1,
+        source=schema.SOURCES.index(source),
+        direction=direction,
+        act=ACTS.index(act),
+        gate=gate,
+    )
+    angle = noise(1, 1, 20, 3)
+    primary, secondary = (
+        (SPEC.at().words, None) if source == "words" else (angle.cos(), angle.sin())
+    )
+    eps = 1e-5 if act == "rms_norm" else 0.0
+    fixed = (primary, secondary, None, 3, form.pack(), 1.25)
+    return (*fixed, [one.detach() for one in carried] or None, eps)
+
+
+def with_gradients(call: tuple[object, ...]) -> tuple[object, ...]:
+    """The same, with every carried tensor a leaf that wants a gradient."""
+    carried = call[6] and [one.clone().requires_grad_() for one in call[6]]
+    return (*call[:6], carried, *call[7:])
+
+
+OUTER = [
+    (act, gate, direction)
+    for act in ("none", "silu", "softmax", "rms_norm")
+    for gate in (schema.NO_GATE, schema.LOG, schema.SLOPE)
+    for direction in (schema.FORWARD, schema.TRANSPOSE, schema.INVERSE)
+    if (act != "none" or gate) and not (act != "none" and direction == schema.INVERSE)
+]
+
+
+@pytest.mark.parametrize("act, gate, direction", OUTER)
+def test_opcheck_with_acts_and_gates(act: str, gate: int, direction: int) -> None:
+    x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
+    for other in (None, k):
+        call = outer_call(act, gate, direction, x, other)
+        torch.library.opcheck(schema.rotate, (x, other, *call))
+        if direction == schema.FORWARD:
+            leaf = x.clone().requires_grad_()
+            torch.library.opcheck(schema.rotate, (leaf, other, *with_gradients(call)))
+        if act != "rms_norm" or direction == schema.FORWARD:
+            torch.library.opcheck(schema.rotate_, (x.clone(), other, *call))
+
+
+@pytest.mark.parametrize("gate", [schema.LOG, schema.SLOPE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
+    y, z = noise(2, 3, 5, 8).to(dtype), noise(2, 1, 5, 8).to(dtype)
+    shapes = {schema.LOG: [(1, 3, 5, 8), (2, 1, 1, 1)], schema.SLOPE: [(3, 8), (1, 1)]}[gate]
+    gates = [noise(*shape).to(dtype) for shape in shapes]
+    for ids in (None, torch.rand(1, 2, 5)):
+        form = schema.Form(start=1, ramp=ids is None, gate=gate).pack()
+        torch.library.opcheck(
+            schema.gate_gradients, (y, z, y.flip(0), z.flip(0), *gates, ids, 3, form)
+        )
+        torch.library.opcheck(
+            schema.gate_gradients, (y, None, y.flip(0), None, gates[0], None, ids, 3, form)
+        )
+
+
+@pytest.mark.parametrize("source", schema.SOURCES[1:])
+@pytest.mark.parametrize("act, gate, direction", OUTER)
+def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, source: str) -> None:
+    """No public function says both, and the operator takes them: kernels as the definition."""
+    x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
+    call = outer_call(act, gate, direction, x, k, source)
+    if source != "half":  # six channels of tables, three pairs
+        how = (
+            (lambda t: torch.cat((t, t), -1))
+            if source == "cat"
+            else (lambda t: t.repeat_interleave(2, -1))
+        )
+        call = (how(call[0]), how(call[1]), *call[2:])
+    wide = [one.double() if isinstance(one, torch.Tensor) else one for one in call]
+    wide[6] = call[6] and [one.double() for one in call[6]]
+    right = reference.compose(x.double(), k.double(), *wide)
+    got = schema.rotate(x, k, *call)
+    assert len(got) == len(right)
+    for a, b in zip(got, right, strict=True):
+        # Of the largest of a head vector.
+        scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
+        assert_near(a.double() / scale, b / scale, "f and P, float32")
+    if direction != schema.FORWARD:
+        return
+    leaves = [one.clone().requires_grad_() for one in (x, k, *call[:2], *(call[6] or ()))]
+    doubles = [one.detach().double().requires_grad_() for one in leaves]
+
+    def gradients(run, tensors):
+        carried = list(tensors[4:]) or None
+        ys = run(*tensors[:4], *call[2:6], carried, call[7])
+        return torch.autograd.grad([y.sin().sum() for y in ys], tensors)
+
+    for a, b in zip(
+        gradients(schema.rotate, leaves), gradients(reference.compose, doubles), strict=True
+    ):
+        # Of the largest of a head vector.
+        scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
+        assert_near(a.double() / scale, b / scale, "f and P, float32")
+
+
+@pytest.mark.parametrize("mapped", ["x", "both"])
+@pytest.mark.parametrize("act, gate, direction", OUTER)
+def test_vmap_of_the_operator_with_acts_and_gates(
+    act: str, gate: int, direction: int, mapped: str
+) -> None:
+    """Functions go by the definition in a transform; the operator itself, in compiled code say, has a
+    rule: one launch, or one for each where a norm or slopes are mapped. torch itself fails where a
+    list alone is mapped."""
+    x, k = noise(4, 2, 3, 5, 8), noise(4, 2, 5, 5, 8)
+    call = outer_call(act, gate, direction, x[0], k[0])
+    carried = call[6] or []
+    stacks = [torch.stack([one * (1 + i / 8) for i in range(4)], 1) for one in carried]
+    in_carried = None if mapped == "x" else 1
+
+    def run(q, k, *own):
+        return tuple(schema.rotate(q, k, *call[:6], list(own) or None, call[7]))
+
+    own = carried if in_carried is None else stacks
+    got = torch.vmap(run, in_dims=(0, 0, *[in_carried] * len(own)))(x, k, *own)
+    for i in range(4):
+        own_i = [one if in_carried is None else one[:, i] for one in own]
+        for a, b in zip(got, run(x[i], k[i], *own_i), strict=True):
+            assert torch.equal(a[i], b)
 
 
 def test_raw_operators_see_gradients_in_lists_too() -> None:
@@ -503,12 +649,25 @@ def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:
         assert torch.equal(compiled(x), rotate(x, spec))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_the_definition_may_be_left_to_the_compiler(dynamic: bool | None) -> None:
-    """`backend="reference"` in a compiled function is what the compiler fuses with its neighbours."""
+def _out_of_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rotate_qk(q * 2, k, SPEC, 9, backend="reference")
 
-    def function(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return rotate_qk(q * 2, k, SPEC, 9, backend="reference")
+
+def _in_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rotate_qk_(q * 2, k.clone(), SPEC, 9, backend="reference")
+
+
+def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    outs = torch.empty_like(q), torch.empty_like(k)
+    return rotate_qk(q * 2, k, SPEC, 9, backend="reference", out=outs)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("function", [_out_of_place, _in_place, _into])
+def test_the_definition_may_be_left_to_the_compiler(
+    function: Callable[..., tuple[torch.Tensor, ...]], dynamic: bool | None
+) -> None:
+    """`backend="reference"` in a compiled function is what the compiler fuses with its neighbours."""
 
     graphs = []
 

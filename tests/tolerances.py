@@ -112,6 +112,11 @@ TABLE = {
         "relative, of a wavelength, a number of turns, a ratio or an angle that a report gives",
         "60 digits rounded to float64 (1.1e-16) after one quotient; the oracle rounds π besides",
     ),
+    "f and P, rounded once": Tolerance(
+        0.999,
+        "share of results, at least",
+        "arithmetic before the one rounding is 2^-19 or better of bfloat16, 2^-22 of float16",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,
@@ -229,6 +234,32 @@ TABLE = {
         32,
         "machine epsilons of x, times the largest gradient",
         "output and its gradient are rounded to x's type, and 192 products of them are added",
+    ),
+    # --- Triton kernels (issue 6) ---
+    "triton, float32": Tolerance(
+        4e-6,
+        "times the largest channel of the head, of a result or, before f', of what f' is applied to",
+        "rotation 4e-7, f and P of three roundings each and sums over up to 128 channels; float16 and "
+        "bfloat16 are rounded once more, which is half a step of their own",
+    ),
+    "triton, float64": Tolerance(
+        2e-9,
+        "as for float32",
+        "fractional positions up to 3000 are cut at 2^-63 turn and slopes times positions up to 10^6 "
+        "round by 1e-10; rotations alone are held to 'float64 rotation'",
+    ),
+    "triton act": Tolerance(
+        1e-6,
+        "relative, of f or f' of one channel, wherever it is",
+        "up to 8 roundings of 6e-8 and a polynomial off by 1.5e-8; torch's own float64 beside it",
+    ),
+    "triton slope": Tolerance(
+        2e-7,
+        "absolute, of f' of silu and gelu",
+        "these pass 0, where two terms of about 1/2 cancel, each with a few roundings of 3e-8",
+    ),
+    "float32 tiny": Tolerance(
+        1.2e-38, "absolute", "GPUs may flush what is smaller than the least normal float32"
     ),
     # --- two right ways to one result ---
     "float64 ways": Tolerance(

@@ -25,6 +25,8 @@ ACTS = (
 )
 NONE, SOFTMAX, RMS_NORM = 0, ACTS.index("softmax"), ACTS.index("rms_norm")
 
+_NAMES = frozenset(ACTS[:RMS_NORM])
+
 #: The slope of leaky_relu below 0.
 LEAK = 0.01
 
@@ -148,6 +150,8 @@ def pair(operation: str, act: object) -> tuple[Act, Act]:
 def _one(operation: str, act: object) -> Act:
     if act is None or isinstance(act, RMSNorm):
         return act
+    if isinstance(act, str) and act in _NAMES:
+        return None if act == ACTS[NONE] else act
     names = ", ".join(ACTS[:RMS_NORM])
     if not isinstance(act, str):
         raise TypeError(
@@ -165,9 +169,7 @@ def _one(operation: str, act: object) -> Act:
                 f"instead of {act!r}",
             )
         )
-    if act not in ACTS:
-        raise ValueError(sentence(operation, f"act must be one of {names} but got {act!r}"))
-    return None if act == ACTS[NONE] else act
+    raise ValueError(sentence(operation, f"act must be one of {names} but got {act!r}"))
 
 
 def code_of(act: Act) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -89,9 +90,7 @@ def out_of_place(
         the rest: as of :func:`tightrope.functional.rotate_qk`.
     """
     plain = backend is None and positions is None and inv_freq is None and seq_len is None
-    ready = None
-    if plain and outs is None and outer is None:
-        ready = _ready(q, k, spec, layout, inverse)
+    ready = _ready(q, k, spec, layout, inverse, outer) if plain and outs is None else None
     if ready is not None:
         # On an error the long way says what is wrong.
         with suppress(RuntimeError):
@@ -134,7 +133,9 @@ def _run_into(
 ) -> None:
     if backend is not None:
         _insist(operation, backend, q)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and backend == "reference":
+        autograd.overwrite(outs, reference.compose(q, k, *arguments))
+    elif torch.compiler.is_compiling():
         schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
     elif autograd.in_functorch():
         autograd.overwrite(outs, run(operation, q, k, arguments, backend))
@@ -166,7 +167,7 @@ def in_place(
 ) -> None:
     """A call that changes its tensors; arguments as of :func:`out_of_place`."""
     plain = backend is None and positions is None and inv_freq is None and seq_len is None
-    ready = _ready(q, k, spec, layout, inverse) if plain and outer is None else None
+    ready = _ready(q, k, spec, layout, inverse, outer) if plain else None
     if ready is not None:
         # On an error the long way says what is wrong.
         with suppress(RuntimeError):
@@ -191,6 +192,7 @@ def _ready(
     rotation: RopeSpec | PreparedRotation,
     layout: str,
     inverse: bool,
+    outer: Outer | None,
 ) -> tuple[Any, ...] | None:
     """What a prepared rotation calls the kernel with at once, with one look at each thing that the
     kernel cannot see. A decoded token is a few microseconds of memory, and checks in Python would be
@@ -203,6 +205,8 @@ def _ready(
     if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
         return None
     call = rotation.calls.get((layout, inverse))
+    if call is not None and outer is not None:
+        call = None if inverse else _with_acts(call, outer, 1 if k is None else 2)
     if (
         call is None
         or rotation.rows != 1
@@ -216,6 +220,36 @@ def _ready(
     ):
         return None
     return call
+
+
+def _with_acts(call: tuple[Any, ...], outer: Outer, count: int) -> tuple[Any, ...] | None:
+    """Arguments of a rotation with f before it; None where that is more than to hand it over.
+
+    Nothing of a weight is kept: the kernel reads the user's own, of whatever floating dtype, so it
+    sees every change of it.
+    """
+    if outer.gates[0] or outer.gates[1]:
+        return None
+    first, eps, weights = outer.acts[0], 0.0, []
+    for act in outer.acts[:count]:
+        if not isinstance(first, RMSNorm):
+            if act != first:
+                return None
+            continue
+        if not isinstance(act, RMSNorm) or act.unit_offset or act.eps != first.eps:
+            return None
+        weight = act.weight
+        if weight is None or type(weight) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        weights.append(weight if weight.dim() == 2 else weight[None])
+        eps = float(first.eps)
+    form = _form_with(call[_FORM], code_of(first))
+    return (*call[:_FORM], form, call[_AMPLITUDE], tuple(weights) or None, eps)
+
+
+@lru_cache(maxsize=1024)
+def _form_with(form: int, act: int) -> int:
+    return schema.form_of(form)._replace(act=act).pack()
 
 
 def run_in_place(
@@ -232,7 +266,9 @@ def run_in_place(
     xs = schema.present(q, k)
     if torch.compiler.is_compiling():
         # Whoever traces sees to memory. Without gradients the raw operator stays in place.
-        if autograd.needs_grad(q, k, arguments):
+        if backend == "reference":
+            autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
+        elif autograd.needs_grad(q, k, arguments):
             autograd.overwrite(xs, schema.rotate(q, k, *arguments))
         else:
             schema.rotate_(q, k, *arguments)

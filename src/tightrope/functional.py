@@ -62,7 +62,7 @@ def rotate(
         inverse: undo the rotation, and the gate, instead. An act cannot be undone.
         out: where the result goes, without another pass: of the shape, dtype and device of x, any
             strides (a slot of a key cache, say), sharing no memory with x. It has no gradient.
-        backend: None for the fastest; "cpu" or "reference" to insist on one.
+        backend: None for the fastest; "cpu", "triton" or "reference" to insist on one.
 
     Returns:
         ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import torch
 
-from . import cpu, reference
+from . import cpu, reference, triton
 
-#: Every backend by name, fastest first. A backend module offers ``register()`` and
-#: ``why_not(x=None)``, and nothing else is looked at.
-BY_NAME: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
+#: Every backend by name, fastest first. A backend module offers ``register()``, ``why_not(x=None)`` and
+#: ``DEVICES``, the types of the devices that it is for (none: all), and nothing else is looked at.
+BY_NAME: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "reference": reference}
 
 
 def register() -> None:
@@ -38,12 +38,16 @@ def which(x: torch.Tensor) -> tuple[str, str | None]:
         x: the tensor; only its device matters.
 
     Returns:
-        The name of the backend, and None or the reasons of every faster one.
+        The name of the backend, and None or the reasons of every faster one: of those for its kind of
+        device or, where there are none, of all.
 
     >>> name, reason = which(torch.zeros(1, 1, 4, 8))
     """
     reasons: list[str] = []
+    own = any(x.device.type in backend.DEVICES for backend in BY_NAME.values())
     for name, backend in BY_NAME.items():
+        if own and backend.DEVICES and x.device.type not in backend.DEVICES:
+            continue
         reason = backend.why_not(x)
         if reason is None:
             return name, "; ".join(reasons) or None

@@ -60,7 +60,7 @@ class Form(NamedTuple):
     numerics: int = 0
 
     def pack(self) -> int:
-        """One integer; the other side of the fence is `Form` in csrc/bind_torch.cpp."""
+        """One integer; the other side of the fence is `Form` in csrc/bind_problem.h."""
         # The compiler cannot see into a cache, and needs none.
         return _pack(self) if torch.compiler.is_compiling() else _packed(self)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .native import (
+    DEVICES as DEVICES,
     instruction_set as instruction_set,
     instruction_sets as instruction_sets,
     register as register,

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+#: The kinds of device whose tensors it rotates.
+DEVICES = ("cpu",)
+
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 _PATH = Path(__file__).parents[2] / f"_native{_SUFFIX}"
 

@@ -5,4 +5,9 @@ Every other backend is an optimisation of this one and is tested against it.
 
 from __future__ import annotations
 
-from .rotate import compose as compose, register as register, why_not as why_not
+from .rotate import (
+    DEVICES as DEVICES,
+    compose as compose,
+    register as register,
+    why_not as why_not,
+)

@@ -20,6 +20,9 @@ class Case:
         interleaved, rotary_dim: the spec.
         positions: "0..n-1", "ids per row", "packed" (sequences in one row) or "M-RoPE" (three
             coordinates, by sections).
+        act: f, by its name in :data:`tightrope.activations.ACTS`; a norm has a weight for q and one
+            for k.
+        gate: P: "exp", a factor for each head and channel, or "slope", one that follows the position.
         compiled: whether torch.compile of the rotation and of its definition takes part.
         threads: of every contender.
     """
@@ -37,6 +40,8 @@ class Case:
     interleaved: bool = False
     rotary_dim: int | None = None
     positions: str = "0..n-1"
+    act: str | None = None
+    gate: str | None = None
     compiled: bool = False
     threads: int = 2
 

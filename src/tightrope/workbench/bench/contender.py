@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,13 +94,17 @@ def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _training(rotate: Rotate, q: torch.Tensor, k: torch.Tensor) -> Made:
+def _training(
+    rotate: Rotate, q: torch.Tensor, k: torch.Tensor, learned: Sequence[torch.Tensor]
+) -> Made:
     """Forward and backward. The leaves' gradients are handed over and dropped, not accumulated."""
     a, b = q.detach().requires_grad_(), k.detach().requires_grad_()
     grads = torch.randn_like(a), torch.randn_like(b)
+    for parameter in learned:
+        parameter.requires_grad_()
 
     def call() -> None:
-        torch.autograd.grad(rotate(a, b), (a, b), grads)
+        torch.autograd.grad(rotate(a, b), (a, b, *learned), grads)
 
     y, z = rotate(a, b)
     return Made(call, (y.detach(), z.detach()))
@@ -111,10 +115,15 @@ def functional(
     case: Case,
     q: torch.Tensor,
     k: torch.Tensor,
+    learned: Sequence[torch.Tensor] = (),
 ) -> Made:
-    """Something out of place to time: forward alone, or with its backward."""
+    """Something out of place to time: forward alone, or with its backward.
+
+    Args:
+        learned: what besides q and k has a gradient in training.
+    """
     if case.work == "training":
-        return _training(rotate, q, k)
+        return _training(rotate, q, k, learned)
 
     # Nothing here requires grad, so nobody's call has to enter no_grad: that is 2 us.
     return Made(lambda: rotate(q, k), rotate(q, k))

@@ -7,12 +7,13 @@ says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from ...functional import rotate_qk, rotate_qk_
+from . import factors
 from .case import Case
 from .contender import (
     Contender,
@@ -36,10 +37,12 @@ def _always(_: Case) -> None:
 
 def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     rope = spec_of(case).at(positions_of(case, ids))
+    tensors = factors.tensors_of(case)
+    outer = factors.arguments(case, tensors)
     if case.work != "in place":
-        return functional(lambda q, k: rotate_qk(q, k, rope), case, q, k)
-    result = rotate_qk(q, k, rope)
-    return Made(lambda: rotate_qk_(q, k, rope), result)
+        return functional(lambda q, k: rotate_qk(q, k, rope, **outer), case, q, k, tensors)
+    result = rotate_qk(q, k, rope, **outer)
+    return Made(lambda: rotate_qk_(q, k, rope, **outer), result)
 
 
 def _no_plain(case: Case) -> str | None:
@@ -49,6 +52,16 @@ def _no_plain(case: Case) -> str | None:
 def _plain(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     """The same tensors at 0..n-1: what the positions of the case cost beside them."""
     made = _tightrope(replace(case, positions="0..n-1"), q, k, ids)
+    return Made(made.call, None)
+
+
+def _no_outer(case: Case) -> str | None:
+    return "the case is the rotation alone" if factors.is_alone(case) else None
+
+
+def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    """The same tensors without f and P: what these cost beside it."""
+    made = _tightrope(replace(case, act=None, gate=None), q, k, ids)
     return Made(made.call, None)
 
 
@@ -62,8 +75,12 @@ def _ours_compiled(
     """Our function inside a compiled one: the operator, or the definition for Inductor to fuse."""
     torch._dynamo.reset()
     rope = spec_of(case).at(positions_of(case, ids))
-    rotate = torch.compile(lambda q, k: rotate_qk(q, k, rope, backend=backend), fullgraph=True)
-    return functional(rotate, case, q, k)
+    tensors = factors.tensors_of(case)
+
+    def rotate(q: torch.Tensor, k: torch.Tensor) -> Pair:
+        return rotate_qk(q, k, rope, backend=backend, **factors.arguments(case, tensors))
+
+    return functional(torch.compile(rotate, fullgraph=True), case, q, k, tensors)
 
 
 # ---- floors: what memory alone costs --------------------------------------------------------------
@@ -96,29 +113,38 @@ def _turned_neighbours(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
+def _no_eager(case: Case) -> str | None:
+    known = case.act in (None, "rms_norm", *factors.FUNCTIONS)
+    return None if known else f"nobody writes {case.act} before a rotation"
+
+
 def _eager_function(
-    case: Case, ids: torch.Tensor, dtype: torch.dtype
+    case: Case, ids: torch.Tensor, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
 ) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
     cos, sin = tables_of(case, ids, dtype)
     turned = _turned_neighbours if case.interleaved else _turned_half
     width = spec_of(case).rotary_dim
 
-    def one(x: torch.Tensor) -> torch.Tensor:
+    def one(x: torch.Tensor, which: int) -> torch.Tensor:
+        x = factors.before(case, tensors, which, x)
         head = x[..., :width]
         y = head * cos + turned(head) * sin
-        return y if width == x.shape[-1] else torch.cat((y, x[..., width:]), -1)
+        y = y if width == x.shape[-1] else torch.cat((y, x[..., width:]), -1)
+        return factors.after(case, tensors, which, ids, y)
 
-    return lambda q, k: (one(q), one(k))
+    return lambda q, k: (one(q, 0), one(k, 1))
 
 
 def _eager(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    return functional(_eager_function(case, ids, q.dtype), case, q, k)
+    tensors = factors.tensors_of(case)
+    return functional(_eager_function(case, ids, q.dtype, tensors), case, q, k, tensors)
 
 
 def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     torch._dynamo.reset()
-    compiled = torch.compile(_eager_function(case, ids, q.dtype), fullgraph=True)
-    return functional(compiled, case, q, k)
+    tensors = factors.tensors_of(case)
+    compiled = torch.compile(_eager_function(case, ids, q.dtype, tensors), fullgraph=True)
+    return functional(compiled, case, q, k, tensors)
 
 
 # ---- peers ----------------------------------------------------------------------------------------
@@ -127,7 +153,7 @@ def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -
 def _no_transformers(case: Case) -> str | None:
     if case.interleaved or case.rotary_dim is not None:
         return "its function rotates halves of the whole head"
-    return missing("transformers")
+    return factors.alone(case) or missing("transformers")
 
 
 def _transformers(
@@ -146,7 +172,7 @@ def _transformers(
 def _no_rotary_embedding_torch(case: Case) -> str | None:
     if not case.interleaved or case.positions != "0..n-1":
         return "it rotates neighbours, at 0..n-1"
-    return missing("rotary_embedding_torch")
+    return factors.alone(case) or missing("rotary_embedding_torch")
 
 
 def _rotary_embedding_torch(
@@ -166,14 +192,15 @@ CONTENDERS = (
     Contender("clone", lambda case: "in place" if case.work == "in place" else None, _clone),
     Contender("copy_", lambda case: None if case.work == "out of place" else case.work, _copy),
     Contender("0..n-1", _no_plain, _plain),
+    Contender("rotation", _no_outer, _rotation),
     Contender("tightrope, compiled", _no_compiled, _ours_compiled),
     Contender(
         "definition, compiled",
         _no_compiled,
         lambda case, q, k, ids: _ours_compiled(case, q, k, ids, backend="reference"),
     ),
-    Contender("eager", _always, _eager),
-    Contender("compiled eager", _always, _compiled),
+    Contender("eager", _no_eager, _eager),
+    Contender("compiled eager", _no_eager, _compiled),
     Contender("transformers", _no_transformers, _transformers),
     Contender(
         "transformers, compiled",

@@ -10,6 +10,8 @@ difference between two times taken minutes apart says nothing. Therefore:
   contender brings threads of its own, every turn waits until all of them sleep, before the one call
   of `cold`, whose time then includes waking them, or before the calls that warm up for `warm`;
 * a run is repeated, and the range of each ratio over the runs is given with it;
+* f and P change numbers more with every call in place, and numbers near zero or infinity have times of
+  their own: in such cases everybody's tensors are made new before each turn, outside of its time;
 * a contender whose result is wrong is not timed (see `gate`).
 """
 
@@ -42,6 +44,9 @@ def flush() -> None:
 REST_SECONDS = 0.04
 WAKE_SECONDS = 0.005
 
+# Calls of one turn at most; fewer where they change their numbers more and more.
+BATCH, BATCH_RENEWED = 200, 10
+
 
 def _rest() -> None:
     """Wait until the threads of earlier calls sleep.
@@ -63,12 +68,12 @@ def _warm_up(call: Call, rest: bool) -> None:
         call()
 
 
-def _warm_batch(call: Call) -> int:
+def _warm_batch(call: Call, most: int) -> int:
     """How many calls to time together, so that a timing is far above the clock's own cost."""
     start = time.perf_counter()
     call()
     once = time.perf_counter() - start
-    return max(1, min(200, int(2e-4 / max(once, 1e-9))))
+    return max(1, min(most, int(2e-4 / max(once, 1e-9))))
 
 
 def medians(
@@ -78,6 +83,7 @@ def medians(
     rounds: int,
     rng: random.Random,
     rest: bool = False,
+    renew: Mapping[str, Call] | None = None,
 ) -> dict[str, float]:
     """Median seconds per call of each contender.
 
@@ -87,17 +93,23 @@ def medians(
         rounds: how often each contender has its turn.
         rng: draws the order of each round.
         rest: whether each turn waits until the threads of the one before sleep.
+        renew: what to do before a contender's turn, outside of its time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     batch = {}
+    before = renew or {}
     for name, call in calls.items():
+        if name in before:
+            before[name]()
         _warm_up(call, rest)
-        batch[name] = 1 if cold else _warm_batch(call)
+        batch[name] = 1 if cold else _warm_batch(call, BATCH_RENEWED if name in before else BATCH)
     for _ in range(rounds):
         order = list(calls)
         rng.shuffle(order)
         for name in order:
             call = calls[name]
+            if name in before:
+                before[name]()
             if cold:
                 flush()
                 if rest:

@@ -14,6 +14,7 @@ import torch
 from ..environment import cores
 from .case import Case
 from .contender import Made, angles_of, missing, spec_of, tables_of
+from .factors import alone
 
 
 def _laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +31,7 @@ def no_onnxruntime(case: Case) -> str | None:
     if case.dtype not in ("float32", "float16"):
         # Nor does com.microsoft, which has the operator that came before the standard one.
         return f"its operator does not take {case.dtype} on the CPU"
-    return missing("onnxruntime") or missing("onnx")
+    return alone(case) or missing("onnxruntime") or missing("onnx")
 
 
 def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:

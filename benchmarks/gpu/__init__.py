@@ -1,0 +1,1 @@
+"""What the Triton kernels do on a GPU: `python -m benchmarks.gpu --help`."""

@@ -1,0 +1,176 @@
+// f and P: the tensors that they carry, in the form of the loops, and the way through these.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "bind_problem.h"
+#include "bind_sums.h"
+
+#define TIGHTROPE_ISA binding
+#include "formats.h"
+
+namespace tightrope::binding {
+namespace {
+
+inline double value_at(Dtype dtype, const void* data, int64_t at) {
+  switch (dtype) {
+    case Dtype::kFloat: return static_cast<const float*>(data)[at];
+    case Dtype::kDouble: return static_cast<const double*>(data)[at];
+    case Dtype::kBFloat16: return BFloat16::load(static_cast<const uint16_t*>(data)[at]);
+    case Dtype::kHalf: break;
+  }
+  return Half::load(static_cast<const uint16_t*>(data)[at]);
+}
+
+// The values that something is computed with: what is float or double already, or copies.
+class Values {
+ public:
+  explicit Values(bool is_double) : double_(is_double) {}
+
+  // A tensor seen as sizes and strides, contiguous, as values times `sign`.
+  const void* copy(const Tensor& x, std::array<int64_t, 3> sizes, std::array<int64_t, 3> strides,
+                   double sign, bool as_double, void** made = nullptr) {
+    const Dtype dtype = dtype_of(code_of(x));
+    const char* from = static_cast<const char*>(x.const_data_ptr());
+    const int64_t count = sizes[0] * sizes[1] * sizes[2];
+    owned_.emplace_back(new double[as_double ? count : (count + 1) / 2]);
+    void* to = owned_.back().get();
+    int64_t n = 0;
+    for (int64_t i = 0; i < sizes[0]; ++i)
+      for (int64_t j = 0; j < sizes[1]; ++j)
+        for (int64_t k = 0; k < sizes[2]; ++k, ++n) {
+          const int64_t at = i * strides[0] + j * strides[1] + k * strides[2];
+          double value = value_at(dtype, from, at);
+          // One NaN for all: see BFloat16 in formats.h.
+          value = value != value ? __builtin_nan("") : sign * value;
+          if (as_double) {
+            static_cast<double*>(to)[n] = value;
+          } else {
+            static_cast<float*>(to)[n] = float(value);
+          }
+        }
+    if (made != nullptr) *made = to;
+    return to;
+  }
+
+  bool is_double() const { return double_; }
+
+ private:
+  bool double_;
+  std::vector<std::unique_ptr<double[]>> owned_;
+};
+
+inline int64_t step(const View& view, int d) { return view.size[d] == 1 ? 0 : view.stride[d]; }
+
+inline void read_weight(const Tensor& x, int64_t heads, const Problem& p, Values& values, Part& part) {
+  const View w(x);
+  STD_TORCH_CHECK(w.dims == 2 && x.is_cpu() && (w.size[0] == 1 || w.size[0] == heads) &&
+                      w.size[1] == p.head_dim,
+                  "tightrope: weights of a norm must be [heads|1, channels]");
+  part.weight_head = w.size[0] == 1 ? 0 : p.head_dim;
+  part.weight = values.copy(x, {1, w.size[0], p.head_dim}, {0, w.stride[0], w.stride[1]}, 1.0,
+                            values.is_double());
+}
+
+inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool invert, Values& values,
+                       Part& part) {
+  const View s(x);
+  STD_TORCH_CHECK(s.dims == 2 && x.is_cpu() && (s.size[0] == 1 || s.size[0] == heads) &&
+                      (s.size[1] == 1 || s.size[1] == p.head_dim) &&
+                      (p.position_dtype == PositionDtype::kNone || p.axes == 1),
+                  "tightrope: slopes must be [heads|1, channels|1], of positions of 1 axis");
+  part.per_head = s.size[0] != 1;
+  part.slope_head = part.per_head ? p.head_dim : 0;
+  part.slope = static_cast<const double*>(values.copy(x, {1, s.size[0], p.head_dim},
+                                                      {0, s.stride[0], step(s, 1)},
+                                                      invert ? -1.0 : 1.0, true));
+}
+
+inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool invert, Values& values,
+                     Part& part) {
+  const View g(x);
+  const int64_t fits[] = {p.rows, heads, p.tokens, p.head_dim};
+  for (int d = 0; d < 4; ++d)
+    STD_TORCH_CHECK(g.dims == 4 && x.is_cpu() && (g.size[d] == 1 || g.size[d] == fits[d]),
+                    "tightrope: logarithms of a gate must be [rows|1, heads|1, tokens|1, channels|1]");
+  part.per_head = g.size[1] != 1;
+  if (g.size[2] == 1) {
+    void* made = nullptr;
+    const int64_t rows = g.size[0], own = g.size[1];
+    part.factor = values.copy(x, {rows, own, p.head_dim}, {g.stride[0], g.stride[1], step(g, 3)},
+                              invert ? -1.0 : 1.0, values.is_double(), &made);
+    part.factor_row = rows == 1 ? 0 : own * p.head_dim;
+    part.factor_head = own == 1 ? 0 : p.head_dim;
+    loops().exponentials(p.dtype, made, rows * own * p.head_dim);
+    return;
+  }
+  part.log = x.const_data_ptr();
+  part.log_stride = {step(g, 0), step(g, 1), step(g, 2), step(g, 3)};
+  part.log_dtype = dtype_of(code_of(x));
+}
+
+// Checks f and P, and brings their tensors into the form of the loops.
+inline Outer outer_of(const Problem& p, const Operands& xs, const Arguments& a, Values& values) {
+  const Form& form = a.form;
+  Outer o{};
+  STD_TORCH_CHECK(form.act <= int64_t(Act::kRmsNorm) && form.gate <= int64_t(Gate::kSlope),
+                  "tightrope: act and gate must be known");
+  STD_TORCH_CHECK(form.act == 0 || form.direction != kInverse, "tightrope: an act has no inverse");
+  o.act = Act(form.act), o.gate = Gate(form.gate), o.eps = a.eps;
+  o.forward = form.direction == kForward;
+  o.invert = form.direction == kInverse;
+  o.tiles = 1;
+  const Tensor* next = a.carried;
+  for (int32_t i = 0; o.act == Act::kRmsNorm && i < p.operands; ++i)
+    read_weight(*next++, p.operand[i].heads, p, values, o.part[i]);
+  for (int32_t i = 0; o.gate != Gate::kNone && i < p.operands; ++i)
+    (o.gate == Gate::kLog ? read_log : read_slope)(*next++, p.operand[i].heads, p, o.invert, values,
+                                                   o.part[i]);
+  for (int32_t i = 0; o.act != Act::kNone && !o.forward && i < p.operands; ++i) {
+    const Tensor& x = *next++;
+    const View in(x), as(*xs.tensor[i]);
+    STD_TORCH_CHECK(in.dims == as.dims && x.is_cpu() && code_of(x) == code_of(*xs.tensor[i]),
+                    "tightrope: x must be as its gradient");
+    for (int d = 0; d < int(in.dims); ++d)
+      STD_TORCH_CHECK(in.size[d] == as.size[d], "tightrope: x must be as its gradient");
+    o.part[i].x = x.const_data_ptr();
+    o.part[i].x_stride = in.strides(kLayouts[form.layout]);
+  }
+  return o;
+}
+
+// Runs a rotation between f and P; returns the gradients by the weights of a norm on the way back.
+inline std::vector<Tensor> run_outer(Problem& p, const Operands& xs, const Arguments& a) {
+  Values values(p.dtype == Dtype::kDouble);
+  Outer o = outer_of(p, xs, a, values);
+  const bool sums = o.act == Act::kRmsNorm && !o.forward, empty = is_empty(p);
+  int64_t items = empty ? 0 : divide(p, tile_of(p));
+  if (sums && !empty) {
+    o.tiles = (run_of_tokens(p.rows * p.tokens) + p.tile - 1) / p.tile;
+    items = (items + o.tiles - 1) / o.tiles;
+  }
+  std::vector<Tensor> partial, by_weight;
+  std::vector<int64_t> entries;
+  for (int32_t i = 0; sums && i < p.operands; ++i) {
+    const int64_t own = o.part[i].weight_head == 0 ? 1 : p.operand[i].heads;
+    entries.push_back(own * p.head_dim);
+    partial.push_back(zeros(*xs.tensor[0], {items, own, p.head_dim}));
+    by_weight.push_back(zeros(*xs.tensor[0], {own, p.head_dim}, value_type(p)));
+    o.part[i].by_weight = static_cast<double*>(partial[i].mutable_data_ptr());
+  }
+  if (empty) return by_weight;
+  const OuterLoop loop = loops().outer;
+  const int64_t bytes = scratch_values(p) * value_bytes(p);
+  share(p, items, p.tile * o.tiles, [&](int64_t begin, int64_t end) {
+    Memory memory(bytes);
+    loop(p, o, memory.at(), begin, end);
+  });
+  for (size_t i = 0; i < by_weight.size(); ++i)
+    add_up(o.part[i].by_weight, items, entries[i], by_weight[i], 0, values.is_double());
+  return by_weight;
+}
+
+}  // namespace
+}  // namespace tightrope::binding

@@ -1,0 +1,291 @@
+// Tensors in, a Problem out: checked, so that a direct call of the raw operators stays inside them.
+// Of torch's headers only the stable ABI, so one binary serves every Python and every torch from 2.10
+// on; only the files bind_* include any. What is here is each unit's own, so that what a unit calls
+// once is inlined: a decoded token is not much more than these checks.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "rotate.h"
+
+namespace tightrope::binding {
+namespace {
+
+using torch::stable::Tensor;
+
+// In the order of LAYOUTS in ops/schema.py: which dimension is which, -1 where there is none.
+struct Layout {
+  int dims, row, head, token;
+};
+constexpr Layout kLayouts[] = {
+    {4, 0, 1, 2}, {4, 0, 2, 1}, {4, 1, 2, 0}, {3, -1, 1, 0}, {3, 0, -1, 1}, {2, -1, -1, 0}};
+
+constexpr int64_t kForward = 0, kInverse = 2;
+
+// Fewer elements than this are rotated sooner than a second thread wakes.
+constexpr int64_t kElementsPerThread = 1 << 16;
+
+// Sizes and strides of one tensor, fetched once: every question through the stable ABI is a call.
+struct View {
+  explicit View(const Tensor& x) : dims(x.dim()), size(x.sizes().data()), stride(x.strides().data()) {}
+
+  int64_t size_at(int d) const { return d < 0 ? 1 : size[d]; }
+  int64_t stride_at(int d) const { return d < 0 ? 0 : stride[d]; }
+  Strides strides(const Layout& layout) const {
+    return {stride_at(layout.row), stride_at(layout.head), stride_at(layout.token),
+            stride[dims - 1]};
+  }
+
+  int64_t dims;
+  const int64_t* size;
+  const int64_t* stride;
+};
+
+inline int32_t code_of(const Tensor& x) {
+  int32_t code = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &code));
+  return code;
+}
+
+inline Dtype dtype_of(int32_t code) {
+  if (code == aoti_torch_dtype_float32()) return Dtype::kFloat;
+  if (code == aoti_torch_dtype_bfloat16()) return Dtype::kBFloat16;
+  if (code == aoti_torch_dtype_float16()) return Dtype::kHalf;
+  STD_TORCH_CHECK(code == aoti_torch_dtype_float64(), "tightrope: dtype of x");
+  return Dtype::kDouble;
+}
+
+inline PositionDtype position_dtype_of(int32_t code) {
+  if (code == aoti_torch_dtype_int64()) return PositionDtype::kInt64;
+  if (code == aoti_torch_dtype_int32()) return PositionDtype::kInt32;
+  if (code == aoti_torch_dtype_float32()) return PositionDtype::kFloat;
+  STD_TORCH_CHECK(code == aoti_torch_dtype_float64(), "tightrope: dtype of positions");
+  return PositionDtype::kDouble;
+}
+
+inline bool is_words(const Tensor& x) {
+  return x.is_cpu() && code_of(x) == aoti_torch_dtype_int64() && x.is_contiguous();
+}
+
+// The code that ops/schema.py packs, from its lowest bits up.
+class Form {
+ public:
+  explicit Form(int64_t packed) : rest_(uint64_t(packed)) {
+    reserved = take(8);
+    gate = take(4);
+    act = take(8);
+    learned = take(1) != 0;
+    source = take(2);
+    ramp = take(1) != 0;
+    direction = take(2);
+    interleaved = take(1) != 0;
+    start = take(20);
+    layout = take(3);
+    reserved |= int64_t(rest_);
+  }
+
+  bool is_plain() const { return act == 0 && gate == 0; }
+
+  int64_t reserved;  // numerics, and what no field has
+  int64_t gate, act;
+  bool learned;      // frequencies are carried, for whoever wants gradients
+  int64_t source;    // index into SOURCES
+  bool ramp;
+  int64_t direction;
+  bool interleaved;
+  int64_t start, layout;
+
+ private:
+  int64_t take(int bits) {
+    const uint64_t field = rest_ & ((uint64_t(1) << bits) - 1);
+    rest_ >>= bits;
+    return int64_t(field);
+  }
+
+  uint64_t rest_;
+};
+
+// The arguments that follow q and k in the schema (ops/schema.py).
+struct Arguments {
+  const Tensor& primary;
+  const std::optional<Tensor>& secondary;
+  const std::optional<Tensor>& positions;
+  int64_t offset;
+  Form form;
+  double amplitude;
+  const Tensor* carried;  // past the learned frequencies
+  double eps;
+};
+
+constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3;  // codes of SOURCES
+
+inline Table table_of(const Tensor& x, const View& view) {
+  auto at = [&](int d) { return view.size[d] == 1 ? int64_t(0) : view.stride[d]; };
+  return {x.const_data_ptr(), {at(0), at(1), view.stride[2], view.stride[3]}};
+}
+
+inline void read_tables(const Arguments& a, Problem& p) {
+  STD_TORCH_CHECK(a.secondary.has_value(), "tightrope: cosines without sines");
+  const Tensor &c = a.primary, &s = *a.secondary;
+  const View cos(c), sin(s);
+  STD_TORCH_CHECK(cos.dims == 4 && sin.dims == 4 && c.is_cpu() && s.is_cpu() &&
+                      code_of(c) == code_of(s),
+                  "tightrope: tables must be [rows|1, heads|1, length, width] of one dtype");
+  for (int d = 0; d < 4; ++d)
+    STD_TORCH_CHECK(cos.size[d] == sin.size[d], "tightrope: tables must share a shape");
+  p.table_dtype = dtype_of(code_of(c));
+  p.cosine = table_of(c, cos);
+  p.sine = table_of(s, sin);
+  // An empty table has no data, but must not be taken for none.
+  if (p.cosine.data == nullptr) p.cosine.data = &p;
+  p.axes = 1, p.word_rows = cos.size[0], p.word_heads = cos.size[1];
+  p.table_length = cos.size[2];
+  p.table_step = a.form.source == kRepeat ? 2 : 1;
+  p.pairs = a.form.source == kHalf ? cos.size[3] : cos.size[3] / 2;
+}
+
+inline void read_words(const Arguments& a, Problem& p) {
+  const View w(a.primary);
+  STD_TORCH_CHECK(w.dims == 4 && w.size[0] >= 1 && is_words(a.primary),
+                  "tightrope: words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
+  p.words = static_cast<const int64_t*>(a.primary.const_data_ptr());
+  p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
+  if (!a.secondary.has_value()) return;
+  STD_TORCH_CHECK(is_words(*a.secondary) && a.secondary->numel() == a.primary.numel(),
+                  "tightrope: turns must be shaped as words");
+  p.turns = static_cast<const int64_t*>(a.secondary->const_data_ptr());
+}
+
+inline void read_positions(const std::optional<Tensor>& positions, int64_t offset, bool ramp,
+                           Problem& p) {
+  p.offset = offset;
+  p.ramp = ramp;
+  p.position_dtype = PositionDtype::kNone;
+  if (!positions.has_value()) return;
+  const View at(*positions);
+  STD_TORCH_CHECK(at.dims == 3 && positions->is_cpu() && at.size[0] == p.axes,
+                  "tightrope: positions must be [axes, rows|1, tokens|1]");
+  STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: rows of positions");
+  STD_TORCH_CHECK(at.size[2] == (ramp ? 1 : p.tokens), "tightrope: tokens of positions");
+  p.positions = positions->const_data_ptr();
+  p.position_dtype = position_dtype_of(code_of(*positions));
+  STD_TORCH_CHECK(p.cosine.data == nullptr || p.position_dtype == PositionDtype::kInt64 ||
+                      p.position_dtype == PositionDtype::kInt32,
+                  "tightrope: positions in a table must be integers");
+  p.position_axis = at.stride[0];
+  p.position_row = at.size[1] == 1 ? 0 : at.stride[1];
+  p.position_token = ramp ? 0 : at.stride[2];
+}
+
+// What is rotated: one or two tensors, in memory of their own.
+struct Operands {
+  Operands(const Tensor& q, const std::optional<Tensor>& k) : count(k.has_value() ? 2 : 1) {
+    tensor[0] = &q;
+    tensor[1] = k.has_value() ? &*k : nullptr;
+  }
+
+  int32_t count;
+  const Tensor* tensor[kMaxOperands];
+};
+
+// Sentences for users are worded in Python. What is checked below, before anything is written, keeps
+// a direct call of the raw operator from reading or writing outside its tensors; and the shortest
+// way through Python asks nothing else.
+inline Problem operands_of(const Operands& xs, const Operands& outs, const Form& form) {
+  STD_TORCH_CHECK(form.layout < 6, "tightrope: layout");
+  STD_TORCH_CHECK(form.direction <= 2, "tightrope: direction");
+  STD_TORCH_CHECK(form.reserved == 0, "tightrope: numerics is reserved");
+  const Layout& layout = kLayouts[form.layout];
+
+  Problem p{};
+  p.operands = xs.count;
+  const int32_t code = code_of(*xs.tensor[0]);
+  p.dtype = dtype_of(code);
+  for (int32_t i = 0; i < xs.count; ++i) {
+    const Tensor& tensor = *xs.tensor[i];
+    const View x(tensor), out(*outs.tensor[i]);
+    STD_TORCH_CHECK(x.dims == layout.dims && (i == 0 || (code_of(tensor) == code && tensor.is_cpu())),
+                    "tightrope: q and k must share a dtype and fit the layout");
+    const int64_t rows = x.size_at(layout.row), tokens = x.size[layout.token];
+    const int64_t head_dim = x.size[layout.dims - 1];
+    if (i == 0) {
+      p.rows = rows, p.tokens = tokens, p.head_dim = head_dim;
+    }
+    STD_TORCH_CHECK(rows == p.rows && tokens == p.tokens && head_dim == p.head_dim,
+                    "tightrope: q and k must share rows, tokens and channels");
+    for (int d = 0; d < layout.dims; ++d)
+      STD_TORCH_CHECK(out.dims == x.dims && out.size[d] == x.size[d],
+                      "tightrope: outs must have the shapes of q and k");
+    p.operand[i] = Operand{tensor.const_data_ptr(), outs.tensor[i]->mutable_data_ptr(),
+                           x.size_at(layout.head), x.strides(layout), out.strides(layout)};
+  }
+  return p;
+}
+
+inline Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a) {
+  const Form& form = a.form;
+  Problem p = operands_of(xs, outs, form);
+  if (form.source == kWords) {
+    read_words(a, p);
+  } else {
+    read_tables(a, p);
+  }
+  p.start = form.start;
+  STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows, "tightrope: rows of angles");
+  for (int32_t i = 0; i < p.operands; ++i)
+    STD_TORCH_CHECK(p.word_heads == 1 || p.word_heads == p.operand[i].heads,
+                    "tightrope: heads of angles");
+  STD_TORCH_CHECK(p.start + 2 * p.pairs <= p.head_dim,
+                  "tightrope: rotated channels lie outside the head");
+  p.angles_per_head = p.word_heads != 1;
+  read_positions(a.positions, a.offset, form.ramp, p);
+  p.interleaved = form.interleaved;
+  p.conjugate = form.direction != kForward;
+  p.amplitude = form.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
+  return p;
+}
+
+inline int64_t heads_of(const Problem& p) {
+  int64_t heads = 0;
+  for (int32_t i = 0; i < p.operands; ++i) heads += p.operand[i].heads;
+  return heads;
+}
+
+inline bool is_empty(const Problem& p) {
+  return p.rows == 0 || p.tokens == 0 || heads_of(p) == 0 || p.head_dim == 0;
+}
+
+// Tiles of at most `tile` tokens of one row are the work items; returns how many there are.
+inline int64_t divide(Problem& p, int64_t tile) {
+  p.tile = tile > p.tokens ? p.tokens : tile;
+  p.tiles_per_row = (p.tokens + p.tile - 1) / p.tile;
+  return p.rows * p.tiles_per_row;
+}
+
+inline const Loops& loops() {
+  const Loops* found = tightrope::loops();
+  STD_TORCH_CHECK(found != nullptr, "tightrope: TIGHTROPE_CPU_ISA names an unknown instruction set");
+  return *found;
+}
+
+// Calls work(begin, end) for all items, on several threads where there is enough to do.
+template <class Work>
+void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
+  const int64_t per_item = heads_of(p) * tokens_per_item * p.head_dim;
+  if (items * per_item <= kElementsPerThread) return work(0, items);
+  const int64_t grain = per_item >= kElementsPerThread ? 1 : kElementsPerThread / per_item;
+  torch::stable::parallel_for(0, items, grain, work);
+}
+
+// Tokens of one row that are handled together: as many as their angles fit, up to 16.
+inline int64_t tile_of(const Problem& p) {
+  const int64_t fits = p.pairs == 0 ? 16 : kAngles / p.pairs;
+  return fits < 1 ? 1 : fits > 16 ? 16 : fits;
+}
+
+}  // namespace
+}  // namespace tightrope::binding

@@ -1,0 +1,110 @@
+"""f and its transpose, by the code of tightrope.activations.ACTS.
+
+Acts of one channel take a tile; softmax and rms_norm take all tiles of a head. Everything is float32:
+float64 with an act is left to the definition.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import elementary as of
+
+# The codes; a test compares them with tightrope.activations.
+RELU = tl.constexpr(1)
+SIGMOID = tl.constexpr(2)
+SILU = tl.constexpr(3)
+GELU = tl.constexpr(4)
+ELU = tl.constexpr(5)
+RELU2 = tl.constexpr(6)
+SOFTPLUS = tl.constexpr(7)
+EXP = tl.constexpr(8)
+LEAKY_RELU = tl.constexpr(9)
+TANH = tl.constexpr(10)
+SIN = tl.constexpr(11)
+COS = tl.constexpr(12)
+SOFTMAX = tl.constexpr(13)
+RMS_NORM = tl.constexpr(14)
+LEAK = tl.constexpr(0.01)
+DENSITY = tl.constexpr(0.3989422804014327)  # 1 / √(2π)
+
+
+@triton.jit
+def act(x, ACT: tl.constexpr):
+    """f(x) of one channel."""
+    if ACT == RELU:
+        return tl.where(x <= 0, 0.0, x)
+    elif ACT == SIGMOID:
+        return of.sigmoid(x)
+    elif ACT == SILU:
+        return x * of.sigmoid(x)
+    elif ACT == GELU:
+        return x * _normal(x)
+    elif ACT == ELU:
+        return tl.where(x > 0, x, of.expm1_negative(tl.where(x > 0, 0.0, x)))
+    elif ACT == RELU2:
+        positive = tl.where(x <= 0, 0.0, x)
+        return positive * positive
+    elif ACT == SOFTPLUS:
+        return tl.where(x <= 0, 0.0, x) + of.log1p_unit(of.exp(-tl.abs(x)))
+    elif ACT == EXP:
+        return of.exp(x)
+    elif ACT == LEAKY_RELU:
+        return tl.where(x > 0, x, x * LEAK)
+    elif ACT == TANH:
+        return of.tanh(x)
+    elif ACT == SIN:
+        return tl.sin(x)
+    elif ACT == COS:
+        return tl.cos(x)
+    return x
+
+
+@triton.jit
+def slope(x, ACT: tl.constexpr):
+    """f'(x) of one channel; products of two sigmoids stand for differences that would cancel."""
+    zero = x * 0.0
+    if ACT == RELU:
+        return tl.where(x > 0, 1.0 + zero, 0.0)
+    elif ACT == SIGMOID:
+        return of.sigmoid(x) * of.sigmoid(-x)
+    elif ACT == SILU:
+        return of.sigmoid(x) * tl.fma(x, of.sigmoid(-x), 1.0)
+    elif ACT == GELU:
+        return tl.fma(x * of.normal_exponential(x), DENSITY, _normal(x))
+    elif ACT == ELU:
+        return of.exp(tl.where(x > 0, 0.0, x))
+    elif ACT == RELU2:
+        return 2.0 * tl.where(x <= 0, 0.0, x)
+    elif ACT == SOFTPLUS:
+        return of.sigmoid(x)
+    elif ACT == EXP:
+        return of.exp(x)
+    elif ACT == LEAKY_RELU:
+        return tl.where(x > 0, 1.0 + zero, LEAK)
+    elif ACT == TANH:
+        return 4.0 * of.sigmoid(2.0 * x) * of.sigmoid(-2.0 * x)
+    elif ACT == SIN:
+        return tl.cos(x)
+    elif ACT == COS:
+        return -tl.sin(x)
+    return 1.0 + zero
+
+
+@triton.jit
+def _normal(x):
+    tail = of.normal_tail(x)
+    return tl.where(x < 0, tail, 1.0 - tail)
+
+
+@triton.jit
+def add_up(x):
+    """The sum over the channels of a tile, [tokens, 1]."""
+    return tl.reduce(x, 1, tl.standard._sum_combine)[:, None]
+
+
+@triton.jit
+def highest(x):
+    """The maximum over the channels of a tile, [tokens, 1]."""
+    return tl.reduce(x, 1, tl.standard._elementwise_max)[:, None]

@@ -1,0 +1,191 @@
+"""Cosines and sines of a tile of tokens: from phase words, the definition's own arithmetic
+(tightrope/angles.py), or from a caller's tables.
+
+Tiles are [tokens, pairs]. Phases are 64-bit integers; nothing here is float64 unless the tensors that
+are rotated, or the positions, are. Multiply-adds are written as such and kernels are compiled without
+any other, so a value has the same bits in every kernel that computes it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Constants that kernels read must say so.
+NO_TURNS = tl.constexpr(-(2**63))  # of a frequency that is no number (angles.py)
+EIGHTH = tl.constexpr(2**61)  # of a turn
+HALF_RANGE = tl.constexpr(2.0**63)
+LARGEST = tl.constexpr(2.0**62)  # what no position may reach
+RADIANS = tl.constexpr(3.40612158008655459e-19)  # 2π / 2^64
+TURN = tl.constexpr(6.283185307179586)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def position_of(
+    positions, axis, row, token, inside, axis_stride, row_stride, token_stride, offset, ramp,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """Positions of tokens as an integer and a fraction in [-1/2, 1/2] in units of 2^-63, and whether
+    one is NaN, infinite or too large for an integer."""
+    whole = token * ramp + offset
+    fraction = token * 0
+    lost = token < 0
+    if POSITIONS != 0:
+        at = axis * axis_stride + row * row_stride + token * token_stride
+        value = tl.load(positions + at, mask=inside, other=0)
+        if POSITIONS == 2:
+            lost = (tl.abs(value) < LARGEST) == 0
+            value = tl.where(lost, 0.0, value)
+            # To nearest even; what an integer cuts off is exact.
+            nearest = value.to(tl.int64)
+            rest = value - nearest.to(value.dtype)
+            odd = (nearest & 1) != 0
+            up = (rest > 0.5) | ((rest == 0.5) & odd)
+            down = (rest < -0.5) | ((rest == -0.5) & odd)
+            step = up.to(tl.int64) - down.to(tl.int64)
+            nearest += step
+            rest -= step.to(value.dtype)
+            fraction = (rest * HALF_RANGE).to(tl.int64)
+            whole += nearest
+        else:
+            whole += value.to(tl.int64)
+    return whole, fraction, lost
+
+
+@triton.jit
+def high_product(a, b):
+    """floor(a * b / 2^64), at most 2 too small: the definition's own arithmetic."""
+    a_high = a >> 32
+    a_low = a & 0xFFFFFFFF
+    b_high = b >> 32
+    b_low = b & 0xFFFFFFFF
+    return a_high * b_high + ((a_high * b_low) >> 32) + ((a_low * b_high) >> 32)
+
+
+@triton.jit
+def cos_sin(phase, WIDE: tl.constexpr):
+    """Cosine and sine of phases, in units of 2^-64 turn.
+
+    The remainder after the nearest quarter turn lies in [-π/4, π/4]. In float32 its 48 leading bits
+    enter as two exact numbers, so only the constants and the sum round. The polynomials are minimax
+    there: 9.2e-9 and 7e-10 off for sine and cosine in float32, 9e-18 and 4e-19 in float64, before
+    rounding.
+    """
+    quarter = (phase + EIGHTH) >> 62
+    remainder = phase - (quarter << 62)
+    if WIDE:
+        x = remainder.to(tl.float64) * RADIANS
+        z = x * x
+        s = z * 1.59181152632659752e-10 - 2.50511316502351815e-8
+        s = z * s + 2.75573161016178744e-6
+        s = z * s - 1.98412698367567725e-4
+        s = z * s + 8.33333333333094729e-3
+        s = z * s - 1.66666666666666646e-1
+        c = z * -1.13826236474746046e-11 + 2.08761461465586116e-9
+        c = z * c - 2.7557317271145146e-7
+        c = z * c + 2.48015872987645608e-5
+        c = z * c - 1.38888888888873965e-3
+        c = z * c + 4.16666666666666654e-2
+        s = x * z * s + x
+        c = z * z * c + (z * -0.5 + 1.0)
+    else:
+        high = (remainder >> 40).to(tl.int32).to(tl.float32)
+        low = ((remainder >> 16).to(tl.int32) & 0xFFFFFF).to(tl.float32)
+        lower = tl.fma(high, -1.04216075e-14, low * 2.23223584e-14)
+        x = tl.fma(high, 3.74507039e-07, lower)
+        z = x * x
+        s = tl.fma(z, -1.95878657e-4, 8.33274815e-3)
+        s = tl.fma(z, s, -1.66666647e-1)
+        c = tl.fma(z, 2.45479169e-5, -1.38883029e-3)
+        c = tl.fma(z, c, 4.16666647e-2)
+        s = tl.fma(x * z, s, x)
+        c = tl.fma(z * z, c, tl.fma(z, -0.5, 1.0))
+    turned = quarter.to(tl.int32)
+    swap = (turned & 1) != 0
+    one = tl.where(swap, s, c)
+    other = tl.where(swap, c, s)
+    cosine = tl.where(((turned + 1) & 2) != 0, -one, one)
+    sine = tl.where((turned & 2) != 0, -other, other)
+    return cosine, sine
+
+
+@triton.jit
+def from_words(
+    words, turns, positions, row, head, token, inside, offset, ramp, word_rows, word_heads,
+    position_axis, position_row, position_token,
+    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, AXES: tl.constexpr, POSITIONS: tl.constexpr,
+    TURNS: tl.constexpr, ROW_ANGLES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Cosines and sines from phase words, NaN where a position or a frequency is no number."""
+    pair = tl.arange(0, BLOCK_P)[None, :]
+    there = pair < PAIRS
+    gone = inside[:, None] != inside[:, None]
+    for axis in tl.static_range(AXES):
+        whole, fraction, lost = position_of(
+            positions, axis, row, token, inside, position_axis, position_row, position_token,
+            offset, ramp, POSITIONS,
+        )  # fmt: skip
+        at = axis * word_rows * word_heads * PAIRS + head * PAIRS + pair
+        mask = there
+        if ROW_ANGLES:
+            at = at + (row * word_heads * PAIRS)[:, None]
+            mask = there & inside[:, None]
+        word = tl.load(words + at, mask=mask, other=0)
+        part = whole[:, None] * word
+        if POSITIONS == 2:
+            part += 2 * high_product(fraction[:, None], word)
+            gone = gone | lost[:, None]
+        if TURNS:
+            turn = tl.load(turns + at, mask=mask, other=0)
+            gone = gone | (turn == NO_TURNS)
+            if POSITIONS == 2:
+                part += 2 * (fraction[:, None] * turn)
+        if axis == 0:
+            phase = part
+        else:
+            phase += part
+    c, s = cos_sin(phase, WIDE)
+    if TURNS or POSITIONS == 2:
+        nan = float("nan")
+        c = tl.where(gone, nan, c)
+        s = tl.where(gone, nan, s)
+    return c, s
+
+
+@triton.jit
+def from_tables(
+    cosines, sines, positions, row, head, token, inside, offset, ramp, length,
+    position_row, position_token,
+    cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
+    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, POSITIONS: tl.constexpr, VECTOR: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows of a caller's tables, NaN where a position lies outside of them. Strides count VECTOR
+    elements, and pairs lie side by side, unless it is 0."""
+    at, _, _ = position_of(
+        positions, 0, row, token, inside, 0, position_row, position_token, offset, ramp, POSITIONS
+    )
+    found = inside & (at >= 0) & (at < length)
+    at = tl.where(found, at, 0)
+    pair = tl.arange(0, BLOCK_P)[None, :]
+    mask = found[:, None] & (pair < PAIRS)
+    cos_step = pair
+    sin_step = pair
+    if VECTOR == 0:
+        cos_step = pair * cos_pair
+        sin_step = pair * sin_pair
+    UNIT: tl.constexpr = VECTOR if VECTOR > 0 else 1
+    cos_at = ((row * cos_row + head * cos_head + at * cos_token) * UNIT)[:, None] + cos_step
+    sin_at = ((row * sin_row + head * sin_head + at * sin_token) * UNIT)[:, None] + sin_step
+    # Not what pads the pairs: sums over a head read it.
+    nan = float("nan")
+    c = tl.where(found[:, None], tl.load(cosines + cos_at, mask=mask, other=0.0), nan)
+    s = tl.where(found[:, None], tl.load(sines + sin_at, mask=mask, other=0.0), nan)
+    if WIDE:
+        cosine = c.to(tl.float64)
+        sine = s.to(tl.float64)
+    else:
+        cosine = c.to(tl.float32)
+        sine = s.to(tl.float32)
+    return cosine, sine

@@ -1,0 +1,110 @@
+"""Loading and storing the channels of one head for a tile of tokens.
+
+A head is up to four tiles: both members of its pairs, and what lies in front of and behind the rotated
+slice. `at` is where the heads of the tokens begin, [tokens, 1], and `inside` which tokens there are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widen(x, WIDE: tl.constexpr):
+    """What is computed with: float32, or float64 of float64."""
+    # One return: the compiler follows what comes after a constant `if` too.
+    if WIDE:
+        value = x.to(tl.float64)
+    else:
+        value = x.to(tl.float32)
+    return value
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr, BITS: tl.constexpr):
+    """What is stored, rounded to nearest even.
+
+    Under Triton's interpreter a conversion to bfloat16 truncates; there BITS asks for the rounding to
+    be spelled out.
+    """
+    if BITS and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        up = bits + 0x7FFF + ((bits >> 16) & 1)
+        # A NaN keeps its upper half, and stays one.
+        kept = tl.where(x != x, bits | 0x400000, up)
+        stored = (kept >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        stored = x.to(dtype)
+    return stored
+
+
+@triton.jit
+def load_segment(
+    x, at, inside, channel, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Channels [FIRST, FIRST + SIZE), 0 beyond them: [tokens, BLOCK]."""
+    index = tl.arange(0, BLOCK)[None, :]
+    mask = inside
+    if SIZE != BLOCK:
+        mask = inside & (index < SIZE)
+    index = index + FIRST
+    if not UNIT:
+        index = index * channel
+    return widen(tl.load(x + (at + index), mask=mask, other=0.0), WIDE)
+
+
+@triton.jit
+def store_segment(
+    x, at, inside, channel, value, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_segment`."""
+    index = tl.arange(0, BLOCK)[None, :]
+    mask = inside
+    if SIZE != BLOCK:
+        mask = inside & (index < SIZE)
+    index = index + FIRST
+    if not UNIT:
+        index = index * channel
+    tl.store(x + (at + index), narrow(value, x.dtype.element_ty, BITS), mask=mask)
+
+
+@triton.jit
+def load_pairs(
+    x, at, inside, channel, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """First and second members of the pairs. Neighbours are loaded as one and split in registers."""
+    if INTERLEAVED:
+        both = load_segment(
+            x, at, inside, channel, START, 2 * PAIRS, 2 * BLOCK_P, UNIT, WIDE
+        )  # fmt: skip
+        u, v = tl.split(tl.reshape(both, (BLOCK_T, BLOCK_P, 2)))
+    else:
+        u = load_segment(x, at, inside, channel, START, PAIRS, BLOCK_P, UNIT, WIDE)
+        v = load_segment(x, at, inside, channel, START + PAIRS, PAIRS, BLOCK_P, UNIT, WIDE)
+    return u, v
+
+
+@triton.jit
+def store_pairs(
+    x, at, inside, channel, u, v, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_pairs`."""
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(u, v), (BLOCK_T, 2 * BLOCK_P))
+        store_segment(
+            x, at, inside, channel, both, START, 2 * PAIRS, 2 * BLOCK_P, UNIT, BITS
+        )  # fmt: skip
+    else:
+        store_segment(x, at, inside, channel, u, START, PAIRS, BLOCK_P, UNIT, BITS)
+        store_segment(x, at, inside, channel, v, START + PAIRS, PAIRS, BLOCK_P, UNIT, BITS)
+
+
+@triton.jit
+def turn(u, v, c, s):
+    """(u, v) turned by the angle with that cosine and sine."""
+    return tl.fma(u, c, -(v * s)), tl.fma(v, c, u * s)

@@ -1,0 +1,119 @@
+"""From a kernel and its arguments to a launch: what is compiled, and when again.
+
+Triton's own launcher looks at every argument of every call, and compiles anew for an integer that is 1
+or a multiple of 16. Here a kernel is compiled for what it is given as constants, for the types of its
+tensors and for one alignment of all of them; integers are int64 and nothing of their values is
+known. So lengths and offsets never compile anything, and a launch costs what it takes to hand over
+its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from . import kernels
+
+#: What a kernel is given, by the names of its parameters: tensors as types, numbers, None.
+Values: TypeAlias = Sequence[Any]
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+# Compiled kernels by all that they are compiled for. Their number is the number of compilations.
+compiled: dict[tuple[Any, ...], Any] = {}
+
+
+#: Whether Triton's interpreter runs the kernels, on tensors of any device.
+INTERPRETED = not hasattr(kernels.rotate, "cache_key")
+
+
+def signature_of(kernel: Any, values: Values) -> tuple[str, ...]:
+    """The type of each parameter: a pointer, i64, fp32, or "constexpr" for a constant or None."""
+    types = []
+    for parameter, value in zip(kernel.params, values, strict=True):
+        if parameter.is_constexpr or value is None:
+            types.append("constexpr")
+        elif isinstance(value, torch.dtype):
+            types.append(_TYPES[value])
+        else:
+            types.append("fp32" if isinstance(value, float) else "i64")
+    return tuple(types)
+
+
+def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
+    """What ``triton.compile`` takes.
+
+    Args:
+        kernel: a function of :mod:`.kernels`.
+        values: for each of its parameters the dtype of a tensor, a number, or None.
+        aligned: the tensors that begin at a multiple of 16 bytes.
+    """
+    from triton.compiler import ASTSource
+
+    types = signature_of(kernel, values)
+    names = kernel.arg_names
+    constants = {(i,): v for i, (v, t) in enumerate(zip(values, types)) if t == "constexpr"}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in aligned and types[i][0] == "*"
+    }
+    return ASTSource(kernel, dict(zip(names, types)), constants, attributes)
+
+
+def options_of(warps: int, lanes: int) -> dict[str, Any]:
+    """How kernels are compiled: multiply-adds are those that are written, on every path.
+
+    Args:
+        warps: of 32 lanes.
+        lanes: of a warp here; AMD's have 64 or 32.
+    """
+    return {"num_warps": max(1, warps * 32 // lanes), "enable_fp_fusion": False}
+
+
+def launcher(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    values: Values,
+    aligned: frozenset[str],
+    warps: int,
+    device: torch.device,
+) -> Callable[..., None]:
+    """A function of all arguments of the kernel that launches it on the current stream.
+
+    Args:
+        kernel, values, aligned: as of :func:`source_of`.
+        grid: how many programs.
+        warps: of a program.
+        device: that is current when it is called.
+    """
+    if INTERPRETED:
+        interpret: Callable[..., None] = kernel[grid]
+        return interpret
+    types = signature_of(kernel, values)
+    constants = tuple(v for v, t in zip(values, types) if t == "constexpr")
+    key = (kernel.__name__, device, types, constants, aligned, warps)
+    found = compiled.get(key)
+    if found is None:
+        import triton
+
+        target = triton.runtime.driver.active.get_current_target()
+        options = options_of(warps, target.warp_size)
+        found = triton.compile(source_of(kernel, values, aligned), target=target, options=options)
+        compiled[key] = found
+    run: Callable[..., None] = found[grid]
+    return run
+
+
+def handle_of(x: torch.Tensor | None) -> Any:
+    """A tensor as a launch takes it: its address, which costs less to read than the tensor."""
+    return x if x is None or INTERPRETED else x.data_ptr()

@@ -1,0 +1,83 @@
+"""Putting the kernels under the dispatcher's keys, without importing Triton before they are called."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from ...ops.schema import library
+
+#: The kinds of device whose tensors it rotates, and the dispatcher's key of each.
+DEVICES = {"cuda": "CUDA", "xpu": "XPU"}
+
+#: The oldest Triton that the kernels are written for.
+OLDEST = (3, 4)
+
+#: What is registered, by name.
+OPERATORS = ("rotate", "rotate_", "rotate_into", "angle_gradients", "gate_gradients")
+
+
+def _missing() -> str | None:
+    if os.environ.get("TIGHTROPE_TRITON") == "0":
+        return "it is switched off by TIGHTROPE_TRITON=0"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; it comes with torch for GPUs on Linux: pip install triton"
+    return None
+
+
+def _too_old() -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        # Builds for other vendors have other names, and say for themselves.
+        import triton
+
+        found = triton.__version__
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        return f"triton {found} is older than {OLDEST[0]}.{OLDEST[1]}; pip install -U triton"
+    return None
+
+
+def why_not(x: torch.Tensor | None = None) -> str | None:
+    """Why this backend would not run, in a sentence; None if it would.
+
+    Args:
+        x: the tensor to rotate; without one, whether the backend is there at all.
+    """
+    reason = _missing() or _too_old()
+    if reason is not None:
+        return reason
+    if x is not None:
+        return None if x.device.type in DEVICES else f"x is on {x.device}"
+    if not any(getattr(torch, kind).is_available() for kind in DEVICES):
+        return "torch sees no GPU here"
+    return None
+
+
+def _kernel(name: str) -> Any:
+    """The kernel of an operator, which imports Triton when it is first called."""
+    found: Any = None
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal found
+        if found is None:
+            from . import operators
+
+            found = getattr(operators, name)
+        return found(*arguments, **named)
+
+    return call
+
+
+def register() -> None:
+    """Register the kernels for the devices of :data:`DEVICES`; once, at import."""
+    if _missing() is not None:
+        return
+    for name in OPERATORS:
+        for key in DEVICES.values():
+            library.impl(name, _kernel(name), key)

@@ -1,0 +1,238 @@
+"""Gradients by angles and by gates: the kernels' sums of tiles, added up in their order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...ops.schema import FORWARD, SLOPE, WORDS, Form, form_of, present
+from . import blocks as shapes, kernels
+from .forms import Source, require, slices_of, source_of, strides_of, unit_of, views_of
+from .launch import INTERPRETED, handle_of, launcher
+from .views import View, has_unit_channels, starts_aligned
+
+
+def _run(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: dict[str, torch.Tensor | None],
+    values: dict[str, Any],
+    aligned: frozenset[str],
+    warps: int,
+    device: torch.device,
+) -> None:
+    """Launch a kernel once."""
+    types = {name: None if x is None else x.dtype for name, x in tensors.items()}
+    by_type = [{**values, **types}.get(name) for name in kernel.arg_names]
+    handles = {name: handle_of(x) for name, x in tensors.items()}
+    arguments = [{**values, **handles}.get(name) for name in kernel.arg_names]
+    elsewhere = (
+        contextlib.nullcontext() if INTERPRETED else torch.accelerator.device_index(device.index)
+    )
+    with elsewhere:
+        launcher(kernel, grid, by_type, aligned, warps, device)(*arguments)
+
+
+def _views(
+    xs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], form: Form
+) -> tuple[list[View], list[View]]:
+    require(len(xs) == len(grads), "one gradient for each result")
+    views, grad_views = views_of(xs, form), views_of(grads, form)
+    require(
+        [view.sizes for view in views] == [view.sizes for view in grad_views]
+        and xs[0].dtype == grads[0].dtype
+        and xs[0].device == grads[0].device,
+        "gradients must have the shapes, dtype and device of results",
+    )
+    return views, grad_views
+
+
+def angle_sums(
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    grad_y: torch.Tensor,
+    grad_z: torch.Tensor | None,
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    packed: int,
+    by_positions: bool,
+    by_frequencies: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As ``angle_gradients`` of :mod:`tightrope.ops.schema`; None if left to the definition."""
+    form = form_of(packed)
+    require(form.source == WORDS, "tables have gradients of their own")
+    ys, grads = present(y, z), present(grad_y, grad_z)
+    views, grad_views = _views(ys, grads, form)
+    source = source_of(words, turns, positions, form, views, y.device)
+    rows, _, tokens, head_dim = views[0].sizes
+    block = shapes.power_of_two(source.pairs)
+    if source.pairs == 0 or 2 * block > shapes.WIDEST:
+        return None
+    if rows * tokens * head_dim * max(view.heads for view in views) == 0:
+        return None
+    wide = y.dtype == torch.float64
+    element = y.element_size()
+    blocks = shapes.SUMS[element]
+    block_tokens = shapes.tokens_of(blocks, block)
+    tiles = -(-tokens // block_tokens)
+    each = torch.float64 if wide else torch.float32
+    by_position = by_frequency = None
+    if by_positions:
+        by_position = y.new_empty((source.axes, source.heads, rows, tokens), dtype=each)
+    if by_frequencies:
+        shape = (rows, tiles, source.axes, source.heads, source.pairs)
+        by_frequency = y.new_empty(shape, dtype=each)
+    every = [*views, *grad_views]
+    aligned = all(map(starts_aligned, [*ys, *grads]))
+    unit = unit_of(every, element, aligned)
+    slices = slices_of(form, source.pairs, head_dim)
+    values: dict[str, Any] = {
+        "offset": offset,
+        "rows": rows,
+        "tokens": tokens,
+        "tiles": tiles,
+        "sign": 1.0 if form.direction == FORWARD else -1.0,
+        **source.values,
+        **{name: slices[name] for name in ("START", "PAIRS", "BLOCK_P")},
+        "BLOCK_T": block_tokens,
+        "INTERLEAVED": form.interleaved,
+        "UNIT": has_unit_channels(every),
+        "VECTOR": unit,
+        "WIDE": wide,
+    }
+    for name, view, grad_view in zip("yz", views, grad_views):
+        values |= {f"{name}_heads": view.heads}
+        values |= strides_of(name, view, unit) | strides_of(f"grad_{name}", grad_view, unit)
+    tensors = {
+        "y": y,
+        "z": z,
+        "grad_y": grad_y,
+        "grad_z": grad_z,
+        "words": words,
+        "turns": turns,
+        "positions": positions,
+        "by_position": by_position,
+        "by_frequency": by_frequency,
+    }
+    grid = (rows * tiles, source.heads, 1)
+    large = frozenset(("y", "z", "grad_y", "grad_z") if aligned else ())
+    _run(kernels.add_angles, grid, tensors, values, large, blocks.warps, y.device)
+    return _added(by_position, by_frequency, source, rows, tokens, y.device)
+
+
+def _added(
+    by_position: torch.Tensor | None,
+    by_frequency: torch.Tensor | None,
+    source: Source,
+    rows: int,
+    tokens: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second stage, in float64."""
+    if by_position is None:
+        of_positions = torch.empty((0, rows, tokens), dtype=torch.float64, device=device)
+    else:
+        of_positions = by_position.sum(1, dtype=torch.float64)
+    if by_frequency is None:
+        shape = (0, source.rows, source.heads, source.pairs)
+        of_frequencies = torch.empty(shape, dtype=torch.float64, device=device)
+    else:
+        of_frequencies = by_frequency.sum(1, dtype=torch.float64)
+        if source.rows == 1:
+            of_frequencies = of_frequencies.sum(0, keepdim=True)
+        of_frequencies = of_frequencies.movedim(1, 0).contiguous()
+    return of_positions, of_frequencies
+
+
+def gate_sums(
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    grad_y: torch.Tensor,
+    grad_z: torch.Tensor | None,
+    gate_q: torch.Tensor,
+    gate_k: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    packed: int,
+) -> list[torch.Tensor] | None:
+    """As ``gate_gradients`` of :mod:`tightrope.ops.schema`; None if left to the definition."""
+    form = form_of(packed)
+    ys, grads, gates = present(y, z), present(grad_y, grad_z), present(gate_q, gate_k)
+    views, grad_views = _views(ys, grads, form)
+    require(len(gates) == len(ys), "one gate for each result")
+    if views[0].channels > shapes.WIDEST or any(0 in view.sizes for view in views):
+        return None
+    return [
+        _one_gate(*one, positions, offset, form)
+        for one in zip(ys, grads, gates, views, grad_views, strict=True)
+    ]
+
+
+def _one_gate(
+    y: torch.Tensor,
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    view: View,
+    grad_view: View,
+    positions: torch.Tensor | None,
+    offset: int,
+    form: Form,
+) -> torch.Tensor:
+    rows, heads, tokens, channels = view.sizes
+    slopes = form.gate == SLOPE
+    shape = (1, gate.shape[0], 1, gate.shape[1]) if slopes else tuple(gate.shape)
+    require(
+        len(shape) == 4 and all(size in (1, full) for size, full in zip(shape, view.sizes)),
+        "gates must be [rows|1, heads|1, tokens|1, channels|1], slopes [heads|1, channels|1]",
+    )
+    wide = y.dtype == torch.float64
+    element = y.element_size()
+    blocks = shapes.SUMS[element]
+    block = shapes.power_of_two(channels)
+    block_tokens = shapes.tokens_of(blocks, block)
+    tiles = -(-tokens // block_tokens)
+    # What a gate shares among all is summed; a size that is 1 anyway is no reason to.
+    over_heads, over_tokens = shape[1] == 1, shape[2] == 1
+    kept = (rows, tiles if over_tokens else tokens, 1 if over_heads else heads, shape[3])
+    sums = y.new_empty(kept, dtype=torch.float64 if wide else torch.float32)
+    aligned = starts_aligned(y) and starts_aligned(grad)
+    unit = unit_of([view, grad_view], element, aligned)
+    # A stand-in for words, of which only positions are asked.
+    words = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=y.device)
+    plain = form._replace(source=WORDS, start=0)
+    places = source_of(words, None, positions if slopes else None, plain, [view], y.device).values
+    values: dict[str, Any] = {
+        "offset": offset,
+        "rows": rows,
+        "tokens": tokens,
+        "tiles": tiles,
+        "heads": heads,
+        **places,
+        **strides_of("y", view, unit),
+        **strides_of("grad", grad_view, unit),
+        "HEAD_DIM": channels,
+        "BLOCK_T": block_tokens,
+        "BLOCK_D": block,
+        "UNIT": has_unit_channels([view, grad_view]),
+        "VECTOR": unit,
+        "SLOPES": slopes,
+        "OVER_HEADS": over_heads,
+        "OVER_TOKENS": over_tokens,
+        "OVER_CHANNELS": shape[3] == 1,
+        "WIDE": wide,
+    }
+    tensors = {"y": y, "grad": grad, "positions": positions if slopes else None, "sums": sums}
+    grid = (rows * tiles, 1 if over_heads else heads, 1)
+    large = frozenset(("y", "grad") if aligned else ())
+    _run(kernels.add_gates, grid, tensors, values, large, blocks.warps, y.device)
+    if over_tokens:
+        sums = sums.sum(1, keepdim=True, dtype=torch.float64)
+    if shape[0] == 1 and rows != 1:
+        sums = sums.sum(0, keepdim=True, dtype=torch.float64)
+    # Kernels have tokens in front of heads.
+    return sums.transpose(1, 2).reshape(gate.shape).to(torch.float64 if wide else torch.float32)

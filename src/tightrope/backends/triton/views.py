@@ -1,0 +1,93 @@
+"""What kernels ask of tensors: sizes and strides by what a dimension is, types, alignment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from ...ops.layouts import Layout
+
+#: Bytes that a thread loads at once.
+ACCESS = 16
+
+
+class View(NamedTuple):
+    """A tensor as [rows, heads, tokens, channels]; the stride of what has but one place is 0.
+
+    Attributes:
+        rows, heads, tokens, channels: sizes.
+        row, head, token, channel: strides, in elements.
+    """
+
+    rows: int
+    heads: int
+    tokens: int
+    channels: int
+    row: int
+    head: int
+    token: int
+    channel: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """All four sizes."""
+        return self[0], self[1], self[2], self[3]
+
+    def scaled(self, unit: int) -> tuple[int, int, int, int]:
+        """Strides, of which all but that of channels count so many elements."""
+        return self.row // unit, self.head // unit, self.token // unit, self.channel
+
+
+def view_of(x: torch.Tensor, layout: Layout) -> View:
+    """How a layout sees a tensor."""
+    shape, strides = x.shape, x.stride()
+
+    def of(dim: int | None) -> tuple[int, int]:
+        if dim is None:
+            return 1, 0
+        return shape[dim], strides[dim] if shape[dim] != 1 else 0
+
+    (rows, row), (heads, head), (tokens, token) = of(layout.row), of(layout.head), of(layout.token)
+    channel = strides[-1] if shape[-1] != 1 else 1
+    return View(rows, heads, tokens, shape[-1], row, head, token, channel)
+
+
+def has_unit_channels(views: Iterable[View]) -> bool:
+    """Whether the channels of every head lie side by side."""
+    return all(view.channel == 1 for view in views)
+
+
+def is_aligned(views: Iterable[View], element: int) -> bool:
+    """Whether heads begin at multiples of 16 bytes wherever their tensor does."""
+    unit = ACCESS // element
+    return all(
+        view.channel == 1 and not (view.row % unit or view.head % unit or view.token % unit)
+        for view in views
+    )
+
+
+def starts_aligned(x: torch.Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes."""
+    return x.data_ptr() % ACCESS == 0
+
+
+def vector_of(xs: Iterable[torch.Tensor], strides: Iterable[tuple[int, ...]]) -> int:
+    """How many elements strides may count for accesses of 16 bytes; 0 if some do not allow them.
+
+    Args:
+        xs: tensors of one element size.
+        strides: of each, the last of them that of channels.
+    """
+    unit = 0
+    for x, steps in zip(xs, strides, strict=True):
+        unit = ACCESS // x.element_size()
+        if steps[-1] != 1 or any(step % unit for step in steps[:-1]) or not starts_aligned(x):
+            return 0
+    return unit
+
+
+def broadcast_strides(x: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, 0 where it has but one place."""
+    return tuple(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))

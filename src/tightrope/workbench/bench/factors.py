@@ -1,0 +1,100 @@
+"""f and P of a case: the tensors that they carry, for us, and as a composition of torch's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ... import gates
+from ...activations import RMSNorm
+from .case import Case
+
+EPS = 1e-6
+
+#: What model files call, by the name of the act.
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "softmax": lambda x: torch.softmax(x, -1),
+}
+
+
+def is_alone(case: Case) -> bool:
+    """Whether a case is about the rotation alone."""
+    return case.act is None and case.gate is None
+
+
+def alone(case: Case) -> str | None:
+    """Why somebody who has neither f nor P cannot take part; None if it can."""
+    return None if is_alone(case) else "it has neither f nor P"
+
+
+def tensors_of(case: Case) -> list[torch.Tensor]:
+    """The weights of a norm, then what gates are made of; of q and of k each, in the dtype of a case."""
+    generator = torch.Generator().manual_seed(1)
+    dtype = getattr(torch, case.dtype)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    found: list[torch.Tensor] = []
+    if case.act == "rms_norm":
+        found += [1 + 0.1 * noise(case.head_dim) for _ in range(2)]
+    heads = (case.q_heads, case.k_heads)
+    if case.gate == "exp":
+        # Calls in place follow one another, and their factors multiply.
+        found += [0.01 * noise(count, case.head_dim) for count in heads]
+    elif case.gate == "slope":
+        found += [noise(count, case.head_dim).abs() * (-0.1 / case.tokens) for count in heads]
+    return [one.to(dtype) for one in found]
+
+
+def arguments(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """`act` and `gate` of our functions.
+
+    Args:
+        tensors: as of :func:`tensors_of`.
+    """
+    if is_alone(case):
+        return {}
+    norm = case.act == "rms_norm"
+    act = tuple(RMSNorm(weight, EPS) for weight in tensors[:2]) if norm else case.act
+    gate = None
+    if case.gate is not None:
+        make = {"exp": gates.Exp, "slope": gates.Slope}[case.gate]
+        gate = tuple(make(one) for one in tensors[2 * norm :])
+    return {"act": act, "gate": gate}
+
+
+def before(
+    case: Case, tensors: Sequence[torch.Tensor], which: int, x: torch.Tensor
+) -> torch.Tensor:
+    """f of x, out of torch's functions.
+
+    Args:
+        tensors: as of :func:`tensors_of`.
+        which: 0 for q, 1 for k.
+    """
+    if case.act == "rms_norm":
+        return torch.nn.functional.rms_norm(x, (case.head_dim,), tensors[which], EPS)
+    return x if case.act is None else FUNCTIONS[case.act](x)
+
+
+def after(
+    case: Case, tensors: Sequence[torch.Tensor], which: int, ids: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """P times x, out of torch's functions; arguments as of :func:`before`.
+
+    Args:
+        ids: ``(rows, tokens)``.
+    """
+    if case.gate is None:
+        return x
+    log = tensors[-2 + which]
+    if case.gate == "exp":
+        return x * log.exp()[:, None]
+    # A position has more digits than a 16-bit type.
+    return x * (log.float()[:, None] * ids[:, None, :, None]).exp().to(x.dtype)

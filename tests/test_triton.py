@@ -1,0 +1,627 @@
+"""The Triton kernels against the oracle and the definition in float64.
+
+They run under Triton's interpreter, or compiled where there is a GPU; see triton_cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import oracle
+from tightrope.activations import ACTS, RMS_NORM
+from tightrope.ops import gradients
+from tightrope.ops.definition import compose
+from tightrope.ops.layouts import BY_CODE
+from tightrope.ops.schema import LOG, SLOPE, WORDS, Form, form_of
+from tolerances import Case, assert_rotated, assert_same_bits, value
+from triton_cases import AXES, DEVICE, HAS_GPU, Made, covering, make, needs_triton, noise, words
+
+pytestmark = needs_triton
+
+CASES = covering(AXES)
+# Cases a test runs at a time: a test of its own for each would cost more than the case.
+GROUP = 12
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter runs programs one after the other: no more of them than tiles."""
+    from tightrope.backends.triton import blocks, rotation
+
+    if not HAS_GPU:
+        monkeypatch.setattr(blocks, "PROGRAMS", 1)
+    rotation._plans.clear()
+    yield
+    rotation._plans.clear()
+
+
+def operators() -> Any:
+    from tightrope.backends.triton import operators
+
+    return operators
+
+
+def run(made: Made) -> list[torch.Tensor]:
+    """The results of a call, whichever memory they go to."""
+    if made.where == "new":
+        return list(operators().rotate(made.q, made.k, *made.arguments))
+    if made.where == "in place":
+        operators().rotate_(made.q, made.k, *made.arguments)
+        return made.xs
+    outs = [torch.full_like(x, math.nan) for x in made.xs]
+    operators().rotate_into(made.q, made.k, *[*outs, None][:2], *made.arguments)
+    return outs
+
+
+def assert_as_definition(
+    got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, wide: torch.Tensor
+) -> None:
+    """Near a float64 result, in units of the largest channel of its head.
+
+    Args:
+        dtype: that was computed from.
+        wide: what bounds the rounding of each element, shaped to broadcast.
+    """
+    assert got.shape == want.shape
+    bound = value("triton, float64" if dtype == torch.float64 else "triton, float32") * wide
+    if got.dtype in oracle.FORMATS:
+        bound = bound + oracle.step_sizes(want, got.dtype) / 2
+    error = (got.detach().cpu().double() - want).abs()
+    assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.3g} bounds"
+
+
+def scale_of(want: torch.Tensor) -> torch.Tensor:
+    """The largest channel of each head."""
+    return want.abs().amax(-1, keepdim=True).expand_as(want)
+
+
+def check(made: Made) -> None:
+    want = compose(made.wide().q, made.wide().k, *made.wide().arguments)
+    form = form_of(made.arguments[4])
+    dtype = made.q.dtype
+    gain = 1.0
+    if form.act and form.direction == 1:
+        # f' of softmax and rms_norm takes differences of what comes back through the rotation.
+        plain = form._replace(act=0)
+        carried = (
+            []
+            if form.gate == 0
+            else made.wide().arguments[6][len(made.xs) * (form.act == RMS_NORM) :][: len(made.xs)]
+        )
+        arguments = list(made.wide().arguments)
+        arguments[4], arguments[6], arguments[7] = plain.pack(), carried or None, 0.0
+        through = compose(made.wide().q, made.wide().k, *arguments)
+    else:
+        through = want[: len(made.xs)]
+    got = run(made)
+    for index, (one, other) in enumerate(zip(got, want, strict=made.where == "new")):
+        if index < len(made.xs):
+            wide = torch.maximum(scale_of(other), gain * scale_of(through[index]))
+        else:
+            wide = other.abs().amax().expand_as(other) + 1
+        assert_as_definition(one, other, dtype, wide)
+
+
+@pytest.mark.parametrize("first", range(0, len(CASES), GROUP))
+def test_every_pair_of_values(first: int) -> None:
+    for case in CASES[first : first + GROUP]:
+        try:
+            check(make(case))
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def test_the_cases_cover_what_they_should() -> None:
+    for name, values in AXES.items():
+        assert {str(case[name]) for case in CASES} == {str(v) for v in values}
+    for a, b in (("dtype", "act"), ("positions", "gate"), ("layout", "strides")):
+        both = {(str(case[a]), str(case[b])) for case in CASES}
+        wanted = len(AXES[a]) * len(AXES[b]) - 2 * ((a, b) == ("positions", "gate"))
+        assert len(both) == wanted
+
+
+PLAIN: dict[str, Any] = {
+    "dtype": torch.float32,
+    "interleaved": False,
+    "channels": (16, 0, 16),
+    "layout": "bhsd",
+    "strides": "contiguous",
+    "positions": "none",
+    "angles": "shared",
+    "act": "none",
+    "gate": 0,
+    "gate shape": "full",
+    "direction": 0,
+    "where": "new",
+    "k": "fewer heads",
+    "amplitude": 1.0,
+}
+
+
+# --- angles ---------------------------------------------------------------------------------------
+
+FAR = [0, 1, 8191, 131_071, 1_048_575, 2**31 - 2, -5, -(2**31)]
+
+
+def exact_words(base: float, rotary_dim: int) -> torch.Tensor:
+    found = [oracle.phase(omega).word for omega in oracle.frequencies(base, rotary_dim)]
+    return torch.tensor(found, device=DEVICE)[None, None, None]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_angles_against_the_oracle(dtype: torch.dtype, interleaved: bool) -> None:
+    omegas = oracle.frequencies(10000.0, 64)
+    form = Form(interleaved=interleaved, ramp=False).pack()
+    for ids in (
+        torch.tensor(FAR),
+        torch.tensor([0.5, 1 / 3, -2.75, 1000.1, 65536.015625], dtype=torch.float64),
+    ):
+        x = noise(1, 2, len(ids), 64, seed=1).to(dtype).to(DEVICE)
+        at = ids[None, None].to(DEVICE)
+        (y,) = operators().rotate(x, None, exact_words(10000.0, 64), None, at, 0, form, 1.0)
+        exact = oracle.rotate(x.cpu(), ids[None], omegas, interleaved=interleaved)
+        lengths = oracle.pair_lengths(x.cpu(), 64, interleaved=interleaved)
+        reach = 0.0 if dtype == torch.float32 else float(ids.double().abs().max())
+        assert_rotated([Case(y.cpu(), exact, lengths, reach)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    x = noise(1, 20, 8, 64, seed=1).to(dtype).to(DEVICE)
+    ids = torch.tensor(FAR)
+    at = ids[None, None].to(DEVICE)
+    (y,) = operators().rotate(
+        x, None, exact_words(10000.0, 64), None, at, 0, Form(ramp=False).pack(), 1.0
+    )
+    exact = oracle.rotate(x.cpu(), ids[None], oracle.frequencies(10000.0, 64))
+    assert_rotated([Case(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 64))])
+
+
+def test_turns_count_for_fractions() -> None:
+    """ω = 2π and more, at half positions."""
+    omegas = [2 * oracle.MP.pi, 5 * oracle.MP.pi, oracle.MP.mpf(100)]
+    phases = [oracle.phase(omega) for omega in omegas]
+    word, turn = (
+        torch.tensor([p[i] for p in phases], device=DEVICE)[None, None, None] for i in (0, 1)
+    )
+    ids = torch.tensor([0.5, 0.25, -7.125, 300.75], dtype=torch.float64)
+    x = noise(1, 1, 4, 6, seed=1).float().to(DEVICE)
+    (y,) = operators().rotate(
+        x, None, word, turn, ids[None, None].to(DEVICE), 0, Form(ramp=False).pack(), 1.0
+    )
+    exact = oracle.rotate(x.cpu(), ids[None], omegas)
+    assert_rotated([Case(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 6))])
+
+
+def test_what_is_no_number_stays_none() -> None:
+    x = torch.ones(1, 1, 4, 8, device=DEVICE)
+    ids = torch.tensor([[[1.0, math.nan, math.inf, -1e30]]], device=DEVICE)
+    (y,) = operators().rotate(
+        x, None, words(1, 1, 1, 3), None, ids, 0, Form(ramp=False).pack(), 1.0
+    )
+    assert y[0, 0, 0].isfinite().all()
+    assert y[0, 0, 1:, :6].isnan().all()
+    assert (y[..., 6:] == 1).all()
+    turns = torch.zeros_like(words(1, 1, 1, 3))
+    turns[..., 1] = -(2**63)
+    (y,) = operators().rotate(x, None, words(1, 1, 1, 3), turns, None, 0, Form().pack(), 1.0)
+    assert y.isnan().any(2)[0, 0].tolist() == [False, True, False, False, True, False, False, False]
+
+
+def test_rows_outside_a_table_become_nan() -> None:
+    x = torch.ones(2, 3, 4, 8, device=DEVICE)
+    table = torch.ones(1, 1, 5, 4, device=DEVICE)
+    ids = torch.tensor([[[0, 4, 5, -1]]], device=DEVICE)
+    form = Form(ramp=False, source=3).pack()
+    (y,) = operators().rotate(x, None, table, table, ids, 0, form, 1.0)
+    assert y[:, :, :2].isfinite().all()
+    assert y[:, :, 2:].isnan().all()
+    (y,) = operators().rotate(x, None, table[:, :, :0], table[:, :, :0], ids, 0, form, 1.0)
+    assert y.isnan().all()
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
+    """Alone or in a batch, decoded or prefilled, in any layout and place, with k or without."""
+    whole = make({**PLAIN, "dtype": dtype, "channels": (24, 4, 12), "positions": "offset"})
+    want, want_k = run(whole)
+    alone = operators().rotate(whole.q, None, *whole.arguments)
+    assert_same_bits(alone[0], want)
+    primary, secondary, _, offset, form, *rest = whole.arguments
+    for token in (0, 3, 6):
+        one = whole.q[1:, :, token : token + 1]
+        (y,) = operators().rotate(one, None, primary, secondary, None, offset + token, form, *rest)
+        assert_same_bits(y, want[1:, :, token : token + 1])
+    other = Form(layout=1, start=4).pack()
+    turned = whole.q.transpose(1, 2).contiguous()
+    (y,) = operators().rotate(turned, None, primary, secondary, None, offset, other, *rest)
+    assert_same_bits(y.transpose(1, 2), want)
+    step = whole.q.repeat_interleave(2, -1)[..., ::2]
+    (y,) = operators().rotate(step, None, *whole.arguments)
+    assert_same_bits(y.contiguous(), want)
+    for where in ("in place", "out"):
+        again = run(Made(whole.q.clone(), whole.k.clone(), whole.arguments, where))
+        assert_same_bits(again[0], want)
+        assert_same_bits(again[1], want_k)
+
+
+def test_heads_shared_out_among_programs_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tightrope.backends.triton import blocks, rotation
+
+    made = make({**PLAIN, "act": "silu", "gate": LOG})
+    want = run(made)
+    monkeypatch.setattr(blocks, "PROGRAMS", 512)
+    rotation._plans.clear()
+    for one, other in zip(run(made), want, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
+    """As a captured graph needs it: one tensor, whose value changes between replays."""
+    made = make({**PLAIN, "positions": "per row"})
+    ids = made.arguments[2]
+    assert ids is not None
+    first = run(made)[0]
+    ids.add_(1)
+    second = run(made)[0]
+    assert not torch.equal(first, second)
+    assert_same_bits(
+        second[:, :, :-1], operators().rotate(made.q[:, :, :-1], None, *made.arguments)[0]
+    )
+
+
+def test_rows_further_apart_than_32_bits() -> None:
+    """A view over more than 2^31 elements, of which a few pages are touched."""
+    x = torch.empty(2, 2**30 + 64, dtype=torch.bfloat16, device=DEVICE)
+    view = torch.as_strided(x, (3, 1, 2, 8), (2**30 + 8, 8, 8, 1))
+    view.copy_(noise(3, 1, 2, 8, seed=1))
+    (y,) = operators().rotate(view, None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0)
+    (small,) = operators().rotate(
+        view.clone(), None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0
+    )
+    assert_same_bits(y, small)
+    operators().rotate_(view, None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0)
+    assert_same_bits(view.contiguous(), small)
+
+
+# --- functions of one channel ---------------------------------------------------------------------
+
+REACH = torch.cat(
+    [torch.linspace(-12, 12, 481), torch.logspace(-30, 1.9, 100), -torch.logspace(-30, 1.9, 100)]
+)
+
+
+@pytest.mark.parametrize("act", [name for name in ACTS[1:] if name not in ("softmax", "rms_norm")])
+def test_acts_over_their_whole_range(act: str) -> None:
+    """Each value to its own precision, however small it is."""
+    size = len(REACH) + 1
+    x = torch.cat((REACH, torch.zeros(1))).reshape(1, 1, 1, size).to(DEVICE)
+    still = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=DEVICE)
+    for direction in (0, 1):
+        form = Form(act=ACTS.index(act), direction=direction).pack()
+        grad = torch.ones_like(x)
+        carried = [x] if direction else None
+        (y,) = operators().rotate(
+            grad if direction else x, None, still, None, None, 0, form, 1.0, carried
+        )
+        wide = None if carried is None else [x.double().cpu()]
+        (want,) = compose(
+            (grad if direction else x).double().cpu(),
+            None,
+            still.cpu(),
+            None,
+            None,
+            0,
+            form,
+            1.0,
+            wide,
+        )
+        got = y.cpu().double()
+        largest = torch.finfo(torch.float32).max
+        over = want.abs() > largest
+        assert torch.equal(got[over].isinf(), torch.ones_like(got[over], dtype=torch.bool))
+        error = (got - want).abs()[~over]
+        bound = value("triton act") * want.abs()[~over] + value("float32 tiny")
+        if direction and act in ("silu", "gelu"):
+            bound = bound + value("triton slope")
+        assert bool((error <= bound).all()), REACH[(error > bound).nonzero()[:5, 0]]
+
+
+def test_codes_are_those_of_the_schema() -> None:
+    from tightrope.backends.triton.kernels import acts, gates
+
+    for code, name in enumerate(ACTS):
+        if code:
+            assert getattr(acts, name.upper()).value == code
+    assert (gates.LOG.value, gates.SLOPE.value) == (LOG, SLOPE)
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+@pytest.mark.parametrize("angles", AXES["angles"])
+def test_sums_by_angles(angles: str, dtype: torch.dtype) -> None:
+    for at, interleaved, direction in (
+        ("axes", False, 0),
+        ("fractional", True, 1),
+        ("offset", False, 2),
+    ):
+        case = {
+            **PLAIN,
+            "dtype": dtype,
+            "angles": angles,
+            "positions": at,
+            "interleaved": interleaved,
+        }
+        case |= {"channels": (24, 4, 12), "direction": direction, "strides": "transposed"}
+        made, grads = make(case), make(case)
+        primary, secondary, ids, offset, form, *_ = made.arguments
+        grads = [noise(*x.shape, seed=9 + i).to(dtype).to(DEVICE) for i, x in enumerate(made.xs)]
+        got = operators().angle_gradients(
+            made.q, made.k, *grads, primary, secondary, ids, offset, form, True, True
+        )
+        wide = made.wide()
+        at_wide = (wide.arguments[0], None, wide.arguments[2], offset, form_of(form), True, True)
+        doubles = [grad.double().cpu() for grad in grads]
+        want = gradients.by_angles(wide.xs, doubles, *at_wide)
+        moduli = moduli_of(wide.xs, doubles, *at_wide)
+        entry = "angle sums, float64" if dtype == torch.float64 else "angle sums, float32"
+        for one, other, scale in zip(got, want, moduli, strict=True):
+            assert one.shape == other.shape
+            assert one.dtype == torch.float64
+            assert bool(((one.cpu() - other).abs() <= value(entry) * scale + 1e-30).all())
+        only = operators().angle_gradients(
+            made.q, made.k, *grads, primary, secondary, ids, offset, form, False, True
+        )
+        assert only[0].shape[0] == 0
+        assert torch.equal(only[1], got[1])
+
+
+def moduli_of(
+    ys: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    primary: torch.Tensor,
+    turns: None,
+    ids: torch.Tensor | None,
+    offset: int,
+    form: Form,
+    *_: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of |ω|·|products| and of |p|·|products|, as the gradients are summed."""
+    axes, rows, heads, pairs = primary.shape
+    first, second = oracle.channels(2 * pairs, form.start, form.interleaved)
+    layout = BY_CODE[form.layout]
+    omega = (primary.double() * (2 * math.pi * 2.0**-64)).abs()[:, :, :, None]
+    by_position: Any = 0.0
+    by_frequency: Any = 0.0
+    for y, grad in zip(ys, grads, strict=True):
+        y, grad = layout.to_bhsd(y), layout.to_bhsd(grad)
+        products = (y[..., first] * grad[..., second]).abs() + (
+            y[..., second] * grad[..., first]
+        ).abs()
+        tokens = products.shape[2]
+        place = torch.zeros(axes, 1, 1, dtype=torch.float64) if ids is None else ids.double()
+        place = (place + offset + (torch.arange(tokens) if form.ramp else 0)).abs()
+        by_position = by_position + torch.stack(
+            [(products * omega[a]).sum((1, 3)) for a in range(axes)]
+        )
+        full = products[None] * place[:, :, None, :, None].expand(axes, -1, -1, -1, -1)
+        dims = [3, *([1] if rows == 1 else []), *([2] if heads == 1 else [])]
+        by_frequency = by_frequency + full.sum(dims).reshape(primary.shape)
+    return by_position, by_frequency
+
+
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+@pytest.mark.parametrize("gate", [LOG, SLOPE])
+def test_sums_by_gates(gate: int, dtype: torch.dtype) -> None:
+    for kind in AXES["gate shape"]:
+        for at in ("offset", "fractional"):
+            case = {**PLAIN, "dtype": dtype, "gate": gate, "gate shape": kind, "positions": at}
+            made = make(case | {"channels": (24, 4, 12), "strides": "transposed"})
+            _, _, ids, offset, form, _, gates, _ = made.arguments
+            grads = [
+                noise(*x.shape, seed=9 + i).to(dtype).to(DEVICE) for i, x in enumerate(made.xs)
+            ]
+            got = operators().gate_gradients(made.q, made.k, *grads, *gates, ids, offset, form)
+            wide = made.wide()
+            doubles = [grad.double().cpu() for grad in grads]
+            rest = (wide.arguments[6], wide.arguments[2], offset, form_of(form))
+            want = gradients.by_gates(wide.xs, doubles, *rest)
+            where = None if wide.arguments[2] is None else wide.arguments[2].abs()
+            moduli = gradients.by_gates(
+                [x.abs() for x in wide.xs], [g.abs() for g in doubles], rest[0], where, *rest[2:]
+            )
+            entry = "angle sums, float64" if dtype == torch.float64 else "angle sums, float32"
+            for one, other, scale in zip(got, want, moduli, strict=True):
+                assert one.shape == other.shape
+                assert one.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+                assert bool(((one.cpu().double() - other).abs() <= value(entry) * scale).all())
+
+
+def test_sums_are_the_same_every_time() -> None:
+    made = make({**PLAIN, "act": "rms_norm", "direction": 1})
+    first = run(made)
+    for one, other in zip(run(made), first, strict=True):
+        assert_same_bits(one, other)
+
+
+# --- edges ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8), (1, 1, 1, 8)])
+def test_edge_shapes(shape: tuple[int, ...]) -> None:
+    x = noise(*shape, seed=1).float().to(DEVICE)
+    for form in (Form(), Form(gate=LOG)):
+        carried = [torch.zeros(1, 1, 1, 1, device=DEVICE)] if form.gate else None
+        (y,) = operators().rotate(
+            x, None, words(1, 1, 1, 4), None, None, 3, form.pack(), 1.0, carried
+        )
+        (want,) = compose(x, None, words(1, 1, 1, 4), None, None, 3, form.pack(), 1.0, carried)
+        torch.testing.assert_close(y, want)
+    sums = operators().angle_gradients(
+        x, None, x, None, words(1, 1, 1, 4), None, None, 0, Form().pack(), True, True
+    )
+    assert [tuple(s.shape) for s in sums] == [(1, shape[0], shape[2]), (1, 1, 1, 4)]
+    weight = torch.ones(1, 8, device=DEVICE)
+    form = Form(act=RMS_NORM, direction=1).pack()
+    found = operators().rotate(
+        x, None, words(1, 1, 1, 4), None, None, 3, form, 1.0, [weight, x], 1e-6
+    )
+    assert found[1].shape == weight.shape
+    assert found[1].isfinite().all()
+
+
+def test_what_is_left_to_the_definition() -> None:
+    """No pairs, a head wider than a tile, float64 with an act: the same results, from elsewhere."""
+    x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
+    nothing = words(1, 1, 1, 4)[..., :0]
+    assert torch.equal(
+        operators().rotate(x, None, nothing, None, None, 0, Form().pack(), 1.0)[0], x
+    )
+    silu = Form(act=ACTS.index("silu")).pack()
+    arguments = (words(1, 1, 1, 4), None, None, 5, silu, 1.0)
+    want = compose(x, None, *arguments)[0]
+    assert torch.equal(operators().rotate(x, None, *arguments)[0], want)
+    out, again = torch.empty_like(x), x.clone()
+    operators().rotate_into(x, None, out, None, *arguments)
+    operators().rotate_(again, None, *arguments)
+    assert torch.equal(out, want)
+    assert torch.equal(again, want)
+    broad = noise(1, 1, 2, 5000, seed=1).float().to(DEVICE)
+    arguments = (words(1, 1, 1, 2500), None, None, 5, Form().pack(), 1.0)
+    assert torch.equal(
+        operators().rotate(broad, None, *arguments)[0], compose(broad, None, *arguments)[0]
+    )
+    with pytest.raises(NotImplementedError, match="numerics is reserved"):
+        operators().rotate(x, None, words(1, 1, 1, 4), None, None, 0, Form(numerics=1).pack(), 1.0)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "words": (
+        lambda x, w: (x, None, w.float(), None, None, 0, Form().pack(), 1.0),
+        "words must be contiguous",
+    ),
+    "turns": (
+        lambda x, w: (x, None, w, w[..., :1], None, 0, Form().pack(), 1.0),
+        "words must be contiguous",
+    ),
+    "layout": (lambda x, w: (x[0], None, w, None, None, 0, Form().pack(), 1.0), "fit the layout"),
+    "k": (lambda x, w: (x, x.double(), w, None, None, 0, Form().pack(), 1.0), "share a dtype"),
+    "tokens of k": (
+        lambda x, w: (x, x[:, :, :1], w, None, None, 0, Form().pack(), 1.0),
+        "share rows",
+    ),
+    "width": (
+        lambda x, w: (x, None, w, None, None, 0, Form(start=2).pack(), 1.0),
+        "outside the head",
+    ),
+    "rows": (
+        lambda x, _: (x, None, words(1, 3, 1, 4), None, None, 0, Form().pack(), 1.0),
+        "rows of angles",
+    ),
+    "heads": (
+        lambda x, _: (x, None, words(1, 1, 3, 4), None, None, 0, Form().pack(), 1.0),
+        "heads of angles",
+    ),
+    "positions": (
+        lambda x, w: (
+            x,
+            None,
+            w,
+            None,
+            torch.zeros(1, 1, 2, device=DEVICE),
+            0,
+            Form(ramp=False).pack(),
+            1.0,
+        ),
+        "tokens of positions",
+    ),
+    "rows of positions": (
+        lambda x, w: (x, None, w, None, torch.zeros(1, 3, 1, device=DEVICE), 0, Form().pack(), 1.0),
+        "rows of positions",
+    ),
+    "axes of positions": (
+        lambda x, w: (x, None, w, None, torch.zeros(2, 1, 1, device=DEVICE), 0, Form().pack(), 1.0),
+        "positions must be",
+    ),
+    "dtype of positions": (
+        lambda x, w: (
+            x,
+            None,
+            w,
+            None,
+            torch.zeros(1, 1, 1, device=DEVICE).bool(),
+            0,
+            Form().pack(),
+            1.0,
+        ),
+        "dtype of positions",
+    ),
+    "sines": (
+        lambda x, _: (x, None, x, None, None, 0, Form(source=3).pack(), 1.0),
+        "cosines without",
+    ),
+    "gate": (
+        lambda x, w: (x, None, w, None, None, 0, Form(gate=LOG).pack(), 1.0, [x[..., :3]]),
+        "gates must be",
+    ),
+    "slopes": (
+        lambda x, _: (
+            x,
+            None,
+            words(2, 1, 1, 4),
+            None,
+            None,
+            0,
+            Form(gate=SLOPE).pack(),
+            1.0,
+            [x[0, 0, :1]],
+        ),
+        "positions of 1 axis",
+    ),
+    "weight": (
+        lambda x, w: (x, None, w, None, None, 0, Form(act=RMS_NORM).pack(), 1.0, [x[0, 0, :1, :4]]),
+        "weights must be",
+    ),
+    "inputs": (
+        lambda x, w: (x, None, w, None, None, 0, Form(act=1, direction=1).pack(), 1.0, [x[:, :1]]),
+        "inputs must have",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_direct_call_is_refused(case: str) -> None:
+    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
+    arguments, sentence = WRONG[case]
+    with pytest.raises(RuntimeError, match=sentence):
+        operators().rotate(*arguments(x, words(1, 1, 1, 4)))
+
+
+def test_overlapping_memory_is_refused() -> None:
+    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
+    arguments = (words(1, 1, 1, 4), None, None, 0, Form().pack(), 1.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="memory overlaps"):
+            operators().rotate_(x[:1].expand(2, -1, -1, -1), None, *arguments)
+        with pytest.raises(RuntimeError, match="memory overlaps"):
+            operators().rotate_(x, x, *arguments)
+        with pytest.raises(RuntimeError, match="memory overlaps"):
+            operators().rotate_into(x, None, x, None, *arguments)
+    fused = noise(2, 3, 4, 8, seed=1).float().to(DEVICE)
+    operators().rotate_(
+        fused[:, :, :2].transpose(1, 2), fused[:, :, 2:].transpose(1, 2), *arguments
+    )
+    assert form_of(Form().pack()).source == WORDS

@@ -1,0 +1,178 @@
+"""The Triton backend as the library sees it: registered, named, forced, measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tightrope
+from tightrope import RopeSpec
+from tightrope.activations import RMSNorm
+from tightrope.backends.triton import registration
+from tightrope.functional import rotate, rotate_, rotate_qk
+from tolerances import assert_near
+from triton_cases import DEVICE, HAS_GPU, HAS_TRITON, needs_triton, noise
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+@needs_triton
+def test_every_operator_has_a_kernel_for_gpus() -> None:
+    for name in registration.OPERATORS:
+        for key in ("CUDA", "XPU"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"tightrope::{name}", key)
+
+
+def test_why_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        reason = tightrope.backends()["triton"]
+        assert reason is not None
+        assert reason.startswith("torch sees no GPU" if HAS_TRITON else "triton is not installed")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    reason = registration.why_not(torch.zeros(1))
+    assert reason is not None
+    assert reason.startswith("triton is not installed; ")
+    monkeypatch.setenv("TIGHTROPE_TRITON", "0")
+    assert registration.why_not() == "it is switched off by TIGHTROPE_TRITON=0"
+
+
+@needs_triton
+def test_an_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "3.3.1")
+    assert registration.why_not() == "triton 3.3.1 is older than 3.4; pip install -U triton"
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "3.10.0+git")
+    assert registration.why_not(torch.zeros(1)) == "x is on cpu"
+
+
+def test_which_tells_of_it_where_it_could_matter() -> None:
+    name, reason = tightrope.which(torch.zeros(1, device="meta"))
+    assert name == "reference"
+    assert reason is not None
+    assert "triton: " in reason
+    _, reason = tightrope.which(torch.zeros(1))
+    assert reason is None or "triton" not in reason
+
+
+@needs_triton
+def test_it_cannot_be_forced_on_the_cpu() -> None:
+    with pytest.raises(NotImplementedError, match="x is on cpu"):
+        rotate(torch.zeros(1, 1, 2, 8), RopeSpec(8), backend="triton")
+
+
+@needs_triton
+def test_switched_off_it_registers_nothing() -> None:
+    code = (
+        "import tightrope, torch, sys\n"
+        "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
+        "print(has('tightrope::rotate', 'CUDA'), 'triton' in sys.modules)\n"
+    )
+    assert run("-c", code, TIGHTROPE_TRITON="0").stdout.split() == ["False", "False"]
+    assert run("-c", code).stdout.split() == ["True", "False"]
+
+
+@pytest.fixture
+def on_this_device() -> Iterator[None]:
+    """The kernels in place of the CPU's, where there is no GPU."""
+    if HAS_GPU:
+        yield
+        return
+    from tightrope.backends.triton import operators
+
+    library = torch.library.Library("tightrope", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in registration.OPERATORS:
+            library.impl(name, getattr(operators, name), "CPU", allow_override=True)
+    yield
+    library._destroy()
+
+
+@needs_triton
+@pytest.mark.usefixtures("on_this_device")
+def test_gradients_through_the_public_functions() -> None:
+    """By x, fractional positions, learned frequencies and the weight of a norm, beside the definition."""
+    spec = RopeSpec(8)
+    start = {
+        "q": noise(2, 3, 5, 8, seed=1),
+        "k": noise(2, 1, 5, 8, seed=2),
+        "at": 50 * noise(2, 5, seed=3),
+        "omega": noise(4, seed=4).abs(),
+        "weight": noise(8, seed=5),
+    }
+
+    def gradients(dtype: torch.dtype, backend: str | None) -> list[torch.Tensor]:
+        given = {n: x.to(DEVICE, dtype).to(dtype).requires_grad_() for n, x in start.items()}
+        act = RMSNorm(given["weight"], 1e-6)
+        y, z = rotate_qk(
+            given["q"],
+            given["k"],
+            spec,
+            given["at"],
+            inv_freq=given["omega"],
+            act=act,
+            backend=backend,
+        )
+        loss = (y * y.detach().roll(1, -1)).sum() + z.cos().sum()
+        return list(torch.autograd.grad(loss, list(given.values())))
+
+    got = gradients(torch.float32, None)
+    want = gradients(torch.float32, "reference")
+    for one, other in zip(got, want, strict=True):
+        scale = other.abs().max()
+        assert_near(one / scale, other / scale, "float32 ways")
+    x = noise(2, 3, 5, 8, seed=1).float().to(DEVICE)
+    base = x.clone().requires_grad_()
+    y = rotate_(base * 1, spec, 7)
+    (grad,) = torch.autograd.grad(y.sum(), base)
+    assert_near(
+        grad, rotate(torch.ones_like(x), spec, 7, inverse=True, backend="reference"), "float32 ways"
+    )
+
+
+@needs_triton
+def test_the_benchmark_runs_dry(tmp_path: Path) -> None:
+    out = tmp_path / "dry.json"
+    done = run(
+        "-m", "benchmarks.gpu", "--dry-run", "--only", "^decode 32|^gate|nothing", "--against", "eager",
+        "--out", str(out), PYTHONPATH=os.pathsep.join(["src", "."]),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["machine"]["device"] == "Triton's interpreter"
+    assert found["checks"]["wrong"] == []
+    assert found["checks"]["CUDA graph"] == "no CUDA here"
+    assert [result["end"] for result in found["results"]] == [
+        "decode 32, in place",
+        "gate of channels 32k",
+    ]
+    for result in found["results"]:
+        assert result["milliseconds"]["tightrope"] > 0
+        assert "failed" not in str(result["absent"])
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_the_benchmark_says_that_it_needs_a_gpu() -> None:
+    done = run("-m", "benchmarks.gpu", PYTHONPATH=os.pathsep.join(["src", "."]))
+    assert done.returncode == 2
+    assert done.stderr.strip() == "torch sees no GPU here; --dry-run needs none"

@@ -1,0 +1,311 @@
+"""The axes of the Triton backend, pairs of their values, and calls made of them.
+
+Where torch sees a GPU the kernels are compiled and run there; elsewhere Triton's interpreter runs them
+on the CPU. What Triton does is settled when the kernels are first imported, which is here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tightrope.activations import ACTS, RMS_NORM
+from tightrope.angles import words_from
+from tightrope.ops.schema import LOG, SLOPE, SOURCES, TRANSPOSE, Form
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+
+if HAS_TRITON:
+    # Triton itself is imported as it is: its own functions must all be of one kind.
+    import triton.language  # noqa: F401
+
+    if not HAS_GPU:
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import tightrope.backends.triton.kernels  # noqa: F401
+    finally:
+        if not HAS_GPU:
+            del os.environ["TRITON_INTERPRET"]
+
+AXES: dict[str, Sequence[Any]] = {
+    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "interleaved": (False, True),
+    "channels": ((16, 0, 16), (24, 4, 12), (20, 6, 14), (128, 32, 64)),  # head_dim, start, rotated
+    "layout": ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd"),
+    "strides": ("contiguous", "transposed", "gaps", "channel step"),
+    "positions": (
+        "none",
+        "offset",
+        "ids",
+        "ids per row",
+        "per row",
+        "fractional",
+        "axes",
+        "tables",
+    ),
+    "angles": ("shared", "per row", "per head"),
+    "act": ACTS,
+    "gate": (0, LOG, SLOPE),
+    "gate shape": ("full", "heads", "channels", "tokens"),
+    "direction": (0, 1, 2),
+    "where": ("new", "in place", "out"),
+    "k": ("none", "fewer heads"),
+    "amplitude": (1.0, 1.37),
+}
+
+
+def allowed(case: Mapping[str, Any]) -> bool:
+    """Whether values go together, as far as they are chosen."""
+    layout = case.get("layout")
+    no_rows, no_heads = layout in ("thd", "sd"), layout in ("bsd", "sd")
+    if case.get("direction") == 2 and case.get("act", "none") != "none":
+        return False
+    if case.get("gate") == SLOPE and case.get("positions") in ("axes", "tables"):
+        return False
+    if no_rows and (
+        case.get("angles") == "per row" or case.get("positions") in ("ids per row", "per row")
+    ):
+        return False
+    if no_heads and (case.get("angles") == "per head" or case.get("k") == "fewer heads"):
+        return False
+    return not (
+        case.get("where") == "in place"
+        and case.get("act") == "rms_norm"
+        and case.get("direction") == 1
+    )
+
+
+def covering(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Cases in which every pair of values of two axes, if it is allowed at all, occurs."""
+    names = list(axes)
+    rng = random.Random(seed)
+    left = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(axes[a]))
+        for j in range(len(axes[b]))
+        if allowed({a: axes[a][i], b: axes[b][j]})
+    }
+    cases = []
+    while left:
+        best: dict[str, int] = {}
+        gain = -1
+        for _ in range(12):
+            chosen = dict(rng.choice(sorted(left)))
+            for name in rng.sample(names, len(names)):
+                if name in chosen:
+                    continue
+                fits = []
+                for i in range(len(axes[name])):
+                    whole = {n: axes[n][at] for n, at in {**chosen, name: i}.items()}
+                    if allowed(whole):
+                        new = sum(
+                            tuple(sorted(((name, i), o), key=_order(names))) in left
+                            for o in chosen.items()
+                        )
+                        fits.append((new, rng.random(), i))
+                if not fits:
+                    break
+                chosen[name] = max(fits)[2]
+            else:
+                found = len(left & set(_pairs(names, chosen)))
+                if found > gain:
+                    best, gain = chosen, found
+        if gain <= 0:
+            raise AssertionError(f"no case has {sorted(left)[0]}")
+        left -= set(_pairs(names, best))
+        cases.append({name: axes[name][best[name]] for name in names})
+    return cases
+
+
+def _order(names: Sequence[str]) -> Any:
+    return lambda value: names.index(value[0])
+
+
+def _pairs(names: Sequence[str], chosen: Mapping[str, int]) -> Iterator[Any]:
+    return itertools.combinations([(name, chosen[name]) for name in names], 2)
+
+
+class Made(NamedTuple):
+    """A call of the operator: what it rotates, and what follows it in the schema."""
+
+    q: torch.Tensor
+    k: torch.Tensor | None
+    arguments: tuple[Any, ...]
+    where: str
+
+    @property
+    def xs(self) -> list[torch.Tensor]:
+        return [self.q] if self.k is None else [self.q, self.k]
+
+    def wide(self) -> Made:
+        """The same in float64, on the CPU."""
+
+        def to(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                x = x.detach().cpu()
+                return x.double() if x.is_floating_point() else x
+            return [to(y) for y in x] if isinstance(x, list) else x
+
+        primary, secondary, positions, *rest = self.arguments
+        # Positions are exact numbers in any dtype.
+        return Made(
+            to(self.q),
+            to(self.k),
+            (to(primary), to(secondary), to(positions), *map(to, rest)),
+            self.where,
+        )
+
+
+ROWS, HEADS, TOKENS = 2, 3, 7
+
+
+def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def words(axes: int, rows: int, heads: int, pairs: int, seed: int = 5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    omegas = torch.rand(axes, rows, heads, pairs, generator=generator, dtype=torch.float64)
+    return words_from(omegas)[0].to(DEVICE)
+
+
+def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The same values with other strides."""
+    if kind == "transposed" and x.dim() > 2:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if kind == "gaps":
+        wider = x.new_full((*x.shape[:-1], x.shape[-1] + 3), float("nan"))
+        wider[..., 1:-2] = x
+        return wider[..., 1:-2]
+    if kind == "channel step":
+        wider = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+        wider[..., ::2] = x
+        return wider[..., ::2]
+    return x.contiguous()
+
+
+def shape_in(layout: str, rows: int, heads: int, tokens: int, channels: int) -> tuple[int, ...]:
+    sizes = {"b": rows, "h": heads, "s": tokens, "t": tokens, "d": channels}
+    return tuple(sizes[letter] for letter in layout)
+
+
+def make(case: Mapping[str, Any]) -> Made:
+    """The call that a case stands for."""
+    layout, dtype = case["layout"], case["dtype"]
+    rows = 1 if layout in ("thd", "sd") else ROWS
+    heads = 1 if layout in ("bsd", "sd") else HEADS
+    # Heads with angles of their own are as many for k.
+    k_heads = heads if case["angles"] == "per head" else 1
+    head_dim, start, width = case["channels"]
+    counts = [heads] if case["k"] == "none" else [heads, k_heads]
+
+    def tensors(seed: int, scale: float = 1.0) -> list[torch.Tensor]:
+        return [
+            strided(
+                noise(*shape_in(layout, rows, n, TOKENS, head_dim), seed=seed + i, scale=scale)
+                .to(dtype)
+                .to(DEVICE),
+                case["strides"],
+            )
+            for i, n in enumerate(counts)
+        ]
+
+    at = case["positions"]
+    axes = 3 if at == "axes" else 1
+    angle_rows = rows if case["angles"] == "per row" else 1
+    angle_heads = heads if case["angles"] == "per head" else 1
+    ids: torch.Tensor | None = None
+    ramp, offset, source = True, 0, 0
+    primary = words(axes, angle_rows, angle_heads, width // 2)
+    secondary = None
+    if at == "offset":
+        offset = 1_000_003
+    elif at in ("ids", "ids per row"):
+        shape = (1, rows if at == "ids per row" else 1, TOKENS)
+        ids, ramp = (
+            torch.randint(0, 1 << 20, shape, generator=torch.Generator().manual_seed(3)),
+            False,
+        )
+        ids = ids.to(torch.int32) if at == "ids" else ids
+    elif at == "per row":
+        ids = torch.tensor([5, 70_000]).reshape(1, rows, 1)
+    elif at == "fractional":
+        ids, ramp = 1000 * noise(1, rows, TOKENS, seed=4), False
+        ids = ids if case["interleaved"] else ids.float()
+    elif at == "axes":
+        ids, ramp = (
+            torch.randint(0, 4096, (3, 1, TOKENS), generator=torch.Generator().manual_seed(3)),
+            False,
+        )
+    elif at == "tables":
+        source = 1 + (head_dim // 4) % 3
+        length = TOKENS + 9
+        angle = 100 * noise(angle_rows, angle_heads, length, width // 2, seed=6)
+        if SOURCES[source] == "cat":
+            angle = torch.cat((angle, angle), -1)
+        elif SOURCES[source] == "repeat":
+            angle = angle.repeat_interleave(2, -1)
+        table_dtype = torch.float32 if case["amplitude"] == 1.0 else dtype
+        primary, secondary = (t.to(table_dtype).to(DEVICE) for t in (angle.cos(), angle.sin()))
+        ids, ramp = torch.tensor([3, 0, 15, 15, 2, 1, 4]).reshape(1, 1, TOKENS), False
+    act = ACTS.index(case["act"])
+    form = Form(
+        layout=("bhsd", "bshd", "sbhd", "thd", "bsd", "sd").index(layout),
+        start=start,
+        interleaved=case["interleaved"],
+        direction=case["direction"],
+        ramp=ramp,
+        source=source,
+        act=act,
+        gate=case["gate"],
+    )
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    carried: list[torch.Tensor] = []
+    if act == RMS_NORM:
+        sizes = [1 if i else heads for i in range(len(counts))]
+        carried += [noise(n, head_dim, seed=20 + i).to(wide) for i, n in enumerate(sizes)]
+    if case["gate"] == LOG:
+        for i, n in enumerate(counts):
+            full = (rows, n, TOKENS, head_dim)
+            kept = {"full": (0, 1, 2, 3), "heads": (1,), "channels": (1, 3), "tokens": (0, 2)}
+            shape = [size if d in kept[case["gate shape"]] else 1 for d, size in enumerate(full)]
+            carried.append(noise(*shape, seed=30 + i, scale=0.5).to(wide))
+    elif case["gate"] == SLOPE:
+        # Slopes so small that no position overflows.
+        small = 1e-6 if at in ("offset", "ids", "ids per row", "per row") else 1e-3
+        for i, n in enumerate(counts):
+            shape = [n, head_dim] if case["gate shape"] in ("full", "channels") else [1, head_dim]
+            carried.append(noise(*shape, seed=40 + i, scale=small).to(wide))
+    carried = [x.to(DEVICE) for x in carried]
+    if act and case["direction"] == TRANSPOSE:
+        carried += tensors(50, 2.0)
+    q, k = (*tensors(1), None)[:2]
+    ids = None if ids is None else ids.to(DEVICE)
+    return Made(
+        q,
+        k,
+        (
+            primary,
+            secondary,
+            ids,
+            offset,
+            form.pack(),
+            case["amplitude"],
+            carried or None,
+            1e-6 if act == RMS_NORM else 0.0,
+        ),
+        case["where"],
+    )

@@ -1,0 +1,216 @@
+"""Compile the Triton kernels without a GPU and count what a GPU would compile: run by test_triton_compile.
+
+A process of its own, as what Triton does is settled when kernels are imported. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tightrope.activations import ACTS
+from tightrope.angles import words_from
+from tightrope.backends.triton import launch, operators, rotation, sums
+from tightrope.ops.schema import LOG, SLOPE, Form
+
+TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+asked: list[tuple[Any, ...]] = []
+
+
+def note(kernel: Any, grid: Any, values: Any, aligned: Any, warps: int, device: Any) -> Any:
+    """Stands for `launch.launcher`: remembers what it was asked for, and launches nothing."""
+    asked.append((kernel, values, aligned, warps))
+    return lambda *_: None
+
+
+def words(pairs: int, axes: int = 1, rows: int = 1, heads: int = 1) -> torch.Tensor:
+    return words_from(torch.rand(axes, rows, heads, pairs, dtype=torch.float64))[0]
+
+
+def heads(n: int, dtype: torch.dtype, width: int = 128) -> torch.Tensor:
+    """As a model hands them over: a transposed view."""
+    return torch.empty(2, 64, n, width, dtype=dtype).transpose(1, 2)
+
+
+def calls() -> dict[str, Any]:
+    """The calls whose kernels are compiled, by name."""
+    q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
+    f, g = heads(32, torch.float32), heads(8, torch.float32)
+    ids = torch.zeros(3, 2, 64, dtype=torch.int64)
+    table = torch.empty(1, 1, 64, 128)
+
+    def into(q: torch.Tensor, k: torch.Tensor | None, *rest: Any) -> Any:
+        return lambda: operators.rotate(q, k, *rest)
+
+    def call(form: Form, *carried: torch.Tensor, axes: int = 1) -> tuple[Any, ...]:
+        at = None if form.ramp else ids[:axes]
+        return words(64, axes), None, at, 3, form.pack(), 1.0, list(carried) or None, 1e-6
+
+    rms = ACTS.index("rms_norm")
+    weights = torch.empty(1, 128), torch.empty(1, 128)
+    return {
+        "bfloat16": into(q, k, *call(Form())),
+        "bfloat16 interleaved": into(q, k, *call(Form(interleaved=True))),
+        "float32": into(f, g, *call(Form())),
+        "float32 interleaved": into(f, g, *call(Form(interleaved=True))),
+        "M-RoPE": into(q, k, *call(Form(ramp=False), axes=3)),
+        "tables": into(q, k, table, table, None, 0, Form(source=1).pack(), 1.0),
+        "slice": into(q, k, words(16), None, None, 0, Form(start=32).pack(), 1.0),
+        "silu": into(q, k, *call(Form(act=ACTS.index("silu")))),
+        "silu backward": into(q, k, *call(Form(act=ACTS.index("silu"), direction=1), q, k)),
+        "softmax": into(q, k, *call(Form(act=ACTS.index("softmax")))),
+        "rms_norm": into(q, k, *call(Form(act=rms), *weights)),
+        "rms_norm backward": into(q, k, *call(Form(act=rms, direction=1), *weights, q, k)),
+        "log gate": into(
+            q, k, *call(Form(gate=LOG), torch.empty(2, 32, 64, 128), torch.empty(1, 8, 1, 128))
+        ),
+        "slopes": into(q, k, *call(Form(gate=SLOPE), torch.empty(32, 128), torch.empty(8, 128))),
+        "frequencies": lambda: operators.angle_gradients(
+            q, k, q, k, words(64), None, None, 3, Form().pack(), False, True
+        ),
+        "positions": lambda: operators.angle_gradients(
+            q, k, q, k, words(64), None, ids[:1].float(), 3, Form(ramp=False).pack(), True, False
+        ),
+        "gates": lambda: operators.gate_gradients(
+            q, None, q, None, torch.empty(1, 32, 1, 128), None, None, 0, Form(gate=LOG).pack()
+        ),
+    }
+
+
+def facts(target: str, source: Any, warps: int) -> dict[str, Any]:
+    """What is in the machine code of a kernel."""
+    goal = TARGETS[target]
+    kernel = triton.compile(source, target=goal, options=launch.options_of(warps, goal.warp_size))
+    if target == "gfx942":
+        code = kernel.asm["amdgcn"]
+        spills = [int(n) for n in re.findall(r"\bvgpr_spill_count:\s*(\d+)", code)]
+        wide = len(re.findall(r"(?:load|store)_dwordx4", code))
+        return {"wide": wide, "spills": sum(spills), "float64": "_f64" in code}
+    ptx = kernel.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack, local = map(int, found.groups())
+    every = re.findall(r"(?:ld|st)\.global\S*", ptx)
+    return {
+        "loads": len([x for x in every if x.startswith("ld")]),
+        "stores": len([x for x in every if x.startswith("st")]),
+        "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
+        "registers": registers,
+        "spills": stack + local,
+        "float64": ".f64" in ptx,
+        "approximations": sorted(
+            set(re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|rcp|div|sqrt)\.approx", ptx))
+        ),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
+    }
+
+
+def compiled() -> dict[str, Any]:
+    """Facts of every kernel, by call and target."""
+    result: dict[str, Any] = {}
+    for name, call in calls().items():
+        asked.clear()
+        call()
+        kernel, values, aligned, warps = asked[-1]
+        source = launch.source_of(kernel, values, aligned)
+        result[name] = {target: facts(target, source, warps) for target in TARGETS}
+    return result
+
+
+class Nothing:
+    """A compiled kernel that does nothing on any grid."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_: None
+
+
+def counted() -> dict[str, int]:
+    """How often a GPU would have compiled, after each group of calls."""
+    compilations: list[Any] = []
+
+    def compile_(source: Any, target: Any = None, options: Any = None) -> Any:
+        compilations.append(source)
+        return Nothing()
+
+    class Driver:
+        class active:
+            @staticmethod
+            def get_current_target() -> GPUTarget:
+                return TARGETS["sm_90"]
+
+    triton.compile, triton.runtime.driver = compile_, Driver
+    counts = {}
+
+    def count(name: str) -> None:
+        counts[name] = len(compilations)
+
+    def rotate(x: torch.Tensor, offset: int = 0, positions: torch.Tensor | None = None) -> None:
+        form = Form(ramp=positions is None or positions.shape[2] == 1).pack()
+        operators.rotate_(x, None, words_, None, positions, offset, form, 1.0)
+
+    words_ = words(64)
+    buffer = torch.empty(10_000, 4, 128, dtype=torch.bfloat16)
+    lengths = [*range(1, 300), *range(300, 10_001, 97), 10_000, 4096, 8192]
+    for length in lengths:
+        rotate(buffer[:length].transpose(0, 1)[None])
+    count("lengths of one layout")
+    for length in lengths:
+        rotate(torch.empty(1, 4, length, 128, dtype=torch.bfloat16))
+    count("lengths, contiguous")
+    for offset in (0, 1, 2, 16, 17, 4096, 2**31 - 1, 2**31, 2**40, -1, -(2**33)):
+        rotate(buffer[None, :, :7], offset)
+    count("offsets")
+    for rows in (1, 2, 16, 33):
+        rotate(torch.empty(rows, 4, 5, 128, dtype=torch.bfloat16), 3)
+    for n in (3, 5, 8, 32):
+        rotate(torch.empty(2, n, 5, 128, dtype=torch.bfloat16), 3)
+    count("rows and heads")
+    for length in (1, 16, 17, 1000):
+        rotate(
+            buffer[:length].transpose(0, 1)[None], 0, torch.zeros(1, 1, length, dtype=torch.int64)
+        )
+    count("ids")
+    wider = torch.empty(1, 4, 64, 136, dtype=torch.bfloat16)
+    for start in (1, 2, 3, 4, 5, 6, 7):
+        rotate(wider[..., start : start + 128])
+    count("unaligned")
+    rotate(torch.empty(1, 1, 5, 128, dtype=torch.bfloat16))
+    count("one head")
+    rotate(torch.empty(1, 4, 5, 128))
+    count("another dtype")
+    return counts
+
+
+def main() -> int:
+    torch.accelerator.current_device_index = lambda: None
+    torch.accelerator.device_index = lambda _: contextlib.nullcontext()
+    real = launch.launcher
+    rotation.launcher = sums.launcher = note
+    found = {"compiled": compiled()}
+    rotation.launcher = sums.launcher = real
+    rotation._plans.clear()
+    print(json.dumps({**found, "counted": counted()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
