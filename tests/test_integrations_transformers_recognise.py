@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -469,3 +470,94 @@ def test_compiled_without_duplicates_equals_the_original() -> None:
     for got, want in zip(compiled(q, k, cos, sin), usual(q, k, cos, sin), strict=True):
         assert_near(got, want)
     torch._dynamo.reset()
+
+
+def in_two_dimensions(q: Any, k: Any, cos: Any, sin: Any, num_k_exclude_rope: int = 0) -> Any:
+    tokens = k.shape[-2] - num_k_exclude_rope
+    turned = k[..., :tokens, :] * cos + pairwise(k[..., :tokens, :]) * sin
+    return q * cos + pairwise(q) * sin, torch.cat((turned, k[..., tokens:, :]), -2)
+
+
+def seen_from_the_tokens(query: Any, key: Any, freqs_ci: Any) -> Any:
+    def turn(x: Any) -> Any:
+        z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return (
+            torch.view_as_real(z * freqs_ci.view(1, z.shape[1], 1, z.shape[3]))
+            .flatten(3)
+            .type_as(x)
+        )
+
+    return turn(query), turn(key)
+
+
+def served(function: Function, **arguments: Any) -> bool:
+    """Whether the library answers a call, with values and gradients of the original."""
+    asked = []
+
+    @functools.wraps(function)
+    def original(*args: Any, **kwargs: Any) -> Any:
+        asked.append(1)
+        return function(*args, **kwargs)
+
+    recognition = recognise(function)
+    assert recognition.candidate is not None, recognition.reason
+    xs = [
+        v.requires_grad_() for n, v in arguments.items() if n in recognition.candidate.form.rotated
+    ]
+    got, want = replacement(original, recognition.candidate)(**arguments), function(**arguments)
+    weights = [torch.randn_like(y) for y in want]
+    for g, w in zip(got, want, strict=True):
+        assert_near(g, w)
+    for g, w in zip(
+        torch.autograd.grad(got, xs, weights), torch.autograd.grad(want, xs, weights), strict=True
+    ):
+        assert_near(g, w)
+    return not asked
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[1]))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 3, 5])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_one_row_of_tables_for_all_of_four_dimensions(batch: int, heads: int, tokens: int) -> None:
+    q, k = normal(batch, heads, tokens, 16), normal(batch, 1, tokens, 16)
+    cos, sin = (normal(tokens, 8).roll(n, 1).repeat_interleave(2, -1)[None] for n in (0, 1))
+    assert served(in_two_dimensions, q=q, k=k, cos=cos, sin=sin)
+
+
+def test_tables_of_three_dimensions_with_a_row_for_each_head_go_to_the_original() -> None:
+    q, table = normal(2, 3, 5, 16), normal(3, 5, 8).repeat_interleave(2, -1)
+    assert not served(in_two_dimensions, q=q, k=q.clone(), cos=table, sin=table.flip(1))
+    q, table = normal(2, 2, 5, 16), normal(2, 5, 8).repeat_interleave(2, -1)
+    assert not served(in_two_dimensions, q=q, k=q.clone(), cos=table, sin=table.flip(1))
+
+
+def test_keys_that_are_not_all_rotated_go_to_the_original() -> None:
+    q, k, table = normal(1, 3, 5, 16), normal(1, 3, 7, 16), normal(1, 5, 8).repeat_interleave(2, -1)
+    arguments = {"q": q, "k": k, "cos": table, "sin": table.flip(1), "num_k_exclude_rope": 2}
+    assert not served(in_two_dimensions, **arguments)
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(3, 5), (5, 5), (4, 1)])
+def test_complex_tables_with_one_for_the_heads(heads: int, tokens: int) -> None:
+    q, angle = normal(2, tokens, heads, 16), normal(tokens, 1, 8)
+    table = torch.polar(torch.ones_like(angle), angle)
+    assert served(seen_from_the_tokens, query=q, key=q.flip(0), freqs_ci=table)
+
+
+def test_what_a_view_makes_of_other_tables_goes_to_the_original() -> None:
+    # As many tokens as heads: broadcasting would take the tokens' rows for those of the heads.
+    q, angle = normal(2, 5, 5, 16), normal(1, 5, 8)
+    table = torch.polar(torch.ones_like(angle), angle)
+    assert not served(seen_from_the_tokens, query=q, key=q.flip(0), freqs_ci=table)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_tables_of_two_dimensions_with_unsqueeze_dim_zero(batch: int, heads: int) -> None:
+    q, k = normal(batch, heads, 5, 16), normal(batch, 1, 5, 16)
+    cos, sin = (normal(5, 8).roll(n, 1).repeat(1, 2) for n in (0, 1))
+    assert served(usual, q=q, k=k, cos=cos, sin=sin, unsqueeze_dim=0)

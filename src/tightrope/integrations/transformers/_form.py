@@ -74,6 +74,9 @@ class Candidate:
         form, rotation: see there.
         shapes: what was tried and found right: (dimensions of x, dimensions of the tables, the value
             of ``form.unsqueeze`` or None, where the tables get a dimension, from the end, or None).
+        ones: which tables of three dimensions were found to broadcast against x of four as they are:
+            "1s", [1, tokens, width] with heads before tokens, or "s1", [tokens, 1, width] behind them.
+            Of these nothing is known but the shapes themselves.
         tokens: how x with another number of tokens than the tables is met: "same", it is not;
             "prefix", the last tokens rotate and the others pass; "suffix", by the last rows.
         keeps_dtype: whether results have the dtype of x, or the wider of x's and the tables'.
@@ -85,10 +88,26 @@ class Candidate:
     form: Form
     rotation: Rotation
     shapes: frozenset[tuple[int, int, int | None, int | None]]
+    ones: frozenset[str] = frozenset()
     tokens: str = "same"
     keeps_dtype: bool = False
     alone: str | None = None
     trailing: bool = False
+
+    def place(self, x: torch.Size, table: torch.Size, given: int | None) -> int | None:
+        """Where tables get a dimension in a call, from the end; None where they get none.
+
+        LookupError for shapes that were not tried.
+        """
+        for dims, table_dims, value, place in self.shapes:
+            if (len(x), len(table), given) == (dims, table_dims, value):
+                return place
+        if len(x) == 4 and len(table) == 3 and given is None:
+            if "1s" in self.ones and table[:2] == (1, x[2]):
+                return None
+            if "s1" in self.ones and table[:2] == (x[1], 1):
+                return None
+        raise LookupError("shapes that were not tried")
 
     def __str__(self) -> str:
         words = [str(self.rotation)]

@@ -220,11 +220,15 @@ _WITHOUT_PARAMETER = (
     ),
     *(_Shape("bs", "s", None, None), _Shape("hs", "1s", None, None)),
 )
+# Tables of three dimensions, one of them one wide, that broadcast against x of four as they are. Where
+# another rule for three dimensions is in question these could not tell it from that.
+_ONES = (_Shape("bhs", "1s", None, None), _Shape("bsh", "s1", None, None))
 _FLAT = (_Shape("bsh", "1s1", None, None),)
 _WITH_PARAMETER = (
     *(_Shape("bhs", "bs", 1, -3), _Shape("bsh", "bs", 2, -2), _Shape("bsh", "bs", -2, -2)),
     *(_Shape("bhs", "1s", 1, -3), _Shape("bsh", "1s", 2, -2), _Shape("bhs", "bs", -3, -3)),
     *(_Shape("sh", "s", 1, -2), _Shape("hs", "s", 0, -3), _Shape("bsh", "s", 1, -2)),
+    _Shape("bhs", "s", 0, -3),
 )
 
 
@@ -283,11 +287,14 @@ def _explain(call: _Caller) -> list[Candidate]:
     # Where it runs and is something else: tables of one row for all may hide what happens to rows.
     refused: set[tuple[int, int, int | None, int | None]] = set()
     partial = ran = False
-    for shape in dict.fromkeys(shapes):
+    ones = () if call.form.unsqueeze or call.form.rows or call.form.carrier == "stack" else _ONES
+    for shape in dict.fromkeys((*shapes, *ones)):
+        if shape in ones and any(s.key()[:3] == shape.key()[:3] for s in verified if s not in ones):
+            continue
         matches, widths = _at(call, shape, alive)
         ran |= bool(widths)
         if not any(matches.values()):
-            if matches:
+            if matches and shape not in ones:
                 refused.add(shape.key())
             continue
         if not all(matches.values()):
@@ -302,14 +309,15 @@ def _explain(call: _Caller) -> list[Candidate]:
         alive = list(dict.fromkeys(replace(r, slice="whole") for r in alive))
     if not alive:
         raise _Unlike(_UNEVEN)
-    keys = frozenset(shape.key() for shape in verified)
+    keys = frozenset(shape.key() for shape in verified if shape not in ones)
     if keys & refused:
         raise _Unlike(_UNEVEN)
     if len({key[:3] for key in keys}) != len(keys):
         raise _Unlike("where its tables get a dimension cannot be told")
     first = next(iter(verified))
+    seen = frozenset(shape.table for shape in verified if shape in ones)
     return [
-        _confirm(call, Candidate(call.form, rotation, keys), first, tuple(verified))
+        _confirm(call, Candidate(call.form, rotation, keys, seen), first, tuple(verified))
         for rotation in alive
     ]
 

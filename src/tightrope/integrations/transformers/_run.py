@@ -19,7 +19,6 @@ _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # How the operator calls the tables of each reading; of "second" and "odd" it gets a view.
 _TABLES = {"cat": "cat", "first": "cat", "repeat": "repeat", "even": "repeat"}
-_DIFFERENT = -1  # the shapes are not among those that were tried
 
 
 def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Callable[..., Any]:
@@ -68,7 +67,6 @@ class _Call:
         if form.method:
             known.add(self.names[0])
         self.others = [name for name in self.names if name not in known]
-        self.places = {(x, table, given): place for x, table, given, place in candidate.shapes}
         self.plan = functools.lru_cache(maxsize=256)(self._plan)
         self.straight = (
             form.carrier == "pair"
@@ -119,8 +117,11 @@ class _Call:
         if k is None and len(self.candidate.form.rotated) > 1 and self.candidate.alone is None:
             return None
         (shape, dtype, device), (table, table_dtype, table_device) = q, cos
-        place = self.places.get((len(shape), len(table), given), _DIFFERENT)
-        if place == _DIFFERENT or len(shape) != 4 or device != table_device or 0 in shape:
+        try:
+            place = self.candidate.place(shape, table, given)
+        except LookupError:
+            return None
+        if len(shape) != 4 or device != table_device or 0 in shape:
             return None
         if not self.keeps and torch.promote_types(dtype, table_dtype) != dtype:
             return None
@@ -177,8 +178,11 @@ class _Call:
             cos, sin = cos[:, : first.shape[1]], sin[:, : first.shape[1]]
             present = [x.unflatten(-1, (-1, cos.shape[-1])) for x in present]
             first = present[0]
-        place = self.places.get((first.dim(), cos.dim(), given), _DIFFERENT)
-        if place == _DIFFERENT or cos.shape != sin.shape or cos.requires_grad or sin.requires_grad:
+        try:
+            place = candidate.place(first.shape, cos.shape, given)
+        except LookupError:
+            return None
+        if cos.shape != sin.shape or cos.requires_grad or sin.requires_grad:
             return None
         if not candidate.rotation.fits(first.shape[-1], cos.shape[-1]):
             return None
