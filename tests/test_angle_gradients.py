@@ -17,7 +17,7 @@ from tightrope.backends.reference import rotate as definition
 from tightrope.ops import schema
 from tolerances import assert_angle_sums, assert_same_bits
 
-OPERATORS = {"operator": schema.angle_gradients, "definition": definition._angle_gradients}
+OPERATORS = {"operator": schema.angle_gradients, "definition": definition.angle_gradients}
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 native = pytest.mark.skipif(tightrope.backends()["cpu"] is not None, reason="no native library")
 

@@ -40,6 +40,7 @@ def test_what_it_says(
     source: Path,
     tmp_path: Path,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # a long name of a folder must not break the lines below
     (source / "model.gguf").write_bytes(b"")
     out = tmp_path / "out"
     arguments = ["convert", source, out, "--to", "interleaved", "--verify"]

@@ -298,7 +298,7 @@ CASES = {
     "unknown backend": (
         lambda: rotate(X, SPEC, backend="cuda"),
         ValueError,
-        "[rotate] backend must be one of cpu, reference but got 'cuda'.",
+        "[rotate] backend must be one of cpu, triton, reference but got 'cuda'.",
     ),
     "overlap": (
         lambda: rotate_(torch.zeros(1, 1, 1, 8).expand(2, 3, 5, 8), SPEC),
