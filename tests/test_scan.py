@@ -248,7 +248,9 @@ def test_memory_grows_linearly() -> None:
     # q, k, v, decay, their gradients, the rotated, what gradients are put together from, and the
     # allocator's slack: 32 were seen, and 80 where the backward pass keeps what lies within chunks.
     assert peaks[-1] - base <= 48 * tensor, [base, *peaks]
-    assert peaks[-1] - peaks[-2] <= 3 * (peaks[-2] - peaks[-3]) + 4 * tensor, [base, *peaks]
+    # Twice the tokens: twice the memory, not four times. From one base, as what the allocator keeps
+    # between two neighbouring lengths varies by more than they differ.
+    assert peaks[-1] - base <= 3 * (peaks[-2] - base) + 4 * tensor, [base, *peaks]
 
 
 def test_narrow_types_and_no_tokens() -> None:
