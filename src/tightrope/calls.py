@@ -133,11 +133,10 @@ def _run_into(
 ) -> None:
     if backend is not None:
         _insist(operation, backend, q)
-    if torch.compiler.is_compiling() and backend == "reference":
-        autograd.overwrite(outs, reference.compose(q, k, *arguments))
-    elif torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling and backend != "reference":
         schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
-    elif autograd.in_functorch():
+    elif compiling or autograd.in_functorch():
         autograd.overwrite(outs, run(operation, q, k, arguments, backend))
     elif backend == "reference" or _has_tangents(q, k, arguments):
         check_out_memory(operation, schema.present(q, k), outs)

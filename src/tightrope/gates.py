@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ._errors import describe, sentence
+from ._tracing import is_readable
 
 
 class Channels(NamedTuple):
@@ -296,7 +297,7 @@ class XPos(Gate):
         log = (-rate if self.opposite else rate) * away
         # The inverse counts too: where one of the two underflows, the product is lost as well.
         limit = math.log(torch.finfo(dtype).max)
-        if not _is_readable(where):
+        if not is_readable(where):
             return torch.where(log.abs() <= limit, log, torch.nan)
         if log.numel() and bool((log.abs() > limit).any()):
             strongest = abs(math.log(self.smoothing / (1 + self.smoothing)))
@@ -466,12 +467,3 @@ def _number(operation: str, name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(sentence(operation, f"{name} must be finite but got {number}"))
     return number
-
-
-def _is_readable(values: torch.Tensor) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and values.device.type == "cpu"
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
-    )

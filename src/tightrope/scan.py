@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ._errors import sentence
+from ._tracing import is_readable
 
 # Tokens whose decays differ by channel are weighed pair by pair, in (block, block, channels) numbers.
 BLOCK = 16
@@ -164,7 +165,7 @@ def decays(operation: str, given: torch.Tensor | float | None, k: torch.Tensor) 
                     log_decay=given,
                 )
             )
-        if _is_readable(given) and bool((given > 0).any()):
+        if is_readable(given) and bool((given > 0).any()):
             raise ValueError(
                 sentence(
                     operation,
@@ -272,12 +273,3 @@ def _check_state(operation: str, state: object, shape: tuple[int, ...], dtype: t
                 memory=state.memory,
             )
         )
-
-
-def _is_readable(values: torch.Tensor) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and values.device.type == "cpu"
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
-    )

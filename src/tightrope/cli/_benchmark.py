@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..workbench.bench import CONTENDERS, Case
 from ..workbench.bench.picture import FLOORS, copies
 from ..workbench.environment import Environment
+from ._tables import titled
 from ._words import duration
 
 _NEWS = ("its result is off", "it failed")
@@ -80,11 +79,7 @@ def print_results(
     names: dict[str, None] = {}
     for result in results:
         names.update(dict.fromkeys(name for name in result["seconds"] if name not in FLOORS))
-    table = Table(
-        title="Time of rotating q and k, in copies of them (1 is what memory alone costs)",
-        title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False,
-        padding=(0, 2, 0, 0), pad_edge=False,
-    )  # fmt: skip
+    table = titled("Time of rotating q and k, in copies of them (1 is what memory alone costs)")
     table.add_column("case", overflow="fold")
     table.add_column("a copy", justify="right", no_wrap=True)
     narrow = console.width < 100

@@ -2,7 +2,6 @@
 
 import math
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -10,6 +9,7 @@ from rich.text import Text
 from ..workbench.inspect import Comparison, Inspection, Pair, PartReport
 from ..workbench.inspect.compare import LOST, NOTICED, Difference, PartComparison
 from ..workbench.inspect.exactness import EXACT, FLOAT32, MEANING, WORDS
+from ._tables import titled
 from ._words import printable
 
 _SHOWN = 14
@@ -55,7 +55,7 @@ def _print_part(console: Console, part: PartReport, *, every: bool) -> None:
     if part.name:
         layers = "" if part.part.layers is None else f" ({part.part.layers} layers)"
         _line(console, f"{part.name}{layers}", style="bold")
-    fields = _table("Fields")
+    fields = titled("Fields")
     fields.add_column("field", no_wrap=True)
     fields.add_column("value", overflow="fold", max_width=28)
     fields.add_column("said by", overflow="fold")
@@ -88,7 +88,7 @@ def _print_pairs(console: Console, part: PartReport, *, every: bool) -> None:
     shown = list(pairs) if every else _chosen(pairs)
     count = f"{len(pairs)} pairs" if len(shown) == len(pairs) else f"{len(shown)} of {len(pairs)}"
     more = "" if len(shown) == len(pairs) else "; --all shows every one"
-    table = _table(f"Pairs ({count}{more})")
+    table = titled(f"Pairs ({count}{more})")
     scaled = part.spec.scaling is not None
     columns = ["pair", "channels"]
     columns += ["axis"] if any(pair.axis is not None for pair in shown) else []
@@ -146,7 +146,7 @@ def _kind(pair: Pair) -> str:
 
 def _print_exactness(console: Console, part: PartReport) -> None:
     exactness = part.exactness
-    table = _table("Largest error of a cosine or sine, by how angles are made")
+    table = titled("Largest error of a cosine or sine, by how angles are made")
     table.add_column("angles", overflow="fold")
     for length in exactness.lengths:
         table.add_column(f"to {length:,}", justify="right")
@@ -182,7 +182,7 @@ def _print_part_comparison(console: Console, part: PartComparison) -> None:
         title = part.one.name if len(names) == 1 else f"A {part.one.name} | B {part.other.name}"
         _line(console, title, style="bold")
     if part.differences:
-        table = _table("Fields that differ")
+        table = titled("Fields that differ")
         table.add_column("field", no_wrap=True)
         table.add_column("A", overflow="fold")
         table.add_column("B", overflow="fold")
@@ -223,18 +223,6 @@ def _sides(difference: Difference) -> list[Text]:
 
 
 # --- forms ----------------------------------------------------------------------------------------
-
-
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

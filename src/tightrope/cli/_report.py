@@ -2,7 +2,6 @@
 
 from statistics import median
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -11,6 +10,7 @@ from rich.text import Text
 from ._model import ModelSize
 from ._polar import PEAK_RATE, TIMES_LONGER, Contest
 from ._results import Results
+from ._tables import titled
 from ._timings import BOTH_WAYS, METHOD, Timing
 from ._train import Race
 from ._words import duration
@@ -47,7 +47,7 @@ def print_training(console: Console, results: Results) -> None:
     race = results.race
     if race.steps == 0:
         return
-    table = _table(f"After {race.steps} steps")
+    table = titled(f"After {race.steps} steps")
     table.add_column("rotation", no_wrap=True)
     for column in ("first loss", "last loss", "validation", "bits per byte", "median step"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -104,7 +104,7 @@ def print_timings(console: Console, timings: list[Timing]) -> None:
     if not timings:
         return
     case = timings[0].case
-    table = _table(
+    table = titled(
         f"Rotating q ({case.q_heads} heads) and k ({case.k_heads} heads) x {case.head_dim}"
     )
     for column in ("tokens", "what", "type"):
@@ -156,7 +156,7 @@ def print_contest(console: Console, contest: Contest) -> None:
         )
     )
     console.print()
-    table = _table(f"After {race.steps} steps: nats per byte by where the byte stands")
+    table = titled(f"After {race.steps} steps: nats per byte by where the byte stands")
     table.add_column("attention", no_wrap=True)
     for column in ("training", *_stretches(context), "median step"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -221,18 +221,6 @@ def _of(size: ModelSize, race: Race) -> str:
 
 def _threads(count: int) -> str:
     return f"{count} thread" + ("s" if count != 1 else "")
-
-
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
 
 
 def _pairs(lines: dict[str, str]) -> Table:

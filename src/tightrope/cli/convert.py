@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ..workbench.convert import Conversion, convert as convert_checkpoint
 from . import _checkpoint as given
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
 from ._names import grouped, size
+from ._tables import facts
 
 _MOST_LEFT = 12
 
@@ -90,9 +89,6 @@ def convert(
 
 
 def _show(console: Console, done: Conversion) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
     rows = [
         ("checkpoint", f"{done.checkpoint}, {size(done.nbytes)} of weights"),
         ("model", done.model),
@@ -114,9 +110,7 @@ def _show(console: Console, done: Conversion) -> None:
         )
     rows += [("note", note) for note in done.notes]
     rows.append(("written" if done.written else "dry run", _end(done)))
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(table)
+    console.print(facts(rows))
 
 
 def _end(done: Conversion) -> str:

@@ -4,13 +4,12 @@ import dataclasses
 import json
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from ..workbench.convert import Detection, detect as detect_pairing
 from . import _checkpoint as given
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
+from ._tables import facts
 
 
 def detect(
@@ -57,12 +56,7 @@ def detect(
         told = {**dataclasses.asdict(found), "contradicts": found.contradicts}
         console.print(json.dumps(told, indent=2), markup=False, soft_wrap=True)
     else:
-        table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in _rows(found):
-            table.add_row(name, Text(value))
-        console.print(table)
+        console.print(facts(_rows(found)))
     if found.pairing is None or found.contradicts:
         raise typer.Exit(1)
 

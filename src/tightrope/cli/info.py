@@ -5,12 +5,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from ..workbench.environment import Environment, read_environment
 from ._console import make_console
 from ._mistakes import FINDING, stop
+from ._tables import facts
 
 
 def info(
@@ -42,18 +41,9 @@ def info(
         text = json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False)
         console.print(text, markup=False, soft_wrap=True)
     else:
-        console.print(_table(found))
+        console.print(facts(_rows(found)))
     if require is not None and found.backends[require] is not None:
         raise typer.Exit(FINDING)
-
-
-def _table(found: Environment) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _rows(found):
-        table.add_row(name, Text(value))
-    return table
 
 
 def _rows(found: Environment) -> list[tuple[str, str]]:

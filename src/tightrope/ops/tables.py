@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .._errors import describe, sentence
+from .._tracing import is_readable
 from . import schema
 from .checks import check_floating, check_partner, shape_of
 from .layouts import BY_NAME, Layout
@@ -235,13 +236,7 @@ def _ids(
 
 def _check_inside(operation: str, ids: torch.Tensor, length: int) -> None:
     """Where a look costs no synchronisation; elsewhere such rows become NaN."""
-    if (
-        torch.compiler.is_compiling()
-        or ids.device.type != "cpu"
-        or ids.numel() == 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-    ):
+    if ids.numel() == 0 or not is_readable(ids):
         return
     low, high = (int(end) for end in torch.aminmax(ids))
     if low < 0 or high >= length:

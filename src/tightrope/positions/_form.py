@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from .. import _tracing
 from .._errors import describe, sentence
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
@@ -184,14 +185,8 @@ def number(operation: str, name: str, value: object) -> int | float:
 
 
 def is_readable(values: torch.Tensor) -> bool:
-    """Whether a look at values costs no synchronisation and breaks no graph."""
-    return (
-        not torch.compiler.is_compiling()
-        and values.device.type == "cpu"
-        and type(values) in (torch.Tensor, torch.nn.Parameter)
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
+    """Whether a look at values costs no synchronisation and breaks no graph; not at those of a subclass."""
+    return type(values) in (torch.Tensor, torch.nn.Parameter) and _tracing.is_readable(values)
 
 
 def widened(ids: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 
 from .._errors import sentence
+from .._tracing import is_readable
 from ..angles import is_lost
 from ..frequencies import Rule
 from ..positions import Positions
@@ -27,15 +28,6 @@ Lengths: TypeAlias = "tuple[int, ...] | torch.Tensor"
 
 # No tensor has more tokens, and as a float64 it is exact.
 _LONGEST = 2**62
-
-
-def is_tracing() -> bool:
-    """Whether something looks on that wants symbols, fakes or wrapped tensors in place of values."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
@@ -59,7 +51,7 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
         # Rows before position 0 are short, too.
         lengths = seq_len.detach().reshape(-1).to(torch.float64).nan_to_num(0.0)
         lengths = lengths.clamp(0, _LONGEST).ceil()
-        if not _is_readable(seq_len):
+        if not is_readable(seq_len):
             return lengths
         return tuple(lengths.to(torch.int64).tolist())
     if isinstance(seq_len, Iterable):
@@ -91,7 +83,7 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> S
     if ids.shape[2] == 0:
         return None
     lengths = _last(ids) + (where.offset + 1)
-    if _is_readable(ids):
+    if is_readable(ids):
         unfit = lengths > rule.original_max_position
         if not where.packed:
             unfit &= _starts_again(ids)
@@ -162,8 +154,3 @@ def length(value: object) -> int:
     if number < 0:
         raise ValueError(sentence("seq_len", f"a length must not be negative but got {number}"))
     return number
-
-
-def _is_readable(values: torch.Tensor) -> bool:
-    """Whether the numbers in a tensor can be read without waiting for a device."""
-    return values.device.type == "cpu" and not is_tracing()

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from .. import positions as positions_
+from .._tracing import is_tracing
 from ..positions import Positions
 from . import _lengths
 from ._channels import Channels
-from ._lengths import SeqLen, is_tracing
+from ._lengths import SeqLen
 from ._tables import Tables
 
 

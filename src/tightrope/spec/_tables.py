@@ -9,11 +9,12 @@ import torch
 
 from .. import words as words_
 from .._errors import sentence
+from .._tracing import is_tracing
 from ..angles import words_from
 from ..axes import Axes
 from ..frequencies import Rule
 from . import _lengths
-from ._lengths import Lengths, SeqLen, is_tracing
+from ._lengths import Lengths, SeqLen
 
 # Words and turns, int64 ``[axes, rows|1, heads|1, pairs]``; turns are None where all are zero.
 Table: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
