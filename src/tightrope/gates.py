@@ -125,7 +125,7 @@ class Scalar(Gate):
         inside = _inside(dtype)
         if isinstance(self.value, torch.Tensor):
             return self.value.to(inside).log().reshape(1, 1, 1, 1)
-        device = None if positions is None else positions.device
+        device = "cpu" if positions is None else positions.device
         return torch.full((1, 1, 1, 1), math.log(self.value), dtype=inside, device=device)
 
 
