@@ -87,3 +87,33 @@ def test_what_compiles_anew() -> None:
     assert counts["unaligned"] == 3
     assert counts["one head"] == 4
     assert counts["another dtype"] == 5
+
+
+@cache
+def evaluated() -> dict[str, Any]:
+    """Pieces of the kernels, as the PTX for sm_90 computes them: see triton_pieces."""
+    script = Path(__file__).with_name("triton_pieces.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_the_compiled_angles_are_exact() -> None:
+    """Over all phases, by the instructions that a GPU is given."""
+    found = evaluated()["angles"]
+    assert found["phases"] > 1 << 17
+    assert found["cosine"] <= 1.2e-7
+    assert found["sine"] <= 1.2e-7
+
+
+def test_the_compiled_exponential_is_exact() -> None:
+    found = evaluated()["elementary"]
+    # One and a half, and three, units in the last place; of subnormal numbers one.
+    assert found["exp"] <= 1.5 * 2**-24 * 2
+    assert found["sigmoid"] <= 3 * 2**-24 * 2
+    assert found["exp, subnormal"] <= 1
+    assert found["special"] == ["inf", "0.0", "nan", "1.0"]
