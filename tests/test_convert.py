@@ -1000,7 +1000,9 @@ def _one(path: Path, kind: str, metadata: str) -> Path:
             with zipfile.ZipFile(path, "a") as archive:
                 archive.comment = b"mine"
         return path
-    given = {"own": {"format": "pt", "tightrope": "a \"note\""}, "none": None, "empty": None}[metadata]
+    given = {"own": {"format": "pt", "tightrope": 'a "note"'}, "none": None, "empty": None}[
+        metadata
+    ]
     save_file(tensors, path, metadata=given)
     if metadata == "empty":
         raw = path.read_bytes()

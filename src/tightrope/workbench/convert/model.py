@@ -148,7 +148,9 @@ def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
     if told is None and not said:
         return None
     if len(said) > 1 or (said and (None in names.values() or told not in (None, *said))):
-        words = [f"{name}: {record.pairing if record else 'nothing'}" for name, record in names.items()]
+        words = [
+            f"{name}: {record.pairing if record else 'nothing'}" for name, record in names.items()
+        ]
         words += [f"{RECORD}: {told}"] if told else []
         fail(f"records of conversions must agree but say {shown(words)}: say --from")
     if said:

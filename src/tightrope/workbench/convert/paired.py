@@ -38,11 +38,11 @@ def of_metadata(values: object, path: Path) -> Paired | None:
     """The record in the metadata of a safetensors file."""
     if not isinstance(values, dict) or PAIRING not in values:
         return None
-    found = values[PAIRING], values.get(WAS)
-    for key, name in zip((PAIRING, WAS), found):
+    found = {key: values.get(key) for key in (PAIRING, WAS)}
+    for key, name in found.items():
         if name not in _PAIRINGS:
             fail(f"{path.name} must say a pairing in its metadata ({key}) but says {name!r}")
-    return Paired(*found)
+    return Paired(str(found[PAIRING]), str(found[WAS]))
 
 
 def of_comment(comment: bytes) -> Paired | None:

@@ -13,7 +13,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO
 
 from .paired import Paired, comment_with, header_with
 from .tensors import Entry, Record, Weights
@@ -71,7 +71,7 @@ def rewrite(
     weights: Weights,
     changes: Iterable[Change],
     interleaved: bool,
-    target: BinaryIO,
+    target: IO[bytes],
     progress: Progress | None = None,
     *,
     record: bool = False,
@@ -127,8 +127,8 @@ class _Copy:
 
     def __init__(
         self,
-        source: BinaryIO,
-        target: BinaryIO,
+        source: IO[bytes],
+        target: IO[bytes],
         records: tuple[Record, ...],
         progress: Progress,
     ) -> None:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from ... import __version__
 from ._fail import fail, pairing_name
@@ -214,7 +214,7 @@ class _Work:
     report: Report
     done: list[int] = field(default_factory=lambda: [0])
 
-    def one(self, weights: Weights, stream: BinaryIO) -> int:
+    def one(self, weights: Weights, stream: IO[bytes]) -> int:
         """Write one file of weights; how much later its tensors begin than in the source."""
         total = max(self.found.nbytes, 1)
         share = 0.8 if self.verify else 1.0

@@ -68,9 +68,7 @@ def read_torch(path: Path) -> Weights:
         if entry.offset + entry.nbytes > starts[offset].stop:
             fail(f"{path} must be a sound torch checkpoint, but {name} is larger than its record")
         entries.append(entry)
-    return Weights(
-        path, tuple(entries), tuple(records.values()), "torch", of_comment(comment)
-    )
+    return Weights(path, tuple(entries), tuple(records.values()), "torch", of_comment(comment))
 
 
 def _entry(name: str, tensor: torch.Tensor, path: Path, offset: int) -> Entry:

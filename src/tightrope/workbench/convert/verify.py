@@ -151,7 +151,9 @@ def _read(
     return entry.rows(first, count, change.units).to(torch.float32).double()
 
 
-def _project(changes: list[Change], copies: Mapping[Path, Copied] | None, seed: int) -> torch.Tensor:
+def _project(
+    changes: list[Change], copies: Mapping[Path, Copied] | None, seed: int
+) -> torch.Tensor:
     """Random activations through a projection, a few rows at a time."""
     # Several weights are one that is spread over several files, whole heads in each.
     weights = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight")]
