@@ -230,6 +230,8 @@ def test_help_fits(
 def test_ctrl_c_removes_what_was_written(source: Path, tmp_path: Path) -> None:
     # The copy waits, so that the signal comes while it is under way.
     script = (
+        # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, time; from tightrope.workbench.convert import rewrite\n"
         "real = rewrite._Copy._write\n"
         "def slow(copy, data): real(copy, data); print('begun', flush=True); time.sleep(30)\n"

@@ -35,6 +35,7 @@ class PreparedRotation:
         calls: what the operator is called with, by layout and direction, once it was.
         by_tokens: what :meth:`for_tokens` returned.
         read: the version of the ids that lengths were read from; None where none were.
+        logs: of gates by position, which all layers share: see :mod:`tightrope.gating`.
     """
 
     channels: Channels
@@ -51,6 +52,9 @@ class PreparedRotation:
     calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
     by_tokens: dict[int, PreparedRotation] = field(default_factory=dict, repr=False)
     read: int | None = None
+    logs: dict[Any, tuple[torch.Tensor, int, torch.Tensor | None]] = field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def amplitude(self) -> float:
@@ -87,6 +91,7 @@ class PreparedRotation:
             calls={},
             by_tokens={},
             read=_version(self.ids),
+            logs={},
         )
 
     @property
