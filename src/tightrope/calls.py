@@ -18,6 +18,7 @@ from .gates import Gate
 from .ops import autograd, learned, schema
 from .ops.arguments import Carried
 from .ops.checks import (
+    check_flag,
     check_in_place,
     check_in_place_grad,
     check_out,
@@ -207,6 +208,7 @@ def _ready(
     if (
         call is None
         or rotation.rows != 1
+        or (rotation.read is not None and rotation.is_stale)
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or cpu.why_not(q) is not None  # the definition takes more than it should
@@ -343,6 +345,7 @@ def _launches(
         One launch; or one for each tensor, where they differ in the kind of f or P.
     """
     where = layout_named(operation, layout)
+    check_flag(operation, "inverse", inverse)
     xs = schema.present(q, k)
     rotation = prepare(operation, names, xs, spec, positions, seq_len, where, wider)
     if inv_freq is not None:
