@@ -395,10 +395,13 @@ def _with_outer(
     launches = []
     for which in [range(len(xs))] if together else [(i,) for i in range(len(xs))]:
         code, gate, eps = kinds[which[0]]
+        # Lists first: torch 2.11 cannot trace a generator that reads variables of this function.
+        some_weights = [weights[i] for i in which]
+        some_gates = [gates[i][1] for i in which]
         carried = Carried(
             call[_CARRIED] or (),
-            tuple(w for i in which if (w := weights[i]) is not None),
-            tuple(g for i in which if (g := gates[i][1]) is not None),
+            tuple([w for w in some_weights if w is not None]),
+            tuple([g for g in some_gates if g is not None]),
         )
         form = schema.form_of(call[_FORM])._replace(act=code, gate=gate)
         arguments = (*call[:_FORM], form.pack(), call[_AMPLITUDE], carried.flat(), eps)
