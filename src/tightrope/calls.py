@@ -209,6 +209,7 @@ def _ready(
         call is None
         or rotation.rows != 1
         or (rotation.read is not None and rotation.is_stale)
+        or (rotation.said is not None and rotation.passed(q.shape[layout_named("", layout).token]))
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or cpu.why_not(q) is not None  # the definition takes more than it should
