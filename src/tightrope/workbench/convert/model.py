@@ -19,7 +19,7 @@ from ...config.source import Source
 from ...config.specs import LayerSpecs
 from ...spec import RopeSpec
 from ._fail import fail, pairing_name, shown
-from .checkpoint import RECORD, Checkpoint, load_json
+from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
 from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, Naming
 
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups", "n_head_kv")
@@ -141,6 +141,25 @@ def _config_of(home: Path) -> Path | None:
     if len(there) > 1:
         fail(f"{home} has config.json and params.json: say which with --config")
     return there[0] if there else None
+
+
+def pairing_beside(home: Path) -> tuple[bool, str] | None:
+    """Whether a conversion left the weights of a folder interleaved, and what says so.
+
+    Args:
+        home: a folder, perhaps without weights.
+
+    Returns:
+        None where no conversion left a record, or it cannot be known which weights are meant.
+
+    Raises:
+        ValueError: records that disagree.
+    """
+    try:
+        found = open_checkpoint(home)
+    except (OSError, ValueError):
+        return None
+    return _recorded(found)
 
 
 def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
