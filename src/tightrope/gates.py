@@ -291,7 +291,7 @@ class XPos(Gate):
         """
         inside = _inside(dtype)
         where = _needed("XPos", positions)
-        away = (where - self.centre).to(inside)[:, None, :, None] / self.scale_base
+        away = self._away(where, inside)[:, None, :, None] / self.scale_base
         k = torch.arange(channels.pairs, dtype=torch.float64, device="cpu")
         zeta = (2 * k / max(channels.rotary_dim, 1) + self.smoothing) / (1 + self.smoothing)
         rate = channels.spread(zeta.log()).to(where.device, inside)
@@ -313,6 +313,17 @@ class XPos(Gate):
                 )
             )
         return log
+
+    def _away(self, where: torch.Tensor, inside: torch.dtype) -> torch.Tensor:
+        """How far positions are from the centre, with all digits of both.
+
+        A difference of integers and floats would be of the default dtype.
+        """
+        whole = round(self.centre) if abs(self.centre) < 2.0**62 else 0
+        if where.is_floating_point():
+            wide = torch.promote_types(where.dtype, inside)
+            return (where.to(wide) - self.centre).to(inside)
+        return (where.to(torch.int64) - whole).to(inside) - (self.centre - whole)
 
 
 @lru_cache(maxsize=64)

@@ -273,10 +273,12 @@ def _gradients(
     # Whoever differentiates this too gets the definition, but for a rotation alone, which is linear.
     again = torch.is_grad_enabled() or in_functorch()
 
+    # An inverse divides what comes in, so the gradient by its gate is made of that by x.
+    divides = ctx.by_gate and form.direction != schema.FORWARD
     which = [
         i
         for i, grad in enumerate(grads)
-        if grad is not None and (needed[i] or (ctx.by_weight and ctx.by_weight[i]))
+        if grad is not None and (needed[i] or divides or (ctx.by_weight and ctx.by_weight[i]))
     ]
     turned: Sequence[torch.Tensor] = ()
     if which:
@@ -335,10 +337,10 @@ def _by_angles(
     there = [cast(torch.Tensor, grads[i]) for i in which]
     some: Sequence[torch.Tensor]
     if form.gate != NO_GATE and form.direction == FORWARD:
-        xs = pair([inputs[i] for i in which])
-        some = _run(again, *xs, call.without_gates(which).packed())
         there = [gradients.gated(call, i, cast(torch.Tensor, grads[i])) for i in which]
-        some = [y.to(grad.dtype) for y, grad in zip(some, there)]
+        # In the dtype of factors: what gates bring back into the range of a narrow one may lie beyond.
+        xs = pair([inputs[i].to(grad.dtype) for i, grad in zip(which, there)])
+        some = _run(again, *xs, call.without_gates(which).packed())
     else:
         some = [outputs[i] for i in which]
     alone = form._replace(act=NONE, gate=NO_GATE)
