@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ._errors import describe, sentence
+from ._errors import check_dense, check_local, describe, sentence
 from ._tracing import is_readable
 
 
@@ -352,10 +352,18 @@ def total(
     """
     sum_: torch.Tensor | None = None
     for gate in gates:
+        check_own(operation, gate)
         log = gate.log_factor(channels, positions, x.dtype).to(x.device)
         check_fit(operation, name, x, gate, log.shape)
         sum_ = log if sum_ is None else sum_ + log
     return sum_
+
+
+def check_own(operation: str, gate: Gate) -> None:
+    """Refuse a gate whose tensors no kernel can read."""
+    for name, value in vars(gate).items():
+        if isinstance(value, torch.Tensor):
+            check_local(operation, f"{name} of the gate {type(gate).__name__}", value)
 
 
 def check_fit(operation: str, name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:
@@ -470,6 +478,7 @@ def _check_floating(operation: str, name: str, values: object) -> None:
         raise TypeError(
             sentence(operation, f"{name} must be a floating tensor but got {describe(values)}")
         )
+    check_dense(operation, name, values)
 
 
 def _check_tied(operation: str, tied: object) -> None:

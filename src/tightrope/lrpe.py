@@ -7,7 +7,7 @@ import operator
 import torch
 
 from . import calls, positions
-from ._errors import describe, sentence
+from ._errors import check_dense, check_local, describe, sentence
 from .activations import ACTS, SOFTMAX, Act, pair
 from .ops.checks import check_floating
 from .positions import Positions, PositionsLike
@@ -232,6 +232,8 @@ def _spread(
         raise TypeError(
             sentence(name, f"theta must be a floating tensor but got {describe(theta)}")
         )
+    check_dense(name, "theta", theta)
+    check_local(name, "theta", theta)
     if theta.device != x.device:
         raise ValueError(sentence(name, f"theta is on {theta.device} but x is on {x.device}"))
     count = 1 if heads is None else heads
