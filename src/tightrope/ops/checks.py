@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -156,6 +157,18 @@ def check_flag(operation: str, name: str, value: object) -> None:
     """Refuse what only counts as true or false, such as the string "false"."""
     if not isinstance(value, bool):
         raise TypeError(sentence(operation, f"{name} must be a bool but got {describe(value)}"))
+
+
+def check_count(operation: str, name: str, value: object) -> None:
+    """Refuse what is no positive int."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = None
+    if count is None:
+        raise TypeError(sentence(operation, f"{name} must be an int but got {describe(value)}"))
+    if count < 1:
+        raise ValueError(sentence(operation, f"{name} must be positive but got {value}"))
 
 
 def check_floating(operation: str, name: str, x: object) -> None:
