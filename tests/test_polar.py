@@ -450,6 +450,16 @@ CASES = {
         TypeError,
         "[build_freqs_cis] seq_len must be an int but got 1.5.",
     ),
+    "fewer channels of tables than none": (
+        lambda: build_freqs_cis(4, -2),
+        ValueError,
+        "[build_freqs_cis] d must not be negative but got -2.",
+    ),
+    "fractional channels of tables": (
+        lambda: build_freqs_cis(4, 8.0),
+        TypeError,
+        "[build_freqs_cis] d must be an int but got 8.0.",
+    ),
     "narrow tables": (
         lambda: build_freqs_cis(4, 8, dtype=torch.bfloat16),
         TypeError,
