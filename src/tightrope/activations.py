@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 
 from ._errors import check_dense, check_local, describe, sentence
+from ._tracing import broadcasts
 
 #: Every f, in the order of the codes that cross the schema of the operator.
 ACTS = (
@@ -106,7 +107,7 @@ class RMSNorm:
             return torch.ones(1, width, dtype=dtype, device=x.device)
         check_local(operation, f"the weight of RMSNorm for {name}", weight)
         full = weight if weight.dim() == 2 else weight[None]
-        if full.shape[1] != width or full.shape[0] not in (1, heads):
+        if full.shape[1] != width or not broadcasts(full.shape[0], heads):
             raise ValueError(
                 sentence(
                     operation,

@@ -289,7 +289,8 @@ def run_in_place(
         if backend == "reference":
             autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
         elif autograd.needs_grad(q, k, arguments):
-            autograd.overwrite(xs, schema.rotate(q, k, *arguments))
+            before = autograd.copies(q, k) if autograd.keeps_inputs(arguments) else (q, k)
+            autograd.overwrite(xs, schema.rotate(*before, *arguments))
         else:
             schema.rotate_(q, k, *arguments)
     elif backend == "reference" or _has_tangents(q, k, arguments) or _carries_others(q, arguments):

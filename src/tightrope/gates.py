@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ._errors import check_dense, check_local, describe, sentence
-from ._tracing import is_readable
+from ._tracing import broadcasts, is_readable
 
 
 class Channels(NamedTuple):
@@ -369,7 +369,7 @@ def check_own(operation: str, gate: Gate) -> None:
 def check_fit(operation: str, name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:
     """Refuse a gate for other rows, heads or tokens than those of x, ``(rows, heads, tokens, …)``."""
     for axis, own, size in zip(("rows", "heads", "tokens"), shape, x.shape):
-        if own not in (1, size):
+        if not broadcasts(own, size):
             raise ValueError(
                 sentence(
                     operation,
@@ -446,7 +446,7 @@ def _widened(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     width = channels.head_dim if tied is None else channels.pairs
-    if values.shape[-1] not in (1, width):
+    if not broadcasts(values.shape[-1], width):
         kind = "channels" if tied is None else "pairs"
         raise ValueError(
             sentence(

@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ._errors import describe, sentence
-from ._tracing import is_readable
+from ._tracing import broadcasts, is_readable
 
 # Tokens whose decays differ by channel are weighed pair by pair, in (block, block, channels) numbers.
 BLOCK = 16
@@ -156,7 +156,7 @@ def decays(operation: str, given: torch.Tensor | float | None, k: torch.Tensor) 
             )
         shape = {0: (1, 1, 1, 1), 2: (1, *given.shape[:1], 1, *given.shape[1:]), 4: given.shape}
         view = given.reshape(shape[given.dim()]) if given.dim() in shape else None
-        if view is None or any(own not in (1, n) for own, n in zip(view.shape, k.shape)):
+        if view is None or not all(map(broadcasts, view.shape, k.shape)):
             raise ValueError(
                 sentence(
                     operation,

@@ -132,6 +132,12 @@ def needs_angles(arguments: Sequence[Any]) -> bool:
     return _any_needs((*arguments[:_CARRIED], _parts(arguments).frequencies))
 
 
+def keeps_inputs(arguments: Sequence[Any]) -> bool:
+    """Whether gradients may be made of what is rotated, rather than of the result alone."""
+    form = schema.form_of(arguments[_FORM])
+    return form.act != NONE or form.gate != NO_GATE or form.source != schema.WORDS
+
+
 def needs_outer(arguments: Sequence[Any]) -> bool:
     """Whether a weight of f or a tensor of P wants a gradient."""
     return any(t.requires_grad for part in _parts(arguments)[1:] for t in part)

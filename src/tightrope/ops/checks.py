@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .._errors import describe, sentence
+from .._tracing import broadcasts
 from ..positions import PositionsLike, canonical
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from .layouts import BY_NAME, Layout
@@ -277,7 +278,7 @@ def check_heads(
     """Refuse angles per head that do not fit the heads of what they turn."""
     for name, x in zip(names, xs):
         own = 1 if x is None or layout.head is None else x.shape[layout.head]
-        if x is not None and heads not in (1, own):
+        if x is not None and not broadcasts(heads, own):
             alone = "; rotate q and k one by one, each with its own" if len(names) > 1 else ""
             raise ValueError(
                 sentence(
@@ -309,7 +310,7 @@ def _check_fit(
             )
         )
     rows = 1 if layout.row is None else x.shape[layout.row]
-    if ids.shape[1] not in (1, rows):
+    if not broadcasts(ids.shape[1], rows):
         raise ValueError(
             sentence(
                 operation,
