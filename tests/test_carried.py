@@ -115,6 +115,21 @@ def test_a_negated_input_of_an_act_has_its_gradient(act: str, dtype: torch.dtype
     assert_same_bits(found[1], found[0])
 
 
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool) -> None:
+    """Its numbers are those from before the call, in whatever order the call writes."""
+    spec = SPEC.at(None) if prepared else SPEC
+    memory = X.to(dtype)[0] / 4
+    wanted = rotate(memory[None], spec, gate=gates.Given(memory.reshape(5, 3, 8).clone()))
+    there = memory.clone()
+    got = rotate_(there[None], spec, gate=gates.Given(there.reshape(5, 3, 8)))
+    assert_same_bits(got, wanted)
+    there = memory.clone()
+    out = rotate(memory[None], spec, gate=gates.Given(there.reshape(5, 3, 8)), out=there[None])
+    assert_same_bits(out, wanted)
+
+
 @pytest.fixture
 def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
     if not torch.distributed.is_available():
