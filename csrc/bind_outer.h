@@ -2,11 +2,13 @@
 #pragma once
 
 #include <array>
+#include <deque>
 #include <memory>
 #include <vector>
 
 #include "bind_problem.h"
 #include "bind_sums.h"
+#include "overlap.h"
 
 #define TIGHTROPE_ISA binding
 #include "formats.h"
@@ -68,9 +70,26 @@ class Values {
 
   bool is_double() const { return double_; }
 
+  // The tensor; or a copy, if its memory lies among what is about to be written.
+  const Tensor& kept(const Tensor& x, const Extents& extents, int64_t element, const Problem& p) {
+    const auto* from = static_cast<const char*>(x.const_data_ptr());
+    const char* to = from + run_of(extents, 0) * element;
+    for (int32_t i = 0; i < p.operands; ++i) {
+      const Operand& o = p.operand[i];
+      const auto* out = static_cast<const char*>(o.out);
+      const int64_t count = run_of(extents_of(p, o, o.out_stride), 0);
+      if (from < out + count * bytes_of(p.dtype) && out < to) {
+        kept_.push_back(torch::stable::clone(x));
+        return kept_.back();
+      }
+    }
+    return x;
+  }
+
  private:
   bool double_;
   std::vector<std::unique_ptr<double[]>> owned_;
+  std::deque<Tensor> kept_;
 };
 
 inline int64_t step(const View& view, int d) { return view.size[d] == 1 ? 0 : view.stride[d]; }
@@ -117,9 +136,13 @@ inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool inve
     loops().exponentials(p.dtype, made, rows * own * p.head_dim);
     return;
   }
-  part.log = x.const_data_ptr();
-  part.log_stride = {step(g, 0), step(g, 1), step(g, 2), step(g, 3)};
   part.log_dtype = dtype_of(code_of(x));
+  const Extents extents{{{g.size[0], g.stride[0]}, {g.size[1], g.stride[1]},
+                         {g.size[2], g.stride[2]}, {g.size[3], g.stride[3]}}};
+  const Tensor& log = values.kept(x, extents, bytes_of(part.log_dtype), p);
+  const View l(log);
+  part.log = log.const_data_ptr();
+  part.log_stride = {step(l, 0), step(l, 1), step(l, 2), step(l, 3)};
 }
 
 // Checks f and P, and brings their tensors into the form of the loops.

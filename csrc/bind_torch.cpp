@@ -43,6 +43,10 @@ Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secon
   const int64_t count = carried.has_value() ? int64_t(carried->size()) : 0;
   STD_TORCH_CHECK(count == int64_t(what.learned) + operands * each && (norm || eps == 0),
                   "tightrope: carried and eps must be what the form says");
+  // The dispatcher asks no tensor in a list what it is.
+  for (int64_t i = what.learned; i < count; ++i)
+    STD_TORCH_CHECK((*carried)[i].numel() == 0 || (*carried)[i].const_data_ptr() != nullptr,
+                    "tightrope: what is carried must have memory");
   const Tensor* first = count == 0 ? nullptr : carried->data() + what.learned;
   return {primary, secondary, positions, offset, what, amplitude, first, eps};
 }

@@ -59,9 +59,13 @@ inline bool may_overlap(const void* a, const Extents& ae, const void* b, const E
 // Whose memory is written: that of new tensors, of the tensors that are read, or of others.
 enum class Outs { kNew, kInPlace, kGiven };
 
+inline int64_t bytes_of(Dtype dtype) {
+  return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
+}
+
 // Whether what is written may overlap itself, or what is read elsewhere.
 inline bool memory_overlaps(const Problem& p, Outs outs) {
-  const int64_t element = p.dtype == Dtype::kDouble ? 8 : p.dtype == Dtype::kFloat ? 4 : 2;
+  const int64_t element = bytes_of(p.dtype);
   for (int32_t i = 0; i < p.operands; ++i) {
     const Operand& a = p.operand[i];
     const Extents out = extents_of(p, a, a.out_stride);

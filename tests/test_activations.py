@@ -208,6 +208,35 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
     assert_outer(back, x.double(), dtype)
 
 
+@every_backend
+@pytest.mark.parametrize("name", ["exp", "slope", "given"])
+def test_a_gate_that_divides_has_its_gradient_where_x_has_none(name, backend) -> None:
+    values, make, log = gate_cases()[name]
+    spec, x = RopeSpec(38, start=2, rotary_dim=34), noise(2, 3, 5, 38)
+    parameter, same = (values.clone().requires_grad_() for _ in range(2))
+    y = rotate(x, spec, OFFSET, gate=make(parameter), inverse=True, backend=backend)
+    (found,) = torch.autograd.grad(y, parameter, noise(2, 3, 5, 38, seed=1))
+    angle = -oracle_acts.angles(5, OFFSET, 34)
+    want = oracle_acts.turn(x * torch.exp(-log(same)), angle, 2, False)
+    (slope,) = torch.autograd.grad(want, same, noise(2, 3, 5, 38, seed=1))
+    tolerances.assert_near(found, slope, "float64 formula")
+
+
+@every_backend
+def test_what_a_gate_brings_back_into_the_type_has_gradients_by_angles(backend) -> None:
+    """exp(12) is beyond float16, and an eighth of it is not."""
+    spec, x = RopeSpec(4), torch.full((1, 1, 2, 4), 12.0, dtype=torch.float16)
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        ids = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
+        gate = gates.Scalar(0.125)
+        y = rotate(x.to(dtype), spec, ids, act="exp", gate=gate, backend=backend)
+        assert y.isfinite().all()
+        found += torch.autograd.grad(y, ids, torch.ones_like(y))
+    # y is rounded to float16 on the way.
+    torch.testing.assert_close(*found, rtol=tolerances.value("f and P, float16"), atol=0)
+
+
 @pytest.mark.parametrize("act", ["silu", "softmax", "gelu", "sin", "norm"])
 @pytest.mark.parametrize("kind", ["exp", "slope"])
 def test_gradcheck_of_all_together(act, kind) -> None:

@@ -107,6 +107,19 @@ def test_xpos_is_the_formula_of_the_paper() -> None:
     assert gate.for_keys().for_keys().log_factor(HALF, WHERE).equal(gate.log_factor(HALF, WHERE))
 
 
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float64])
+@pytest.mark.parametrize("centre", [0.3, 2.0**24 + 0.25, 1e9, 2.0**31])
+def test_xpos_has_all_digits_of_a_position(kind: torch.dtype, centre: float) -> None:
+    """The distance from the centre is exact, however far from 0 both are."""
+    near = [int(centre) - 70, int(centre) - 1]
+    where = torch.tensor([near], dtype=kind)
+    for dtype, digits in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        got = XPos(centre=centre, scale_base=32.0).factor(HALF, where, dtype)
+        for token in range(2):
+            wanted = (0.4 / 1.4) ** ((near[token] - centre) / 32)
+            assert math.isclose(got[0, 0, token, HALF.start].item(), wanted, rel_tol=digits)
+
+
 def test_xpos_does_not_depend_on_what_else_is_there() -> None:
     """The field takes the middle of the call as the centre, so a cached key has another one."""
     gate = XPos(centre=0)

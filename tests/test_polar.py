@@ -341,7 +341,61 @@ def test_decoding_token_by_token() -> None:
         assert_near(torch.cat(parts, 1), attention(X), "float64 ways")
 
 
+def test_what_is_refused_does_not_grow_the_cache() -> None:
+    attention = made(12, 4, 8, causal=True)
+    cache = KVCache()
+    attention(X[:, :3], cache=cache)
+    refused: list[dict[str, Any]] = [
+        {"attn_mask": lower(4)},
+        {"attn_mask": "causal"},
+        {"attn_mask": torch.zeros(4, 7, dtype=torch.int64)},
+        {"padding_mask": torch.ones(2, 4, dtype=torch.bool)},
+        {"padding_mask": torch.ones(2, 7)},
+        {"gate": Given(torch.zeros(7, 1, 1))},
+        {"positions": torch.arange(7)},
+    ]
+    for options in refused:
+        with pytest.raises((TypeError, ValueError), match=r"^\[PolarRoPEAttention\] "):
+            attention(X[:, 3:], cache=cache, **options)
+        assert cache.tokens == 3, options
+    assert_near(attention(X[:, 3:], cache=cache), attention(X)[:, 3:], "float64 ways")
+
+
 # --- gradients and transforms ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learns", ["gamma", "slope", "q_proj", "out"])
+def test_only_some_parameters_learn(learns: str) -> None:
+    """Their gradients are those that they have where all do."""
+    attention = made(12, 4, 8, num_kv_heads=2, causal=True, gate="slope")
+    attention(X).square().sum().backward()
+    wanted = {name: p.grad for name, p in attention.named_parameters()}
+    for name, p in attention.named_parameters():
+        p.grad = None
+        p.requires_grad_(learns in name)
+    attention(X).square().sum().backward()
+    for name, p in attention.named_parameters():
+        if p.requires_grad:
+            assert_near(p.grad, wanted[name], "float64 ways")
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_gate_of_the_call_learns_where_no_parameter_does(learned: bool) -> None:
+    attention = made(12, 4, 8, use_spd=False).requires_grad_(learned)
+    log = (0.1 * noise(7, 4, 8)).requires_grad_()
+    (got,) = torch.autograd.grad(attention(X, gate=Given(log)).square().sum(), log)
+    (wanted,) = torch.autograd.grad(
+        seed_attention(
+            X,
+            detached(attention),
+            4,
+            g=lambda where, i: log[:, i],  # noqa: ARG005
+        )
+        .square()
+        .sum(),
+        log,
+    )
+    assert_near(got, wanted, "float64 ways")
 
 
 def test_gradients() -> None:
@@ -395,6 +449,16 @@ CASES = {
         lambda: build_freqs_cis(1.5, 8),
         TypeError,
         "[build_freqs_cis] seq_len must be an int but got 1.5.",
+    ),
+    "fewer channels of tables than none": (
+        lambda: build_freqs_cis(4, -2),
+        ValueError,
+        "[build_freqs_cis] d must not be negative but got -2.",
+    ),
+    "fractional channels of tables": (
+        lambda: build_freqs_cis(4, 8.0),
+        TypeError,
+        "[build_freqs_cis] d must be an int but got 8.0.",
     ),
     "narrow tables": (
         lambda: build_freqs_cis(4, 8, dtype=torch.bfloat16),
@@ -463,6 +527,73 @@ CASES = {
         lambda: PolarRoPEAttention(12, 4, 8, dropout=1.0),
         ValueError,
         "[PolarRoPEAttention] dropout must lie in [0, 1) but got 1.0.",
+    ),
+    "dropout that is no number": (
+        lambda: PolarRoPEAttention(12, 4, 8, dropout="0.1"),
+        TypeError,
+        "[PolarRoPEAttention] dropout must be a number but got '0.1'.",
+    ),
+    "half a head": (
+        lambda: PolarRoPEAttention(12, 4.0, 8),
+        TypeError,
+        "[PolarRoPEAttention] num_heads must be an int but got 4.0.",
+    ),
+    "heads of keys that are no number": (
+        lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2.0),
+        TypeError,
+        "[PolarRoPEAttention] num_kv_heads must be an int but got 2.0.",
+    ),
+    "no heads": (
+        lambda: PolarRoPEAttention(12, 0, 8),
+        ValueError,
+        "[PolarRoPEAttention] num_heads must be positive but got 0.",
+    ),
+    "no channels": (
+        lambda: PolarRoPEAttention(12, 4, 0),
+        ValueError,
+        "[PolarRoPEAttention] d_head must be positive but got 0.",
+    ),
+    "fewer channels than none": (
+        lambda: PolarRoPEHead(12, -2),
+        ValueError,
+        "[PolarRoPEHead] d_head must be positive but got -2.",
+    ),
+    "a model of no channels": (
+        lambda: PolarRoPEHead(-12, 2),
+        ValueError,
+        "[PolarRoPEHead] d_model must be positive but got -12.",
+    ),
+    "a fractional model": (
+        lambda: PolarRoPEAttention(12.0, 4, 8),
+        TypeError,
+        "[PolarRoPEAttention] d_model must be an int but got 12.0.",
+    ),
+    "causal as a string": (
+        lambda: PolarRoPEAttention(12, 4, 8, causal="no"),
+        TypeError,
+        "[PolarRoPEAttention] causal must be a bool but got 'no'.",
+    ),
+    "a gate as a string": (
+        lambda: PolarRoPEHead(12, 8, use_spd="no"),
+        TypeError,
+        "[PolarRoPEHead] use_spd must be a bool but got 'no'.",
+    ),
+    "parameters of integers": (
+        lambda: PolarRoPEAttention(12, 4, 8, dtype=torch.int64),
+        TypeError,
+        "[PolarRoPEAttention] dtype must be floating but got torch.int64.",
+    ),
+    "a cache of other heads": (
+        lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2, causal=True)(Y, cache=filled(2)),
+        ValueError,
+        "[PolarRoPEAttention] cache must hold what this module makes, float32[2, 2, tokens, 8] on cpu "
+        "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
+    ),
+    "a cache of another dtype": (
+        lambda: copy.deepcopy(C).double()(Y.double(), cache=filled(2)),
+        ValueError,
+        "[PolarRoPEAttention] cache must hold what this module makes, float64[2, 4, tokens, 8] on cpu "
+        "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "x of another width": (
         lambda: A(Y[..., :8]),

@@ -1,9 +1,11 @@
 """The linear scan: three forms of one recurrence, beside the double sum that defines it."""
 
+import fractions
 import re
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -309,8 +311,67 @@ def test_narrow_types_and_no_tokens() -> None:
     assert torch.equal(same.memory, state.memory)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("empty", ["rows", "heads", "tokens", "values"])
+def test_nothing_has_gradients_too(empty: str, form: str) -> None:
+    sizes = {"rows": 2, "heads": 2, "tokens": 5, "values": 3} | {empty: 0}
+    rows, heads, tokens, values = sizes.values()
+    q, k = (noise(rows, heads, tokens, 8).requires_grad_() for _ in range(2))
+    v = noise(rows, heads, tokens, values).requires_grad_()
+    decay = torch.tensor(-0.5, requires_grad=True)
+    before = PolarState(noise(rows, heads, 8, values, seed=1).requires_grad_(), 4)
+    out, after = polar_scan(q, k, v, SPEC, decay, state=before, form=form)
+    assert (out.shape, after.tokens) == ((rows, heads, tokens, values), 4 + tokens)
+    leaves = q, k, v, decay, before.memory
+    found = torch.autograd.grad(out.sum() + after.memory.sum(), leaves)
+    assert all(grad.isfinite().all() for grad in found)
+    if empty == "tokens":
+        assert torch.equal(after.memory, before.memory)
+        assert torch.equal(found[4], torch.ones_like(found[4]))
+
+
+def test_a_decay_of_any_kind_of_number() -> None:
+    q, k, v = inputs()
+    wanted, _ = polar_scan(q, k, v, SPEC, -0.5)
+    for number in (numpy.float32(-0.5), numpy.float64(-0.5), fractions.Fraction(-1, 2)):
+        assert torch.equal(polar_scan(q, k, v, SPEC, number)[0], wanted)
+
+
 Q, K, V = inputs()
 CASES = {
+    "no keys": (
+        lambda: polar_scan(Q, None, V, SPEC),
+        TypeError,
+        "[polar_scan] k must be a tensor but got None.",
+    ),
+    "keys of no heads": (
+        lambda: polar_scan(Q, K[:, :0], V[:, :0], SPEC),
+        ValueError,
+        "[polar_scan] q must have a multiple of the 0 heads of k but got 4.",
+    ),
+    "decay elsewhere": (
+        lambda: polar_scan(Q, K, V, SPEC, torch.zeros(2, 1, device="meta")),
+        ValueError,
+        "[polar_scan] log_decay is on meta but k is on cpu (log_decay: float32[2, 1]).",
+    ),
+    "state elsewhere": (
+        lambda: polar_scan(
+            *(Q, K, V, SPEC),
+            state=PolarState(torch.zeros(2, 2, 8, 5, dtype=torch.float64, device="meta"), 1),
+        ),
+        ValueError,
+        "[polar_scan] state is on meta but k is on cpu (memory: float64[2, 2, 8, 5]).",
+    ),
+    "a memory that is none": (
+        lambda: polar_scan(Q, K, V, SPEC, state=PolarState(None, 1)),
+        TypeError,
+        "[polar_scan] state must be what polar_scan returned but got PolarState(memory=None, tokens=1).",
+    ),
+    "tokens that are none": (
+        lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 5), 1.5)),
+        TypeError,
+        "[polar_scan] state must be what polar_scan returned but got a PolarState.",
+    ),
     "form": (
         lambda: polar_scan(Q, K, V, SPEC, form="parallel"),
         ValueError,

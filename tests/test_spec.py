@@ -749,6 +749,12 @@ def test_a_slice_outside_the_head(rotary_dim: int, start: int, got: str) -> None
         RopeSpec(8, rotary_dim=rotary_dim, start=start)
 
 
+@pytest.mark.parametrize("start", [-1, 9])
+def test_a_start_outside_the_head(start: int) -> None:
+    with refused(ValueError, f"[RopeSpec] start must lie in [0, 8] but got {start}."):
+        RopeSpec(8, start=start)
+
+
 @pytest.mark.parametrize("base", [0, -1.0, math.nan, math.inf, -math.inf])
 def test_a_base_that_is_no_base(base: float) -> None:
     with refused(

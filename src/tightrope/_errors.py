@@ -22,6 +22,26 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}" if len(text) > _LONGEST or "\n" in text else text
 
 
+def check_dense(operation: str, name: str, x: torch.Tensor) -> None:
+    """Refuse a tensor of another layout than strides."""
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(
+            sentence(operation, f"{name} must be a dense tensor but got one that is {kind}")
+        )
+
+
+def check_local(operation: str, name: str, x: torch.Tensor) -> None:
+    """Refuse a shard of a distributed tensor, of which kernels would read memory that it has not."""
+    if type(x).__name__ == "DTensor":
+        raise TypeError(
+            sentence(
+                operation,
+                f"{name} must be a local tensor but got a DTensor; give its to_local() or full_tensor()",
+            )
+        )
+
+
 def sentence(operation: str, message: str, **about: object) -> str:
     """Build the text of an error.
 

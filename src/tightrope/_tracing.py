@@ -14,6 +14,18 @@ def is_tracing() -> bool:
     )
 
 
+def broadcasts(own: int, size: int) -> bool:
+    """Whether a dimension is 1 or ``size``.
+
+    Dynamo takes the size of a parameter for another than the symbol of an equal one if asked whether
+    it is ``in (1, size)``.
+
+    >>> broadcasts(1, 8), broadcasts(8, 8), broadcasts(4, 8)
+    (True, True, False)
+    """
+    return own == 1 or own == size
+
+
 def is_readable(values: torch.Tensor) -> bool:
     """Whether a look at values costs no synchronisation and breaks no graph."""
     return values.device.type == "cpu" and not is_tracing()

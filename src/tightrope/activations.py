@@ -16,7 +16,8 @@ from typing import TypeAlias
 
 import torch
 
-from ._errors import describe, sentence
+from ._errors import check_dense, check_local, describe, sentence
+from ._tracing import broadcasts
 
 #: Every f, in the order of the codes that cross the schema of the operator.
 ACTS = (
@@ -67,6 +68,7 @@ class RMSNorm:
                 raise TypeError(
                     sentence(name, f"weight must be a floating tensor but got {describe(weight)}")
                 )
+            check_dense(name, "weight", weight)
             if weight.dim() not in (1, 2):
                 raise ValueError(
                     sentence(
@@ -96,15 +98,16 @@ class RMSNorm:
             heads: how many heads it has.
 
         Raises:
-            ValueError: a weight that does not fit x.
+            TypeError, ValueError: a weight that does not fit x.
         """
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         width = x.shape[-1]
         weight = self.weight
         if weight is None:
             return torch.ones(1, width, dtype=dtype, device=x.device)
+        check_local(operation, f"the weight of RMSNorm for {name}", weight)
         full = weight if weight.dim() == 2 else weight[None]
-        if full.shape[1] != width or full.shape[0] not in (1, heads):
+        if full.shape[1] != width or not broadcasts(full.shape[0], heads):
             raise ValueError(
                 sentence(
                     operation,

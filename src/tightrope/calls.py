@@ -32,6 +32,7 @@ from .spec import PreparedRotation, RopeSpec, SeqLen
 
 # Where in what follows q and k in the schema.
 _FORM, _AMPLITUDE, _CARRIED = 4, 5, 6
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Outer(NamedTuple):
@@ -119,7 +120,7 @@ def run(
     """The operator, once its arguments are checked: ``arguments`` is what follows q and k in the schema."""
     if backend is not None:
         _insist(operation, backend, q)
-    if backend == "reference" or _has_tangents(q, k, arguments):
+    if backend == "reference" or _has_tangents(q, k, arguments) or _carries_others(q, arguments):
         return reference.compose(q, k, *arguments)
     return autograd.differentiable(q, k, arguments)
 
@@ -139,7 +140,7 @@ def _run_into(
         schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
     elif compiling or transformed:
         autograd.overwrite(outs, run(operation, q, k, arguments, backend))
-    elif backend == "reference" or _has_tangents(q, k, arguments):
+    elif backend == "reference" or _has_tangents(q, k, arguments) or _carries_others(q, arguments):
         check_out_memory(operation, schema.present(q, k), outs)
         autograd.overwrite(outs, reference.compose(q, k, *arguments))
     else:
@@ -261,7 +262,7 @@ def _ready_outer(
             return None
         gate, logs = found
         carried += logs
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) or not t.is_cpu for t in carried):
+    if any(type(t) not in _PLAIN or not t.is_cpu or t.is_neg() for t in carried):
         return None
     form = _form_with(call[_FORM], act, gate)
     return (*call[:_FORM], form, call[_AMPLITUDE], carried or None, eps)
@@ -290,10 +291,11 @@ def run_in_place(
         if backend == "reference":
             autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
         elif autograd.needs_grad(q, k, arguments):
-            autograd.overwrite(xs, schema.rotate(q, k, *arguments))
+            before = autograd.copies(q, k) if autograd.keeps_inputs(arguments) else (q, k)
+            autograd.overwrite(xs, schema.rotate(*before, *arguments))
         else:
             schema.rotate_(q, k, *arguments)
-    elif backend == "reference" or _has_tangents(q, k, arguments):
+    elif backend == "reference" or _has_tangents(q, k, arguments) or _carries_others(q, arguments):
         # Behind a transform memory is not what it seems; the transform sees to it.
         if not transformed:
             check_in_place(operation, names, xs)
@@ -402,8 +404,8 @@ def _with_outer(
         some_gates = [gates[i][1] for i in which]
         carried = Carried(
             call[_CARRIED] or (),
-            tuple([w for w in some_weights if w is not None]),
-            tuple([g for g in some_gates if g is not None]),
+            tuple([w.resolve_neg() for w in some_weights if w is not None]),
+            tuple([g.resolve_neg() for g in some_gates if g is not None]),
         )
         form = schema.form_of(call[_FORM])._replace(act=code, gate=gate)
         arguments = (*call[:_FORM], form.pack(), call[_AMPLITUDE], carried.flat(), eps)
@@ -454,6 +456,18 @@ def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any,
     return autograd.in_functorch() or any(
         isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
         for t in (q, k, *arguments, *(arguments[_CARRIED] or ()))
+    )
+
+
+def _carries_others(q: torch.Tensor, arguments: tuple[Any, ...]) -> bool:
+    """Whether a carried tensor wants to run the operator itself, which the dispatcher does not ask of
+    tensors in a list. Where q does too, it is asked."""
+    if arguments[_CARRIED] is None or torch.compiler.is_compiling() or type(q) not in _PLAIN:
+        return False
+    plain = torch.Tensor.__torch_dispatch__
+    return any(
+        type(t) not in _PLAIN and type(t).__torch_dispatch__ is not plain
+        for t in arguments[_CARRIED]
     )
 
 

@@ -469,10 +469,11 @@ def build_freqs_cis(
     torch.Size([16, 32])
     """
     name = "build_freqs_cis"
-    if isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt)):
-        raise TypeError(sentence(name, f"seq_len must be an int but got {seq_len!r}"))
-    if seq_len < 0:
-        raise ValueError(sentence(name, f"seq_len must not be negative but got {seq_len}"))
+    for what, size in (("seq_len", seq_len), ("d", d)):
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            raise TypeError(sentence(name, f"{what} must be an int but got {size!r}"))
+        if size < 0:
+            raise ValueError(sentence(name, f"{what} must not be negative but got {size}"))
     if isinstance(d, int) and d % 2:
         raise ValueError(sentence(name, f"d must be even but got {d}"))
     if dtype not in (torch.float32, torch.float64):
@@ -582,7 +583,10 @@ def polar_scan(
         raise ValueError(
             sentence(name, f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
         )
-    if state is not None and isinstance(state, scan.PolarState) and isinstance(spec, RopeSpec):
+    if not isinstance(k, torch.Tensor):
+        raise TypeError(sentence(name, f"k must be a tensor but got {describe(k)}"))
+    scan.check_state(name, state)
+    if state is not None and isinstance(spec, RopeSpec):
         if spec.by_length and seq_len is None:
             raise ValueError(
                 sentence(

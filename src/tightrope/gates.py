@@ -19,8 +19,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ._errors import describe, sentence
-from ._tracing import is_readable
+from ._errors import check_dense, check_local, describe, sentence
+from ._tracing import broadcasts, is_readable
 
 
 class Channels(NamedTuple):
@@ -291,7 +291,7 @@ class XPos(Gate):
         """
         inside = _inside(dtype)
         where = _needed("XPos", positions)
-        away = (where - self.centre).to(inside)[:, None, :, None] / self.scale_base
+        away = self._away(where, inside)[:, None, :, None] / self.scale_base
         k = torch.arange(channels.pairs, dtype=torch.float64, device="cpu")
         zeta = (2 * k / max(channels.rotary_dim, 1) + self.smoothing) / (1 + self.smoothing)
         rate = channels.spread(zeta.log()).to(where.device, inside)
@@ -313,6 +313,17 @@ class XPos(Gate):
                 )
             )
         return log
+
+    def _away(self, where: torch.Tensor, inside: torch.dtype) -> torch.Tensor:
+        """How far positions are from the centre, with all digits of both.
+
+        A difference of integers and floats would be of the default dtype.
+        """
+        whole = round(self.centre) if abs(self.centre) < 2.0**62 else 0
+        if where.is_floating_point():
+            wide = torch.promote_types(where.dtype, inside)
+            return (where.to(wide) - self.centre).to(inside)
+        return (where.to(torch.int64) - whole).to(inside) - (self.centre - whole)
 
 
 @lru_cache(maxsize=64)
@@ -341,16 +352,24 @@ def total(
     """
     sum_: torch.Tensor | None = None
     for gate in gates:
+        check_own(operation, gate)
         log = gate.log_factor(channels, positions, x.dtype).to(x.device)
         check_fit(operation, name, x, gate, log.shape)
         sum_ = log if sum_ is None else sum_ + log
     return sum_
 
 
+def check_own(operation: str, gate: Gate) -> None:
+    """Refuse a gate whose tensors no kernel can read."""
+    for name, value in vars(gate).items():
+        if isinstance(value, torch.Tensor):
+            check_local(operation, f"{name} of the gate {type(gate).__name__}", value)
+
+
 def check_fit(operation: str, name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:
     """Refuse a gate for other rows, heads or tokens than those of x, ``(rows, heads, tokens, …)``."""
     for axis, own, size in zip(("rows", "heads", "tokens"), shape, x.shape):
-        if own not in (1, size):
+        if not broadcasts(own, size):
             raise ValueError(
                 sentence(
                     operation,
@@ -427,7 +446,7 @@ def _widened(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     width = channels.head_dim if tied is None else channels.pairs
-    if values.shape[-1] not in (1, width):
+    if not broadcasts(values.shape[-1], width):
         kind = "channels" if tied is None else "pairs"
         raise ValueError(
             sentence(
@@ -459,6 +478,7 @@ def _check_floating(operation: str, name: str, values: object) -> None:
         raise TypeError(
             sentence(operation, f"{name} must be a floating tensor but got {describe(values)}")
         )
+    check_dense(operation, name, values)
 
 
 def _check_tied(operation: str, tied: object) -> None:

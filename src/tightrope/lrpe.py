@@ -7,7 +7,8 @@ import operator
 import torch
 
 from . import calls, positions
-from ._errors import describe, sentence
+from ._errors import check_dense, check_local, describe, sentence
+from ._tracing import broadcasts
 from .activations import ACTS, SOFTMAX, Act, pair
 from .ops.checks import check_floating
 from .positions import Positions, PositionsLike
@@ -232,6 +233,8 @@ def _spread(
         raise TypeError(
             sentence(name, f"theta must be a floating tensor but got {describe(theta)}")
         )
+    check_dense(name, "theta", theta)
+    check_local(name, "theta", theta)
     if theta.device != x.device:
         raise ValueError(sentence(name, f"theta is on {theta.device} but x is on {x.device}"))
     count = 1 if heads is None else heads
@@ -267,7 +270,7 @@ def _readings(shape: torch.Size, heads: int, pairs: int) -> tuple[bool, bool]:
     if len(shape) == 1:
         return shape[0] == heads, shape[0] <= pairs
     if len(shape) == 2:
-        return shape == (heads, 1), shape[0] in (1, heads) and shape[1] <= pairs
+        return shape == (heads, 1), broadcasts(shape[0], heads) and shape[1] <= pairs
     return False, False
 
 

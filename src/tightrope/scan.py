@@ -11,6 +11,7 @@ decay does not take the digits of the weak ones around it. −∞ forgets everyt
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ._errors import sentence
-from ._tracing import is_readable
+from ._errors import describe, sentence
+from ._tracing import broadcasts, is_readable
 
 # Tokens whose decays differ by channel are weighed pair by pair, in (block, block, channels) numbers.
 BLOCK = 16
@@ -156,7 +157,7 @@ def decays(operation: str, given: torch.Tensor | float | None, k: torch.Tensor) 
             )
         shape = {0: (1, 1, 1, 1), 2: (1, *given.shape[:1], 1, *given.shape[1:]), 4: given.shape}
         view = given.reshape(shape[given.dim()]) if given.dim() in shape else None
-        if view is None or any(own not in (1, n) for own, n in zip(view.shape, k.shape)):
+        if view is None or not all(map(broadcasts, view.shape, k.shape)):
             raise ValueError(
                 sentence(
                     operation,
@@ -174,9 +175,17 @@ def decays(operation: str, given: torch.Tensor | float | None, k: torch.Tensor) 
                     log_decay=given,
                 )
             )
+        if given.device != k.device:
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"log_decay is on {given.device} but k is on {k.device}",
+                    log_decay=given,
+                )
+            )
         made = view.to(k)
     else:
-        if isinstance(given, bool) or not isinstance(given, (int, float)):
+        if isinstance(given, bool) or not isinstance(given, numbers.Real):
             raise TypeError(
                 sentence(
                     operation, f"log_decay must be None, a number or a tensor but got {given!r}"
@@ -203,7 +212,7 @@ def values_of(
         v: what the user gave.
         to_bhsd: brings it to the order of q and k.
     """
-    if q.shape[1] % max(k.shape[1], 1):
+    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise ValueError(
             sentence(
                 operation,
@@ -247,18 +256,21 @@ def run(
     if state is None:
         memory = k.new_zeros(rows, kv_heads, channels, values)
     else:
-        _check_state(operation, state, (rows, kv_heads, channels, values), inside)
+        _check_fit(operation, state.memory, (rows, kv_heads, channels, values), k)
         memory, seen = state
+    groups = q.unflatten(1, (kv_heads, heads // max(kv_heads, 1)))
     if tokens == 0:
-        return q.new_zeros(rows, heads, 0, values, dtype=dtype), PolarState(memory, seen)
-    groups = q.unflatten(1, (kv_heads, -1))
+        # What nothing gives still has gradients.
+        with _without_autocast(q.device):
+            out = groups @ memory[:, :, None]
+            memory = each.sum(2)[..., None].exp() * memory + k.mT @ v
+        return out.flatten(1, 2).to(dtype), PolarState(memory, seen)
     with _without_autocast(q.device):
         if form == "chunked":
             out, memory = chunked(groups, k, v, each, memory, chunk)
-        elif form == "quadratic":
-            out, memory = quadratic(groups, k, v, each, memory)
         else:
-            out, memory = stepped(groups, k, v, each, memory)
+            form_of = quadratic if form == "quadratic" else stepped
+            out, memory = form_of(groups, k, v, each, memory)
     return out.flatten(1, 2).to(dtype), PolarState(memory, seen + tokens)
 
 
@@ -274,18 +286,38 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _check_state(operation: str, state: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if not isinstance(state, PolarState):
+def check_state(operation: str, state: object) -> None:
+    """Refuse what is neither None nor a state."""
+    if state is None:
+        return
+    if (
+        not isinstance(state, PolarState)
+        or not isinstance(state.memory, torch.Tensor)
+        or not isinstance(state.tokens, (int, torch.SymInt))
+    ):
         raise TypeError(
-            sentence(operation, f"state must be what {operation} returned but got {state!r}")
+            sentence(
+                operation, f"state must be what {operation} returned but got {describe(state)}"
+            )
         )
-    if state.memory.shape != shape or state.memory.dtype != dtype:
+
+
+def _check_fit(
+    operation: str, memory: torch.Tensor, shape: tuple[int, ...], k: torch.Tensor
+) -> None:
+    if memory.device != k.device:
+        raise ValueError(
+            sentence(
+                operation, f"state is on {memory.device} but k is on {k.device}", memory=memory
+            )
+        )
+    if memory.shape != shape or memory.dtype != k.dtype:
         want = ", ".join(map(str, shape))
         raise ValueError(
             sentence(
                 operation,
-                f"state must have a memory {str(dtype).removeprefix('torch.')}[{want}] for this q, k "
+                f"state must have a memory {str(k.dtype).removeprefix('torch.')}[{want}] for this q, k "
                 "and v",
-                memory=state.memory,
+                memory=memory,
             )
         )

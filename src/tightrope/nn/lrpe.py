@@ -9,6 +9,7 @@ import torch
 from .. import functional
 from .._errors import describe, sentence
 from ..activations import ACTS, RMS_NORM, SOFTMAX
+from ..ops.checks import check_count
 from ..positions import Positions
 from ..spec import Channels
 
@@ -161,7 +162,7 @@ def _check_options(
     base: object,
 ) -> None:
     if num_heads is not None:
-        _check_count(name, "num_heads", num_heads)
+        check_count(name, "num_heads", num_heads)
     if per not in _PER:
         raise ValueError(sentence(name, f"per must be one of {', '.join(_PER)} but got {per!r}"))
     if num_heads is None and per != "pair":
@@ -173,7 +174,7 @@ def _check_options(
                     name, f"pairs must be None for per='head', where all turn, but got {pairs}"
                 )
             )
-        _check_count(name, "pairs", pairs)
+        check_count(name, "pairs", pairs)
         if isinstance(pairs, int) and pairs > every:
             raise ValueError(sentence(name, f"pairs must be at most {every} but got {pairs}"))
     if not isinstance(act, str) or act not in ACTS[:RMS_NORM]:
@@ -189,10 +190,3 @@ def _check_options(
         raise TypeError(sentence(name, f"base must be a number but got {describe(base)}"))
     if not 0 < base < float("inf"):
         raise ValueError(sentence(name, f"base must be positive and finite but got {base}"))
-
-
-def _check_count(name: str, what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(sentence(name, f"{what} must be an int but got {describe(value)}"))
-    if value < 1:
-        raise ValueError(sentence(name, f"{what} must be positive but got {value}"))

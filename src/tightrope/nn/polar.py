@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from .. import calls, functional, gates as gates_
 from .._errors import describe, sentence
 from ..gates import Channels, Exp, Gate, Slope
+from ..ops.checks import check_count, check_flag
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 
@@ -39,10 +39,14 @@ class KVCache:
 
     def append_(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the keys and values of new tokens, and return all."""
-        if self.k is not None and self.v is not None:
-            k, v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
-        self.k, self.v = k, v
-        return k, v
+        self.k, self.v = self.followed_by(k, v)
+        return self.k, self.v
+
+    def followed_by(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values with those of new tokens, which it does not keep."""
+        if self.k is None or self.v is None:
+            return k, v
+        return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
 
 
 class _QueryHead(torch.nn.Module):
@@ -88,8 +92,7 @@ class PolarRoPEHead(_QueryHead):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check_even("PolarRoPEHead", d_head)
-        _check_tied("PolarRoPEHead", tied)
+        _check_options("PolarRoPEHead", d_model, d_head, use_spd, tied, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(d_model, d_head, use_spd, tied, factory)
         self.k_proj = torch.nn.Linear(d_model, d_head, bias=False, **factory)
@@ -177,8 +180,12 @@ class PolarRoPEAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        _check_options(name, d_model, d_head, use_spd, tied, dtype)
+        check_flag(name, "causal", causal)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
+        check_count(name, "num_heads", num_heads)
+        check_count(name, "num_kv_heads", kv_heads)
+        if num_heads % kv_heads:
             raise ValueError(
                 sentence(
                     name,
@@ -186,14 +193,12 @@ class PolarRoPEAttention(torch.nn.Module):
                     f"{num_heads} and {kv_heads}",
                 )
             )
-        _check_even(name, d_head)
         if spec is None:
             spec = RopeSpec(d_head, interleaved=True)
         elif not isinstance(spec, RopeSpec) or spec.head_dim != d_head:
             raise ValueError(
                 sentence(name, f"spec must be a RopeSpec with head_dim={d_head} but got {spec!r}")
             )
-        _check_tied(name, tied)
         if isinstance(gate, str) and gate != "slope":
             raise ValueError(
                 sentence(
@@ -201,6 +206,8 @@ class PolarRoPEAttention(torch.nn.Module):
                     f"gate must be None, 'slope' or a gate of tightrope.gates but got {gate!r}",
                 )
             )
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+            raise TypeError(sentence(name, f"dropout must be a number but got {describe(dropout)}"))
         if not 0.0 <= dropout < 1.0:
             raise ValueError(sentence(name, f"dropout must lie in [0, 1) but got {dropout}"))
         self.spec = spec
@@ -275,13 +282,13 @@ class PolarRoPEAttention(torch.nn.Module):
         call = (name, ("q", "k"), q, k, rope, where, "bhsd", False, None)
         gates = self._all_gates(gate)
         outer = calls.Outer((None, None), gates) if any(gates) else None
-        if torch.is_grad_enabled() and q.requires_grad:
+        if torch.is_grad_enabled():
             q, k = calls.out_of_place(*call, outer=outer)
         else:
             # Nobody else sees the projections.
             calls.in_place(*call, outer=outer)
         if cache is not None:
-            k, v = cache.append_(k, v)
+            k, v = self._with_cached(name, cache, k, v)
         mask, is_causal = self._mask(name, q, k, attn_mask, padding_mask)
         y = scaled_dot_product_attention(
             q,
@@ -293,6 +300,9 @@ class PolarRoPEAttention(torch.nn.Module):
             scale=self.spec.softmax_scaling / math.sqrt(self.d_head),
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
+        if cache is not None:
+            # Last, so that what is refused does not grow it.
+            cache.k, cache.v = k, v
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -395,6 +405,26 @@ class PolarRoPEAttention(torch.nn.Module):
                 )
             )
 
+    def _with_cached(
+        self, name: str, cache: KVCache, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for held, new in ((cache.k, k), (cache.v, v)):
+            if held is None:
+                continue
+            rows, heads, _, width = new.shape
+            same = held.dtype == new.dtype and held.device == new.device
+            if not same or held.shape != (rows, heads, cache.tokens, width):
+                dtype = str(new.dtype).removeprefix("torch.")
+                raise ValueError(
+                    sentence(
+                        name,
+                        f"cache must hold what this module makes, {dtype}[{rows}, {heads}, tokens, "
+                        f"{width}] on {new.device}",
+                        **{"cache.k": cache.k, "cache.v": cache.v},
+                    )
+                )
+        return cache.followed_by(k, v)
+
     def extra_repr(self) -> str:
         """What stands in the parentheses of the repr."""
         return (
@@ -403,18 +433,23 @@ class PolarRoPEAttention(torch.nn.Module):
         )
 
 
-def _check_even(name: str, d_head: object) -> None:
-    try:
-        odd = operator.index(d_head) % 2  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(sentence(name, f"d_head must be an int but got {d_head!r}")) from None
-    if odd:
+def _check_options(
+    name: str,
+    d_model: object,
+    d_head: Any,
+    use_spd: object,
+    tied: object,
+    dtype: torch.dtype | None,
+) -> None:
+    check_count(name, "d_model", d_model)
+    check_count(name, "d_head", d_head)
+    if d_head % 2:
         raise ValueError(sentence(name, f"d_head must be even but got {d_head}"))
-
-
-def _check_tied(name: str, tied: object) -> None:
+    check_flag(name, "use_spd", use_spd)
     if tied not in (None, "pair"):
         raise ValueError(sentence(name, f"tied must be None or 'pair' but got {tied!r}"))
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(sentence(name, f"dtype must be floating but got {dtype}"))
 
 
 def _check_input(name: str, x: object, width: int) -> None:

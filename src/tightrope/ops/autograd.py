@@ -136,6 +136,12 @@ def needs_angles(arguments: Sequence[Any]) -> bool:
     return _any_needs((*arguments[:_CARRIED], _parts(arguments).frequencies))
 
 
+def keeps_inputs(arguments: Sequence[Any]) -> bool:
+    """Whether gradients may be made of what is rotated, rather than of the result alone."""
+    form = schema.form_of(arguments[_FORM])
+    return form.act != NONE or form.gate != NO_GATE or form.source != schema.WORDS
+
+
 def needs_outer(arguments: Sequence[Any]) -> bool:
     """Whether a weight of f or a tensor of P wants a gradient."""
     return any(t.requires_grad for part in _parts(arguments)[1:] for t in part)
@@ -279,10 +285,12 @@ def _gradients(
     # Whoever differentiates this too gets the definition, but for a rotation alone, which is linear.
     again = torch.is_grad_enabled() or in_functorch()
 
+    # An inverse divides what comes in, so the gradient by its gate is made of that by x.
+    divides = ctx.by_gate and form.direction != schema.FORWARD
     which = [
         i
         for i, grad in enumerate(grads)
-        if grad is not None and (needed[i] or (ctx.by_weight and ctx.by_weight[i]))
+        if grad is not None and (needed[i] or divides or (ctx.by_weight and ctx.by_weight[i]))
     ]
     turned: Sequence[torch.Tensor] = ()
     if which:
@@ -341,10 +349,10 @@ def _by_angles(
     there = [cast(torch.Tensor, grads[i]) for i in which]
     some: Sequence[torch.Tensor]
     if form.gate != NO_GATE and form.direction == FORWARD:
-        xs = pair([inputs[i] for i in which])
-        some = _run(again, *xs, call.without_gates(which).packed())
         there = [gradients.gated(call, i, cast(torch.Tensor, grads[i])) for i in which]
-        some = [y.to(grad.dtype) for y, grad in zip(some, there)]
+        # In the dtype of factors: what gates bring back into the range of a narrow one may lie beyond.
+        xs = pair([inputs[i].to(grad.dtype) for i, grad in zip(which, there)])
+        some = _run(again, *xs, call.without_gates(which).packed())
     else:
         some = [outputs[i] for i in which]
     alone = form._replace(act=NONE, gate=NO_GATE)

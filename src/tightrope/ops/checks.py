@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 
 from .._errors import describe, sentence
+from .._tracing import broadcasts
 from ..positions import PositionsLike, canonical
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from .layouts import BY_NAME, Layout
@@ -160,6 +162,18 @@ def check_flag(operation: str, name: str, value: object) -> None:
         raise TypeError(sentence(operation, f"{name} must be a bool but got {describe(value)}"))
 
 
+def check_count(operation: str, name: str, value: object) -> None:
+    """Refuse what is no positive int."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = None
+    if count is None:
+        raise TypeError(sentence(operation, f"{name} must be an int but got {describe(value)}"))
+    if count < 1:
+        raise ValueError(sentence(operation, f"{name} must be positive but got {value}"))
+
+
 def check_floating(operation: str, name: str, x: object) -> None:
     """Refuse what is no dense tensor of a dtype that can rotate."""
     if not isinstance(x, torch.Tensor):
@@ -266,7 +280,7 @@ def check_heads(
     """Refuse angles per head that do not fit the heads of what they turn."""
     for name, x in zip(names, xs):
         own = 1 if x is None or layout.head is None else x.shape[layout.head]
-        if x is not None and heads not in (1, own):
+        if x is not None and not broadcasts(heads, own):
             alone = "; rotate q and k one by one, each with its own" if len(names) > 1 else ""
             raise ValueError(
                 sentence(
@@ -298,7 +312,7 @@ def _check_fit(
             )
         )
     rows = 1 if layout.row is None else x.shape[layout.row]
-    if ids.shape[1] not in (1, rows):
+    if not broadcasts(ids.shape[1], rows):
         raise ValueError(
             sentence(
                 operation,

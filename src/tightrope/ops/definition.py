@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import activations, angles
+from .._tracing import broadcasts
 from . import gradients
 from .arguments import Call, Carried, carried_of
 from .layouts import BY_CODE
@@ -106,11 +107,11 @@ def _check(
         heads, width = view.shape[1], view.shape[3]
         if parts.weights:
             shape = parts.weights[i].shape
-            fits &= len(shape) == 2 and shape[0] in (1, heads) and shape[1] == width
+            fits &= len(shape) == 2 and broadcasts(shape[0], heads) and shape[1] == width
         if parts.gates:
             shape = parts.gates[i].shape
             full = view.shape if form.gate == LOG else (heads, width)
-            fits &= len(shape) == len(full) and all(a in (1, b) for a, b in zip(shape, full))
+            fits &= len(shape) == len(full) and all(map(broadcasts, shape, full))
         if inputs:
             fits &= inputs[i].shape == view.shape
     if not fits:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import angles
-from .._errors import sentence
+from .._errors import check_local, sentence
 from ..spec import PreparedRotation
 from .checks import check_floating, check_heads
 from .layouts import Layout
@@ -28,6 +28,8 @@ def source(
     Returns:
         primary, secondary and carried of the schema.
     """
+    if isinstance(inv_freq, torch.Tensor):
+        check_local(operation, "inv_freq", inv_freq)
     check_floating(operation, "inv_freq", inv_freq)
     axes, pairs = rotation.words.shape[0], rotation.channels.rotary_dim // 2
     dims = inv_freq.dim()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._errors import describe, sentence
-from .._tracing import is_readable
+from .._tracing import broadcasts, is_readable
 from . import schema
 from .checks import check_flag, check_floating, check_partner, shape_of
 from .layouts import BY_NAME, Layout
@@ -193,7 +193,7 @@ def _check_fit(
     layout: Layout,
 ) -> None:
     rows = 1 if layout.row is None else q.shape[layout.row]
-    if c.shape[0] not in (1, rows):
+    if not broadcasts(c.shape[0], rows):
         raise ValueError(
             sentence(
                 operation,
@@ -204,7 +204,7 @@ def _check_fit(
         )
     for name, x in (("q", q), ("k", k)):
         heads = 1 if x is None or layout.head is None else x.shape[layout.head]
-        if x is not None and c.shape[1] not in (1, heads):
+        if x is not None and not broadcasts(c.shape[1], heads):
             raise ValueError(
                 sentence(
                     operation,

@@ -44,6 +44,8 @@ class Channels:
         48
         """
         head, first = _size(operation, "head_dim", head_dim), _size(operation, "start", start)
+        if rotary_dim is None and not 0 <= first <= max(head, 0):
+            raise ValueError(sentence(operation, f"start must lie in [0, {head}] but got {first}"))
         width = head - first if rotary_dim is None else _size(operation, "rotary_dim", rotary_dim)
         if width % 2:
             raise ValueError(sentence(operation, f"rotary_dim must be even but got {width}"))

@@ -1,0 +1,204 @@
+"""Weights, gates and θ that are no plain tensors: negated views, wrappers, shards, other layouts.
+
+The dispatcher asks no tensor in a list what it is, so nothing but the library can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from tightrope import RopeSpec, gates
+from tightrope.activations import ACTS, RMSNorm
+from tightrope.backends import cpu
+from tightrope.functional import lrpe_rotate_1d, rotate, rotate_, rotate_qk
+from tightrope.ops import schema
+from tolerances import assert_near, assert_same_bits
+
+SPEC = RopeSpec(8)
+X = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+VALUES = torch.rand(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+
+# How a call takes values (3, 8).
+OUTER: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "a weight": lambda values: {"act": RMSNorm(values)},
+    "a weight past 1": lambda values: {"act": RMSNorm(values, unit_offset=True)},
+    "a weight of all heads": lambda values: {"act": RMSNorm(values[0])},
+    "a gate": lambda values: {"gate": gates.Exp(values)},
+    "a slope": lambda values: {"gate": gates.Slope(values)},
+    "a given gate": lambda values: {"gate": gates.Given(values.expand(5, 3, 8))},
+}
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, of which memory holds the negative."""
+    view = torch.complex(x, -x).conj().imag
+    assert view.is_neg()
+    assert torch.equal(view, x)
+    return view
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that has another one and no memory; what is made of it is a plain tensor."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Wrapper:
+        self: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
+        self.inside = inside
+        return self
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def bare(value: Any) -> Any:
+            return value.inside if isinstance(value, Wrapper) else value
+
+        return func(*tree_map(bare, args), **tree_map(bare, kwargs or {}))
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
+@pytest.mark.parametrize("kind", OUTER)
+@pytest.mark.parametrize("make", [negated, Wrapper])
+def test_numbers_are_taken_as_they_are(
+    make: Callable[[torch.Tensor], torch.Tensor], kind: str, prepared: bool
+) -> None:
+    spec = SPEC.at(None) if prepared else SPEC
+    plain, other = OUTER[kind](VALUES), OUTER[kind](make(VALUES))
+    wanted = rotate(X, spec, **plain)
+    rotate(X, spec, **plain)  # what is prepared may have learned the short way by now
+    assert_near(rotate(X, spec, **other), wanted, "float64 ways")
+    assert_near(rotate_(X.clone(), spec, **other), wanted, "float64 ways")
+    both = rotate_qk(X, X, spec, **plain), rotate_qk(X, X, spec, **other)
+    assert_near(both[1][0], both[0][0], "float64 ways")
+    assert_near(both[1][1], both[0][1], "float64 ways")
+    inverse = "gate" in plain
+    if inverse:
+        wanted = rotate(X, spec, inverse=True, **plain)
+        assert_near(rotate(X, spec, inverse=True, **other), wanted, "float64 ways")
+
+
+@pytest.mark.parametrize("kind", OUTER)
+@pytest.mark.parametrize("make", [negated, Wrapper])
+def test_their_gradients(make: Callable[[torch.Tensor], torch.Tensor], kind: str) -> None:
+    found = []
+    for how in (torch.Tensor.clone, make):
+        x, values = X.clone().requires_grad_(), VALUES.clone().requires_grad_()
+        # A wrapper is a leaf of its own.
+        some = make(VALUES).requires_grad_() if how is Wrapper else how(values)
+        y = rotate(x, SPEC, **OUTER[kind](some))
+        leaf = some if how is Wrapper else values
+        found.append(torch.autograd.grad(y.square().sum(), (x, leaf)))
+    for one, other in zip(*found):
+        assert_near(other, one, "float64 ways")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("act", ["silu", "softmax", "norm"])
+def test_a_negated_input_of_an_act_has_its_gradient(act: str, dtype: torch.dtype) -> None:
+    f: Any = RMSNorm(VALUES[0]) if act == "norm" else act
+    x = X.to(dtype)
+    pairs = torch.view_as_complex(torch.stack((x, -x), -1))
+    found = []
+    for view in (x.clone(), pairs.conj().imag):
+        view.requires_grad_()
+        y = rotate(view, SPEC, act=f)
+        found += torch.autograd.grad(y.square().sum(), view)
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool) -> None:
+    """Its numbers are those from before the call, in whatever order the call writes."""
+    spec = SPEC.at(None) if prepared else SPEC
+    memory = X.to(dtype)[0] / 4
+    wanted = rotate(memory[None], spec, gate=gates.Given(memory.reshape(5, 3, 8).clone()))
+    there = memory.clone()
+    got = rotate_(there[None], spec, gate=gates.Given(there.reshape(5, 3, 8)))
+    assert_same_bits(got, wanted)
+    there = memory.clone()
+    out = rotate(memory[None], spec, gate=gates.Given(there.reshape(5, 3, 8)), out=there[None])
+    assert_same_bits(out, wanted)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield distribute_tensor(VALUES, init_device_mesh("cpu", (1,)), [Replicate()])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_shards_are_refused(sharded: torch.Tensor) -> None:
+    """A kernel would read memory that they have not."""
+    advice = "must be a local tensor but got a DTensor; give its to_local() or full_tensor()."
+    y = X.transpose(1, 2)
+    calls: dict[str, Callable[[], object]] = {
+        "[rotate] the weight of RMSNorm for x": lambda: rotate(X, SPEC, act=RMSNorm(sharded)),
+        "[rotate_] the weight of RMSNorm for x": lambda: rotate_(
+            X.clone(), SPEC.at(None), act=RMSNorm(sharded)
+        ),
+        "[rotate] log of the gate Given": lambda: rotate(
+            X, SPEC, gate=gates.Given(sharded.expand(5, 3, 8))
+        ),
+        "[rotate] gamma of the gate Exp": lambda: rotate(X, SPEC, gate=gates.Exp(sharded)),
+        "[rotate] slope of the gate Slope": lambda: rotate(X, SPEC, gate=gates.Slope(sharded)),
+        "[lrpe_rotate_1d] theta": lambda: lrpe_rotate_1d(y, sharded[:, :4]),
+        "[rotate] inv_freq": lambda: rotate(X, SPEC, inv_freq=sharded[:, :4]),
+    }
+    for what, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{re.escape(f'{what} {advice}')}$"):
+            call()
+    assert_same_bits(
+        rotate(X, SPEC, gate=gates.Exp(sharded.to_local())),
+        rotate(X, SPEC, gate=gates.Exp(VALUES)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (RMSNorm, "[RMSNorm] weight must be a dense tensor but got one that is sparse_coo."),
+        (gates.Exp, "[Exp] gamma must be a dense tensor but got one that is sparse_coo."),
+        (gates.Slope, "[Slope] slope must be a dense tensor but got one that is sparse_coo."),
+        (gates.Given, "[Given] log must be a dense tensor but got one that is sparse_coo."),
+        (
+            lambda theta: lrpe_rotate_1d(X.transpose(1, 2), theta),
+            "[lrpe_rotate_1d] theta must be a dense tensor but got one that is sparse_coo.",
+        ),
+    ],
+)
+def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        make(VALUES.to_sparse())
+
+
+@pytest.mark.skipif(cpu.why_not() is not None, reason="no native library")
+@pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope"])
+def test_a_kernel_refuses_what_has_no_memory(kind: str) -> None:
+    """Rather than read at address 0: what calls the operator by its name has no other guard."""
+    form, values = schema.Form(gate=schema.LOG), VALUES[None, :, None]
+    if "slope" in kind:
+        form, values = schema.Form(gate=schema.SLOPE), VALUES
+    elif "weight" in kind:
+        form, values = schema.Form(act=ACTS.index("rms_norm")), VALUES
+    call = SPEC.at(None)
+    arguments = (call.words, call.turns, None, 0, form.pack(), 1.0)
+    assert schema.rotate(X, None, *arguments, [values])[0].shape == X.shape
+    with pytest.raises(RuntimeError, match="what is carried must have memory"):
+        schema.rotate(X, None, *arguments, [Wrapper(values)])

@@ -1,0 +1,288 @@
+"""Whole calls with f and P, drawn at random, with the gradients of whatever wants one.
+
+The other files take one thing at a time. Here anything may stand beside anything: any f, P, layout,
+strides, positions and dtype, in place or not, as it is or inverse, and only some tensors that learn.
+Each instruction set, and the definition, is beside the same formula in float64 that autograd follows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import oracle_acts
+import tolerances
+from tightrope import RopeSpec, gates
+from tightrope.activations import ACTS, RMSNorm
+from tightrope.backends import cpu
+from tightrope.functional import rotate, rotate_
+
+WAYS = ["reference", *cpu.instruction_sets()]
+LAYOUTS = {
+    "bhsd": (0, 1, 2, 3),
+    "bshd": (0, 2, 1, 3),
+    "sbhd": (2, 0, 1, 3),
+    "thd": (2, 1, 3),
+    "bsd": (0, 2, 3),
+    "sd": (2, 3),
+}
+STRIDES = ("contiguous", "permuted", "inside", "every other channel", "expanded", "misaligned")
+LEARN = ("x", "weight", "gate", "omega", "where")
+GATES = ("none", "scalar", "exp", "slope", "given", "xpos")
+
+
+class Case(NamedTuple):
+    layout: str
+    rows: int
+    heads: int
+    tokens: int
+    spec: RopeSpec
+    act: str
+    gate: str
+    tied: bool
+    per_head: bool
+    positions: str
+    learned: bool
+    strides: str
+    of_grad: str
+    dtype: torch.dtype
+    inverse: bool
+    in_place: bool
+    learns: frozenset[str]
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    pairs = draw(st.sampled_from([1, 2, 3, 7, 8, 16, 17, 33]))
+    before, after = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    layout = draw(st.sampled_from(sorted(LAYOUTS)))
+    act = draw(st.sampled_from(["none", "rms_norm", "rms_norm", *ACTS]))
+    return Case(
+        layout=layout,
+        rows=draw(st.integers(1, 3)) if "b" in layout else 1,
+        heads=draw(st.integers(1, 4)) if "h" in layout else 1,
+        tokens=draw(st.sampled_from([1, 2, 3, 5, 18])),
+        spec=RopeSpec(
+            before + 2 * pairs + after,
+            rotary_dim=2 * pairs,
+            start=before,
+            interleaved=draw(st.booleans()),
+            base=100.0,
+        ),
+        act=act,
+        gate=draw(st.sampled_from(GATES)),
+        tied=draw(st.booleans()),
+        per_head=draw(st.booleans()),
+        positions=draw(st.sampled_from(["offset", "ids", "rows", "fractions"])),
+        learned=draw(st.booleans()),
+        strides=draw(st.sampled_from(STRIDES)),
+        of_grad=draw(st.sampled_from(STRIDES)),
+        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
+        inverse=act == "none" and draw(st.booleans()),
+        in_place=draw(st.booleans()),
+        learns=frozenset(name for name in LEARN if draw(st.booleans())),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The same numbers with other strides; expanded ones are those of the first token."""
+    if kind == "permuted":
+        return x.movedim(0, -2).contiguous().movedim(-2, 0)
+    if kind == "inside":
+        return torch.nn.functional.pad(x, (3, 2), value=math.nan)[..., 3 : 3 + x.shape[-1]]
+    if kind == "every other channel":
+        return torch.stack((x, x * math.nan), -1)[..., 0]
+    if kind == "expanded":
+        return x[..., :1, :].expand(x.shape)
+    if kind == "misaligned":
+        return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+    return x.contiguous()
+
+
+class Inputs(NamedTuple):
+    """All tensors of a case; logarithms of the gate are ``spread``."""
+
+    x: torch.Tensor
+    grad: torch.Tensor
+    weight: torch.Tensor
+    gate: torch.Tensor
+    omega: torch.Tensor
+    where: torch.Tensor
+
+
+def made(case: Case) -> Inputs:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+
+    spec, heads = case.spec, case.heads if case.per_head else 1
+    sizes = case.rows, case.heads, case.tokens, spec.head_dim
+    shape = [sizes[dim] for dim in LAYOUTS[case.layout]]
+    width = spec.rotary_dim // 2 if case.tied else spec.head_dim
+    gate = {
+        "scalar": noise(1)[0].abs() + 0.5,
+        "slope": 0.02 * noise(heads, width),
+        "given": 0.3 * noise(case.tokens, heads, width),
+    }.get(case.gate, 0.3 * noise(heads, width))
+    where = torch.randint(-40, 40, (case.rows, case.tokens), generator=generator)
+    if case.positions == "offset":
+        where = where[:1, :1] + torch.arange(case.tokens)
+    if case.positions == "ids":
+        where = where[:1]
+    if case.positions == "fractions":
+        where = where.to(case.dtype) / 8
+    return Inputs(
+        laid_out(noise(*shape), case.strides),
+        laid_out(noise(*shape), case.of_grad),
+        noise(heads, spec.head_dim),
+        gate,
+        0.5 * noise(heads, spec.rotary_dim // 2).abs(),
+        where,
+    )
+
+
+def leaves(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """What learns, of what the call uses."""
+    used = {
+        "x": True,
+        "weight": case.act == "rms_norm",
+        "gate": case.gate not in ("none", "xpos"),
+        "omega": case.learned,
+        "where": case.positions == "fractions",
+    }
+    return {
+        name: getattr(inputs, name).requires_grad_() for name in sorted(case.learns) if used[name]
+    }
+
+
+def found(case: Case, way: str) -> dict[str, torch.Tensor]:
+    """What the library gives."""
+    if way != "reference":
+        cpu.use_instruction_set(way)
+    inputs = Inputs(*(t.detach() for t in made(case)))
+    wanted = leaves(case, inputs)
+    tied = "pair" if case.tied else None
+    gate: gates.Gate | None = {
+        "none": lambda: None,
+        "scalar": lambda: gates.Scalar(inputs.gate),
+        "exp": lambda: gates.Exp(inputs.gate, tied),
+        "slope": lambda: gates.Slope(inputs.gate, tied),
+        "given": lambda: gates.Given(inputs.gate, tied),
+        "xpos": lambda: gates.XPos(1.25, scale_base=60.0),
+    }[case.gate]()
+    act: Any = RMSNorm(inputs.weight, 1e-3) if case.act == "rms_norm" else case.act
+    where: Any = inputs.where
+    if case.positions == "offset":
+        where = int(where[0, 0])
+    elif len(where) == 1:
+        where = where[0]
+    options: dict[str, Any] = {
+        "layout": case.layout,
+        "act": None if case.inverse else act,
+        "gate": gate,
+        "inverse": case.inverse,
+        "inv_freq": inputs.omega if case.learned else None,
+        "backend": "reference" if way == "reference" else None,
+    }
+    # A copy, for what is expanded would be refused and a leaf too.
+    x = inputs.x.clone() if case.in_place else inputs.x
+    y = (rotate_ if case.in_place else rotate)(x, case.spec, where, **options)
+    result = {"y": y.detach()}
+    if y.requires_grad:
+        slopes = torch.autograd.grad(y, list(wanted.values()), inputs.grad)
+        result |= zip(wanted, slopes)
+    return result
+
+
+def true(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The same in float64, and how large a gradient is at most, term by term."""
+    given_ = Inputs(*(t.detach() for t in made(case)))
+    inputs = Inputs(*(t.double() for t in given_))
+    wanted = leaves(case, inputs)
+    spec, dims = case.spec, LAYOUTS[case.layout]
+    full = inputs.x[(None,) * (4 - len(dims))]
+    # Missing dimensions are in front, then each goes where it belongs.
+    order = [dim for dim in range(4) if dim not in dims] + list(dims)
+    x = full.permute([order.index(dim) for dim in range(4)])
+    x = (
+        oracle_acts.norm(x, inputs.weight, 1e-3, 0.0)
+        if case.act == "rms_norm"
+        else oracle_acts.act(case.act, x)
+    )
+    pairs = spec.rotary_dim // 2
+    k = torch.arange(pairs, dtype=torch.float64)
+    omega = inputs.omega if case.learned else spec.base ** (-k / pairs)[None]
+    where = inputs.where
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        if not case.tied and case.gate != "xpos":
+            return values
+        both = (values, values)
+        wide = torch.stack(both, -1).flatten(-2) if spec.interleaved else torch.cat(both, -1)
+        after = spec.head_dim - spec.start - spec.rotary_dim
+        return torch.nn.functional.pad(wide, (spec.start, after))
+
+    at = where[:, None, :, None]
+    if case.gate == "none":
+        log = torch.zeros((), dtype=torch.float64)
+    elif case.gate == "scalar":
+        log = inputs.gate.log()
+    elif case.gate == "xpos":
+        log = spread(((k / pairs + 0.4) / 1.4).log()) * (at - 1.25) / 60.0
+    elif case.gate == "given":
+        log = spread(inputs.gate).transpose(0, 1)[None]
+    else:
+        log = spread(inputs.gate)[None, :, None] * (at if case.gate == "slope" else 1.0)
+    angle = at * omega[None, :, None]
+    if case.inverse:
+        x, angle, log = x * torch.exp(-log), -angle, torch.zeros((), dtype=torch.float64)
+    first = spec.start + (2 if spec.interleaved else 1) * torch.arange(pairs)
+    second = first + (1 if spec.interleaved else pairs)
+    u, v = x[..., first], x[..., second]
+    y = x.index_copy(-1, first, u * angle.cos() - v * angle.sin())
+    y = y.index_copy(-1, second, u * angle.sin() + v * angle.cos()) * torch.exp(log)
+    y = y.permute(dims) if len(dims) == 4 else y.permute(order).reshape(inputs.x.shape)
+    result = {"y": y.detach()}
+    sizes = {"y": y.abs().max().item()}
+    if y.requires_grad:
+        slopes = torch.autograd.grad(y, list(wanted.values()), inputs.grad)
+        result |= zip(wanted, slopes)
+        terms = sizes["y"] * inputs.grad.abs().max().item() * math.sqrt(y.numel())
+        far = max(1.0, where.abs().max().item())
+        for name, slope in zip(wanted, slopes):
+            own = terms * (far if name in ("omega", "gate") else 1.0) if name != "x" else 0.0
+            sizes[name] = max(slope.abs().max().item(), own)
+    return result, sizes
+
+
+@pytest.mark.skipif(cpu.why_not() is not None, reason="no native library")
+@settings(
+    max_examples=400,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(cases())
+def test_anything_beside_anything(case: Case) -> None:
+    wanted, sizes = true(case)
+    bound = tolerances.value(f"f and P, {str(case.dtype)[6:]}")
+    before = cpu.instruction_set()
+    try:
+        for way in WAYS:
+            got = found(case, way)
+            assert got.keys() == wanted.keys()
+            for name, value in got.items():
+                error = (value.double() - wanted[name]).abs().max().item()
+                assert value.dtype == case.dtype
+                assert error <= 4 * bound * sizes[name], (way, name, error, sizes[name])
+    finally:
+        if before is not None:
+            cpu.use_instruction_set(before)
