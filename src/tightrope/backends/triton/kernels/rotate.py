@@ -21,22 +21,19 @@ from .heads import load_pairs, load_segment, store_pairs, store_segment, turn
 
 @triton.jit
 def load_head(
-    x, at, inside, channel, HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr,
+    x, at, channel, HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr,
     INTERLEAVED: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a head: both members of its pairs, and what is in front of and behind them."""
-    u, v = load_pairs(
-        x, at, inside, channel, START, PAIRS, BLOCK_T, BLOCK_P, INTERLEAVED, UNIT, WIDE
-    )
+    u, v = load_pairs(x, at, channel, START, PAIRS, BLOCK_T, BLOCK_P, INTERLEAVED, UNIT, WIDE)
     front = u
     back = u
     if REST and START > 0:
-        front = load_segment(x, at, inside, channel, 0, START, BLOCK_F, UNIT, WIDE)
+        front = load_segment(x, at, channel, 0, START, BLOCK_F, UNIT, WIDE)
     if REST and START + 2 * PAIRS < HEAD_DIM:
         back = load_segment(
-            x, at, inside, channel, START + 2 * PAIRS, HEAD_DIM - START - 2 * PAIRS, BLOCK_B, UNIT,
-            WIDE,
+            x, at, channel, START + 2 * PAIRS, HEAD_DIM - START - 2 * PAIRS, BLOCK_B, UNIT, WIDE,
         )  # fmt: skip
     return u, v, front, back
 
@@ -97,7 +94,7 @@ def inverse_rms(
 
 @triton.jit
 def gate_head(
-    u, v, front, back, gate, at, inside, channel, high, low, HEAD_DIM: tl.constexpr,
+    u, v, front, back, gate, at, channel, high, low, HEAD_DIM: tl.constexpr,
     START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_B: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, INVERSE: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr,
@@ -106,59 +103,20 @@ def gate_head(
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     OTHER: tl.constexpr = START + (1 if INTERLEAVED else PAIRS)
     u = u * factor(
-        gate,
-        at,
-        inside,
-        channel,
-        high,
-        low,
-        START,
-        STEP,
-        PAIRS,
-        BLOCK_P,
-        KIND,
-        INVERSE,
-        WIDE,
-        UNIT,
+        gate, at, channel, high, low, START, STEP, PAIRS, BLOCK_P, KIND, INVERSE, WIDE, UNIT
     )
     v = v * factor(
-        gate,
-        at,
-        inside,
-        channel,
-        high,
-        low,
-        OTHER,
-        STEP,
-        PAIRS,
-        BLOCK_P,
-        KIND,
-        INVERSE,
-        WIDE,
-        UNIT,
+        gate, at, channel, high, low, OTHER, STEP, PAIRS, BLOCK_P, KIND, INVERSE, WIDE, UNIT
     )
     if START > 0:
         front = front * factor(
-            gate,
-            at,
-            inside,
-            channel,
-            high,
-            low,
-            0,
-            1,
-            START,
-            BLOCK_F,
-            KIND,
-            INVERSE,
-            WIDE,
-            UNIT,
+            gate, at, channel, high, low, 0, 1, START, BLOCK_F, KIND, INVERSE, WIDE, UNIT
         )
     BEHIND: tl.constexpr = HEAD_DIM - START - 2 * PAIRS
     if BEHIND > 0:
         back = back * factor(
-            gate, at, inside, channel, high, low, START + 2 * PAIRS, 1, BEHIND, BLOCK_B, KIND,
-            INVERSE, WIDE, UNIT,
+            gate, at, channel, high, low, START + 2 * PAIRS, 1, BEHIND, BLOCK_B, KIND, INVERSE,
+            WIDE, UNIT,
         )  # fmt: skip
     return u, v, front, back
 
@@ -179,10 +137,9 @@ def finish_head(
     HAS_BACK: tl.constexpr = BEHIND > 0
     if ACT == RMS_NORM:
         # Loaded as a tile of one token: the weights of this head.
-        here = tl.full((1, 1), 1, tl.int1)
         wu, wv, wf, wb = load_head(
-            norm, norm_at, here, 1, HEAD_DIM, START, PAIRS, 1, BLOCK_P, BLOCK_F, BLOCK_B,
-            INTERLEAVED, True, True, False,
+            norm, norm_at, 1, HEAD_DIM, START, PAIRS, 1, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED,
+            True, True, False,
         )  # fmt: skip
     if DIRECTION == 0:
         if ACT == SOFTMAX:
@@ -206,7 +163,7 @@ def finish_head(
                 back = act(back, ACT)
     elif GATE != 0:
         u, v, front, back = gate_head(
-            u, v, front, back, gate, gate_at, inside, gate_channel, high, low, HEAD_DIM, START,
+            u, v, front, back, gate, gate_at, gate_channel, high, low, HEAD_DIM, START,
             PAIRS, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, GATE, DIRECTION == 2, WIDE,
             GATE_VECTOR > 0,
         )  # fmt: skip
@@ -214,14 +171,14 @@ def finish_head(
     if DIRECTION == 0:
         if GATE != 0:
             u, v, front, back = gate_head(
-                u, v, front, back, gate, gate_at, inside, gate_channel, high, low, HEAD_DIM,
+                u, v, front, back, gate, gate_at, gate_channel, high, low, HEAD_DIM,
                 START, PAIRS, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, GATE, False, WIDE,
                 GATE_VECTOR > 0,
             )  # fmt: skip
     elif ACT != 0:
         xu, xv, xf, xb = load_head(
-            x, x_at, inside, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F,
-            BLOCK_B, INTERLEAVED, True, INPUT_VECTOR > 0, WIDE,
+            x, x_at, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F, BLOCK_B,
+            INTERLEAVED, True, INPUT_VECTOR > 0, WIDE,
         )  # fmt: skip
         if ACT == SOFTMAX:
             xu, xv, xf, xb = soft(xu, xv, xf, xb, START, PAIRS, BEHIND, BLOCK_P, BLOCK_F, BLOCK_B)
@@ -339,23 +296,26 @@ def _turn_heads(
         sine = s
         if HEAD_ANGLES:
             cosine, sine = _angles(
-                primary, secondary, positions, row, head, token, inside, offset, ramp, length,
+                primary, secondary, positions, row, head, token, offset, ramp, length,
                 word_rows, word_heads, position_axis, position_row, position_token,
                 cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
                 amplitude, sine_amplitude, PAIRS, BLOCK_P, TABLES, AXES, POSITIONS, TURNS,
                 ROW_ANGLES, TABLE_VECTOR, WIDE,
             )  # fmt: skip
         u, v, front, back = load_head(
-            x, at + head * x_head * VECTOR, there, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T,
-            BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, WIDE,
+            x, at + head * x_head * VECTOR, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P,
+            BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, WIDE,
         )  # fmt: skip
         if TOGETHER == 2:
+            # The last of an odd number is read twice and stored once: under a mask of its own this
+            # load would wait behind the arithmetic of the first.
+            step = tl.where(last - head > 1, x_head * VECTOR, 0)
+            u2, v2, front2, back2 = load_head(
+                x, at + head * x_head * VECTOR + step, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T,
+                BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, WIDE,
+            )  # fmt: skip
             # A vector, as the interpreter makes integers of a tile and a scalar truth.
             both = (inside & (row * 0 + (last - head) > 1))[:, None]
-            u2, v2, front2, back2 = load_head(
-                x, at + (head + 1) * x_head * VECTOR, both, x_channel, HEAD_DIM, START, PAIRS,
-                BLOCK_T, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, WIDE,
-            )  # fmt: skip
         own = gate_at
         if GATE != 0:
             own = gate_at + head * gate_head_stride * GATE_STEP
@@ -384,7 +344,7 @@ def _turn_heads(
 
 @triton.jit
 def _angles(
-    primary, secondary, positions, row, head, token, inside, offset, ramp, length,
+    primary, secondary, positions, row, head, token, offset, ramp, length,
     word_rows, word_heads, position_axis, position_row, position_token,
     cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
     amplitude, sine_amplitude, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, TABLES: tl.constexpr,
@@ -394,14 +354,14 @@ def _angles(
     """Cosines and sines of the tokens, times the amplitude and, of sines, the direction."""
     if TABLES:
         c, s = from_tables(
-            primary, secondary, positions, row, head, token, inside, offset, ramp, length,
+            primary, secondary, positions, row, head, token, offset, ramp, length,
             position_row, position_token,
             cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
             PAIRS, BLOCK_P, POSITIONS, TABLE_VECTOR, WIDE,
         )  # fmt: skip
     else:
         c, s = from_words(
-            primary, secondary, positions, row, head, token, inside, offset, ramp, word_rows,
+            primary, secondary, positions, row, head, token, offset, ramp, word_rows,
             word_heads, position_axis, position_row, position_token,
             PAIRS, BLOCK_P, AXES, POSITIONS, TURNS, ROW_ANGLES, WIDE,
         )  # fmt: skip
@@ -410,6 +370,19 @@ def _angles(
         amplitude = amplitude.to(tl.int64).to(tl.float64, bitcast=True)
         sine_amplitude = sine_amplitude.to(tl.int64).to(tl.float64, bitcast=True)
     return c * amplitude, s * sine_amplitude
+
+
+@triton.jit
+def rows_of(start, index, tokens, BLOCK_T: tl.constexpr):
+    """The rows, and the places in them, of tokens `start + index`, with 0 <= index < BLOCK_T: one
+    division of 64 bits for a program, not for each token of a thread."""
+    row = start // tokens
+    # From the end of that row, less than BLOCK_T: in 32 bits.
+    beyond = index + (start - row * tokens - tokens)
+    size = tl.minimum(tokens, BLOCK_T).to(tl.uint32)
+    more = tl.maximum(beyond, 0).to(tl.uint32) // size
+    passed = tl.where(beyond < 0, 0, more.to(tl.int64) + 1)
+    return row + passed, beyond + tokens - passed * tokens
 
 
 @triton.jit
@@ -438,15 +411,15 @@ def rotate(
     """Turn q, and k where there is one. Strides of rows, heads and tokens count VECTOR elements."""
     tile = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * chunk
-    index = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    inside = index < count
-    row = index // tokens
-    token = index - row * tokens
+    start = tile * BLOCK_T
+    index = tl.arange(0, BLOCK_T)
+    inside = start + index < count
+    row, token = rows_of(start, tl.minimum(index, count - 1 - start), tokens, BLOCK_T)
     c = 0.0
     s = 0.0
     if not HEAD_ANGLES:
         c, s = _angles(
-            primary, secondary, positions, row, 0, token, inside, offset, ramp, length, word_rows,
+            primary, secondary, positions, row, 0, token, offset, ramp, length, word_rows,
             word_heads, position_axis, position_row, position_token,
             cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
             amplitude, sine_amplitude, PAIRS, BLOCK_P, TABLES, AXES, POSITIONS, TURNS,
@@ -456,7 +429,7 @@ def rotate(
     low = 0.0
     if GATE == SLOPE:
         high, low = place_of(
-            positions, row, token, inside, position_row, position_token, offset, ramp, POSITIONS,
+            positions, row, token, position_row, position_token, offset, ramp, POSITIONS,
             WIDE,
         )  # fmt: skip
     _turn_heads(
