@@ -31,9 +31,9 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 asked: list[tuple[Any, ...]] = []
 
 
-def note(kernel: Any, grid: Any, values: Any, aligned: Any, warps: int, device: Any) -> Any:
+def note(kernel: Any, grid: Any, values: Any, aligned: Any, blocks: Any, device: Any) -> Any:
     """Stands for `launch.launcher`: remembers what it was asked for, and launches nothing."""
-    asked.append((kernel, values, aligned, warps))
+    asked.append((kernel, values, aligned, blocks))
     return lambda *_: None
 
 
@@ -91,10 +91,10 @@ def calls() -> dict[str, Any]:
     }
 
 
-def facts(target: str, source: Any, warps: int) -> dict[str, Any]:
+def facts(target: str, source: Any, blocks: Any) -> dict[str, Any]:
     """What is in the machine code of a kernel."""
     goal = TARGETS[target]
-    kernel = triton.compile(source, target=goal, options=launch.options_of(warps, goal.warp_size))
+    kernel = triton.compile(source, target=goal, options=launch.options_of(blocks, goal))
     if target == "gfx942":
         code = kernel.asm["amdgcn"]
         spills = [int(n) for n in re.findall(r"\bvgpr_spill_count:\s*(\d+)", code)]
@@ -132,9 +132,9 @@ def compiled() -> dict[str, Any]:
     for name, call in calls().items():
         asked.clear()
         call()
-        kernel, values, aligned, warps = asked[-1]
+        kernel, values, aligned, blocks = asked[-1]
         source = launch.source_of(kernel, values, aligned)
-        result[name] = {target: facts(target, source, warps) for target in TARGETS}
+        result[name] = {target: facts(target, source, blocks) for target in TARGETS}
     return result
 
 

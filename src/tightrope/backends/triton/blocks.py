@@ -20,19 +20,40 @@ class Blocks(NamedTuple):
         warps: of a program.
         together: heads that are under way at a time; one where more of a head than its pairs is held.
         channels: tokens times (padded) channels of a tile, at most.
+        registers: that a thread may have on NVIDIA's GPUs; 0 leaves it to the compiler, which would
+            rather have few and load the second head when it is done with the first.
     """
 
     pairs: int
     warps: int
     together: int
     channels: int
+    registers: int = 0
 
 
 # By the bytes of an element: a thread has 16 bytes of either member of its pairs.
-PLAIN = {2: Blocks(1024, 4, 2, 8192), 4: Blocks(512, 4, 2, 8192), 8: Blocks(512, 4, 1, 4096)}
+PLAIN = {
+    2: Blocks(1024, 4, 2, 8192, 64),
+    4: Blocks(512, 4, 2, 8192, 64),
+    8: Blocks(512, 4, 1, 4096),
+}
 
 # With an act, a gate, or angles of each head there is more to hold per pair.
-HEAVY = {2: Blocks(1024, 4, 1, 4096), 4: Blocks(512, 4, 1, 4096), 8: Blocks(256, 4, 1, 2048)}
+HEAVY = {
+    2: Blocks(1024, 4, 1, 4096, 96),
+    4: Blocks(512, 4, 1, 4096, 96),
+    8: Blocks(256, 4, 1, 2048),
+}
+
+# The transpose of an act holds its input besides.
+BACK = {
+    2: Blocks(1024, 4, 1, 4096, 128),
+    4: Blocks(512, 4, 1, 4096, 128),
+    8: Blocks(256, 4, 1, 2048),
+}
+
+# Where no access is of 16 bytes, addresses take as many registers as what they are of.
+APART = {2: Blocks(256, 4, 1, 1024), 4: Blocks(256, 4, 1, 1024), 8: Blocks(128, 4, 1, 512)}
 
 # Sums over heads hold two values per pair.
 SUMS = {2: Blocks(1024, 4, 1, 4096), 4: Blocks(512, 4, 1, 4096), 8: Blocks(256, 4, 1, 2048)}
@@ -46,6 +67,26 @@ WIDEST = 2048
 
 #: More programs than this a grid does not hold in its second dimension.
 MOST_ACROSS = 65535
+
+
+def blocks_of(element: int, heavy: bool, back: bool, long: bool, aligned: bool) -> Blocks:
+    """The shape of a rotation.
+
+    Args:
+        element: bytes of one.
+        heavy: whether there is an act, a gate, or angles of each head.
+        back: whether it is the transpose of an act.
+        long: whether more of a head than its pairs is held.
+        aligned: whether accesses are of 16 bytes.
+
+    >>> blocks_of(2, False, False, False, True).pairs, blocks_of(2, True, False, False, False).pairs
+    (1024, 256)
+    """
+    if heavy and not aligned:
+        return APART[element]
+    found = (BACK if back else HEAVY if heavy else PLAIN)[element]
+    # What needs more registers is not held to a number.
+    return found if aligned and not long else found._replace(registers=0)
 
 
 def power_of_two(n: int) -> int:

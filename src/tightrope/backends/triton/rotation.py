@@ -212,11 +212,12 @@ def _plan(
     element = q.element_size()
     unit = unit_of(every, element, aligned)
     heavy = form.act != NONE or form.gate != NO_GATE or source.heads != 1
-    blocks = (shapes.HEAVY if heavy else shapes.PLAIN)[element]
     held = 0
     if rest:
         behind = head_dim - form.start - 2 * source.pairs
         held = (slices["BLOCK_F"] if form.start else 0) + (slices["BLOCK_B"] if behind else 0)
+    back = form.act != NONE and form.direction == TRANSPOSE
+    blocks = shapes.blocks_of(element, heavy, back, held > 0, unit > 1)
     block_tokens = shapes.tokens_of(blocks, block, held)
     tiles = -(-rows * tokens // block_tokens)
     together = 1 if held else min(blocks.together, shapes.power_of_two(heads))
@@ -268,6 +269,6 @@ def _plan(
     kernel = kernels.rotate
     arguments_ = [values.get(name) for name in kernel.arg_names]
     grid = (tiles, -(-heads // chunk), 1)
-    launch = launcher(kernel, grid, arguments_, frozenset(known), blocks.warps, q.device)
+    launch = launcher(kernel, grid, arguments_, frozenset(known), blocks, q.device)
     fixed = tuple(arguments_[kernel.arg_names.index("ramp") :])
     return _Plan(launch, fixed, tuple(partials), set(), carries)

@@ -38,7 +38,7 @@ def act(x, ACT: tl.constexpr):
     elif ACT == SIGMOID:
         return of.sigmoid(x)
     elif ACT == SILU:
-        return x * of.sigmoid(x)
+        return x * of.logistic(x)
     elif ACT == GELU:
         return x * _normal(x)
     elif ACT == ELU:
@@ -71,7 +71,7 @@ def slope(x, ACT: tl.constexpr):
     elif ACT == SIGMOID:
         return of.sigmoid(x) * of.sigmoid(-x)
     elif ACT == SILU:
-        return of.sigmoid(x) * tl.fma(x, of.sigmoid(-x), 1.0)
+        return of.logistic(x) * tl.fma(x, of.logistic(-x), 1.0)
     elif ACT == GELU:
         return tl.fma(x * of.normal_exponential(x), DENSITY, _normal(x))
     elif ACT == ELU:

@@ -90,7 +90,8 @@ def cos_sin(phase, WIDE: tl.constexpr):
         s = x * z * s + x
         c = z * z * c + (z * -0.5 + 1.0)
     else:
-        high = (remainder >> 40).to(tl.int32).to(tl.float32)
+        # By way of 32 bits, as 64 are slow to convert.
+        high = ((remainder >> 32).to(tl.int32) >> 8).to(tl.float32)
         low = ((remainder >> 16).to(tl.int32) & 0xFFFFFF).to(tl.float32)
         lower = tl.fma(high, -1.04216075e-14, low * 2.23223584e-14)
         x = tl.fma(high, 3.74507039e-07, lower)

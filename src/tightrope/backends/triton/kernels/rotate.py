@@ -73,12 +73,13 @@ def soft(
     if BEHIND > 0:
         back = exp(back - top)
     total = over_head(u, v, front, back, START > 0, BEHIND > 0)
-    u = tl.div_rn(u, total)
-    v = tl.div_rn(v, total)
+    share = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
+    u = u * share
+    v = v * share
     if START > 0:
-        front = tl.div_rn(front, total)
+        front = front * share
     if BEHIND > 0:
-        back = tl.div_rn(back, total)
+        back = back * share
     return u, v, front, back
 
 
@@ -88,8 +89,14 @@ def inverse_rms(
 ):
     """1 / sqrt(mean(x²) + eps) of the heads, [tokens, 1]."""
     total = over_head(u * u, v * v, front * front, back * back, HAS_FRONT, HAS_BACK)
-    mean = tl.div_rn(total, total * 0.0 + HEAD_DIM)
-    return tl.div_rn(mean * 0.0 + 1.0, tl.sqrt_rn(mean + eps))
+    mean = mean_of(total, HEAD_DIM)
+    return tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def mean_of(total, HEAD_DIM: tl.constexpr):
+    """A sum over the channels of a head over their number; infinity stays infinity."""
+    return tl.div_rn(total, tl.full(total.shape, HEAD_DIM, tl.float32))
 
 
 @triton.jit
@@ -207,8 +214,8 @@ def finish_head(
                 front = front * wf
             if HAS_BACK:
                 back = back * wb
-            mean = over_head(u * xu, v * xv, front * xf, back * xb, HAS_FRONT, HAS_BACK)
-            mean = tl.div_rn(mean, mean * 0.0 + HEAD_DIM)
+            total = over_head(u * xu, v * xv, front * xf, back * xb, HAS_FRONT, HAS_BACK)
+            mean = mean_of(total, HEAD_DIM)
             u = r * (u - xu * mean)
             v = r * (v - xv * mean)
             if HAS_FRONT:
