@@ -65,11 +65,26 @@ PROGRAMS = 512
 WIDEST = 2048
 
 
+#: Floats that the sums of tiles take at most, where heads have weights of their own.
+MOST_SUMS = 1 << 23
+
+
+def tiles_summed(channels: int) -> int:
+    """Tiles whose sums there is room for, of all channels of all heads.
+
+    >>> tiles_summed(40 * 128)
+    1638
+    """
+    return max(MOST_SUMS // channels, 1)
+
+
 #: More programs than this a grid does not hold in its second dimension.
 MOST_ACROSS = 65535
 
 
-def blocks_of(element: int, heavy: bool, back: bool, long: bool, aligned: bool) -> Blocks:
+def blocks_of(
+    element: int, heavy: bool, back: bool, long: bool, whole: bool, all_whole: bool
+) -> Blocks:
     """The shape of a rotation.
 
     Args:
@@ -77,16 +92,19 @@ def blocks_of(element: int, heavy: bool, back: bool, long: bool, aligned: bool) 
         heavy: whether there is an act, a gate, or angles of each head.
         back: whether it is the transpose of an act.
         long: whether more of a head than its pairs is held.
-        aligned: whether accesses are of 16 bytes.
+        whole: whether what is turned is read and written by 16 bytes.
+        all_whole: whether all else is.
 
-    >>> blocks_of(2, False, False, False, True).pairs, blocks_of(2, True, False, False, False).pairs
-    (1024, 256)
+    >>> blocks_of(2, False, False, False, True, True).pairs
+    1024
+    >>> blocks_of(2, True, False, False, False, True).pairs
+    256
     """
-    if heavy and not aligned:
+    if heavy and not whole:
         return APART[element]
     found = (BACK if back else HEAVY if heavy else PLAIN)[element]
     # What needs more registers is not held to a number.
-    return found if aligned and not long else found._replace(registers=0)
+    return found if whole and all_whole and not long else found._replace(registers=0)
 
 
 def power_of_two(n: int) -> int:

@@ -131,17 +131,28 @@ def gate_head(
 @triton.jit
 def finish_head(
     u, v, front, back, c, s, out, out_at, inside, out_channel, norm, norm_at, gate, gate_at,
-    gate_channel, high, low, x, x_at, x_channel, partial, partial_at, eps,
+    gate_channel, high, low, x, x_at, x_channel, eps,
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr,
     INTERLEAVED: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
     ACT: tl.constexpr, GATE: tl.constexpr, DIRECTION: tl.constexpr, WIDE: tl.constexpr,
     GATE_VECTOR: tl.constexpr, INPUT_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """From the loaded tiles of a head to its stored ones."""
+    """From the loaded tiles of a head to its stored ones.
+
+    Returns:
+        What the gradients by the weights of a norm are sums of.
+    """
+    by_weight = (u, v, front, back)
     BEHIND: tl.constexpr = HEAD_DIM - START - 2 * PAIRS
     HAS_FRONT: tl.constexpr = START > 0
     HAS_BACK: tl.constexpr = BEHIND > 0
+    if ACT != 0 and DIRECTION == 1:
+        # Beside the gradients, so that it does not wait for their rotation.
+        xu, xv, xf, xb = load_head(
+            x, x_at, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F, BLOCK_B,
+            INTERLEAVED, True, INPUT_VECTOR > 0, WIDE,
+        )  # fmt: skip
     if ACT == RMS_NORM:
         # Loaded as a tile of one token: the weights of this head.
         wu, wv, wf, wb = load_head(
@@ -183,10 +194,6 @@ def finish_head(
                 GATE_VECTOR > 0,
             )  # fmt: skip
     elif ACT != 0:
-        xu, xv, xf, xb = load_head(
-            x, x_at, x_channel, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F, BLOCK_B,
-            INTERLEAVED, True, INPUT_VECTOR > 0, WIDE,
-        )  # fmt: skip
         if ACT == SOFTMAX:
             xu, xv, xf, xb = soft(xu, xv, xf, xb, START, PAIRS, BEHIND, BLOCK_P, BLOCK_F, BLOCK_B)
             mean = over_head(u * xu, v * xv, front * xf, back * xb, HAS_FRONT, HAS_BACK)
@@ -204,10 +211,7 @@ def finish_head(
                 xf = xf * r
             if HAS_BACK:
                 xb = xb * r
-            store_sums(
-                u * xu, v * xv, front * xf, back * xb, inside, partial, partial_at, HEAD_DIM,
-                START, PAIRS, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED,
-            )  # fmt: skip
+            by_weight = (u * xu, v * xv, front * xf, back * xb)
             u = u * wu
             v = v * wv
             if HAS_FRONT:
@@ -239,6 +243,7 @@ def finish_head(
         store_segment(
             out, out_at, inside, out_channel, back, START + 2 * PAIRS, BEHIND, BLOCK_B, UNIT, BITS
         )
+    return by_weight
 
 
 @triton.jit
@@ -274,7 +279,7 @@ def _turn_heads(
     cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
     x_row, x_head, x_token, x_channel, out_row, out_head, out_token, out_channel,
     norm_head, gate_row, gate_head_stride, gate_token, gate_channel,
-    input_row, input_head, input_token, input_channel, partial_at, heads,
+    input_row, input_head, input_token, input_channel, partial_at, sum_at, heads,
     c, s, high, low, amplitude, sine_amplitude, eps,
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -283,9 +288,13 @@ def _turn_heads(
     POSITIONS: tl.constexpr, TURNS: tl.constexpr, ROW_ANGLES: tl.constexpr,
     HEAD_ANGLES: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr, DIRECTION: tl.constexpr,
     TOGETHER: tl.constexpr, WIDE: tl.constexpr, GATE_VECTOR: tl.constexpr,
-    INPUT_VECTOR: tl.constexpr,
+    INPUT_VECTOR: tl.constexpr, ONE_SUM: tl.constexpr,
 ):  # fmt: skip
-    """Turn heads [first, last) of one operand."""
+    """Turn heads [first, last) of one operand.
+
+    The gradients by the weights of a norm are summed over the tokens, and with ONE_SUM over the heads,
+    into `partial`: heads of float32, at `partial_at` those of a tile, or at `sum_at` one.
+    """
     at = ((row * x_row + token * x_token) * VECTOR)[:, None]
     out_at = ((row * out_row + token * out_token) * VECTOR)[:, None]
     there = inside[:, None]
@@ -298,6 +307,15 @@ def _turn_heads(
         gate_at = ((row * gate_row + token * gate_token) * GATE_STEP)[:, None]
     if ACT != 0 and DIRECTION == 1:
         input_at = ((row * input_row + token * input_token) * INPUT_STEP)[:, None]
+    if ONE_SUM:
+        su = tl.full((BLOCK_T, BLOCK_P), 0.0, tl.float32)
+        sv = su
+        sf = su
+        sb = su
+        if START > 0:
+            sf = tl.full((BLOCK_T, BLOCK_F), 0.0, tl.float32)
+        if START + 2 * PAIRS < HEAD_DIM:
+            sb = tl.full((BLOCK_T, BLOCK_B), 0.0, tl.float32)
     for head in range(first, last, TOGETHER):
         cosine = c
         sine = s
@@ -332,21 +350,36 @@ def _turn_heads(
         norm_at = 0
         if ACT == RMS_NORM:
             norm_at = head * norm_head * HEAD_DIM
-        finish_head(
+        du, dv, df, db = finish_head(
             u, v, front, back, cosine, sine, out, out_at + head * out_head * VECTOR, there, out_channel,
-            norm, norm_at, gate, own, gate_channel, high, low, input, of_input, input_channel,
-            partial, (partial_at * heads + head) * HEAD_DIM, eps, HEAD_DIM, START, PAIRS, BLOCK_T,
-            BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, BITS, ACT, GATE, DIRECTION, WIDE,
-            GATE_VECTOR, INPUT_VECTOR,
+            norm, norm_at, gate, own, gate_channel, high, low, input, of_input, input_channel, eps,
+            HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, BITS,
+            ACT, GATE, DIRECTION, WIDE, GATE_VECTOR, INPUT_VECTOR,
         )  # fmt: skip
         if TOGETHER == 2:
             finish_head(
                 u2, v2, front2, back2, cosine, sine, out, out_at + (head + 1) * out_head * VECTOR, both,
                 out_channel, norm, 0, gate, gate_at, gate_channel, high, low, input, input_at,
-                input_channel, partial, 0, eps, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F,
-                BLOCK_B, INTERLEAVED, REST, UNIT, BITS, ACT, GATE, DIRECTION, WIDE,
-            GATE_VECTOR, INPUT_VECTOR,
+                input_channel, eps, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P, BLOCK_F, BLOCK_B,
+                INTERLEAVED, REST, UNIT, BITS, ACT, GATE, DIRECTION, WIDE, GATE_VECTOR, INPUT_VECTOR,
             )  # fmt: skip
+        if ONE_SUM:
+            su += du
+            sv += dv
+            if START > 0:
+                sf += df
+            if START + 2 * PAIRS < HEAD_DIM:
+                sb += db
+        elif ACT == RMS_NORM and DIRECTION == 1:
+            store_sums(
+                du, dv, df, db, there, partial, (partial_at * heads + head) * HEAD_DIM, HEAD_DIM,
+                START, PAIRS, BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED,
+            )  # fmt: skip
+    if ONE_SUM:
+        store_sums(
+            su, sv, sf, sb, there, partial, sum_at * HEAD_DIM, HEAD_DIM, START, PAIRS, BLOCK_P,
+            BLOCK_F, BLOCK_B, INTERLEAVED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -395,7 +428,7 @@ def rows_of(start, index, tokens, BLOCK_T: tl.constexpr):
 @triton.jit
 def rotate(
     q, k, out_q, out_k, primary, secondary, positions, offset,
-    norm_q, norm_k, gate_q, gate_k, input_q, input_k, partial_q, partial_k,
+    norm_q, norm_k, gate_q, gate_k, input_q, input_k, partial_q, partial_k, first_tile,
     ramp, count, tokens, q_heads, k_heads, chunk, length, word_rows, word_heads,
     position_axis, position_row, position_token,
     cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
@@ -413,12 +446,16 @@ def rotate(
     POSITIONS: tl.constexpr, TURNS: tl.constexpr, ROW_ANGLES: tl.constexpr,
     HEAD_ANGLES: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr, DIRECTION: tl.constexpr,
     TOGETHER: tl.constexpr, WIDE: tl.constexpr, GATE_VECTOR: tl.constexpr,
-    INPUT_VECTOR: tl.constexpr,
+    INPUT_VECTOR: tl.constexpr, ONE_SUM: tl.constexpr,
 ):  # fmt: skip
     """Turn q, and k where there is one. Strides of rows, heads and tokens count VECTOR elements."""
-    tile = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1).to(tl.int64) * chunk
-    start = tile * BLOCK_T
+    own = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    sum_at = own * tl.num_programs(1) + part
+    first = part * chunk
+    start = own * BLOCK_T
+    if first_tile is not None:
+        start = (own + first_tile) * BLOCK_T
     index = tl.arange(0, BLOCK_T)
     inside = start + index < count
     row, token = rows_of(start, tl.minimum(index, count - 1 - start), tokens, BLOCK_T)
@@ -436,9 +473,8 @@ def rotate(
     low = 0.0
     if GATE == SLOPE:
         high, low = place_of(
-            positions, row, token, position_row, position_token, offset, ramp, POSITIONS,
-            WIDE,
-        )  # fmt: skip
+            positions, row, token, position_row, position_token, offset, ramp, POSITIONS, WIDE
+        )
     _turn_heads(
         first, tl.minimum(first + chunk, q_heads), q, out_q, primary, secondary, positions, norm_q,
         gate_q, input_q, partial_q, row, token, inside, offset, ramp, length, word_rows,
@@ -446,11 +482,11 @@ def rotate(
         cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
         q_row, q_head, q_token, q_channel, out_q_row, out_q_head, out_q_token, out_q_channel,
         norm_q_head, gate_q_row, gate_q_head, gate_q_token, gate_q_channel,
-        input_q_row, input_q_head, input_q_token, input_q_channel, tile, q_heads,
+        input_q_row, input_q_head, input_q_token, input_q_channel, own, sum_at, q_heads,
         c, s, high, low, amplitude, sine_amplitude, eps, HEAD_DIM, START, PAIRS, BLOCK_T, BLOCK_P,
         BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, TABLE_VECTOR, VECTOR, BITS, TABLES, AXES,
         POSITIONS, TURNS, ROW_ANGLES, HEAD_ANGLES, ACT, GATE, DIRECTION, TOGETHER, WIDE,
-        GATE_VECTOR, INPUT_VECTOR,
+        GATE_VECTOR, INPUT_VECTOR, ONE_SUM,
     )  # fmt: skip
     if k is not None:
         _turn_heads(
@@ -460,9 +496,9 @@ def rotate(
             cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
             k_row, k_head, k_token, k_channel, out_k_row, out_k_head, out_k_token, out_k_channel,
             norm_k_head, gate_k_row, gate_k_head, gate_k_token, gate_k_channel,
-            input_k_row, input_k_head, input_k_token, input_k_channel, tile, k_heads,
+            input_k_row, input_k_head, input_k_token, input_k_channel, own, sum_at, k_heads,
             c, s, high, low, amplitude, sine_amplitude, eps, HEAD_DIM, START, PAIRS, BLOCK_T,
             BLOCK_P, BLOCK_F, BLOCK_B, INTERLEAVED, REST, UNIT, TABLE_VECTOR, VECTOR, BITS, TABLES,
             AXES, POSITIONS, TURNS, ROW_ANGLES, HEAD_ANGLES, ACT, GATE, DIRECTION, TOGETHER, WIDE,
-        GATE_VECTOR, INPUT_VECTOR,
+            GATE_VECTOR, INPUT_VECTOR, ONE_SUM,
         )  # fmt: skip
