@@ -31,6 +31,15 @@ def backends() -> dict[str, str | None]:
     return {name: backend.why_not() for name, backend in BY_NAME.items()}
 
 
+def takes(x: torch.Tensor) -> bool:
+    """Whether a kernel would rotate a tensor, and not the definition; asked in every short call.
+
+    >>> takes(torch.zeros(1, device="meta"))
+    False
+    """
+    return cpu.why_not(x) is None if x.is_cpu else triton.takes(x)
+
+
 def which(x: torch.Tensor) -> tuple[str, str | None]:
     """Which backend would rotate a tensor, and why no faster one would.
 

@@ -78,8 +78,8 @@ def run(
     Returns:
         The gradients by weights, where the call has any; None if it is left to the definition.
     """
-    index = q.device.index
-    if index is not None and torch.accelerator.current_device_index() != index:
+    index = q.get_device()
+    if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
             return run(q, k, outs, whose, arguments)
     primary, secondary, positions, offset, form, amplitude, carried, eps = arguments
@@ -88,16 +88,16 @@ def run(
     if k is not None:
         k_at = k.data_ptr()
         where |= k_at
-        key_of_k = (k.shape, k.stride(), k.dtype)
+        key_of_k = (k.shape, k.stride(), k.dtype, k.get_device())
     if whose == GIVEN:
         for out in outs:
             where |= out.data_ptr()
     words_at = primary.data_ptr()
     key = (
         form, q.shape, q.stride(), q.dtype, index, where % ACCESS, whose, amplitude, eps, key_of_k,
-        primary.shape, primary.stride(), primary.dtype, words_at % ACCESS,
+        primary.shape, primary.stride(), primary.dtype, words_at % ACCESS, primary.get_device(),
         None if secondary is None else _said(secondary),
-        None if positions is None else (positions.shape, positions.stride(), positions.dtype),
+        None if positions is None else _said(positions),
         tuple(map(_said, carried)) if carried else None,
         tuple(map(_said, outs)) if whose == GIVEN else None,
     )  # fmt: skip
@@ -191,7 +191,7 @@ def _summed(form: Form, parts: Carried) -> Sequence[torch.Tensor]:
 
 def _said(x: torch.Tensor) -> tuple[Any, ...]:
     """What a launch depends on of a tensor."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ACCESS
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ACCESS, x.get_device()
 
 
 def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -224,8 +224,6 @@ def _plan(
     xs = [q] if k is None else [q, k]
     parts = carried_of(form, carried)
     wide = q.dtype == torch.float64
-    if form.numerics or (wide and form.act != NONE):
-        return None
     views = views_of(xs, form)
     out_views = views if whose == IN_PLACE else views_of(outs, form)
     require(
@@ -237,6 +235,8 @@ def _plan(
     source = source_of(primary, secondary, positions, form, views, q.device)
     rows, _, tokens, head_dim = views[0].sizes
     block = shapes.power_of_two(source.pairs)
+    if form.numerics or (wide and form.act != NONE):
+        return None
     if source.pairs == 0 or max(2 * block, head_dim) > shapes.WIDEST:
         return None
     reads = {**source.values, **carried_values(form, parts, views, source.axes, q.device)}
