@@ -112,6 +112,31 @@ def test_a_call_copies_nothing(name: str) -> None:
     assert mode.found == []
 
 
+LEARNED: dict[str, Callable[..., Any]] = {
+    "x": lambda *_: {},
+    "frequencies": lambda pairs, _: {"inv_freq": pairs},
+    "slope": lambda pairs, _: {"gate": Slope(pairs, tied="pair")},
+    "exp and number": lambda pairs, _: {"gate": (Exp(pairs, tied="pair"), Scalar(2.0))},
+    "xPos": lambda *_: {"gate": XPOS},
+    "norm": lambda _, channels: {"act": RMSNorm(channels, 1e-6)},
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_backward_pass_copies_nothing(name: str) -> None:
+    leaves = [x.clone().requires_grad_() for x in (Q, K, on_device(8), on_device(16))]
+    q, k, *learned = leaves
+
+    def step() -> None:
+        y, z = rotate_qk(q, k, SPEC, IDS, **LEARNED[name](*learned))
+        torch.autograd.grad(y.sum() + z.sum(), leaves, allow_unused=True)
+
+    step()
+    with Copies() as mode:
+        step()
+    assert mode.found == []
+
+
 @pytest.mark.parametrize("gate", [None, Scalar(2.0), XPOS, Slope(on_device(16))])
 @pytest.mark.parametrize("where", [5, IDS], ids=["offset", "ids"])
 def test_a_prepared_rotation_takes_the_short_way(
