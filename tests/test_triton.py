@@ -295,6 +295,27 @@ def test_rows_further_apart_than_32_bits() -> None:
     assert_same_bits(view.contiguous(), small)
 
 
+def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own division, over rows shorter and longer than a tile and than 32 bits hold."""
+    if not HAS_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from triton_rows import store_rows
+
+    block = 64
+    sizes = [1, 2, 3, 63, 64, 65, 127, 128, 1000, 2**31 - 1, 2**31, 2**31 + 7, 2**32 + 1, 2**40]
+    cases = [
+        (start // block * block, size)
+        for size in sizes
+        for start in (0, 64, size - 1, size, 5 * size + 70, 999 * size + 12_345)
+    ]
+    given = [torch.tensor(column, device=DEVICE) for column in zip(*cases)]
+    rows, tokens = (torch.zeros(len(cases), block, dtype=torch.int64, device=DEVICE) for _ in "rt")
+    store_rows[(len(cases),)](*given, rows, tokens, block)
+    for (start, size), own, places in zip(cases, rows.tolist(), tokens.tolist(), strict=True):
+        want = [divmod(start + i, size) for i in range(block)]
+        assert list(zip(own, places, strict=True)) == want, (start, size)
+
+
 # --- functions of one channel ---------------------------------------------------------------------
 
 REACH = torch.cat(
