@@ -82,9 +82,9 @@ def test_registers_suffice_and_nothing_is_double() -> None:
         for target, facts in by_target.items():
             assert facts["spills"] == 0, (name, target)
             assert not facts["float64"], (name, target)
-    # A multiprocessor has 65,536: for eight programs of 128 threads, and four.
+    # A multiprocessor has 65,536: for six programs of 128 threads, and four.
     for name in ("bfloat16", "bfloat16 interleaved", "float32", "M-RoPE", "tables"):
-        assert found()["compiled"][name]["sm_90"]["registers"] <= 64, name
+        assert found()["compiled"][name]["sm_90"]["registers"] <= 80, name
     for name in ("silu", "silu backward", "softmax", "rms_norm", "rms_norm backward", "slopes"):
         assert found()["compiled"][name]["sm_90"]["registers"] <= 128, name
 

@@ -33,8 +33,8 @@ class Blocks(NamedTuple):
 
 # By the bytes of an element: a thread has 16 bytes of either member of its pairs.
 PLAIN = {
-    2: Blocks(1024, 4, 2, 8192, 64),
-    4: Blocks(512, 4, 2, 8192, 64),
+    2: Blocks(1024, 4, 2, 8192, 80),
+    4: Blocks(512, 4, 2, 8192, 80),
     8: Blocks(512, 4, 1, 4096),
 }
 

@@ -131,11 +131,19 @@ def normal_exponential(x):
 
 
 @triton.jit
-def logistic(x):
-    """1 / (1 + e^-x), without overflow; some number of NaN."""
+def logistics(x):
+    """1 / (1 + e^-x) and 1 / (1 + e^x), without overflow; some numbers of NaN."""
     z = _exp_down(-tl.abs(x))
-    y = inverse_after_one(z)
-    return tl.where(x >= 0, y, z * y)
+    greater = inverse_after_one(z)
+    less = z * greater
+    return tl.where(x >= 0, greater, less), tl.where(x >= 0, less, greater)
+
+
+@triton.jit
+def logistic(x):
+    """The first of :func:`logistics`."""
+    first, _ = logistics(x)
+    return first
 
 
 @triton.jit
