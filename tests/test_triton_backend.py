@@ -122,7 +122,7 @@ def test_a_launch_hands_over_what_tritons_own_does(monkeypatch: pytest.MonkeyPat
         def launch_metadata(self, *_: object) -> str:
             return "told"
 
-    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", Driver())
     found, grid, device = Found(), (5, 2, 1), torch.device("cuda", 3)
     found[grid](1, None, 2.5)
     launch.runner(found, grid, device)(1, None, 2.5)
