@@ -722,6 +722,17 @@ def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) ->
     check(call)
 
 
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More heads under way than the kernel has room for are as many as it has."""
+    from tightrope.backends.triton import blocks
+
+    for table in (blocks.PLAIN, blocks.HEAVY):
+        monkeypatch.setitem(table, 4, table[4]._replace(together=together))
+    for act in ("none", "silu"):
+        check(make({**PLAIN, "act": act, "channels": (128, 0, 128)}))
+
+
 def test_sums_by_weights_take_little_memory() -> None:
     """Of heads as many as models have, over as many tokens as they see."""
     from tightrope.backends.triton import rotation

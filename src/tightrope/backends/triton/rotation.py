@@ -260,7 +260,8 @@ def _plan(
     blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(reads, parts))
     block_tokens = shapes.tokens_of(blocks, block, held)
     tiles = -(-rows * tokens // block_tokens)
-    together = 1 if held else min(blocks.together, shapes.power_of_two(heads))
+    # The kernel has two heads under way at most, and of those with more to do one.
+    together = 1 if held or heavy else min(blocks.together, heads, 2)
     chunk = shapes.chunk_of(heads, tiles, together)
     cosine, sine = amplitudes_of(form, amplitude, wide)
     values: dict[str, Any] = {
