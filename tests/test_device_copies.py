@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightrope import RopeSpec, frequencies, gates, positions
+from tightrope import RopeSpec, frequencies, gates, gating, positions
 from tightrope.activations import RMSNorm
 from tightrope.backends import takes
 from tightrope.backends.triton import registration
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
 from tightrope.gates import Exp, Given, Scalar, Slope, XPos
+from tightrope.spec import _tables
 
 DEVICE = torch.device("meta")
 
@@ -159,6 +160,21 @@ def test_a_prepared_rotation_takes_the_short_way(
         rotate_qk(Q, K, prepared, gate=gate)
         rotate_qk_(Q, K, prepared, gate=gate)
     assert mode.found == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_graph_reads_what_was_kept_and_keeps_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CALLS[name]()
+    kept = dict(gates._kept)
+    for module in (gates, gating, _tables):
+        monkeypatch.setattr(module, "may_keep", lambda _: False)
+    with Copies() as mode:
+        CALLS[name]()
+    assert mode.found == []
+    rotate(Q, SPEC, 7, gate=XPos(centre=3, smoothing=0.123))
+    assert gates._kept.keys() == kept.keys()
 
 
 def test_what_a_device_reads_anew_is_not_kept() -> None:

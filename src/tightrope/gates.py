@@ -347,15 +347,14 @@ def _rates(
     smoothing: float, channels: Channels, inside: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """log ζ of each channel, made on the host and kept, as every call would copy it to its device."""
-    keep = may_keep(device)
     key = smoothing, channels, inside, device
-    found = _kept.get(key) if keep else None
+    found = None if is_tracing() else _kept.get(key)
     if found is None:
         with nullcontext() if is_tracing() else torch.inference_mode(False):
             k = torch.arange(channels.pairs, dtype=torch.float64, device="cpu")
             zeta = (2 * k / max(channels.rotary_dim, 1) + smoothing) / (1 + smoothing)
             found = channels.spread(zeta.log()).to(device, inside)
-        if keep:
+        if may_keep(device):
             if len(_kept) >= _MOST_KEPT:
                 _kept.clear()
             _kept[key] = found
