@@ -126,6 +126,10 @@ class Threads:
             elif name == "mov" and operands[1].startswith("{"):
                 halves = [self._value(x, "b16").astype("u4") for x in _listed(operands[1])]
                 self._set(operands[0], halves[0] | halves[1] << 16, on)
+            elif name == "mov" and operands[0].startswith("{"):
+                wide, each = self._value(operands[1], kind), int(kind[1:]) // 2
+                for i, into in enumerate(_listed(operands[0])):
+                    self._set(into, (wide >> wide.dtype.type(i * each)).astype(f"u{each // 8}"), on)
             elif name == "mov":
                 kind = "b64" if kind == "u64" else kind
                 self._set(operands[0], self._value(operands[1], kind), on)

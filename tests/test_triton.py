@@ -18,7 +18,7 @@ from tightrope.ops import gradients
 from tightrope.ops.definition import compose
 from tightrope.ops.layouts import BY_CODE
 from tightrope.ops.schema import LOG, SLOPE, WORDS, Form, form_of
-from tolerances import Case, assert_rotated, assert_same_bits, value
+from tolerances import Case, assert_near, assert_rotated, assert_same_bits, value
 from triton_cases import AXES, DEVICE, HAS_GPU, Made, covering, make, needs_triton, noise, words
 
 pytestmark = needs_triton
@@ -293,6 +293,27 @@ def test_rows_further_apart_than_32_bits() -> None:
     assert_same_bits(y, small)
     operators().rotate_(view, None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0)
     assert_same_bits(view.contiguous(), small)
+
+
+def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own division, over rows shorter and longer than a tile and than 32 bits hold."""
+    if not HAS_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from triton_rows import store_rows
+
+    block = 64
+    sizes = [1, 2, 3, 63, 64, 65, 127, 128, 1000, 2**31 - 1, 2**31, 2**31 + 7, 2**32 + 1, 2**40]
+    cases = [
+        (start // block * block, size)
+        for size in sizes
+        for start in (0, 64, size - 1, size, 5 * size + 70, 999 * size + 12_345)
+    ]
+    given = [torch.tensor(column, device=DEVICE) for column in zip(*cases)]
+    rows, tokens = (torch.zeros(len(cases), block, dtype=torch.int64, device=DEVICE) for _ in "rt")
+    store_rows[(len(cases),)](*given, rows, tokens, block)
+    for (start, size), own, places in zip(cases, rows.tolist(), tokens.tolist(), strict=True):
+        want = [divmod(start + i, size) for i in range(block)]
+        assert list(zip(own, places, strict=True)) == want, (start, size)
 
 
 # --- functions of one channel ---------------------------------------------------------------------
@@ -628,20 +649,20 @@ def test_overlapping_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "act", ["relu", "sigmoid", "gelu", "elu", "softplus", "leaky_relu", "tanh"]
+    "act", ["relu", "sigmoid", "silu", "gelu", "elu", "softplus", "exp", "leaky_relu", "tanh"]
 )
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore::RuntimeWarning")
 def test_infinities_are_those_of_the_definition(act: str) -> None:
-    x = torch.tensor([math.inf, -math.inf, 1.0, -1.0], device=DEVICE).reshape(1, 1, 1, 4)
+    x = torch.tensor([math.inf, -math.inf, math.nan, 1.0, -1.0], device=DEVICE).reshape(1, 1, 1, 5)
     still = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=DEVICE)
     for direction in (0, 1):
-        form = Form(act=ACTS.index(act), direction=direction, start=2).pack()
+        form = Form(act=ACTS.index(act), direction=direction, start=3).pack()
         given = torch.ones_like(x) if direction else x
         arguments = (still, None, None, 0, form, 1.0, [x] if direction else None)
         (got,) = operators().rotate(given, None, *arguments)
         (want,) = compose(given, None, *arguments)
-        assert torch.equal(got[..., :2].isnan(), want[..., :2].isnan())
-        assert torch.equal(got[..., :2].nan_to_num(7.0), want[..., :2].nan_to_num(7.0))
+        assert torch.equal(got[..., :3].isnan(), want[..., :3].isnan())
+        assert torch.equal(got[..., :3].nan_to_num(7.0), want[..., :3].nan_to_num(7.0))
 
 
 def test_more_heads_than_a_grid_holds_are_left_to_the_definition() -> None:
@@ -651,3 +672,79 @@ def test_more_heads_than_a_grid_holds_are_left_to_the_definition() -> None:
         x, None, x, None, gate, None, None, 0, Form(gate=LOG).pack()
     )
     assert torch.equal(found, torch.full_like(gate, 2.0))
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore::RuntimeWarning")
+def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
+    """Squares beyond float32 have an infinite mean, and what is divided by it is 0."""
+    x = torch.tensor([[3e19, -2.0, 1e20, 0.5], [1.0, 2.0, -3.0, 4.0]], device=DEVICE)
+    x = x.reshape(1, 1, 2, 4)
+    still, weight = words(1, 1, 1, 2), torch.ones(1, 4, device=DEVICE)
+    for direction in (0, 1):
+        form = Form(act=RMS_NORM, direction=direction).pack()
+        given = torch.ones_like(x) if direction else x
+        carried = [weight, x] if direction else [weight]
+        got = operators().rotate(given, None, still, None, None, 0, form, 1.0, carried, 1e-6)
+        want = compose(given, None, still, None, None, 0, form, 1.0, carried, 1e-6)
+        assert not bool(got[0].isnan().any())
+        for one, other in zip(got, want, strict=True):
+            assert_near(one, other, "float32 ways")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "of each head"])
+def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for the sums of all tiles, or heads are shared out, sums are the same."""
+    from tightrope.backends.triton import blocks, rotation
+
+    case = {**PLAIN, "act": "rms_norm", "direction": 1, "channels": (20, 6, 14)}
+    made = make(case)
+    q = noise(3, 3, 131, 20, seed=1).float().to(DEVICE)
+    weights = [noise(3 if own else 1, 20, seed=2 + i).float().to(DEVICE) for i in range(2)]
+    inputs = [noise(3, n, 131, 20, seed=4 + i).float().to(DEVICE) for i, n in enumerate((3, 3))]
+    arguments = (*made.arguments[:6], [*weights, *inputs], 1e-6)
+    call = Made(q, q.flip(-1), arguments, "new")
+    whole = run(call)
+    rotation._plans.clear()
+    monkeypatch.setattr(blocks, "MOST_SUMS", 3 * 20 * 2)
+    monkeypatch.setattr(blocks, "PROGRAMS", 10_000)
+    parts = run(call)
+    (plan,) = rotation._plans.values()
+    assert plan is not None
+    assert (len(plan.launches) > 3) == own
+    assert plan.partials[0][:2] == ((2, 3) if own else (plan.launches[0].tiles, 3))
+    for one, other in zip(whole[:2], parts[:2], strict=True):
+        assert_same_bits(one, other)
+    for one, other in zip(whole[2:], parts[2:], strict=True):
+        assert_near(one, other, "float32 ways")
+    check(call)
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More heads under way than the kernel has room for are as many as it has."""
+    from tightrope.backends.triton import blocks
+
+    for table in (blocks.PLAIN, blocks.HEAVY):
+        monkeypatch.setitem(table, 4, table[4]._replace(together=together))
+    for act in ("none", "silu"):
+        check(make({**PLAIN, "act": act, "channels": (128, 0, 128)}))
+
+
+def test_sums_by_weights_take_little_memory() -> None:
+    """Of heads as many as models have, over as many tokens as they see."""
+    from tightrope.backends.triton import rotation
+
+    rotation._plans.clear()
+    q = torch.empty(1, dtype=torch.bfloat16).expand(12, 40, 32_768, 128)
+    for heads in (1, 40):
+        form = Form(act=RMS_NORM, direction=1).pack()
+        carried = [torch.empty(heads, 128), q]
+        arguments = (torch.zeros(1, 1, 1, 64, dtype=torch.int64), None, None, 0, form, 1.0)
+        plan = rotation._plan(q, None, [q], rotation.GIVEN, True, (*arguments, carried, 1e-6))
+        assert plan is not None
+        ((tiles, each, channels),) = plan.partials
+        assert 4 * tiles * each * channels <= 64 << 20
+        assert sum(launch.tiles for launch in plan.launches) >= tiles

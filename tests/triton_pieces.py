@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ptx import Array, Threads
-from tightrope.backends.triton import launch
+from tightrope.backends.triton import blocks, launch
 from tightrope.backends.triton.kernels.angles import cos_sin
 from tightrope.backends.triton.kernels.elementary import exp, sigmoid
 
@@ -50,7 +50,8 @@ def ptx_of(kernel: Any, pointer: str) -> str:
         kernel, types, {(3,): SIZE}, {(i,): [["tt.divisibility", 16]] for i in range(3)}
     )
     target = GPUTarget("cuda", 90, 32)
-    ptx: str = triton.compile(source, target=target, options=launch.options_of(4, 32)).asm["ptx"]
+    options = launch.options_of(blocks.Blocks(SIZE, 4, 1, SIZE), target)
+    ptx: str = triton.compile(source, target=target, options=options).asm["ptx"]
     return ptx
 
 

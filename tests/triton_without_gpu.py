@@ -31,9 +31,9 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 asked: list[tuple[Any, ...]] = []
 
 
-def note(kernel: Any, grid: Any, values: Any, aligned: Any, warps: int, device: Any) -> Any:
+def note(kernel: Any, grid: Any, values: Any, aligned: Any, blocks: Any, device: Any) -> Any:
     """Stands for `launch.launcher`: remembers what it was asked for, and launches nothing."""
-    asked.append((kernel, values, aligned, warps))
+    asked.append((kernel, values, aligned, blocks))
     return lambda *_: None
 
 
@@ -60,6 +60,11 @@ def calls() -> dict[str, Any]:
         at = None if form.ramp else ids[:axes]
         return words(64, axes), None, at, 3, form.pack(), 1.0, list(carried) or None, 1e-6
 
+    def apart(n: int) -> torch.Tensor:
+        return torch.empty(2, 64, n, 256, dtype=torch.bfloat16)[..., ::2].transpose(1, 2)
+
+    gelu = Form(act=ACTS.index("gelu"), gate=LOG, direction=1)
+    gate = torch.empty(2, 1, 64, 128)
     rms = ACTS.index("rms_norm")
     weights = torch.empty(1, 128), torch.empty(1, 128)
     return {
@@ -69,6 +74,8 @@ def calls() -> dict[str, Any]:
         "float32 interleaved": into(f, g, *call(Form(interleaved=True))),
         "M-RoPE": into(q, k, *call(Form(ramp=False), axes=3)),
         "tables": into(q, k, table, table, None, 0, Form(source=1).pack(), 1.0),
+        "unaligned": into(q[..., 1:], None, words(63), None, None, 0, Form().pack(), 1.0),
+        "apart": into(apart(32), apart(8), *call(gelu, gate, gate, apart(32), apart(8))),
         "slice": into(q, k, words(16), None, None, 0, Form(start=32).pack(), 1.0),
         "silu": into(q, k, *call(Form(act=ACTS.index("silu")))),
         "silu backward": into(q, k, *call(Form(act=ACTS.index("silu"), direction=1), q, k)),
@@ -91,22 +98,58 @@ def calls() -> dict[str, Any]:
     }
 
 
-def facts(target: str, source: Any, warps: int) -> dict[str, Any]:
+def in_flight(sass: str) -> int:
+    """Bytes that a thread has asked for before it uses the first of them, in the loop over heads (of
+    several, that with the least); 0 without a loop.
+
+    Args:
+        sass: the machine code, as NVIDIA's disassembler writes it.
+    """
+    code = [
+        (int(at, 16), text)
+        for at, text in re.findall(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.MULTILINE)
+    ]
+    places = {at: i for i, (at, _) in enumerate(code)}
+    found = []
+    for i, (at, text) in enumerate(code):
+        back = re.search(r"\bBRA (?:`\()?0x([0-9a-f]+)", text)
+        if back is None or int(back[1], 16) >= at:
+            continue
+        waiting: set[int] = set()
+        asked_for = 0
+        for _, inside in code[places[int(back[1], 16)] : i]:
+            load = re.search(r"LDG\.E\S*?\.128\S* R(\d+), ", inside)
+            operands = inside.split(",", 1)[1] if "," in inside and "STG" not in inside else inside
+            if waiting & {int(register) for register in re.findall(r"\bR(\d+)\b", operands)}:
+                break
+            if load is not None:
+                waiting |= set(range(int(load[1]), int(load[1]) + 4))
+                asked_for += 16
+        if waiting:
+            found.append(asked_for)
+    return min(found, default=0)
+
+
+def disassembled(cubin: bytes, *options: str) -> str:
+    """What NVIDIA's disassembler says of machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def facts(target: str, source: Any, blocks: Any) -> dict[str, Any]:
     """What is in the machine code of a kernel."""
     goal = TARGETS[target]
-    kernel = triton.compile(source, target=goal, options=launch.options_of(warps, goal.warp_size))
+    kernel = triton.compile(source, target=goal, options=launch.options_of(blocks, goal))
     if target == "gfx942":
         code = kernel.asm["amdgcn"]
         spills = [int(n) for n in re.findall(r"\bvgpr_spill_count:\s*(\d+)", code)]
         wide = len(re.findall(r"(?:load|store)_dwordx4", code))
         return {"wide": wide, "spills": sum(spills), "float64": "_f64" in code}
     ptx = kernel.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    usage = disassembled(kernel.asm["cubin"], "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
     assert found is not None, usage
     registers, stack, local = map(int, found.groups())
@@ -116,6 +159,7 @@ def facts(target: str, source: Any, warps: int) -> dict[str, Any]:
         "stores": len([x for x in every if x.startswith("st")]),
         "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
+        "in flight": in_flight(disassembled(kernel.asm["cubin"], "-sass")),
         "registers": registers,
         "spills": stack + local,
         "float64": ".f64" in ptx,
@@ -132,9 +176,9 @@ def compiled() -> dict[str, Any]:
     for name, call in calls().items():
         asked.clear()
         call()
-        kernel, values, aligned, warps = asked[-1]
+        kernel, values, aligned, blocks = asked[-1]
         source = launch.source_of(kernel, values, aligned)
-        result[name] = {target: facts(target, source, warps) for target in TARGETS}
+        result[name] = {target: facts(target, source, blocks) for target in TARGETS}
     return result
 
 

@@ -29,3 +29,10 @@ def broadcasts(own: int, size: int) -> bool:
 def is_readable(values: torch.Tensor) -> bool:
     """Whether a look at values costs no synchronisation and breaks no graph."""
     return values.device.type == "cpu" and not is_tracing()
+
+
+def may_keep(device: torch.device) -> bool:
+    """Whether a tensor that is made now may be kept: none that a trace or the pool of a graph owns."""
+    if is_tracing():
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from . import activations, gates as gates_, gating
 from ._errors import sentence
 from .activations import NONE, Act, ActLike, RMSNorm, code_of
-from .backends import BY_NAME, cpu, reference
+from .backends import BY_NAME, reference, takes
 from .gates import Gate
 from .ops import autograd, learned, schema
 from .ops.arguments import Carried
@@ -213,7 +213,7 @@ def _ready(
         or (rotation.said is not None and rotation.passed(q.shape[layout_named("", layout).token]))
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
-        or cpu.why_not(q) is not None  # the definition takes more than it should
+        or not takes(q)  # the definition takes more than it should
         or q.shape[-1] != rotation.channels.head_dim
         or autograd.in_functorch()
         or forward_ad._current_level >= 0
@@ -262,7 +262,8 @@ def _ready_outer(
             return None
         gate, logs = found
         carried += logs
-    if any(type(t) not in _PLAIN or not t.is_cpu or t.is_neg() for t in carried):
+    device = q.device
+    if any(type(t) not in _PLAIN or t.device != device or t.is_neg() for t in carried):
         return None
     form = _form_with(call[_FORM], act, gate)
     return (*call[:_FORM], form, call[_AMPLITUDE], carried or None, eps)

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ._errors import check_dense, check_local, describe, sentence
-from ._tracing import broadcasts, is_readable
+from ._tracing import broadcasts, is_readable, is_tracing, may_keep
 
 
 class Channels(NamedTuple):
@@ -89,6 +90,18 @@ class Gate:
         """The factor itself; arguments and shape as of :meth:`log_factor`."""
         return self.log_factor(channels, positions, dtype).exp()
 
+    def log_on(
+        self, x: torch.Tensor, channels: Channels, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """:meth:`log_factor` for what is gated, where that is; on a device a gate whose tensors are
+        there, or that has none, copies nothing from the host.
+
+        Args:
+            x: what is gated.
+            channels, positions: as of :meth:`log_factor`.
+        """
+        return self.log_factor(channels, positions, x.dtype).to(x.device)
+
     def for_keys(self) -> Gate:
         """What keys are multiplied by where this gate is said for queries and keys at once."""
         return self
@@ -122,10 +135,22 @@ class Scalar(Gate):
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """As of :meth:`Gate.log_factor`."""
+        return self._log(dtype, torch.device("cpu") if positions is None else positions.device)
+
+    def log_on(
+        self,
+        x: torch.Tensor,
+        channels: Channels,  # noqa: ARG002
+        positions: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """As of :meth:`Gate.log_on`."""
+        return self._log(x.dtype, x.device).to(x.device)
+
+    def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The logarithm: of a number on that device, of a tensor on its own."""
         inside = _inside(dtype)
         if isinstance(self.value, torch.Tensor):
             return self.value.to(inside).log().reshape(1, 1, 1, 1)
-        device = "cpu" if positions is None else positions.device
         return torch.full((1, 1, 1, 1), math.log(self.value), dtype=inside, device=device)
 
 
@@ -292,9 +317,7 @@ class XPos(Gate):
         inside = _inside(dtype)
         where = _needed("XPos", positions)
         away = self._away(where, inside)[:, None, :, None] / self.scale_base
-        k = torch.arange(channels.pairs, dtype=torch.float64, device="cpu")
-        zeta = (2 * k / max(channels.rotary_dim, 1) + self.smoothing) / (1 + self.smoothing)
-        rate = channels.spread(zeta.log()).to(where.device, inside)
+        rate = _rates(self.smoothing, channels, inside, where.device)
         log = (-rate if self.opposite else rate) * away
         # The inverse counts too: where one of the two underflows, the product is lost as well.
         limit = math.log(torch.finfo(dtype).max)
@@ -326,6 +349,29 @@ class XPos(Gate):
         return (where.to(torch.int64) - whole).to(inside) - (self.centre - whole)
 
 
+# Of gates that have no tensors: log ζ on each device.
+_kept: dict[Any, torch.Tensor] = {}
+_MOST_KEPT = 64
+
+
+def _rates(
+    smoothing: float, channels: Channels, inside: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """log ζ of each channel, made on the host and kept, as every call would copy it to its device."""
+    key = smoothing, channels, inside, device
+    found = None if is_tracing() else _kept.get(key)
+    if found is None:
+        with nullcontext() if is_tracing() else torch.inference_mode(False):
+            k = torch.arange(channels.pairs, dtype=torch.float64, device="cpu")
+            zeta = (2 * k / max(channels.rotary_dim, 1) + smoothing) / (1 + smoothing)
+            found = channels.spread(zeta.log()).to(device, inside)
+        if may_keep(device):
+            if len(_kept) >= _MOST_KEPT:
+                _kept.clear()
+            _kept[key] = found
+    return found
+
+
 @lru_cache(maxsize=64)
 def _opposite(gate: XPos) -> XPos:
     return replace(gate, opposite=not gate.opposite)
@@ -353,7 +399,7 @@ def total(
     sum_: torch.Tensor | None = None
     for gate in gates:
         check_own(operation, gate)
-        log = gate.log_factor(channels, positions, x.dtype).to(x.device)
+        log = gate.log_on(x, channels, positions)
         check_fit(operation, name, x, gate, log.shape)
         sum_ = log if sum_ is None else sum_ + log
     return sum_

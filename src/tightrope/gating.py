@@ -8,6 +8,7 @@ import torch
 
 from . import gates as gates_
 from ._errors import sentence
+from ._tracing import may_keep
 from .gates import Channels, Gate, Slope, XPos
 from .ops.layouts import BY_NAME
 from .ops.schema import LOG, NO_GATE, SLOPE
@@ -70,7 +71,7 @@ def ready(
 
     Args:
         gates: of each of what is rotated.
-        x: the first of these, in its layout, on the CPU.
+        x: the first of these, in its layout.
         rotation: of all.
         layout: by name.
 
@@ -100,7 +101,7 @@ def _ready(
 ) -> tuple[int, torch.Tensor] | None:
     channels = channels_of(rotation.channels)
     if not gate.by_position:
-        return LOG, gate.log_factor(channels, None, x.dtype)
+        return LOG, gate.log_on(x, channels)
     if _moves(rotation):
         return None
     if isinstance(gate, Slope):
@@ -116,14 +117,18 @@ def _of_all_layers(
 ) -> torch.Tensor:
     """The logarithm of a gate that has no tensors, made by the first layer that asks."""
     ids, key = rotation.ids, (gate, x.dtype)
+    if ids is not None and not ids.is_cpu:
+        # Nothing may look whether they are the same still, and a graph reads them anew each time.
+        return gate.log_on(x, channels, _where("", rotation, tokens, x.device))
     found = rotation.logs.get(key)
     if found is not None:
         made, of, at = found
         # Whoever wrote other numbers into the ids since has other positions.
         if of == tokens and (ids is None or (at is not None and torch.equal(ids, at))):
             return made
-    made = gate.log_factor(channels, _where("", rotation, tokens, x.device), x.dtype)
-    rotation.logs[key] = made, tokens, None if ids is None else ids.clone()
+    made = gate.log_on(x, channels, _where("", rotation, tokens, x.device))
+    if may_keep(x.device):
+        rotation.logs[key] = made, tokens, None if ids is None else ids.clone()
     return made
 
 

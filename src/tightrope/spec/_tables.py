@@ -9,7 +9,7 @@ import torch
 
 from .. import words as words_
 from .._errors import sentence
-from .._tracing import is_tracing
+from .._tracing import is_tracing, may_keep
 from ..angles import words_from
 from ..axes import Axes
 from ..frequencies import Rule
@@ -54,6 +54,7 @@ class Tables:
             self._first = rule.regime(rule.original_max_position + 1)
             self._first_hex = self._made(self._first).attention_scaling.hex()
         self._beyond: _Beyond | None = None
+        self._beyond_on: dict[torch.device, _Beyond] = {}
         if not is_tracing():
             self._table(torch.device("cpu"))
 
@@ -150,13 +151,13 @@ class Tables:
         table = self._kept.get(key)
         if table is None:
             if tracing and regime is not None and regime == self._first:
-                return self._ready().on(device)
+                return self._ready(device).table
             if tracing:
                 return self._make_table(device, regime)
             with torch.inference_mode(False):
                 table = self._make_table(device, regime)
             if self.by_length:
-                self._ready()  # of a spec that was made where nothing could be kept
+                self._ready(device)  # of a spec that was made where nothing could be kept
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
             self._kept[key] = table
@@ -182,7 +183,7 @@ class Tables:
         if made is not None:
             long, long_turns = words_from(made)
         else:
-            long, long_turns = self._ready().on(device)
+            long, long_turns = self._ready(device).table
         words = torch.where(longer, long, short)
         if short_turns is None and (long_turns is None or made is not None):
             # What a rule makes of lengths turns no faster than what it starts from.
@@ -194,7 +195,20 @@ class Tables:
             zero if short_turns is None else short_turns,
         )
 
-    def _ready(self) -> _Beyond:
+    def _ready(self, device: torch.device) -> _Beyond:
+        """What is ready for unknown lengths, on a device; kept as of :meth:`_table`."""
+        found = self._beyond_on.get(device)
+        if found is not None and (torch.compiler.is_dynamo_compiling() or not is_tracing()):
+            return found
+        made = self._ready_on_host()
+        if device.type != "cpu":
+            with nullcontext() if is_tracing() else torch.inference_mode(False):
+                made = made.on(device)
+        if may_keep(device):
+            self._beyond_on[device] = made
+        return made
+
+    def _ready_on_host(self) -> _Beyond:
         """What is ready for unknown lengths; as of :meth:`_table`, a fake program has its own."""
         tracing = is_tracing()
         if self._beyond is not None and not (tracing and not torch.compiler.is_dynamo_compiling()):
@@ -221,8 +235,8 @@ class Tables:
         """As :meth:`Rule.inv_freq_beyond`, but ``[axes, rows, 1, pairs]``."""
         rotary_dim, _, axes = self._of
         rows = {
-            dim: self.rule.inv_freq_beyond(within.to(lengths.device), lengths)  # type: ignore[union-attr]
-            for dim, within in self._ready().rows.items()
+            dim: self.rule.inv_freq_beyond(within, lengths)  # type: ignore[union-attr]
+            for dim, within in self._ready(lengths.device).rows.items()
         }
         if axes is None:
             made = rows[rotary_dim]
@@ -252,6 +266,15 @@ class _Beyond(NamedTuple):
     words: torch.Tensor
     turns: torch.Tensor | None
 
-    def on(self, device: torch.device) -> Table:
-        """Words and turns on a device."""
-        return self.words.to(device), None if self.turns is None else self.turns.to(device)
+    def on(self, device: torch.device) -> _Beyond:
+        """The same on a device."""
+        return _Beyond(
+            {dim: row.to(device) for dim, row in self.rows.items()},
+            self.words.to(device),
+            None if self.turns is None else self.turns.to(device),
+        )
+
+    @property
+    def table(self) -> Table:
+        """Words and turns."""
+        return self.words, self.turns

@@ -2,4 +2,9 @@
 
 from __future__ import annotations
 
-from .registration import DEVICES as DEVICES, register as register, why_not as why_not
+from .registration import (
+    DEVICES as DEVICES,
+    register as register,
+    takes as takes,
+    why_not as why_not,
+)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from . import kernels
+from .blocks import Blocks
 
 #: What a kernel is given, by the names of its parameters: tensors as types, numbers, None.
 Values: TypeAlias = Sequence[Any]
@@ -70,14 +71,18 @@ def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
     return ASTSource(kernel, dict(zip(names, types)), constants, attributes)
 
 
-def options_of(warps: int, lanes: int) -> dict[str, Any]:
+def options_of(blocks: Blocks, target: Any) -> dict[str, Any]:
     """How kernels are compiled: multiply-adds are those that are written, on every path.
 
     Args:
-        warps: of 32 lanes.
-        lanes: of a warp here; AMD's have 64 or 32.
+        blocks: of the kernel, with warps of 32 lanes.
+        target: whose warps may have 64; Triton's.
     """
-    return {"num_warps": max(1, warps * 32 // lanes), "enable_fp_fusion": False}
+    warps = max(1, blocks.warps * 32 // target.warp_size)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    if blocks.registers and target.backend == "cuda":
+        options["maxnreg"] = blocks.registers
+    return options
 
 
 def launcher(
@@ -85,7 +90,7 @@ def launcher(
     grid: tuple[int, int, int],
     values: Values,
     aligned: frozenset[str],
-    warps: int,
+    blocks: Blocks,
     device: torch.device,
 ) -> Callable[..., None]:
     """A function of all arguments of the kernel that launches it on the current stream.
@@ -93,7 +98,7 @@ def launcher(
     Args:
         kernel, values, aligned: as of :func:`source_of`.
         grid: how many programs.
-        warps: of a program.
+        blocks: what a program takes on.
         device: that is current when it is called.
     """
     if INTERPRETED:
@@ -101,17 +106,54 @@ def launcher(
         return interpret
     types = signature_of(kernel, values)
     constants = tuple(v for v, t in zip(values, types) if t == "constexpr")
-    key = (kernel.__name__, device, types, constants, aligned, warps)
+    key = (kernel.__name__, device, types, constants, aligned, blocks)
     found = compiled.get(key)
     if found is None:
         import triton
 
         target = triton.runtime.driver.active.get_current_target()
-        options = options_of(warps, target.warp_size)
+        options = options_of(blocks, target)
         found = triton.compile(source_of(kernel, values, aligned), target=target, options=options)
         compiled[key] = found
-    run: Callable[..., None] = found[grid]
-    return run
+    return runner(found, grid, device)
+
+
+def runner(found: Any, grid: tuple[int, int, int], device: torch.device) -> Callable[..., None]:
+    """A function that launches a compiled kernel on the current stream.
+
+    Triton's own asks in every launch for the device, which is known, and for what observers of launches
+    want to be told; where there are none, this hands over the same at half the price. Triton's own is
+    what there is otherwise, or if a version should lack one of these attributes.
+
+    Args:
+        found: of ``triton.compile``.
+        grid, device: as of :func:`launcher`.
+    """
+    observed: Callable[..., None] = found[grid]
+    if device.type != "cuda":
+        return observed
+    import triton
+
+    try:
+        run, function, packed = found.run, found.function, found.packed_metadata
+        stream_of = triton.runtime.driver.active.get_current_stream
+        hooks = triton.knobs.runtime
+    except AttributeError:
+        return observed
+    (x, y, z), index = grid, device.index
+
+    def launch(*arguments: Any) -> None:
+        if _is_idle(hooks.launch_enter_hook) and _is_idle(hooks.launch_exit_hook):
+            run(x, y, z, stream_of(index), function, packed, None, None, None, *arguments)
+        else:
+            observed(*arguments)
+
+    return launch
+
+
+def _is_idle(hook: Any) -> bool:
+    """Whether nobody observes launches: nothing, or since Triton 3.5 a chain of nothing."""
+    return hook is None or not getattr(hook, "calls", True)
 
 
 def handle_of(x: torch.Tensor | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ DEVICES = {"cuda": "CUDA", "xpu": "XPU"}
 
 #: The oldest Triton that the kernels are written for.
 OLDEST = (3, 4)
+
+_registered = False
 
 #: What is registered, by name.
 OPERATORS = ("rotate", "rotate_", "rotate_into", "angle_gradients", "gate_gradients")
@@ -59,6 +62,17 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     return None
 
 
+@cache
+def _is_registered() -> bool:
+    """Whether kernels were registered, and for a Triton that they are written for."""
+    return _registered and _too_old() is None
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether its kernels would run, as :func:`why_not` says, at the price of one look."""
+    return x.device.type in DEVICES and _is_registered()
+
+
 def _kernel(name: str) -> Any:
     """The kernel of an operator, which imports Triton when it is first called."""
     found: Any = None
@@ -76,8 +90,10 @@ def _kernel(name: str) -> Any:
 
 def register() -> None:
     """Register the kernels for the devices of :data:`DEVICES`; once, at import."""
+    global _registered
     if _missing() is not None:
         return
+    _registered = True
     for name in OPERATORS:
         for key in DEVICES.values():
             library.impl(name, _kernel(name), key)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...activations import NONE, RMS_NORM
-from ...ops.arguments import carried_of
+from ...ops.arguments import Carried, carried_of
 from ...ops.checks import shares_memory
 from ...ops.schema import NO_GATE, TRANSPOSE, Form, form_of
 from . import blocks as shapes, kernels
@@ -23,18 +23,34 @@ _Tensors = Sequence[torch.Tensor]
 NEW, IN_PLACE, GIVEN = 0, 1, 2
 
 
+class _Launch(NamedTuple):
+    """One launch of a call.
+
+    Attributes:
+        run: takes all arguments of the kernel.
+        first: its first tile; None where it has all of them.
+        tiles: their number.
+    """
+
+    run: Callable[..., None]
+    first: int | None
+    tiles: int
+
+
 class _Plan(NamedTuple):
     """What a form of call comes to.
 
     Attributes:
-        launch: of all arguments of the kernel; None where there is nothing to do.
-        fixed: those that follow the tensors.
-        partials: the shapes of the sums for the gradients by weights: tiles, heads, channels.
+        launches: none where there is nothing to do; several only where there is no room for the sums
+            of all tiles.
+        fixed: the arguments that follow the tensors.
+        partials: the shapes of the sums for the gradients by weights: tiles, heads or the parts that
+            these are shared out in, channels.
         apart: distances between tensors at which they share no memory.
         form: of a call that carries what the kernel reads; None if it carries nothing such.
     """
 
-    launch: Callable[..., None] | None
+    launches: tuple[_Launch, ...] = ()
     fixed: tuple[Any, ...] = ()
     partials: tuple[tuple[int, int, int], ...] = ()
     apart: set[tuple[int, ...]] = set()  # noqa: RUF012  (each plan is given its own)
@@ -62,8 +78,8 @@ def run(
     Returns:
         The gradients by weights, where the call has any; None if it is left to the definition.
     """
-    index = q.device.index
-    if index is not None and torch.accelerator.current_device_index() != index:
+    index = q.get_device()
+    if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
             return run(q, k, outs, whose, arguments)
     primary, secondary, positions, offset, form, amplitude, carried, eps = arguments
@@ -72,16 +88,16 @@ def run(
     if k is not None:
         k_at = k.data_ptr()
         where |= k_at
-        key_of_k = (k.shape, k.stride(), k.dtype)
+        key_of_k = (k.shape, k.stride(), k.dtype, k.get_device())
     if whose == GIVEN:
         for out in outs:
             where |= out.data_ptr()
     words_at = primary.data_ptr()
     key = (
         form, q.shape, q.stride(), q.dtype, index, where % ACCESS, whose, amplitude, eps, key_of_k,
-        primary.shape, primary.stride(), primary.dtype, words_at % ACCESS,
+        primary.shape, primary.stride(), primary.dtype, words_at % ACCESS, primary.get_device(),
         None if secondary is None else _said(secondary),
-        None if positions is None else (positions.shape, positions.stride(), positions.dtype),
+        None if positions is None else _said(positions),
         tuple(map(_said, carried)) if carried else None,
         tuple(map(_said, outs)) if whose == GIVEN else None,
     )  # fmt: skip
@@ -92,11 +108,11 @@ def run(
         plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, arguments)
     if plan is None:
         return None
-    if whose != NEW and plan.launch is not None:
+    if whose != NEW and plan.launches:
         _check_memory(plan, q, k, outs, whose)
     if plan.form is not None:
         return _run_carried(plan, plan.form, q, k, outs, arguments)
-    if plan.launch is None:
+    if not plan.launches:
         return []
     out_q, out_k = outs[0], outs[1] if k is not None else None
     if INTERPRETED:
@@ -108,12 +124,12 @@ def run(
             q_at, k_at, out_q.data_ptr(), handle_of(out_k), words_at, handle_of(secondary),
             handle_of(positions),
         )  # fmt: skip
-    plan.launch(*tensors, offset, *_CARRIES_NOTHING, *plan.fixed)
+    plan.launches[0].run(*tensors, offset, *_CARRIES_NOTHING, *plan.fixed)
     return []
 
 
 _UNKNOWN: Any = object()
-_CARRIES_NOTHING = (None,) * 8
+_CARRIES_NOTHING = (None,) * 9
 
 
 def _check_memory(
@@ -145,36 +161,54 @@ def _run_carried(
     """A call with an act or a gate, and the gradients by its weights."""
     primary, secondary, positions, offset, _, _, carried, _ = arguments
     parts = carried_of(form, carried)
+    if not plan.launches:
+        return [torch.zeros_like(weight, dtype=torch.float32) for weight in _summed(form, parts)]
+    out_k = outs[1] if k is not None else None
+    norms = [norm.contiguous() for norm in parts.weights]
     partials = [q.new_empty(shape, dtype=torch.float32) for shape in plan.partials]
-    if plan.launch is not None:
-        out_k = outs[1] if k is not None else None
-        norms = [norm.contiguous() for norm in parts.weights]
-        tensors = (q, k, outs[0], out_k, primary, secondary, positions)
-        more = (*_two(norms), *_two(parts.gates), *_two(parts.inputs), *_two(partials))
-        plan.launch(*map(handle_of, tensors), offset, *map(handle_of, more), *plan.fixed)
-    if form.act != RMS_NORM or form.direction != TRANSPOSE:
+    tensors = (*map(handle_of, (q, k, outs[0], out_k, primary, secondary, positions)), offset)
+    carries = (*_two(norms), *_two(parts.gates), *_two(parts.inputs), *_two(partials))
+    more = (*tensors, *map(handle_of, carries))
+    if not plan.partials:
+        plan.launches[0].run(*more, None, *plan.fixed)
         return []
-    if plan.launch is None:
-        return [torch.zeros_like(weight, dtype=torch.float32) for weight in parts.weights]
     # The second stage: tiles in order, in float64.
-    found = []
-    for weight, partial in zip(parts.weights, partials, strict=True):
-        total = partial.sum(0, dtype=torch.float64)
-        if weight.shape[0] == 1:
-            total = total.sum(0, keepdim=True)
-        found.append(total.to(torch.float32))
-    return found
+    totals: list[Any] = [0] * len(partials)
+    for launch in plan.launches:
+        launch.run(*more, launch.first, *plan.fixed)
+        for i, partial in enumerate(partials):
+            totals[i] = totals[i] + partial[: launch.tiles].sum(0, dtype=torch.float64)
+    return [
+        (total.sum(0, keepdim=True) if weight.shape[0] == 1 else total).to(torch.float32)
+        for weight, total in zip(parts.weights, totals, strict=True)
+    ]
+
+
+def _summed(form: Form, parts: Carried) -> Sequence[torch.Tensor]:
+    """The weights that a call has gradients by."""
+    return parts.weights if form.act == RMS_NORM and form.direction == TRANSPOSE else ()
 
 
 def _said(x: torch.Tensor) -> tuple[Any, ...]:
     """What a launch depends on of a tensor."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ACCESS
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ACCESS, x.get_device()
 
 
 def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not found:
         return None, None
     return found[0], found[1] if len(found) > 1 else None
+
+
+def _all_whole(reads: dict[str, Any], parts: Carried) -> bool:
+    """Whether tables, gates and inputs are read by 16 bytes, or one number for all channels."""
+    return (
+        (reads["TABLE_VECTOR"] > 0 or not reads["TABLES"])
+        and (reads["INPUT_VECTOR"] > 0 or not parts.inputs)
+        and (
+            reads["GATE_VECTOR"] > 0 or not any(reads.get(f"gate_{name}_channel") for name in "qk")
+        )
+    )
 
 
 def _plan(
@@ -190,8 +224,6 @@ def _plan(
     xs = [q] if k is None else [q, k]
     parts = carried_of(form, carried)
     wide = q.dtype == torch.float64
-    if form.numerics or (wide and form.act != NONE):
-        return None
     views = views_of(xs, form)
     out_views = views if whose == IN_PLACE else views_of(outs, form)
     require(
@@ -203,23 +235,33 @@ def _plan(
     source = source_of(primary, secondary, positions, form, views, q.device)
     rows, _, tokens, head_dim = views[0].sizes
     block = shapes.power_of_two(source.pairs)
+    if form.numerics or (wide and form.act != NONE):
+        return None
     if source.pairs == 0 or max(2 * block, head_dim) > shapes.WIDEST:
         return None
+    reads = {**source.values, **carried_values(form, parts, views, source.axes, q.device)}
+    carries = form if form.act != NONE or form.gate != NO_GATE else None
+    heads = max(view.heads for view in views)
+    if 0 in (rows, heads, tokens, head_dim):
+        return _Plan(form=carries)
     rest = whose != IN_PLACE or form.act != NONE or form.gate != NO_GATE
     slices = slices_of(form, source.pairs, head_dim)
-    heads = max(view.heads for view in views)
     every = [*views, *out_views]
     element = q.element_size()
     unit = unit_of(every, element, aligned)
     heavy = form.act != NONE or form.gate != NO_GATE or source.heads != 1
-    blocks = (shapes.HEAVY if heavy else shapes.PLAIN)[element]
     held = 0
     if rest:
         behind = head_dim - form.start - 2 * source.pairs
         held = (slices["BLOCK_F"] if form.start else 0) + (slices["BLOCK_B"] if behind else 0)
+    step = 2 * source.pairs if form.interleaved else source.pairs
+    whole = unit > 1 and form.start % unit == 0 and step % unit == 0
+    back = form.act != NONE and form.direction == TRANSPOSE
+    blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(reads, parts))
     block_tokens = shapes.tokens_of(blocks, block, held)
     tiles = -(-rows * tokens // block_tokens)
-    together = 1 if held else min(blocks.together, shapes.power_of_two(heads))
+    # The kernel has two heads under way at most, and of those with more to do one.
+    together = 1 if held or heavy else min(blocks.together, heads, 2)
     chunk = shapes.chunk_of(heads, tiles, together)
     cosine, sine = amplitudes_of(form, amplitude, wide)
     values: dict[str, Any] = {
@@ -230,7 +272,7 @@ def _plan(
         "amplitude": cosine,
         "sine_amplitude": sine,
         "eps": float(eps) if form.act == RMS_NORM else None,
-        **source.values,
+        **reads,
         **slices,
         "BLOCK_T": block_tokens,
         "INTERLEAVED": form.interleaved,
@@ -247,7 +289,6 @@ def _plan(
         "secondary": None if secondary is None else secondary.dtype,
         "positions": None if positions is None else positions.dtype,
     }
-    values |= carried_values(form, parts, views, source.axes, q.device)
     known = {"partial_q", "partial_k"}
     known |= {"q", "k", "out_q", "out_k"} if aligned else set()
     known |= {"primary"} if starts_aligned(primary) else set()
@@ -255,19 +296,28 @@ def _plan(
     known |= {"gate_q", "gate_k"} if values["GATE_VECTOR"] else set()
     known |= {"input_q", "input_k"} if values["INPUT_VECTOR"] else set()
     known |= {"norm_q", "norm_k"} if all(map(starts_aligned, parts.weights)) else set()
+    parts_of_heads = -(-heads // chunk)
+    summed = _summed(form, parts)
+    # Heads that share their weights share a sum.
+    values["ONE_SUM"] = bool(summed) and all(weight.shape[0] == 1 for weight in summed)
+    own_sums = bool(summed) and not values["ONE_SUM"]
+    at_once = min(tiles, shapes.tiles_summed(heads * head_dim)) if own_sums else tiles
     partials = []
     for name, x, view, out_view in zip("qk", xs, views, out_views):
         values |= {name: x.dtype, f"out_{name}": x.dtype, f"{name}_heads": view.heads}
         values |= strides_of(name, view, unit) | strides_of(f"out_{name}", out_view, unit)
-        if form.act == RMS_NORM and form.direction == TRANSPOSE:
+        if summed:
             values[f"partial_{name}"] = torch.float32
-            partials.append((tiles, view.heads, head_dim))
-    carries = form if form.act != NONE or form.gate != NO_GATE else None
-    if rows * tokens * heads * head_dim == 0:
-        return _Plan(None, form=carries)
+            each = view.heads if own_sums else parts_of_heads
+            partials.append((at_once, each, head_dim))
     kernel = kernels.rotate
+    values["first_tile"] = 0 if at_once < tiles else None
     arguments_ = [values.get(name) for name in kernel.arg_names]
-    grid = (tiles, -(-heads // chunk), 1)
-    launch = launcher(kernel, grid, arguments_, frozenset(known), blocks.warps, q.device)
+    launches = []
+    for first in range(0, tiles, at_once):
+        some = min(at_once, tiles - first)
+        grid = (some, parts_of_heads, 1)
+        launch = launcher(kernel, grid, arguments_, frozenset(known), blocks, q.device)
+        launches.append(_Launch(launch, first if at_once < tiles else None, some))
     fixed = tuple(arguments_[kernel.arg_names.index("ramp") :])
-    return _Plan(launch, fixed, tuple(partials), set(), carries)
+    return _Plan(tuple(launches), fixed, tuple(partials), set(), carries)

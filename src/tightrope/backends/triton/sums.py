@@ -21,7 +21,7 @@ def _run(
     tensors: dict[str, torch.Tensor | None],
     values: dict[str, Any],
     aligned: frozenset[str],
-    warps: int,
+    blocks: shapes.Blocks,
     device: torch.device,
 ) -> None:
     """Launch a kernel once."""
@@ -33,7 +33,7 @@ def _run(
         contextlib.nullcontext() if INTERPRETED else torch.accelerator.device_index(device.index)
     )
     with elsewhere:
-        launcher(kernel, grid, by_type, aligned, warps, device)(*arguments)
+        launcher(kernel, grid, by_type, aligned, blocks, device)(*arguments)
 
 
 def _views(
@@ -121,7 +121,7 @@ def angle_sums(
     }
     grid = (rows * tiles, source.heads, 1)
     large = frozenset(("y", "z", "grad_y", "grad_z") if aligned else ())
-    _run(kernels.add_angles, grid, tensors, values, large, blocks.warps, y.device)
+    _run(kernels.add_angles, grid, tensors, values, large, blocks, y.device)
     return _added(by_position, by_frequency, source, rows, tokens, y.device)
 
 
@@ -231,7 +231,7 @@ def _one_gate(
     tensors = {"y": y, "grad": grad, "positions": positions if slopes else None, "sums": sums}
     grid = (rows * tiles, 1 if over_heads else heads, 1)
     large = frozenset(("y", "grad") if aligned else ())
-    _run(kernels.add_gates, grid, tensors, values, large, blocks.warps, y.device)
+    _run(kernels.add_gates, grid, tensors, values, large, blocks, y.device)
     if over_tokens:
         sums = sums.sum(1, keepdim=True, dtype=torch.float64)
     if shape[0] == 1 and rows != 1:

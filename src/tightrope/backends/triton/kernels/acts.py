@@ -38,7 +38,7 @@ def act(x, ACT: tl.constexpr):
     elif ACT == SIGMOID:
         return of.sigmoid(x)
     elif ACT == SILU:
-        return x * of.sigmoid(x)
+        return x * of.logistic(x)
     elif ACT == GELU:
         return x * _normal(x)
     elif ACT == ELU:
@@ -69,9 +69,11 @@ def slope(x, ACT: tl.constexpr):
     if ACT == RELU:
         return tl.where(x > 0, 1.0 + zero, 0.0)
     elif ACT == SIGMOID:
-        return of.sigmoid(x) * of.sigmoid(-x)
+        one, other = of.logistics(x)
+        return tl.where(x != x, x, one * other)
     elif ACT == SILU:
-        return of.sigmoid(x) * tl.fma(x, of.sigmoid(-x), 1.0)
+        one, other = of.logistics(x)
+        return one * tl.fma(x, other, 1.0)
     elif ACT == GELU:
         return tl.fma(x * of.normal_exponential(x), DENSITY, _normal(x))
     elif ACT == ELU:
@@ -85,7 +87,8 @@ def slope(x, ACT: tl.constexpr):
     elif ACT == LEAKY_RELU:
         return tl.where(x > 0, 1.0 + zero, LEAK)
     elif ACT == TANH:
-        return 4.0 * of.sigmoid(2.0 * x) * of.sigmoid(-2.0 * x)
+        one, other = of.logistics(2.0 * x)
+        return tl.where(x != x, x, 4.0 * one * other)
     elif ACT == SIN:
         return tl.cos(x)
     elif ACT == COS:

@@ -23,7 +23,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def position_of(
-    positions, axis, row, token, inside, axis_stride, row_stride, token_stride, offset, ramp,
+    positions, axis, row, token, axis_stride, row_stride, token_stride, offset, ramp,
     POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Positions of tokens as an integer and a fraction in [-1/2, 1/2] in units of 2^-63, and whether
@@ -33,7 +33,7 @@ def position_of(
     lost = token < 0
     if POSITIONS != 0:
         at = axis * axis_stride + row * row_stride + token * token_stride
-        value = tl.load(positions + at, mask=inside, other=0)
+        value = tl.load(positions + at)
         if POSITIONS == 2:
             lost = (tl.abs(value) < LARGEST) == 0
             value = tl.where(lost, 0.0, value)
@@ -90,7 +90,8 @@ def cos_sin(phase, WIDE: tl.constexpr):
         s = x * z * s + x
         c = z * z * c + (z * -0.5 + 1.0)
     else:
-        high = (remainder >> 40).to(tl.int32).to(tl.float32)
+        # By way of 32 bits, as 64 are slow to convert.
+        high = ((remainder >> 32).to(tl.int32) >> 8).to(tl.float32)
         low = ((remainder >> 16).to(tl.int32) & 0xFFFFFF).to(tl.float32)
         lower = tl.fma(high, -1.04216075e-14, low * 2.23223584e-14)
         x = tl.fma(high, 3.74507039e-07, lower)
@@ -112,7 +113,7 @@ def cos_sin(phase, WIDE: tl.constexpr):
 
 @triton.jit
 def from_words(
-    words, turns, positions, row, head, token, inside, offset, ramp, word_rows, word_heads,
+    words, turns, positions, row, head, token, offset, ramp, word_rows, word_heads,
     position_axis, position_row, position_token,
     PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, AXES: tl.constexpr, POSITIONS: tl.constexpr,
     TURNS: tl.constexpr, ROW_ANGLES: tl.constexpr, WIDE: tl.constexpr,
@@ -120,24 +121,22 @@ def from_words(
     """Cosines and sines from phase words, NaN where a position or a frequency is no number."""
     pair = tl.arange(0, BLOCK_P)[None, :]
     there = pair < PAIRS
-    gone = inside[:, None] != inside[:, None]
+    gone = (token < 0)[:, None]
     for axis in tl.static_range(AXES):
         whole, fraction, lost = position_of(
-            positions, axis, row, token, inside, position_axis, position_row, position_token,
+            positions, axis, row, token, position_axis, position_row, position_token,
             offset, ramp, POSITIONS,
         )  # fmt: skip
         at = axis * word_rows * word_heads * PAIRS + head * PAIRS + pair
-        mask = there
         if ROW_ANGLES:
             at = at + (row * word_heads * PAIRS)[:, None]
-            mask = there & inside[:, None]
-        word = tl.load(words + at, mask=mask, other=0)
+        word = tl.load(words + at, mask=there, other=0)
         part = whole[:, None] * word
         if POSITIONS == 2:
             part += 2 * high_product(fraction[:, None], word)
             gone = gone | lost[:, None]
         if TURNS:
-            turn = tl.load(turns + at, mask=mask, other=0)
+            turn = tl.load(turns + at, mask=there, other=0)
             gone = gone | (turn == NO_TURNS)
             if POSITIONS == 2:
                 part += 2 * (fraction[:, None] * turn)
@@ -155,7 +154,7 @@ def from_words(
 
 @triton.jit
 def from_tables(
-    cosines, sines, positions, row, head, token, inside, offset, ramp, length,
+    cosines, sines, positions, row, head, token, offset, ramp, length,
     position_row, position_token,
     cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
     PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, POSITIONS: tl.constexpr, VECTOR: tl.constexpr,
@@ -164,9 +163,9 @@ def from_tables(
     """Rows of a caller's tables, NaN where a position lies outside of them. Strides count VECTOR
     elements, and pairs lie side by side, unless it is 0."""
     at, _, _ = position_of(
-        positions, 0, row, token, inside, 0, position_row, position_token, offset, ramp, POSITIONS
+        positions, 0, row, token, 0, position_row, position_token, offset, ramp, POSITIONS
     )
-    found = inside & (at >= 0) & (at < length)
+    found = (at >= 0) & (at < length)
     at = tl.where(found, at, 0)
     pair = tl.arange(0, BLOCK_P)[None, :]
     mask = found[:, None] & (pair < PAIRS)

@@ -14,50 +14,84 @@ from .angles import LOG2_E
 
 
 @triton.jit
-def _power_of_two(n):
-    """2^n as float32, for n in [-126, 127]."""
-    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+def _reduced(x, SHIFT: tl.constexpr):
+    """x as n·ln 2 + r with |r| little above ln 2 / 2: n + SHIFT in the lowest bits of an integer, n, r.
 
-
-@triton.jit
-def _reduced(x):
-    """x as n·ln 2 + r with |r| <= ln 2 / 2; exp(r) - 1, off by 8e-9; x lies in [-150, 150]."""
-    n = tl.floor(tl.fma(x, LOG2_E, 0.5))
+    Beside 1.5 · 2^23 a float32 has no digits behind the point, so a sum is rounded to an integer. x lies in
+    [-150, 150].
+    """
+    sum_ = tl.fma(x, LOG2_E, 12582912.0 + SHIFT)
+    n = sum_ - (12582912.0 + SHIFT)
     # ln 2 in two parts, of which the first has so few digits that n times it is exact.
     r = tl.fma(n, -0.693359375, x)
     r = tl.fma(n, 2.12194440e-4, r)
-    # (exp(r) - 1 - r) / r²
+    return sum_.to(tl.int32, bitcast=True), n, r
+
+
+@triton.jit
+def _beyond_first(r):
+    """(exp(r) - 1 - r) / r², so good that exp(r) is off by 8e-9."""
     p = tl.fma(r, 1.3926926767453551e-3, 8.363774046301842e-3)
     p = tl.fma(r, p, 4.166654869914055e-2)
     p = tl.fma(r, p, 1.6666573286056519e-1)
-    p = tl.fma(r, p, 0.5)
-    return n.to(tl.int32), tl.fma(r * r, p, r)
+    return tl.fma(r, p, 0.5)
+
+
+@triton.jit
+def _raised(y, n):
+    """y · 2^n, of a y and a result that are normal; of n the 9 lowest bits count."""
+    return (y.to(tl.int32, bitcast=True) + (n << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exp(x):
     """e^x, through subnormals to 0 and to infinity; NaN of NaN."""
-    bounded = tl.where(x > -150.0, tl.where(x < 150.0, x, 150.0), -150.0)
-    n, less_one = _reduced(bounded)
+    bits, _, r = _reduced(tl.minimum(tl.maximum(x, -104.0), 89.0), 0.0)
+    y = tl.fma(tl.fma(_beyond_first(r), r, 1.0), r, 1.0)
     # In two steps, neither of which leaves the range of the exponent too early.
+    n = bits - 0x4B400000
     half = n >> 1
-    y = (less_one + 1.0) * _power_of_two(half) * _power_of_two(n - half)
+    y = _raised(y, half) * ((n - half + 127) << 23).to(tl.float32, bitcast=True)
     return tl.where(x != x, x, y)
+
+
+@triton.jit
+def _exp_down(x):
+    """e^x for x <= 0, through subnormals to 0; some number of NaN."""
+    # 2^24 times as large, so normal until the last step.
+    bits, _, r = _reduced(tl.maximum(x, -104.0), 24.0)
+    y = tl.fma(tl.fma(_beyond_first(r), r, 1.0), r, 1.0)
+    return _raised(y, bits) * 5.9604644775390625e-08
 
 
 @triton.jit
 def expm1_negative(x):
     """e^x - 1 for x <= 0."""
-    n, less_one = _reduced(tl.where(x > -80.0, x, -80.0))
-    scale = _power_of_two(n)
-    y = tl.fma(scale, less_one, scale - 1.0)
+    bits, _, r = _reduced(tl.maximum(x, -80.0), 127.0)
+    scale = (bits << 23).to(tl.float32, bitcast=True)
+    y = tl.fma(scale, tl.fma(r * r, _beyond_first(r), r), scale - 1.0)
     return tl.where(x != x, x, y)
+
+
+@triton.jit
+def inverse_after_one(z):
+    """1 / (1 + z) for z in [0, 1], in as many instructions as a division takes to begin.
+
+    The first four digits are a polynomial's, whose error is a Chebyshev polynomial's; a step of third
+    order makes twelve of them.
+    """
+    y = tl.fma(z, -0.22183708846569061, 0.66551125049591064)
+    y = tl.fma(z, y, -0.94280761480331421)
+    y = tl.fma(z, y, 0.99826687574386597)
+    rest = tl.fma(-(z + 1.0), y, 1.0)
+    return tl.fma(y, tl.fma(rest, rest, rest), y)
 
 
 @triton.jit
 def log1p_unit(z):
     """log(1 + z) for z in [0, 1], as 2 atanh(z / (2 + z))."""
-    s = tl.div_rn(z, z + 2.0)
+    half = 0.5 * z
+    s = half * inverse_after_one(half)
     w = s * s
     # (2 atanh(s) / s - 2) / s²
     p = tl.fma(w, 2.3224329948425293e-1, 2.170657515525818e-1)
@@ -97,15 +131,30 @@ def normal_exponential(x):
 
 
 @triton.jit
+def logistics(x):
+    """1 / (1 + e^-x) and 1 / (1 + e^x), without overflow; some numbers of NaN."""
+    z = _exp_down(-tl.abs(x))
+    greater = inverse_after_one(z)
+    less = z * greater
+    return tl.where(x >= 0, greater, less), tl.where(x >= 0, less, greater)
+
+
+@triton.jit
+def logistic(x):
+    """The first of :func:`logistics`."""
+    first, _ = logistics(x)
+    return first
+
+
+@triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x), without overflow."""
-    z = exp(-tl.abs(x))
-    return tl.div_rn(tl.where(x >= 0, 1.0 + z * 0.0, z), 1.0 + z)
+    """1 / (1 + e^-x), without overflow; NaN of NaN."""
+    return tl.where(x != x, x, logistic(x))
 
 
 @triton.jit
 def tanh(x):
     """tanh x, as good beside 0 as elsewhere."""
     e = expm1_negative(-2.0 * tl.abs(x))
-    y = tl.div_rn(-e, e + 2.0)
+    y = -e * inverse_after_one(e + 1.0)
     return tl.where(x < 0, -y, y)

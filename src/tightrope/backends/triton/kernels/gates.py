@@ -14,13 +14,13 @@ SLOPE = tl.constexpr(2)
 
 @triton.jit
 def place_of(
-    positions, row, token, inside, row_stride, token_stride, offset, ramp,
+    positions, row, token, row_stride, token_stride, offset, ramp,
     POSITIONS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Positions of one axis as numbers, in two parts that add up to them, [tokens, 1] each; NaN where
     they are none."""
     whole, fraction, lost = position_of(
-        positions, 0, row, token, inside, 0, row_stride, token_stride, offset, ramp, POSITIONS
+        positions, 0, row, token, 0, row_stride, token_stride, offset, ramp, POSITIONS
     )
     if WIDE:
         high = whole.to(tl.float64)
@@ -37,7 +37,7 @@ def place_of(
 
 @triton.jit
 def factor(
-    gate, at, inside, channel, high, low, FIRST: tl.constexpr, STEP: tl.constexpr,
+    gate, at, channel, high, low, FIRST: tl.constexpr, STEP: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, INVERSE: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -49,18 +49,14 @@ def factor(
         high, low: positions, of slopes.
     """
     index = tl.arange(0, BLOCK)[None, :]
-    if KIND == SLOPE:
-        # The same for every token: a mask of tokens would only make them be loaded for each, and
-        # Triton 3.4 refuses a mask that is larger than what it masks.
-        mask = index < SIZE
-    elif SIZE != BLOCK:
-        mask = inside & (index < SIZE)
-    else:
-        mask = inside
+    there = index < SIZE
     index = FIRST + index * STEP
     if not UNIT:
         index = index * channel
-    value = tl.load(gate + (at + index), mask=mask, other=0.0)
+    if SIZE != BLOCK:
+        value = tl.load(gate + (at + index), mask=there, other=0.0)
+    else:
+        value = tl.load(gate + (at + index))
     if INVERSE:
         value = -value
     if WIDE:

@@ -1,7 +1,8 @@
 """Loading and storing the channels of one head for a tile of tokens.
 
 A head is up to four tiles: both members of its pairs, and what lies in front of and behind the rotated
-slice. `at` is where the heads of the tokens begin, [tokens, 1], and `inside` which tokens there are.
+slice. `at` is where the heads of the tokens begin, [tokens, 1]. All of a tile is read, so that no load
+waits for a mask (what is beyond the last token reads that token again); `inside` is what is stored.
 """
 
 from __future__ import annotations
@@ -41,18 +42,20 @@ def narrow(x, dtype: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_segment(
-    x, at, inside, channel, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    x, at, channel, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Channels [FIRST, FIRST + SIZE), 0 beyond them: [tokens, BLOCK]."""
     index = tl.arange(0, BLOCK)[None, :]
-    mask = inside
-    if SIZE != BLOCK:
-        mask = inside & (index < SIZE)
+    there = index < SIZE
     index = index + FIRST
     if not UNIT:
         index = index * channel
-    return widen(tl.load(x + (at + index), mask=mask, other=0.0), WIDE)
+    if SIZE != BLOCK:
+        value = tl.load(x + (at + index), mask=there, other=0.0)
+    else:
+        value = tl.load(x + (at + index))
+    return widen(value, WIDE)
 
 
 @triton.jit
@@ -73,18 +76,16 @@ def store_segment(
 
 @triton.jit
 def load_pairs(
-    x, at, inside, channel, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr,
+    x, at, channel, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """First and second members of the pairs. Neighbours are loaded as one and split in registers."""
     if INTERLEAVED:
-        both = load_segment(
-            x, at, inside, channel, START, 2 * PAIRS, 2 * BLOCK_P, UNIT, WIDE
-        )  # fmt: skip
+        both = load_segment(x, at, channel, START, 2 * PAIRS, 2 * BLOCK_P, UNIT, WIDE)
         u, v = tl.split(tl.reshape(both, (BLOCK_T, BLOCK_P, 2)))
     else:
-        u = load_segment(x, at, inside, channel, START, PAIRS, BLOCK_P, UNIT, WIDE)
-        v = load_segment(x, at, inside, channel, START + PAIRS, PAIRS, BLOCK_P, UNIT, WIDE)
+        u = load_segment(x, at, channel, START, PAIRS, BLOCK_P, UNIT, WIDE)
+        v = load_segment(x, at, channel, START + PAIRS, PAIRS, BLOCK_P, UNIT, WIDE)
     return u, v
 
 

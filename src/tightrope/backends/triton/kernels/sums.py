@@ -26,7 +26,7 @@ def _add(high, low, x):
 
 @triton.jit
 def _angle_heads(
-    high, low, first, last, y, grad, row, token, inside, y_row, y_head, y_token, y_channel,
+    high, low, first, last, y, grad, row, token, y_row, y_head, y_token, y_channel,
     grad_row, grad_head, grad_token, grad_channel,
     START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
     INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr,
@@ -34,15 +34,14 @@ def _angle_heads(
     """Add y·dz − z·dy of heads [first, last) of one operand."""
     at = ((row * y_row + token * y_token) * VECTOR)[:, None]
     grad_at = ((row * grad_row + token * grad_token) * VECTOR)[:, None]
-    there = inside[:, None]
     for head in range(first, last):
         u, v = load_pairs(
-            y, at + head * y_head * VECTOR, there, y_channel, START, PAIRS, BLOCK_T, BLOCK_P,
-            INTERLEAVED, UNIT, WIDE,
+            y, at + head * y_head * VECTOR, y_channel, START, PAIRS, BLOCK_T, BLOCK_P, INTERLEAVED,
+            UNIT, WIDE,
         )  # fmt: skip
         du, dv = load_pairs(
-            grad, grad_at + head * grad_head * VECTOR, there, grad_channel, START, PAIRS, BLOCK_T,
-            BLOCK_P, INTERLEAVED, UNIT, WIDE,
+            grad, grad_at + head * grad_head * VECTOR, grad_channel, START, PAIRS, BLOCK_T, BLOCK_P,
+            INTERLEAVED, UNIT, WIDE,
         )  # fmt: skip
         high, low = _add(high, low, tl.fma(u, dv, -(v * du)))
     return high, low
@@ -71,6 +70,7 @@ def add_angles(
     at_row = tile // tiles
     token = (tile - at_row * tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < tokens
+    token = tl.minimum(token, tokens - 1)
     row = at_row + token * 0
     first = 0
     y_last = y_heads
@@ -82,14 +82,14 @@ def add_angles(
     high = tl.full((BLOCK_T, BLOCK_P), 0.0, tl.float64 if WIDE else tl.float32)
     low = high
     high, low = _angle_heads(
-        high, low, first, y_last, y, grad_y, row, token, inside, y_row, y_head, y_token, y_channel,
+        high, low, first, y_last, y, grad_y, row, token, y_row, y_head, y_token, y_channel,
         grad_y_row, grad_y_head, grad_y_token, grad_y_channel,
         START, PAIRS, BLOCK_T, BLOCK_P, INTERLEAVED, UNIT, VECTOR, WIDE,
     )  # fmt: skip
     if z is not None:
         high, low = _angle_heads(
-            high, low, first, z_last, z, grad_z, row, token, inside, z_row, z_head, z_token,
-            z_channel, grad_z_row, grad_z_head, grad_z_token, grad_z_channel,
+            high, low, first, z_last, z, grad_z, row, token, z_row, z_head, z_token, z_channel,
+            grad_z_row, grad_z_head, grad_z_token, grad_z_channel,
             START, PAIRS, BLOCK_T, BLOCK_P, INTERLEAVED, UNIT, VECTOR, WIDE,
         )  # fmt: skip
     total = (high + low) * sign
@@ -112,7 +112,7 @@ def add_angles(
             tl.store(by_position + to[:, None], add_up(total * omega), mask=inside[:, None])
         if by_frequency is not None:
             whole, fraction, lost = position_of(
-                positions, axis, row, token, inside, position_axis, position_row, position_token,
+                positions, axis, row, token, position_axis, position_row, position_token,
                 offset, ramp, POSITIONS,
             )  # fmt: skip
             place = whole.to(total.dtype) + fraction.to(total.dtype) * (1.0 / HALF_RANGE)
@@ -142,6 +142,7 @@ def add_gates(
     at_row = tile // tiles
     token = (tile - at_row * tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < tokens
+    token = tl.minimum(token, tokens - 1)
     row = at_row + token * 0
     there = inside[:, None]
     at = ((row * y_row + token * y_token) * VECTOR)[:, None]
@@ -154,17 +155,17 @@ def add_gates(
     low = high
     for head in range(first, last):
         value = load_segment(
-            y, at + head * y_head * VECTOR, there, y_channel, 0, HEAD_DIM, BLOCK_D, UNIT, WIDE
+            y, at + head * y_head * VECTOR, y_channel, 0, HEAD_DIM, BLOCK_D, UNIT, WIDE
         )
         by_value = load_segment(
-            grad, grad_at + head * grad_head * VECTOR, there, grad_channel, 0, HEAD_DIM, BLOCK_D,
-            UNIT, WIDE,
+            grad, grad_at + head * grad_head * VECTOR, grad_channel, 0, HEAD_DIM, BLOCK_D, UNIT,
+            WIDE,
         )  # fmt: skip
         high, low = _add(high, low, value * by_value)
     total = high + low
     if SLOPES:
         one, other = place_of(
-            positions, row, token, inside, position_row, position_token, offset, ramp, POSITIONS,
+            positions, row, token, position_row, position_token, offset, ramp, POSITIONS,
             WIDE,
         )  # fmt: skip
         total = total * one + total * other

@@ -1,0 +1,60 @@
+"""How a compiled kernel is launched, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from triton_cases import needs_triton
+
+
+@needs_triton
+def test_a_launch_hands_over_what_tritons_own_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nobody to observe it by itself, and else by Triton's own."""
+    import triton
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    from tightrope.backends.triton import launch
+
+    class Driver:
+        get_current_device = staticmethod(lambda: 3)
+        get_current_stream = staticmethod(lambda index: f"stream of {index}")
+
+    calls = []
+
+    class Found(CompiledKernel):
+        run = staticmethod(lambda *arguments: calls.append(arguments))  # type: ignore[assignment]
+        function, packed_metadata, module = "function", "packed", None
+
+        def __init__(self) -> None:
+            pass
+
+        def __del__(self) -> None:
+            pass
+
+        def _init_handles(self) -> None:
+            pass
+
+        def launch_metadata(self, *_: object) -> str:
+            return "told"
+
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", Driver())
+    found, grid, device = Found(), (5, 2, 1), torch.device("cuda", 3)
+    found[grid](1, None, 2.5)
+    launch.runner(found, grid, device)(1, None, 2.5)
+    usual, short = calls
+    told = usual.index("told")
+    assert usual[:told] == short[:told] == (5, 2, 1, "stream of 3", "function", "packed")
+    assert usual[-3:] == short[-3:] == (1, None, 2.5)
+    assert len(usual) == len(short)
+    assert short[told:-3] == (None, None, None)
+    hook = triton.knobs.runtime.launch_enter_hook
+    if hook is not None:
+        hook.add(print)
+        launch.runner(found, grid, device)(1, None, 2.5)
+        hook.remove(print)
+        assert calls.pop()[told] == "told"
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", print)
+    launch.runner(found, grid, device)(1, None, 2.5)
+    assert calls.pop()[told] == "told"

@@ -1,0 +1,18 @@
+"""A kernel that stores the rows of tokens, for test_triton: decorated where it is imported."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tightrope.backends.triton.kernels.rotate import rows_of
+
+
+@triton.jit
+def store_rows(starts, sizes, rows, tokens, BLOCK_T: tl.constexpr):
+    """Rows and places of BLOCK_T tokens from each start, for rows of each size."""
+    case = tl.program_id(0)
+    index = tl.arange(0, BLOCK_T)
+    row, token = rows_of(tl.load(starts + case), index, tl.load(sizes + case), BLOCK_T)
+    tl.store(rows + case * BLOCK_T + index, row)
+    tl.store(tokens + case * BLOCK_T + index, token)
