@@ -36,6 +36,12 @@ class Record:
             self.stage(stage)["units"][name] = result
             self._flush()
 
+    def note(self, stage: str, name: str, found: dict[str, Any]) -> None:
+        """Take down what is known of a group of units."""
+        with self._lock:
+            self.stage(stage).setdefault("notes", {})[name] = found
+            self._flush()
+
     def trouble(self, stage: str, text: str) -> None:
         """Take down what went wrong with a process, outside of any unit."""
         with self._lock:

@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ SILENCE = 120.0
 
 #: Processes that may die before a unit began, until a stage is given up.
 BARREN = 2
+
+#: Set by whoever wants all of it to end now.
+stop = threading.Event()
 
 LATE, NO_TIME = "it took too long", "no time was left"
 
@@ -53,18 +56,33 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class _Seen:
+    """Units that processes have ended or lost, and those of them that failed."""
+
+    units: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+
+    def add(self, name: str, failed: bool) -> None:
+        """Take note of a unit."""
+        self.units.add(name)
+        if failed:
+            self.lost.add(name)
+
+
 class _Process:
     """One worker and the files that it writes."""
 
-    def __init__(self, job: Job, folder: Path, skip: Iterable[str], seconds: float) -> None:
+    def __init__(self, job: Job, folder: Path, seen: _Seen, seconds: float) -> None:
         self.lines = folder / "lines"
         self.log = folder / "log"
-        options = {**job.options, "stage": job.stage, "skip": sorted(skip), "seconds": seconds}
-        options["lines"] = str(self.lines)
+        options = {**job.options, "stage": job.stage, "seconds": seconds, "lines": str(self.lines)}
+        given = folder / "options"
+        given.write_text(json.dumps({**options, "skip": list(seen.units), "lost": list(seen.lost)}))
         self.lines.touch()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(options)],
+                [sys.executable, "-m", "benchmarks.gpu.worker", str(given)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -93,17 +111,17 @@ class _Process:
         return shortened(self.log.read_bytes()[-6000:].decode(errors="replace").strip())
 
 
-def run(job: Job, record: Record, skip: Iterable[str] = ()) -> None:
+def run(job: Job, record: Record) -> None:
     """Do a job, in as many processes as it takes."""
     deadline = time.monotonic() + job.seconds
-    skip, barren = set(skip), 0
+    seen, barren = _Seen(), 0
     while barren < BARREN:
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 or stop.is_set():
             record.trouble(job.stage, NO_TIME)
             return
         with tempfile.TemporaryDirectory(prefix="gpu-worker-") as folder:
-            done = _follow(job, _Process(job, Path(folder), skip, left), record, skip, deadline)
+            done = _follow(job, _Process(job, Path(folder), seen, left), record, seen, deadline)
         if done is None:
             return
         barren = 0 if done else barren + 1
@@ -111,7 +129,7 @@ def run(job: Job, record: Record, skip: Iterable[str] = ()) -> None:
 
 
 def _follow(
-    job: Job, worker: _Process, record: Record, skip: set[str], deadline: float
+    job: Job, worker: _Process, record: Record, seen: _Seen, deadline: float
 ) -> bool | None:
     """One worker from its start to its end.
 
@@ -130,16 +148,19 @@ def _follow(
                     late = time.monotonic() + line["limit"] + GRACE
                 elif "end" in line:
                     current, advanced = "", True
-                    skip.add(line["end"])
+                    seen.add(line["end"], "failed" in line)
                     record.unit(
                         job.stage, line["end"], {k: v for k, v in line.items() if k != "end"}
                     )
+                elif "note" in line:
+                    name = line.pop("note")
+                    record.note(job.stage, name, line)
                 elif "finished" in line:
                     finished = True
             if finished or not running:
                 break
             now = time.monotonic()
-            if now > min(late, deadline + GRACE):
+            if stop.is_set() or now > min(late, deadline + GRACE):
                 why = LATE if now > late else NO_TIME
                 break
             time.sleep(_TICK)
@@ -155,7 +176,7 @@ def _follow(
     if current:
         kind = {LATE: "late", NO_TIME: "no time"}.get(why, "died")
         record.unit(job.stage, current, {"failed": f"{why}\n{tail}", "kind": kind})
-        skip.add(current)
+        seen.add(current, True)
     elif not (advanced and code == POISONED):
         record.trouble(job.stage, f"{why}\n{tail}")
     return advanced or bool(current)

@@ -39,6 +39,7 @@ class Voice:
     Args:
         path: the file that lines are appended to.
         skip: units that are done, or have failed.
+        lost: those of them that have failed.
         ends: when no unit is begun any more, by `time.monotonic`.
         broken: says whether the device is past use; asked after each failure.
         faults: what to do in place of a unit, by the text that its name must contain (see `_FAULTS`).
@@ -48,12 +49,14 @@ class Voice:
         self,
         path: Path,
         skip: Collection[str] = (),
+        lost: Collection[str] = (),
         ends: float = float("inf"),
         broken: Callable[[], bool] = lambda: False,
         faults: dict[str, str] | None = None,
     ) -> None:
         self._file = path.open("a", buffering=1)
         self.skip = set(skip)
+        self.lost = set(lost)
         self.ends = ends
         self.broken = broken
         self.faults = faults or {}
@@ -89,6 +92,7 @@ class Voice:
         limit: float,
         work: Callable[[], T],
         result: Callable[[T], dict[str, Any]] | None = None,
+        again: bool = False,
     ) -> T | None:
         """Do a unit, whatever it does.
 
@@ -96,11 +100,12 @@ class Voice:
             limit: seconds that it may take.
             work: what it is; :class:`AbsentError` says that it does not apply.
             result: what is said of what it returns; that itself, if None.
+            again: whether to do it even if another process has, as its result is needed here.
 
         Returns:
             What `work` does; None if it failed, is skipped, or no time is left.
         """
-        if name in self.skip:
+        if name in self.lost or (name in self.skip and not again):
             return None
         if time.monotonic() > self.ends:
             self.say(end=name, failed="no time was left", kind="no time")
@@ -155,8 +160,14 @@ def _quit() -> None:
     raise SystemExit(0)
 
 
+def _poison() -> None:
+    os.environ["GPU_BENCHMARK_BROKEN"] = "1"
+    raise PlantedError("planted: an illegal memory access was encountered")
+
+
 # Faults that tests plant.
 _FAULTS = {
+    "poison": _poison,
     "raise": _raise,
     "exit": _exit,
     "crash": _crash,
