@@ -116,7 +116,7 @@ def markdown(data: Data) -> str:
     ]
     marks = {True: "yes", False: "**no**", None: "open"}
     lines += [
-        f"| {b['name']} {b['asked']} | {_said(b['found'])} | {marks[b['held']]} |" for b in _few(data)
+        f"| {b['name'].replace(' | ', ': ')} {b['asked']} | {_said(b['found'])} | {marks[b['held']]} |" for b in _few(data)
     ]
     return "\n".join(lines)
 

@@ -127,6 +127,11 @@ class Voice:
     def finish(self) -> None:
         """All units are done."""
         self.say(finished=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
 
 
 class PlantedError(RuntimeError):
