@@ -14,14 +14,29 @@
 namespace tightrope::binding {
 namespace {
 
-inline double value_at(Dtype dtype, const void* data, int64_t at) {
+// n numbers times `sign`, which is 1 or -1.
+template <class F, class To>
+inline void convert(const typename F::Stored* from, int64_t step, double sign, To* __restrict to, int64_t n) {
+  const auto each = [&](int64_t k, int64_t at) {
+    const auto value = typename F::Value(sign) * F::load(from[at]);
+    // One NaN for all: see BFloat16 in formats.h.
+    to[k] = value != value ? To(__builtin_nan("")) : To(value);
+  };
+  if (step == 1) {
+    for (int64_t k = 0; k < n; ++k) each(k, k);
+  } else {
+    for (int64_t k = 0; k < n; ++k) each(k, k * step);
+  }
+}
+template <class To>
+inline void convert(Dtype dtype, const void* from, int64_t at, int64_t step, double sign, To* to, int64_t n) {
   switch (dtype) {
-    case Dtype::kFloat: return static_cast<const float*>(data)[at];
-    case Dtype::kDouble: return static_cast<const double*>(data)[at];
-    case Dtype::kBFloat16: return BFloat16::load(static_cast<const uint16_t*>(data)[at]);
+    case Dtype::kFloat: return convert<Float>(static_cast<const float*>(from) + at, step, sign, to, n);
+    case Dtype::kDouble: return convert<Double>(static_cast<const double*>(from) + at, step, sign, to, n);
+    case Dtype::kBFloat16: return convert<BFloat16>(static_cast<const uint16_t*>(from) + at, step, sign, to, n);
     case Dtype::kHalf: break;
   }
-  return Half::load(static_cast<const uint16_t*>(data)[at]);
+  convert<Half>(static_cast<const uint16_t*>(from) + at, step, sign, to, n);
 }
 
 // The values that something is computed with: what is float or double already, or copies.
@@ -33,24 +48,20 @@ class Values {
   const void* copy(const Tensor& x, std::array<int64_t, 3> sizes, std::array<int64_t, 3> strides,
                    double sign, bool as_double, void** made = nullptr) {
     const Dtype dtype = dtype_of(code_of(x));
-    const char* from = static_cast<const char*>(x.const_data_ptr());
-    const int64_t count = sizes[0] * sizes[1] * sizes[2];
+    const void* from = x.const_data_ptr();
+    const int64_t row = sizes[2], count = sizes[0] * sizes[1] * row;
     owned_.emplace_back(new double[as_double ? count : (count + 1) / 2]);
     void* to = owned_.back().get();
     int64_t n = 0;
     for (int64_t i = 0; i < sizes[0]; ++i)
-      for (int64_t j = 0; j < sizes[1]; ++j)
-        for (int64_t k = 0; k < sizes[2]; ++k, ++n) {
-          const int64_t at = i * strides[0] + j * strides[1] + k * strides[2];
-          double value = value_at(dtype, from, at);
-          // One NaN for all: see BFloat16 in formats.h.
-          value = value != value ? __builtin_nan("") : sign * value;
-          if (as_double) {
-            static_cast<double*>(to)[n] = value;
-          } else {
-            static_cast<float*>(to)[n] = float(value);
-          }
+      for (int64_t j = 0; j < sizes[1]; ++j, n += row) {
+        const int64_t at = i * strides[0] + j * strides[1];
+        if (as_double) {
+          convert(dtype, from, at, strides[2], sign, static_cast<double*>(to) + n, row);
+        } else {
+          convert(dtype, from, at, strides[2], sign, static_cast<float*>(to) + n, row);
         }
+      }
     if (made != nullptr) *made = to;
     return to;
   }

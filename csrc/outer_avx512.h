@@ -321,7 +321,7 @@ TIGHTROPE_LOOP void pass_line(const Line<typename F::Stored>& line, const float*
 }
 
 inline float add_lanes(V x) {
-  const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_maskz_extractf32x8_ps(0xFF, x, 1));
+  const __m256 a = _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xFF, x, 0), _mm512_maskz_extractf32x8_ps(0xFF, x, 1));
   __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   b = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));

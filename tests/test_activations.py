@@ -138,6 +138,15 @@ def test_norms_with_their_gradients(per_head, unit_offset, dtype, backend) -> No
         assert_outer(found[2 + i], slopes[1], torch.float32)
 
 
+@every_backend
+@pytest.mark.parametrize("size", [1e18, 3e19])
+def test_a_norm_of_squares_that_overflow_is_that_of_torch(size, backend) -> None:
+    x = torch.full((1, 1, 1, 8), size)
+    got = rotate(x, RopeSpec(8), act=RMSNorm(eps=1e-6), backend=backend)
+    want = torch.nn.functional.rms_norm(x, (8,), eps=1e-6)
+    tolerances.assert_near(got, want, "float32 ways")
+
+
 def test_a_norm_without_a_weight_and_with_nothing_to_sum() -> None:
     spec, x = RopeSpec(16), noise(2, 3, 4, 16)
     want = wanted(x, "rms_norm", spec)

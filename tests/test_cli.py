@@ -341,3 +341,15 @@ def test_without_the_extra() -> None:
         "The tightrope command needs typer, rich: get it with "
         '`python -m pip install "tightrope[cli]"`.'
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that only Linux has")
+def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(RopeSpec(64).to_dict()), encoding="utf-8")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "inspect", str(spec)], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "Error: the output could not be written: No space left on device.\n"

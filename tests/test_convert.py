@@ -723,7 +723,7 @@ def test_force_on_a_file(tmp_path: Path) -> None:
         convert(file, out, to="interleaved")
     assert out.read_bytes() == b"older"
     convert(file, out, to="interleaved", force=True)
-    assert out.stat().st_size == file.stat().st_size
+    assert detect(out, said=Said(config=source)).said == "interleaved"
 
 
 @pytest.mark.parametrize("which", ["itself", "inside", "around", "link", "file", "no parent"])
@@ -986,3 +986,95 @@ def test_fused_projections_are_read(tmp_path: Path) -> None:
     said = Said(head_dim=32, heads=8, naming="gpt_neox")
     found = detect(tmp_path / "a.safetensors", said=said)
     assert (found.pairing, found.said) == ("interleaved", None)
+
+
+# --- what a single file says of itself -----------------------------------------------------------
+
+
+def _one(path: Path, kind: str, metadata: str) -> Path:
+    """One file of weights: safetensors with metadata of its own, empty or none; or a zip of torch."""
+    tensors = llama_tensors()
+    if kind == "torch":
+        torch.save(tensors, path)
+        if metadata == "own":
+            with zipfile.ZipFile(path, "a") as archive:
+                archive.comment = b"mine"
+        return path
+    given = {"own": {"format": "pt", "tightrope": 'a "note"'}, "none": None, "empty": None}[
+        metadata
+    ]
+    save_file(tensors, path, metadata=given)
+    if metadata == "empty":
+        raw = path.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        header = b'{ "__metadata__": { },' + raw[9 : 8 + size]
+        header += b" " * (-len(header) % 8)
+        path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+    return path
+
+
+@pytest.mark.parametrize("metadata", ["own", "none", "empty"])
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_single_file_carries_its_pairing(tmp_path: Path, kind: str, metadata: str) -> None:
+    suffix = "safetensors" if kind == "safetensors" else "pt"
+    a, b, c, d = (tmp_path / f"{name}.{suffix}" for name in "abcd")
+    _one(a, kind, metadata)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    done = convert(a, b, to="interleaved", verify=True)
+    assert done.verified is not None
+    found = detect(b)
+    assert (found.said, found.who) == ("interleaved", f"the record of a conversion in {b.name}")
+    with refused("paired so already: interleaved, says the record of a conversion in b"):
+        convert(b, c, to="interleaved")
+    # Back without a word of the user's, and to the bytes that there were.
+    assert convert(b, c, to="half", verify=True).source_from.startswith("the record")
+    assert c.read_bytes() == a.read_bytes()
+    assert detect(c).who == "model_type 'llama'"
+    # The tensors of the copy are those that a file without any record would hold, for all readers.
+    before = load_file(a) if kind == "safetensors" else torch.load(a)
+    for after in (
+        [load_file(b)] if kind == "safetensors" else [torch.load(b), torch.load(b, mmap=True)]
+    ):
+        assert list(after) == list(before)
+        name = "model.layers.0.self_attn.q_proj.weight"
+        rows = interleaved_rows(list(range(32)), range(0, 32, 8), 8)
+        assert torch.equal(after[name], before[name][rows])
+    if kind == "safetensors":
+        with safetensors.safe_open(b, framework="pt") as opened:
+            kept = {"format": "pt", "tightrope": 'a "note"'} if metadata == "own" else {}
+            told = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
+            assert opened.metadata() == {**kept, **told}
+        assert int.from_bytes(b.read_bytes()[:8], "little") % 8 == 0
+    else:
+        with zipfile.ZipFile(b) as archive:
+            assert archive.testzip() is None
+            assert archive.comment.startswith(b"mine\n" if metadata == "own" else b"tightrope")
+    # What a user says counts more, and the record follows what was done.
+    convert(b, d, to="interleaved", said=Said(source="half"))
+    assert detect(d).said == "interleaved"
+
+
+def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", llama_tensors())
+    folder = tmp_path / "b"
+    folder.mkdir()
+    convert(source / "model.safetensors", folder / "model.safetensors", to="interleaved")
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert detect(folder).said == "interleaved"
+    done = convert(folder, tmp_path / "c", to="half")
+    assert done.source_from == "the record of a conversion in model.safetensors"
+    assert (tmp_path / "c/model.safetensors").read_bytes() == (
+        source / "model.safetensors"
+    ).read_bytes()
+    (folder / "tightrope_convert.json").write_text('{"pairing": "half"}', encoding="utf-8")
+    with refused("must agree but say model.safetensors: interleaved, tightrope_convert.json: half"):
+        convert(folder, tmp_path / "d", to="half")
+    shards = write(tmp_path / "e", llama_tensors(), shards=2)
+    first = shards / "model-00001-of-00002.safetensors"
+    header = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
+    save_file(load_file(first), first, metadata=header)
+    with refused("must agree but say .*00001-of-00002.safetensors: interleaved, .*: nothing: say"):
+        detect(shards)
+    save_file(load_file(first), first, metadata={"tightrope.pairing": "sideways"})
+    with refused("must say a pairing in its metadata .tightrope.pairing. but says 'sideways'"):
+        detect(shards)

@@ -191,12 +191,12 @@ CASES = {
     "gamma of another width": (
         lambda: Exp(torch.zeros(7)).factor(CHANNELS),
         ValueError,
-        "[Exp] gamma must have 1 or 8 channels but got 7 (gamma: float32[1, 7]).",
+        "[Exp] gamma must have 1 or 8 channels but got 7 (gamma: float32[7]).",
     ),
     "tied gamma of another width": (
         lambda: Exp(torch.zeros(8), tied="pair").factor(CHANNELS),
         ValueError,
-        "[Exp] gamma must have 1 or 4 pairs but got 8 (gamma: float32[1, 8]).",
+        "[Exp] gamma must have 1 or 4 pairs but got 8 (gamma: float32[8]).",
     ),
     "unknown tie": (
         lambda: Slope(torch.zeros(8), tied="head"),

@@ -516,3 +516,22 @@ def test_errors(arguments: Any, error: type[Exception], message: str) -> None:
 
 def test_settings_are_those_of_the_family() -> None:
     assert TEXT["num_key_value_heads"] < TEXT["num_attention_heads"]
+
+
+@pytest.mark.parametrize("what", ["inv_freq", "attention_scaling", "config"])
+def test_exact_angles_are_those_that_the_model_has_now(
+    llama: Any, inputs: dict[str, torch.Tensor], what: str
+) -> None:
+    rotary = llama.model.rotary_emb
+    if what == "inv_freq":
+        rotary.inv_freq.mul_(0.25)  # interpolation by hand, as many do it
+    elif what == "attention_scaling":
+        rotary.attention_scaling = 0.5
+    else:  # after construction nobody reads it
+        llama.config.rope_parameters = {
+            "rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0
+        }  # fmt: skip
+    before = llama(**inputs).logits
+    report = patch(llama, angles="exact")
+    assert not report.left
+    assert_outputs(llama(**inputs).logits, before)

@@ -625,3 +625,29 @@ def test_overlapping_memory_is_refused() -> None:
         fused[:, :, :2].transpose(1, 2), fused[:, :, 2:].transpose(1, 2), *arguments
     )
     assert form_of(Form().pack()).source == WORDS
+
+
+@pytest.mark.parametrize(
+    "act", ["relu", "sigmoid", "gelu", "elu", "softplus", "leaky_relu", "tanh"]
+)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore::RuntimeWarning")
+def test_infinities_are_those_of_the_definition(act: str) -> None:
+    x = torch.tensor([math.inf, -math.inf, 1.0, -1.0], device=DEVICE).reshape(1, 1, 1, 4)
+    still = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=DEVICE)
+    for direction in (0, 1):
+        form = Form(act=ACTS.index(act), direction=direction, start=2).pack()
+        given = torch.ones_like(x) if direction else x
+        arguments = (still, None, None, 0, form, 1.0, [x] if direction else None)
+        (got,) = operators().rotate(given, None, *arguments)
+        (want,) = compose(given, None, *arguments)
+        assert torch.equal(got[..., :2].isnan(), want[..., :2].isnan())
+        assert torch.equal(got[..., :2].nan_to_num(7.0), want[..., :2].nan_to_num(7.0))
+
+
+def test_more_heads_than_a_grid_holds_are_left_to_the_definition() -> None:
+    x = torch.ones(1, 65_536, 1, 2, device=DEVICE)
+    gate = torch.zeros(1, 65_536, 1, 1, device=DEVICE)
+    (found,) = operators().gate_gradients(
+        x, None, x, None, gate, None, None, 0, Form(gate=LOG).pack()
+    )
+    assert torch.equal(found, torch.full_like(gate, 2.0))

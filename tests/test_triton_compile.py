@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import tolerances
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
@@ -87,3 +89,33 @@ def test_what_compiles_anew() -> None:
     assert counts["unaligned"] == 3
     assert counts["one head"] == 4
     assert counts["another dtype"] == 5
+
+
+@cache
+def evaluated() -> dict[str, Any]:
+    """Pieces of the kernels, as the PTX for sm_90 computes them: see triton_pieces."""
+    script = Path(__file__).with_name("triton_pieces.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_the_compiled_angles_are_exact() -> None:
+    """Over all phases, by the instructions that a GPU is given."""
+    found = evaluated()["angles"]
+    assert found["phases"] > 1 << 17
+    assert found["cosine"] <= tolerances.value("float32 angle")
+    assert found["sine"] <= tolerances.value("float32 angle")
+
+
+def test_the_compiled_exponential_is_exact() -> None:
+    found = evaluated()["elementary"]
+    assert found["exp"] <= tolerances.value("compiled exp")
+    assert found["sigmoid"] <= tolerances.value("compiled sigmoid")
+    # Units of the smallest number there is.
+    assert found["exp, subnormal"] <= 1
+    assert found["special"] == ["inf", "0.0", "nan", "1.0"]

@@ -107,6 +107,16 @@ TABLE = {
         "relative, of each number",
         "2 ulp, and as much again as the argument of an exponential near e^±88 has lost",
     ),
+    "compiled exp": Tolerance(
+        1.5 * 2.0**-23,
+        "relative",
+        "issue 6: reduction, polynomial and scaling round once each, the first two by half an ulp",
+    ),
+    "compiled sigmoid": Tolerance(
+        3 * 2.0**-23,
+        "relative",
+        "the above, a sum and a quotient",
+    ),
     "reported number": Tolerance(
         1e-15,
         "relative, of a wavelength, a number of turns, a ratio or an angle that a report gives",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -201,6 +203,8 @@ def counted() -> dict[str, int]:
 
 
 def main() -> int:
+    # Triton 3.4 links AMD's code with a program of ROCm's. What is looked at here comes before that.
+    os.environ.setdefault("TRITON_HIP_LLD_PATH", shutil.which("true") or "")
     torch.accelerator.current_device_index = lambda: None
     torch.accelerator.device_index = lambda _: contextlib.nullcontext()
     real = launch.launcher

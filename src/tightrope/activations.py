@@ -36,7 +36,9 @@ class RMSNorm:
     """x / sqrt(mean(x²) + eps) · weight over the channels of a head: the norm of queries and keys.
 
     The mean is over all channels of the head, also those that do not rotate. It is float32 inside
-    (float64 for float64), and nothing is rounded between the norm and the rotation.
+    (float64 for float64), and nothing is rounded between the norm and the rotation. A head whose sum of
+    squares overflows that, by a channel of about 1.8e19 in float32, becomes 0, as in
+    ``torch.nn.functional.rms_norm``.
 
     Args:
         weight: floating ``(head_dim,)`` or ``(heads, head_dim)``; None for 1. Learnable.

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from . import activations, gates as gates_, gating
 from ._errors import sentence
-from .activations import Act, ActLike, RMSNorm, code_of
+from .activations import NONE, Act, ActLike, RMSNorm, code_of
 from .backends import BY_NAME, cpu, reference
 from .gates import Gate
 from .ops import autograd, learned, schema
@@ -204,8 +204,6 @@ def _ready(
     if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
         return None
     call = rotation.calls.get((layout, inverse))
-    if call is not None and outer is not None:
-        call = None if inverse else _with_acts(call, outer, 1 if k is None else 2)
     if (
         call is None
         or rotation.rows != 1
@@ -213,42 +211,62 @@ def _ready(
         or (k is not None and type(k) is not torch.Tensor)
         or cpu.why_not(q) is not None  # the definition takes more than it should
         or q.shape[-1] != rotation.channels.head_dim
-        or autograd.needs_grad(q, k, call)
         or autograd.in_functorch()
         or forward_ad._current_level >= 0
     ):
         return None
-    return call
+    if outer is not None:
+        call = _ready_outer(call, q, k, rotation, layout, inverse, outer)
+    return None if call is None or autograd.needs_grad(q, k, call) else call
 
 
-def _with_acts(call: tuple[Any, ...], outer: Outer, count: int) -> tuple[Any, ...] | None:
-    """Arguments of a rotation with f before it; None where that is more than to hand it over.
+def _ready_outer(
+    call: tuple[Any, ...],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    rotation: PreparedRotation,
+    layout: str,
+    inverse: bool,
+    outer: Outer,
+) -> tuple[Any, ...] | None:
+    """Arguments of a rotation between f and P; None where that is more than to hand these over.
 
-    Nothing of a weight is kept: the kernel reads the user's own, of whatever floating dtype, so it
+    Nothing of a tensor is kept: the kernel reads the user's own, of whatever floating dtype, so it
     sees every change of it.
     """
-    if outer.gates[0] or outer.gates[1]:
-        return None
-    first, eps, weights = outer.acts[0], 0.0, []
-    for act in outer.acts[:count]:
-        if not isinstance(first, RMSNorm):
-            if act != first:
+    count = 1 if k is None else 2
+    first, eps, act, gate = outer.acts[0], 0.0, NONE, schema.NO_GATE
+    carried: list[torch.Tensor] = []
+    if first is not None or outer.acts[count - 1] is not None:
+        if inverse:
+            return None
+        for own in outer.acts[:count]:
+            if not isinstance(first, RMSNorm):
+                if own != first:
+                    return None
+                continue
+            if not isinstance(own, RMSNorm) or own.unit_offset or own.eps != first.eps:
                 return None
-            continue
-        if not isinstance(act, RMSNorm) or act.unit_offset or act.eps != first.eps:
+            if own.weight is None:
+                return None
+            carried.append(own.weight if own.weight.dim() == 2 else own.weight[None])
+            eps = float(first.eps)
+        act = code_of(first)
+    if outer.gates[0] or outer.gates[1]:
+        found = gating.ready(outer.gates[:count], q, rotation, layout)
+        if found is None:
             return None
-        weight = act.weight
-        if weight is None or type(weight) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        weights.append(weight if weight.dim() == 2 else weight[None])
-        eps = float(first.eps)
-    form = _form_with(call[_FORM], code_of(first))
-    return (*call[:_FORM], form, call[_AMPLITUDE], tuple(weights) or None, eps)
+        gate, logs = found
+        carried += logs
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) or not t.is_cpu for t in carried):
+        return None
+    form = _form_with(call[_FORM], act, gate)
+    return (*call[:_FORM], form, call[_AMPLITUDE], carried or None, eps)
 
 
 @lru_cache(maxsize=1024)
-def _form_with(form: int, act: int) -> int:
-    return schema.form_of(form)._replace(act=act).pack()
+def _form_with(form: int, act: int, gate: int) -> int:
+    return schema.form_of(form)._replace(act=act, gate=gate).pack()
 
 
 def run_in_place(

@@ -14,6 +14,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -44,11 +45,10 @@ class Channels(NamedTuple):
         [0, 0, 1, 1, 2, 2]
         """
         values = values.expand(*values.shape[:-1], self.pairs)
-        both = (
-            values.repeat_interleave(2, dim=-1)
-            if self.interleaved
-            else torch.cat((values, values), -1)
-        )
+        parts = (values, values)
+        both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
+        if self.rotary_dim == self.head_dim:
+            return both
         after = self.head_dim - self.start - self.rotary_dim
         return torch.nn.functional.pad(both, (self.start, after))
 
@@ -125,7 +125,7 @@ class Scalar(Gate):
         inside = _inside(dtype)
         if isinstance(self.value, torch.Tensor):
             return self.value.to(inside).log().reshape(1, 1, 1, 1)
-        device = None if positions is None else positions.device
+        device = "cpu" if positions is None else positions.device
         return torch.full((1, 1, 1, 1), math.log(self.value), dtype=inside, device=device)
 
 
@@ -192,7 +192,8 @@ class Slope(Gate):
     def rates(self, channels: Channels, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """What the logarithm is per position, ``[heads|1, channels|1]``; arguments as of
         :meth:`Gate.log_factor`."""
-        return _rows("Slope", "slope", self.slope, self.tied, channels, dtype)[0, :, 0]
+        rows = self.slope if self.slope.dim() == 2 else self.slope[None]
+        return _widened("Slope", "slope", rows, self.tied, channels, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +236,7 @@ class Given(Gate):
         return _widened("Given", "log", log, self.tied, channels, dtype).transpose(1, 2)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class XPos(Gate):
     """xPos: queries shrink away from a centre as keys grow, so scores decay with the distance.
 
@@ -274,7 +275,7 @@ class XPos(Gate):
 
     def for_keys(self) -> Gate:
         """The gate with opposite exponents."""
-        return replace(self, opposite=not self.opposite)
+        return _opposite(self)
 
     def log_factor(
         self,
@@ -312,6 +313,11 @@ class XPos(Gate):
                 )
             )
         return log
+
+
+@lru_cache(maxsize=64)
+def _opposite(gate: XPos) -> XPos:
+    return replace(gate, opposite=not gate.opposite)
 
 
 def total(
@@ -408,8 +414,8 @@ def _rows(
     channels: Channels,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    rows = values if values.dim() == 2 else values[None]
-    return _widened(operation, name, rows, tied, channels, dtype)[None, :, None]
+    wide = _widened(operation, name, values, tied, channels, dtype)
+    return wide.reshape(1, wide.shape[0] if wide.dim() == 2 else 1, 1, wide.shape[-1])
 
 
 def _widened(

@@ -8,7 +8,8 @@ import torch
 
 from . import gates as gates_
 from ._errors import sentence
-from .gates import Channels, Gate, Slope
+from .gates import Channels, Gate, Slope, XPos
+from .ops.layouts import BY_NAME
 from .ops.schema import LOG, NO_GATE, SLOPE
 from .positions import Positions, explicit
 from .spec import Channels as SpecChannels, PreparedRotation, RopeSpec
@@ -49,10 +50,9 @@ def lower(
     found: list[tuple[int, torch.Tensor | None]] = []
     for name, x, own in zip(names, xs, gates):
         if any(gate.by_position for gate in own) and where is None:
-            where = _where(operation, rotation, x)
+            where = _where(operation, rotation, x.shape[2], x.device)
         first = own[0] if len(own) == 1 else None
-        ids = rotation.ids
-        if isinstance(first, Slope) and not (ids is not None and ids.requires_grad):
+        if isinstance(first, Slope) and not _moves(rotation):
             rates = first.rates(channels, x.dtype).to(x.device)
             gates_.check_fit(operation, name, x, first, (1, rates.shape[0], 1))
             found.append((SLOPE, rates))
@@ -62,10 +62,81 @@ def lower(
     return found
 
 
-def _where(operation: str, rotation: PreparedRotation, x: torch.Tensor) -> torch.Tensor:
+def ready(
+    gates: Sequence[Sequence[Gate]], x: torch.Tensor, rotation: PreparedRotation, layout: str
+) -> tuple[int, list[torch.Tensor]] | None:
+    """Gates as :func:`lower` has them, without the checks that a kernel makes too.
+
+    Args:
+        gates: of each of what is rotated.
+        x: the first of these, in its layout, on the CPU.
+        rotation: of all.
+        layout: by name.
+
+    Returns:
+        The code of the schema, and a tensor for each; None where it takes more than that.
+    """
+    logs: list[torch.Tensor] = []
+    code, before = NO_GATE, None
+    for own in gates:
+        if len(own) != 1:
+            return None
+        gate = own[0]
+        if gate is before:
+            logs.append(logs[0])
+            continue
+        found = _ready(gate, x, rotation, layout)
+        if found is None or (before is not None and found[0] != code):
+            return None
+        code, log = found
+        logs.append(log)
+        before = gate
+    return code, logs
+
+
+def _ready(
+    gate: Gate, x: torch.Tensor, rotation: PreparedRotation, layout: str
+) -> tuple[int, torch.Tensor] | None:
+    channels = channels_of(rotation.channels)
+    if not gate.by_position:
+        return LOG, gate.log_factor(channels, None, x.dtype)
+    if _moves(rotation):
+        return None
+    if isinstance(gate, Slope):
+        return SLOPE, gate.rates(channels, x.dtype)
+    where = BY_NAME[layout]
+    if not isinstance(gate, XPos) or rotation.words.shape[0] != 1 or x.dim() != where.dims:
+        return None
+    return LOG, _of_all_layers(gate, channels, x.shape[where.token], x, rotation)
+
+
+def _of_all_layers(
+    gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
+) -> torch.Tensor:
+    """The logarithm of a gate that has no tensors, made by the first layer that asks."""
+    ids, key = rotation.ids, (gate, x.dtype)
+    found = rotation.logs.get(key)
+    if found is not None:
+        made, of, at = found
+        # Whoever wrote other numbers into the ids since has other positions.
+        if of == tokens and (ids is None or (at is not None and torch.equal(ids, at))):
+            return made
+    made = gate.log_factor(channels, _where("", rotation, tokens, x.device), x.dtype)
+    rotation.logs[key] = made, tokens, None if ids is None else ids.clone()
+    return made
+
+
+def _moves(rotation: PreparedRotation) -> bool:
+    """Whether somebody may differentiate by where tokens are."""
+    return rotation.ids is not None and rotation.ids.requires_grad
+
+
+def _where(
+    operation: str, rotation: PreparedRotation, tokens: int, device: torch.device
+) -> torch.Tensor:
     """The position of each token, ``[rows|1, tokens]``."""
     positions = Positions(rotation.ids, rotation.offset, rotation.ramp)
-    written = explicit(positions, x.shape[2], device=x.device).ids
+    written = explicit(positions, tokens, device=device).ids
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]
         raise ValueError(
@@ -75,4 +146,4 @@ def _where(operation: str, rotation: PreparedRotation, x: torch.Tensor) -> torch
                 "the tokens, gates.Given",
             )
         )
-    return written[0].to(x.device)
+    return written[0].to(device)

@@ -85,4 +85,7 @@ def run() -> int:
         text = str(getattr(error, "format_message", error.__str__)())
         make_console(stderr=True).print(f"Error: {text}", markup=False, soft_wrap=True)
         return 2
+    except OSError as error:  # what was to be printed could not be written: a full disk behind `>`
+        sys.stderr.write(f"Error: the output could not be written: {error.strerror or error}.\n")
+        return 1
     return code if isinstance(code, int) else 0

@@ -33,6 +33,7 @@ class PreparedRotation:
         made_from: the spec, or None where there is not one alone; for comparisons.
         calls: what the operator is called with, by layout and direction, once it was.
         by_tokens: what :meth:`for_tokens` returned.
+        logs: of gates by position, which all layers share: see :mod:`tightrope.gating`.
     """
 
     channels: Channels
@@ -48,6 +49,9 @@ class PreparedRotation:
     made_from: object = None
     calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
     by_tokens: dict[int, PreparedRotation] = field(default_factory=dict, repr=False)
+    logs: dict[Any, tuple[torch.Tensor, int, torch.Tensor | None]] = field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def amplitude(self) -> float:
@@ -83,6 +87,7 @@ class PreparedRotation:
             awaits=None,
             calls={},
             by_tokens={},
+            logs={},
         )
 
 

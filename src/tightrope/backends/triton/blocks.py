@@ -44,6 +44,10 @@ PROGRAMS = 512
 WIDEST = 2048
 
 
+#: More programs than this a grid does not hold in its second dimension.
+MOST_ACROSS = 65535
+
+
 def power_of_two(n: int) -> int:
     """The least that is no less than n, and at least 1.
 

@@ -71,7 +71,7 @@ def angle_sums(
     source = source_of(words, turns, positions, form, views, y.device)
     rows, _, tokens, head_dim = views[0].sizes
     block = shapes.power_of_two(source.pairs)
-    if source.pairs == 0 or 2 * block > shapes.WIDEST:
+    if source.pairs == 0 or 2 * block > shapes.WIDEST or source.heads > shapes.MOST_ACROSS:
         return None
     if rows * tokens * head_dim * max(view.heads for view in views) == 0:
         return None
@@ -166,6 +166,8 @@ def gate_sums(
     views, grad_views = _views(ys, grads, form)
     require(len(gates) == len(ys), "one gate for each result")
     if views[0].channels > shapes.WIDEST or any(0 in view.sizes for view in views):
+        return None
+    if any(view.heads > shapes.MOST_ACROSS for view in views):
         return None
     return [
         _one_gate(*one, positions, offset, form)

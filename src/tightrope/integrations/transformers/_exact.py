@@ -25,6 +25,8 @@ LAYOUTS = ("cat", "repeat", "half")
 # angle and of the values.
 _SMALL = (3, 1, 7, 2, 12, 40)
 _ANGLE, _VALUE = 6e-7, 4e-6
+# What a cast to bfloat16, or of the smallest frequencies to float16, may change.
+_CAST, _CAST_TINY = 2**-8, 2**-24
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
         try:
             torch.set_default_dtype(torch.float32)
             made: torch.nn.Module = cls(config)
-            return made
+            if _unchanged(module, made):
+                return made
         except Exception:  # noqa: BLE001
             pass
         finally:
@@ -172,6 +175,27 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
     if any(t.device.type == "meta" or t.dtype != torch.float32 for t in module.buffers()):
         raise _Unserved("its frequencies are on meta or were cast, and no config says them")
     return copy.deepcopy(module).cpu()
+
+
+def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
+    """Whether a module still has what its config says, but for the rounding of a cast.
+
+    Some are scaled by hand after they were made. Where the length decides, what is there now is of the
+    last call, and the module keeps what it began with beside it.
+    """
+    for name, began in fresh.named_buffers():
+        now = getattr(module, name, None)
+        if not isinstance(now, torch.Tensor) or now.device.type == "meta":
+            continue
+        by_length = getattr(module, "rope_type", None) in ("dynamic", "longrope")
+        if by_length and not name.endswith("original_inv_freq"):
+            continue
+        if now.shape != began.shape or not torch.allclose(
+            now.detach().cpu().float(), began.cpu().float(), rtol=_CAST, atol=_CAST_TINY
+        ):
+            return False
+    scalings = [name for name in vars(fresh) if name.endswith("attention_scaling")]
+    return all(getattr(module, name, None) == getattr(fresh, name) for name in scalings)
 
 
 def _layer_types(module: torch.nn.Module) -> list[str | None]:

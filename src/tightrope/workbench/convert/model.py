@@ -114,7 +114,7 @@ def read_model(checkpoint: Checkpoint, said: Said, *, pairing: bool = True) -> M
         model = replace(model, specs=_sliced(model.specs, said))
     recorded = _recorded(checkpoint) if given is None else None
     if recorded is not None:
-        model = replace(model, interleaved=recorded, who=f"{RECORD}, which a conversion left")
+        model = replace(model, interleaved=recorded[0], who=recorded[1])
     if given is not None:
         model = replace(model, interleaved=given, who="the user (--from)")
     if model.interleaved is None and pairing:
@@ -140,8 +140,25 @@ def _config_of(home: Path) -> Path | None:
     return there[0] if there else None
 
 
-def _recorded(checkpoint: Checkpoint) -> bool | None:
-    """The pairing that a conversion left beside the weights that it wrote."""
+def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
+    """The pairing that a conversion left in the weights that it wrote or beside them, and where."""
+    names = {str(each.path.name): each.paired for each in checkpoint.files}
+    said = {record.pairing for record in names.values() if record is not None}
+    told = _beside(checkpoint)
+    if told is None and not said:
+        return None
+    if len(said) > 1 or (said and (None in names.values() or told not in (None, *said))):
+        words = [
+            f"{name}: {record.pairing if record else 'nothing'}" for name, record in names.items()
+        ]
+        words += [f"{RECORD}: {told}"] if told else []
+        fail(f"records of conversions must agree but say {shown(words)}: say --from")
+    if said:
+        return "interleaved" in said, f"the record of a conversion in {next(iter(names))}"
+    return told == "interleaved", f"{RECORD}, which a conversion left"
+
+
+def _beside(checkpoint: Checkpoint) -> str | None:
     path = checkpoint.home / RECORD
     if not path.is_file():
         return None
@@ -150,7 +167,7 @@ def _recorded(checkpoint: Checkpoint) -> bool | None:
         return None
     if told.get("pairing") not in ("half", "interleaved"):
         fail(f"{RECORD} must say a pairing but says {told.get('pairing')!r}")
-    return bool(told["pairing"] == "interleaved")
+    return str(told["pairing"])
 
 
 # --- without a configuration ----------------------------------------------------------------------

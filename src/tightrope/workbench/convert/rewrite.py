@@ -1,22 +1,26 @@
 """Copy a file and reorder rows of some tensors on the way, in bounded memory.
 
-Everything else keeps its bytes: headers, metadata, padding, tensors of any dtype. What is held at any
-time is one head of one tensor and a buffer.
+Everything else keeps its bytes: headers, metadata, padding, tensors of any dtype; but for the record of
+the pairing that a single file carries. What is held at any time is one head of one tensor and a buffer.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import zipfile
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO
 
+from .paired import Paired, comment_with, header_with
 from .tensors import Entry, Record, Weights
 
 _BUFFER = 8 << 20
+# Of the last record of a zip, without its comment.
+_DIRECTORY_END = 22
 
 Progress = Callable[[int], None]
 
@@ -67,9 +71,11 @@ def rewrite(
     weights: Weights,
     changes: Iterable[Change],
     interleaved: bool,
-    target: BinaryIO,
+    target: IO[bytes],
     progress: Progress | None = None,
-) -> None:
+    *,
+    record: bool = False,
+) -> int:
     """Write a copy of a file in which the rows of ``changes`` are paired the other way.
 
     Args:
@@ -78,9 +84,18 @@ def rewrite(
         interleaved: whether the copy pairs neighbours.
         target: an empty file, open for reading and writing.
         progress: called with the number of bytes that have been written since the last call.
+        record: whether the copy says its pairing; a record that the file has is kept true in any case.
+
+    Returns:
+        How many bytes later than in the file the tensors of the copy begin.
     """
+    told = _told(weights, interleaved) if record or weights.paired is not None else None
+    edits = record or weights.paired is not None
     with open(weights.path, "rb") as source:
         copy = _Copy(source, target, weights.records, progress or (lambda _: None))
+        shift = 0
+        if edits and weights.kind == "safetensors":
+            shift = copy.header(told)
         done: set[int] = set()
         for change in sorted(changes, key=lambda each: each.entry.offset):
             if change.entry.offset in done:
@@ -90,10 +105,21 @@ def rewrite(
                 copy.until(change.entry.offset + start * change.unit)
                 copy.reorder(change.width, change.unit, interleaved)
         size = os.fstat(source.fileno()).st_size
+        if edits and weights.kind != "safetensors":
+            copy.comment(size, told)
         copy.until(size)
         if copy.at != size:
             raise OSError(f"{weights.path} became shorter while it was read")
         copy.checksums()
+    return shift
+
+
+def _told(weights: Weights, interleaved: bool) -> Paired | None:
+    """The record of a copy; none where it is again what the first of a chain was."""
+    to, was = ("interleaved", "half") if interleaved else ("half", "interleaved")
+    if weights.paired is not None and weights.paired.was == to:
+        return None
+    return Paired(to, was)
 
 
 class _Copy:
@@ -101,8 +127,8 @@ class _Copy:
 
     def __init__(
         self,
-        source: BinaryIO,
-        target: BinaryIO,
+        source: IO[bytes],
+        target: IO[bytes],
         records: tuple[Record, ...],
         progress: Progress,
     ) -> None:
@@ -124,6 +150,31 @@ class _Copy:
             if not got:
                 return
             self._write(part[:got])
+
+    def header(self, record: Paired | None) -> int:
+        """Copy the header of a safetensors file with a record; how much longer it is."""
+        length = struct.unpack("<Q", self._source.read(8))[0]
+        old = self._source.read(length)
+        new = header_with(old, record)
+        self._target.write(struct.pack("<Q", len(new)) + new)
+        self.at = 8 + length
+        self._progress(self.at)
+        return len(new) - len(old)
+
+    def comment(self, size: int, record: Paired | None) -> None:
+        """Copy the end of a zip with a record in its comment; as it is where it ends otherwise."""
+        with zipfile.ZipFile(self._source.name) as archive:
+            old = archive.comment
+        begin = size - _DIRECTORY_END - len(old)
+        self.until(begin)
+        end, new = self._source.read(_DIRECTORY_END), comment_with(old, record)
+        if end[:4] != b"PK\x05\x06" or len(new) >= 1 << 16:  # something stands behind the zip
+            self._source.seek(begin)
+            return
+        self._target.write(end[:-2] + struct.pack("<H", len(new)) + new)
+        self._source.seek(size)
+        self._progress(size - begin)
+        self.at = size
 
     def reorder(self, width: int, unit: int, interleaved: bool) -> None:
         """Copy ``width`` rows of ``unit`` bytes in the order of the other pairing."""

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 from ... import __version__
 from ._fail import fail, pairing_name
@@ -19,7 +20,7 @@ from .place import check_target, placed_file, placed_folder
 from .plan import Plan, make_plan
 from .rewrite import Change, rewrite
 from .tensors import Weights
-from .verify import Verified, verify
+from .verify import Copied, Verified, verify
 
 # Layers whose weights are asked before a conversion whether their configuration is right.
 _LOOKED_AT = 16
@@ -81,7 +82,9 @@ def convert(
 
     Rows of projection weights and biases, of norms of queries and keys and of scales by row change
     places; every other byte of every file is copied as it is, so converting back gives the same file.
-    Memory does not grow with the checkpoint. The result gets its name when it is whole.
+    What is paired how is recorded: in a folder beside the weights; in a single file within it, in the
+    metadata of safetensors or the comment of a zip. Memory does not grow with the checkpoint. The result
+    gets its name when it is whole.
 
     Args:
         checkpoint: a safetensors or torch file, an index of shards, or the folder of either.
@@ -123,9 +126,9 @@ def convert(
     work = _Work(found, model, plan, interleaved, verify, report or (lambda *_: None))
     if found.folder is None:
         with placed_file(target, force) as stream:
-            work.one(found.files[0], stream)
+            shift = work.one(found.files[0], stream)
             stream.flush()
-            proof = work.prove({found.files[0].path: Path(stream.name)})
+            proof = work.prove({found.files[0].path: Copied(Path(stream.name), shift)})
     else:
         with placed_folder(target, force) as folder:
             proof = work.folder(folder, made)
@@ -211,8 +214,8 @@ class _Work:
     report: Report
     done: list[int] = field(default_factory=lambda: [0])
 
-    def one(self, weights: Weights, stream: object) -> None:
-        """Write one file of weights."""
+    def one(self, weights: Weights, stream: IO[bytes]) -> int:
+        """Write one file of weights; how much later its tensors begin than in the source."""
         total = max(self.found.nbytes, 1)
         share = 0.8 if self.verify else 1.0
 
@@ -220,12 +223,19 @@ class _Work:
             self.done[0] += count
             self.report(share * self.done[0] / total, f"writing {weights.path.name}")
 
-        rewrite(weights, self._changes(weights), self.interleaved, stream, progress)  # type: ignore[arg-type]
+        return rewrite(
+            weights,
+            self._changes(weights),
+            self.interleaved,
+            stream,
+            progress,
+            record=self.found.folder is None,
+        )
 
     def _changes(self, weights: Weights) -> list[Change]:
         return [change for change in self.plan.changes if change.entry.file == weights.path]
 
-    def prove(self, copies: dict[Path, Path]) -> Verified | None:
+    def prove(self, copies: dict[Path, Copied]) -> Verified | None:
         """The proof, where it was asked for."""
         if not self.verify:
             return None
@@ -247,9 +257,9 @@ class _Work:
             path = folder / weights.path.relative_to(source)
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "x+b") as stream:
-                self.one(weights, stream)
+                shift = self.one(weights, stream)
                 _finish(stream)
-            copies[weights.path] = path
+            copies[weights.path] = Copied(path, shift)
         proof = self.prove(copies)
         last = ["config.json"]
         if self.found.index is not None:

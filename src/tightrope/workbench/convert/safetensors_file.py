@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 
 from ._fail import fail
+from .paired import of_metadata
 from .tensors import Entry, Weights
 
 
@@ -41,11 +42,13 @@ def read_safetensors(path: Path) -> Weights:
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         fail(f"{path} must be a sound safetensors file but is not: {error}")
     begin = 8 + len(header)
-    entries = []
+    entries, paired = [], None
     for name, told in json.loads(header).items():
         if name == "__metadata__":
+            paired = of_metadata(told, path)
             continue
         first, stop = told["data_offsets"]
         shape = tuple(told["shape"])
         entries.append(Entry(name, told["dtype"], shape, path, begin + first, stop - first))
-    return Weights(path, tuple(sorted(entries, key=lambda entry: entry.offset)))
+    entries.sort(key=lambda entry: entry.offset)
+    return Weights(path, tuple(entries), paired=paired)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from .paired import Paired
+
 # How safetensors and torch call dtypes that weights and their scales may have; the rest is quantised.
 FLOATS: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -44,14 +46,14 @@ class Entry:
         """``BF16[64, 64]``, for sentences."""
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
-    def rows(self, first: int, count: int, units: int, file: Path | None = None) -> torch.Tensor:
-        """Some of its ``units`` rows as ``(count, elements)``, read from here or from another file."""
+    def rows(self, first: int, count: int, units: int) -> torch.Tensor:
+        """Some of its ``units`` rows as ``(count, elements)``."""
         unit = self.nbytes // units
-        with open(file or self.file, "rb") as stream:
+        with open(self.file, "rb") as stream:
             stream.seek(self.offset + first * unit)
             data = bytearray(stream.read(count * unit))
         if len(data) != count * unit:
-            raise OSError(f"{file or self.file} ends early")
+            raise OSError(f"{self.file} ends early")
         return torch.frombuffer(data, dtype=FLOATS[self.dtype]).view(count, -1)
 
 
@@ -61,12 +63,14 @@ class Weights:
 
     Attributes:
         records: for torch files, the zip records, whose checksums follow their bytes.
+        paired: what the file itself says of its pairing.
     """
 
     path: Path
     entries: tuple[Entry, ...]
     records: tuple[Record, ...] = ()
     kind: str = "safetensors"
+    paired: Paired | None = None
 
 
 @dataclass(frozen=True)

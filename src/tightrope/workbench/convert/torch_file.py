@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ._fail import fail
+from .paired import of_comment
 from .tensors import DTYPE_NAMES, Entry, Record, Weights
 
 # What torch's reader raises on a damaged file: whatever its code runs into.
@@ -36,7 +37,7 @@ def read_torch(path: Path) -> Weights:
         ValueError: a file that torch does not load safely, or that holds more than weights.
         OSError: a file that cannot be read.
     """
-    records = _records(path)
+    records, comment = _records(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the pickle's protocol, where it is damaged
@@ -67,7 +68,7 @@ def read_torch(path: Path) -> Weights:
         if entry.offset + entry.nbytes > starts[offset].stop:
             fail(f"{path} must be a sound torch checkpoint, but {name} is larger than its record")
         entries.append(entry)
-    return Weights(path, tuple(entries), tuple(records.values()), "torch")
+    return Weights(path, tuple(entries), tuple(records.values()), "torch", of_comment(comment))
 
 
 def _entry(name: str, tensor: torch.Tensor, path: Path, offset: int) -> Entry:
@@ -94,7 +95,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _tensors(inner, f"{name}.{key}" if name else str(key))
 
 
-def _records(path: Path) -> dict[str, Record]:
+def _records(path: Path) -> tuple[dict[str, Record], bytes]:
     with open(path, "rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
             fail(
@@ -111,9 +112,10 @@ def _records(path: Path) -> dict[str, Record]:
                 for info, at in zip(archive.infolist(), central, strict=True):
                     record = _record(stream, info, at)
                     records[record.name] = record
+                comment = archive.comment
         except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
             fail(f"{path} must be a sound torch checkpoint but is not: {error}")
-    return records
+    return records, comment
 
 
 def _central_checksums(stream: Any, start: int, count: int) -> list[int]:

@@ -43,9 +43,17 @@ class Verified:
     unswitched: float
 
 
+@dataclass(frozen=True)
+class Copied:
+    """The converted copy of a file, and how many bytes later its tensors begin."""
+
+    path: Path
+    shift: int = 0
+
+
 def verify(
     changes: Iterable[Change],
-    copies: Mapping[Path, Path],
+    copies: Mapping[Path, Copied],
     model: Model,
     interleaved: bool,
     report: Callable[[float], None] = lambda _: None,
@@ -104,7 +112,7 @@ def _complete(roles: Mapping[str, list[Change]]) -> bool:
 
 def _heads(
     roles: Mapping[str, list[Change]],
-    copies: Mapping[Path, Path] | None,
+    copies: Mapping[Path, Copied] | None,
     model: Model,
     spec: RopeSpec,
     seed: int,
@@ -134,13 +142,18 @@ def _heads(
 
 
 def _read(
-    change: Change, copies: Mapping[Path, Path] | None, first: int, count: int
+    change: Change, copies: Mapping[Path, Copied] | None, first: int, count: int
 ) -> torch.Tensor:
-    file = change.entry.file if copies is None else copies[change.entry.file]
-    return change.entry.rows(first, count, change.units, file).to(torch.float32).double()
+    entry = change.entry
+    if copies is not None:
+        copied = copies[entry.file]
+        entry = replace(entry, file=copied.path, offset=entry.offset + copied.shift)
+    return entry.rows(first, count, change.units).to(torch.float32).double()
 
 
-def _project(changes: list[Change], copies: Mapping[Path, Path] | None, seed: int) -> torch.Tensor:
+def _project(
+    changes: list[Change], copies: Mapping[Path, Copied] | None, seed: int
+) -> torch.Tensor:
     """Random activations through a projection, a few rows at a time."""
     # Several weights are one that is spread over several files, whole heads in each.
     weights = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight")]
@@ -168,7 +181,7 @@ def _project(changes: list[Change], copies: Mapping[Path, Path] | None, seed: in
 
 
 def _norm(
-    heads: torch.Tensor, changes: list[Change], copies: Mapping[Path, Path] | None
+    heads: torch.Tensor, changes: list[Change], copies: Mapping[Path, Copied] | None
 ) -> torch.Tensor:
     if not changes:
         return heads

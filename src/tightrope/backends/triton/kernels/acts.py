@@ -64,7 +64,8 @@ def act(x, ACT: tl.constexpr):
 @triton.jit
 def slope(x, ACT: tl.constexpr):
     """f'(x) of one channel; products of two sigmoids stand for differences that would cancel."""
-    zero = x * 0.0
+    # Of infinities too.
+    zero = (x != x).to(tl.float32) * 0.0
     if ACT == RELU:
         return tl.where(x > 0, 1.0 + zero, 0.0)
     elif ACT == SIGMOID:

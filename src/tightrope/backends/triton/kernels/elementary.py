@@ -71,7 +71,7 @@ def log1p_unit(z):
 def normal_tail(x):
     """½ erfc(|x| / √2), the tail of the normal distribution."""
     t = tl.abs(x) * 0.7071067811865476
-    w = tl.div_rn(1.0 + t * 0.0, tl.fma(t, 0.4, 1.0))
+    w = tl.div_rn((t >= 0).to(tl.float32), tl.fma(t, 0.4, 1.0))
     # erfc(t) · exp(t²) / w, 1.5e-8 off
     p = tl.fma(w, -1.5730949118733406e-2, 6.182640418410301e-2)
     p = tl.fma(w, p, -3.4846026450395584e-2)

@@ -49,9 +49,14 @@ def factor(
         high, low: positions, of slopes.
     """
     index = tl.arange(0, BLOCK)[None, :]
-    mask = inside
-    if SIZE != BLOCK:
+    if KIND == SLOPE:
+        # The same for every token: a mask of tokens would only make them be loaded for each, and
+        # Triton 3.4 refuses a mask that is larger than what it masks.
+        mask = index < SIZE
+    elif SIZE != BLOCK:
         mask = inside & (index < SIZE)
+    else:
+        mask = inside
     index = FIRST + index * STEP
     if not UNIT:
         index = index * channel

@@ -1,0 +1,188 @@
+"""Gates on their way to the operator: what a prepared rotation hands over at once is what the long way
+makes of it, and nothing of it grows old."""
+
+import pytest
+import torch
+
+from tightrope import RopeSpec, calls, gates
+from tightrope.activations import RMSNorm
+from tightrope.functional import rotate, rotate_qk, rotate_qk_
+from tolerances import assert_same_bits
+
+HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 12, 3
+SPECS = {
+    "halves": RopeSpec(WIDTH),
+    "neighbours": RopeSpec(WIDTH, interleaved=True),
+    "slice": RopeSpec(WIDTH, start=2, rotary_dim=6),
+}
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return 0.1 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gates_of(kind: str, pairs: int):
+    """A gate, or one for q and one for k; and its tensors."""
+    if kind == "xpos":
+        return gates.XPos(centre=90.0), []
+    if kind == "number":
+        return gates.Scalar(0.3), []
+    per_head = [noise(HEADS, WIDTH), noise(KV_HEADS, WIDTH, seed=1)]
+    tensors = {
+        "scalar": [torch.tensor(0.3)],
+        "exp": [noise(WIDTH)],
+        "exp per head": per_head,
+        "exp float64": [per_head[0].double(), per_head[1].double()],
+        "exp bfloat16": [per_head[0].bfloat16(), per_head[1].bfloat16()],
+        "exp transposed": [noise(WIDTH, HEADS).T, noise(WIDTH, KV_HEADS, seed=1).T],
+        "exp of one": [noise(1)],
+        "exp tied": [noise(pairs)],
+        "slope": [noise(WIDTH)],
+        "slope per head": per_head,
+        "slope tied": [noise(pairs)],
+        "given": [noise(TOKENS, HEADS, 1), noise(TOKENS, KV_HEADS, 1, seed=1)],
+        "given by row": [noise(2, TOKENS, 1, WIDTH)],
+    }[kind]
+    name = kind.split()[0]
+    make = {"scalar": gates.Scalar, "exp": gates.Exp, "slope": gates.Slope, "given": gates.Given}[
+        name
+    ]
+    tied = {"tied": "pair"} if kind.endswith("tied") else {}
+    made = tuple(make(t, **tied) for t in tensors)
+    return made if len(made) == 2 else made[0], tensors
+
+
+KINDS = (
+    *("number", "scalar", "exp", "exp per head", "exp float64", "exp bfloat16", "exp transposed"),
+    *("exp of one", "exp tied", "slope", "slope per head", "slope tied", "given", "given by row"),
+    "xpos",
+)
+
+
+@pytest.fixture
+def only_the_short_way(monkeypatch):
+    """Where this is set the long way fails."""
+
+    def refused(*_, **__):
+        raise AssertionError("the long way")
+
+    def switch() -> None:
+        monkeypatch.setattr(calls, "_launches", refused)
+
+    return switch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_short_way_gives_the_bits_of_the_long_one(
+    kind, name, dtype, only_the_short_way
+) -> None:
+    spec, ids = SPECS[name], torch.tensor([100, 7, 90])
+    gate, _ = gates_of(kind, spec.rotary_dim // 2)
+    q = noise(2, HEADS, TOKENS, WIDTH, seed=5).to(dtype)
+    k = noise(2, KV_HEADS, TOKENS, WIDTH, seed=6).to(dtype)
+    wanted = rotate_qk(q, k, spec, ids, gate=gate)
+    undone = rotate_qk(q, k, spec, ids, gate=gate, inverse=True)
+    normed = rotate_qk(q, k, spec, ids, gate=gate, act=RMSNorm(torch.ones(WIDTH)))
+    rope = spec.at(ids)
+    for inverse in (False, True):
+        rotate_qk(q, k, rope, inverse=inverse)  # what is prepared is there from now on
+    only_the_short_way()
+    for _ in range(2):
+        found = (
+            (wanted, rotate_qk(q, k, rope, gate=gate)),
+            (wanted, rotate_qk_(q.clone(), k.clone(), rope, gate=gate)),
+            (undone, rotate_qk(q, k, rope, gate=gate, inverse=True)),
+            (normed, rotate_qk(q, k, rope, gate=gate, act=RMSNorm(torch.ones(WIDTH)))),
+        )
+        for want, got in found:
+            for one, other in zip(got, want):
+                assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prepared_call_sees_every_change_of_a_gate(kind) -> None:
+    spec = SPECS["halves"]
+    gate, tensors = gates_of(kind, WIDTH // 2)
+    q, k = noise(2, HEADS, TOKENS, WIDTH, seed=5), noise(2, KV_HEADS, TOKENS, WIDTH, seed=6)
+    ids = torch.tensor([100, 7, 90])
+    rope = spec.at(ids)
+    for change in range(3):
+        if change == 1:
+            for t in tensors:
+                t.mul_(0.5)
+        elif change == 2:
+            # Past the version counter, as somebody who shares the memory would.
+            ids.data.add_(11)
+            for t in tensors:
+                t.data.add_(0.1)
+        wanted = rotate_qk(q, k, spec, ids, gate=gate)
+        for got in (rotate_qk(q, k, rope, gate=gate), rotate_qk(q, k, rope, gate=gate)):
+            for one, other in zip(got, wanted):
+                assert_same_bits(one, other)
+
+
+def test_one_prepared_rotation_for_any_number_of_tokens_and_any_layout() -> None:
+    spec, gate = SPECS["halves"], gates.XPos(centre=100.0)
+    rope = spec.at(96)
+    for tokens in (1, 5, 2):
+        x = noise(2, tokens, HEADS, WIDTH)
+        for _ in range(2):
+            got = rotate(x, rope, layout="bshd", gate=gate)
+            assert_same_bits(got, rotate(x, spec, 96, layout="bshd", gate=gate))
+
+
+def test_what_the_short_way_leaves_to_the_long_one() -> None:
+    """Two kinds, gates of which several meet, positions with a gradient, and gradients themselves."""
+    spec, ids = SPECS["halves"], torch.tensor([1.5, 2.0, 7.25])
+    q, k = noise(1, HEADS, TOKENS, WIDTH, seed=5), noise(1, KV_HEADS, TOKENS, WIDTH, seed=6)
+    rope = spec.at(ids)
+    rotate_qk(q, k, rope)
+    exp, slope = gates.Exp(noise(WIDTH)), gates.Slope(noise(WIDTH, seed=1))
+    for gate in ((exp, slope), (exp, None), (None, slope)):
+        for one, other in zip(
+            rotate_qk(q, k, rope, gate=gate), rotate_qk(q, k, spec, ids, gate=gate)
+        ):
+            assert_same_bits(one, other)
+    gamma = torch.nn.Parameter(noise(WIDTH))
+    y, _ = rotate_qk(q, k, rope, gate=gates.Exp(gamma))
+    (by_gamma,) = torch.autograd.grad(y.square().sum(), gamma)
+    assert by_gamma.abs().sum() > 0
+    moving = ids.clone().requires_grad_()
+    prepared = spec.at(moving)
+    for _ in range(2):
+        y, _ = rotate_qk(q, k, prepared, gate=gates.XPos(centre=3.0))
+        (by_ids,) = torch.autograd.grad(y.square().sum(), moving)
+        assert by_ids.abs().sum() > 0
+
+
+def test_sentences_are_those_of_the_long_way() -> None:
+    spec = SPECS["halves"]
+    q, k = noise(1, HEADS, TOKENS, WIDTH), noise(1, KV_HEADS, TOKENS, WIDTH)
+    rope = spec.at(10**6)
+    rotate_qk(q, k, rope)
+    for gate, words in (
+        (gates.Exp(noise(7)), "gamma must have 1 or 12 channels but got 7"),
+        (gates.Exp(noise(3, WIDTH)), "the gate Exp must have 1 or 4 heads for q but got 3"),
+        (gates.Slope(noise(3, WIDTH)), "the gate Slope must have 1 or 4 heads for q but got 3"),
+        (gates.Given(noise(7, 1, 1)), "the gate Given must have 1 or 3 tokens for q but got 7"),
+        (gates.XPos(centre=0.0), "positions must lie within"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            rotate_qk(q, k, rope, gate=gate)
+
+
+def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
+    spec, gate = SPECS["halves"], gates.XPos(centre=3.0)
+    q, k = noise(1, HEADS, TOKENS, WIDTH), noise(1, KV_HEADS, TOKENS, WIDTH)
+    rope = spec.at(torch.arange(TOKENS))
+    with torch.inference_mode():
+        for _ in range(2):
+            wanted = rotate_qk(q, k, rope, gate=gate)
+    got = rotate_qk(q, k, rope, gate=gate)
+    assert_same_bits(got[0], wanted[0])
+    leaf = q.clone().requires_grad_()
+    y, _ = rotate_qk(leaf, k, rope, gate=gate)
+    y.sum().backward()
+    assert_same_bits(y.detach(), wanted[0])

@@ -1,0 +1,122 @@
+"""Compile pieces of the Triton kernels for sm_90 and evaluate their PTX: run by test_triton_compile.
+
+A process of its own, as what Triton does is settled when kernels are imported. Prints JSON: how far results
+lie from those of float64, and of the same bits under which other way of computing them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ptx import Array, Threads
+from tightrope.backends.triton import launch
+from tightrope.backends.triton.kernels.angles import cos_sin
+from tightrope.backends.triton.kernels.elementary import exp, sigmoid
+
+THREADS, EACH = 128, 4
+SIZE = THREADS * EACH
+
+
+@triton.jit
+def angles_of(phases, cosines, sines, SIZE: tl.constexpr):
+    """Cosines and sines of phases."""
+    i = tl.arange(0, SIZE)
+    c, s = cos_sin(tl.load(phases + i), False)
+    tl.store(cosines + i, c)
+    tl.store(sines + i, s)
+
+
+@triton.jit
+def elementary_of(xs, exps, sigmoids, SIZE: tl.constexpr):
+    """e^x and the logistic function."""
+    i = tl.arange(0, SIZE)
+    x = tl.load(xs + i)
+    tl.store(exps + i, exp(x))
+    tl.store(sigmoids + i, sigmoid(x))
+
+
+def ptx_of(kernel: Any, pointer: str) -> str:
+    names = kernel.arg_names
+    types = dict(zip(names, (pointer, "*fp32", "*fp32", "constexpr")))
+    source = ASTSource(
+        kernel, types, {(3,): SIZE}, {(i,): [["tt.divisibility", 16]] for i in range(3)}
+    )
+    target = GPUTarget("cuda", 90, 32)
+    ptx: str = triton.compile(source, target=target, options=launch.options_of(4, 32)).asm["ptx"]
+    return ptx
+
+
+def evaluated(ptx: str, values: Array) -> tuple[Array, Array]:
+    """Both results of a kernel for any number of values."""
+    found = [], []
+    for at in range(0, len(values), SIZE):
+        tensors = [values[at : at + SIZE].copy(), np.zeros(SIZE, "f4"), np.zeros(SIZE, "f4")]
+        Threads(ptx, tensors, THREADS)
+        for into, made in zip(found, tensors[1:]):
+            into.append(made)
+    return np.concatenate(found[0]), np.concatenate(found[1])
+
+
+def phases() -> Array:
+    """Random ones, and all around the places where quarters and eighths of a turn meet."""
+    rng = np.random.default_rng(1)
+    random = rng.integers(-(2**63), 2**63 - 1, 1 << 17, dtype="i8")
+    small = rng.integers(-(2**63), 2**63 - 1, 1 << 15, dtype="i8") >> rng.integers(0, 63, 1 << 15)
+    near = np.arange(-64, 64, dtype="i8")
+    edges = (np.arange(8, dtype="i8") << 61)[:, None, None] + (near[:, None] << np.arange(0, 60, 4))
+    every = np.concatenate((random, small, edges.ravel()))
+    return every[: len(every) // SIZE * SIZE]
+
+
+def angles() -> dict[str, Any]:
+    every = phases()
+    cosine, sine = evaluated(ptx_of(angles_of, "*i64"), every)
+    # The same quarters, by arithmetic of their own: exact integers, then float64.
+    quarter = np.round(every.astype(np.longdouble) / 2**62).astype("i8")
+    rest = (every - (quarter.astype("u8") << np.uint64(62)).view("i8")).astype("f8") * (
+        2 * np.pi / 2**64
+    )
+    c, s = np.cos(rest), np.sin(rest)
+    turn = quarter % 4
+    want_c = np.choose(turn, [c, -s, -c, s])
+    want_s = np.choose(turn, [s, c, -s, -c])
+    return {
+        "phases": len(every),
+        "cosine": float(np.abs(cosine - want_c).max()),
+        "sine": float(np.abs(sine - want_s).max()),
+    }
+
+
+def elementary() -> dict[str, Any]:
+    rng = np.random.default_rng(2)
+    x = np.concatenate((rng.uniform(-110, 92, 1 << 15), rng.standard_normal(1 << 14), [0.0] * SIZE))
+    x = x.astype("f4")
+    got, logistic = evaluated(ptx_of(elementary_of, "*fp32"), x)
+    with np.errstate(over="ignore"):
+        wide = np.exp(x.astype("f8"))
+        fair = 1 / (1 + np.exp(-x.astype("f8")))
+    tiny, large = 2.0**-126, np.finfo("f4").max
+    usual = (wide > tiny) & (wide < large)
+    special = evaluated(
+        ptx_of(elementary_of, "*fp32"),
+        np.resize(np.array([np.inf, -np.inf, np.nan, -0.0], "f4"), SIZE),
+    )[0][:4]
+    return {
+        "exp": float((np.abs(got - wide) / wide)[usual].max()),
+        "exp, subnormal": float(np.abs(got.astype("f8") - wide)[wide <= tiny].max() / 2.0**-149),
+        "sigmoid": float((np.abs(logistic - fair) / fair)[fair > tiny].max()),
+        "special": [repr(float(value)) for value in special],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"angles": angles(), "elementary": elementary()}))
+    sys.exit(0)
