@@ -42,10 +42,10 @@ from .supervise import Job
 STAGES = ("machine", "checks", "tests", "prepare", "counts", "times")
 
 #: What of the time may go into what runs side by side, and into counting.
-SIDE_BY_SIDE, COUNTING = 0.5, 0.12
+SIDE_BY_SIDE, COUNTING = 0.45, 0.12
 
 #: Processes of the stages that run side by side.
-PARTS = {"checks": 2, "tests": 6, "prepare": 4}
+PARTS = {"checks": 2, "tests": 5, "prepare": 5}
 
 #: Cases of a quick run: the first.
 QUICK = 11

@@ -20,7 +20,7 @@ from tightrope.ops.schema import Form
 
 from .cases import CASES, Case, small
 from .device import Device
-from .expected import NEAR, error, expected
+from .expected import NEAR, bound, error, expected
 from .inputs import our_call, sets
 from .contenders import results
 
@@ -28,7 +28,7 @@ from .contenders import results
 LIMIT = 60.0
 
 #: Of the largest value of a gradient that is a sum of float32 products, beside float64.
-SUMS = 1e-4
+SUMS = 1e-5
 
 
 class WrongError(Exception):
@@ -49,10 +49,9 @@ def _of_case(case: Case, device: Device) -> dict[str, Any]:
     found = results(our_call(case, device.at)(mine), mine)
     device.synchronize()
     off = error(case, found, expected(case, given))
-    bound = 1e-3 if case.work == "frequencies" else NEAR[case.dtype]
-    if not off <= bound:
-        raise WrongError(f"off by {off:.3g} of a head's largest channel, not {bound:.3g}")
-    return {"off by": off, "bound": bound}
+    if not off <= bound(case):
+        raise WrongError(f"off by {off:.3g} of a head's largest channel, not {bound(case):.3g}")
+    return {"off by": off, "bound": bound(case)}
 
 
 def _noise(device: Device, *shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:

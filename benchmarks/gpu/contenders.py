@@ -226,6 +226,8 @@ def xopes(case: Case, device: torch.device) -> Call:
     _refuse(case.interleaved or case.neighbours, "it rotates halves, and is a kernel of its own")
     _refuse(case.work not in ("out", "training"), f"it has no way to do: {case.work}")
     _refuse(case.positions != "0..n-1", "it takes an offset at most")
+    tunes = case.work == "training" or (case.act == "none" and case.k_heads > 0)
+    _refuse(tunes, "left out: it compiles dozens of kernels for each length and number of heads")
     apply = peers.load("xopes").lrpe_rotate_1d_sp_triton
     k = torch.arange(0, case.head_dim, 2, device=device, dtype=torch.float64)
     theta = (10000.0 ** (-k / case.head_dim)).float()[None]

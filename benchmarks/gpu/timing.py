@@ -23,6 +23,9 @@ ROUNDS = 3
 #: Seconds that a contender may take to be compiled and called, and to be timed once.
 MAKE, TIME = 75.0, 30.0
 
+#: The same for those that tune themselves, with dozens of compilations.
+TUNED, LONGER = ("FLA", "xopes"), 150.0
+
 #: Milliseconds of single calls, and of replays of a graph, in a round.
 CALLS, REPLAYS = 40.0, 40.0
 
@@ -34,6 +37,11 @@ class DifferentError(Exception):
 def sized(case: Case, device: Device) -> Case:
     """A case at the size that the device takes."""
     return small(case) if device.dry else case
+
+
+def limit(name: str) -> float:
+    """Seconds that a contender may take to be compiled and called."""
+    return LONGER if name in TUNED else MAKE
 
 
 def made(name: str, case: Case, device: Device, inputs: Inputs) -> Call:
@@ -69,7 +77,7 @@ def compare(case: Case, device: Device, name: str, voice: Voice) -> None:
             raise DifferentError(f"off by {off:.3g} of a head's largest channel, not {bound(case):.3g}")
         return {"off by": off, "bound": bound(case), "first call, s": took}
 
-    voice.unit(f"{case.name} | {name}", MAKE, work)
+    voice.unit(f"{case.name} | {name}", limit(name), work)
     torch._dynamo.reset()
     device.release()
 
@@ -164,7 +172,7 @@ def time_case(case: Case, device: Device, names: list[str], voice: Voice, seed: 
         if any(other.startswith(unit) for other in voice.lost):
             continue
         call = voice.unit(
-            unit + "make", MAKE, partial(made, name, case, device, spare), _nothing, again=True
+            unit + "make", limit(name), partial(made, name, case, device, spare), _nothing, again=True
         )
         if call is not None:
             calls[name] = call
