@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import torch
 
+# What would not fit in a sentence is only named.
+_LONGEST = 200
+
 
 def describe(value: object) -> str:
-    """``float32[2, 8, 64]`` for a tensor, ``repr`` for anything else."""
+    """``float32[2, 8, 64]`` for a tensor, ``repr`` for anything else that fits in a sentence."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
-    return repr(value)
+    text = repr(value)
+    return f"a {type(value).__name__}" if len(text) > _LONGEST or "\n" in text else text
 
 
 def sentence(operation: str, message: str, **about: object) -> str:

@@ -98,7 +98,8 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     fine = torch.round(error * 2.0**64 + (fraction - units) * 4)
     fine = torch.where(scaled.abs() < 2.0**50, fine, 0.0)
     words = (torch.where(lost, 0.0, units).to(torch.int64) << 2) + fine.to(torch.int64)
-    turns = torch.round(scaled - words * 2.0**-64)
+    # An integer times a number would be of the default dtype, which float16 may be.
+    turns = torch.round(scaled - words.to(torch.float64) * 2.0**-64)
     return words, torch.where(lost, float(_NO_TURNS), turns).to(torch.int64)
 
 

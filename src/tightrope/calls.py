@@ -18,6 +18,7 @@ from .gates import Gate
 from .ops import autograd, learned, schema
 from .ops.arguments import Carried
 from .ops.checks import (
+    check_flag,
     check_in_place,
     check_in_place_grad,
     check_out,
@@ -207,6 +208,7 @@ def _ready(
     if (
         call is None
         or rotation.rows != 1
+        or (rotation.read is not None and rotation.is_stale)
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or cpu.why_not(q) is not None  # the definition takes more than it should
@@ -343,6 +345,7 @@ def _launches(
         One launch; or one for each tensor, where they differ in the kind of f or P.
     """
     where = layout_named(operation, layout)
+    check_flag(operation, "inverse", inverse)
     xs = schema.present(q, k)
     rotation = prepare(operation, names, xs, spec, positions, seq_len, where, wider)
     if inv_freq is not None:
@@ -392,10 +395,13 @@ def _with_outer(
     launches = []
     for which in [range(len(xs))] if together else [(i,) for i in range(len(xs))]:
         code, gate, eps = kinds[which[0]]
+        # Lists first: torch 2.11 cannot trace a generator that reads variables of this function.
+        some_weights = [weights[i] for i in which]
+        some_gates = [gates[i][1] for i in which]
         carried = Carried(
             call[_CARRIED] or (),
-            tuple(w for i in which if (w := weights[i]) is not None),
-            tuple(g for i in which if (g := gates[i][1]) is not None),
+            tuple([w for w in some_weights if w is not None]),
+            tuple([g for g in some_gates if g is not None]),
         )
         form = schema.form_of(call[_FORM])._replace(act=code, gate=gate)
         arguments = (*call[:_FORM], form.pack(), call[_AMPLITUDE], carried.flat(), eps)

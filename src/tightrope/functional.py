@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 
 from . import angles, calls, scan
-from ._errors import sentence
+from ._errors import describe, sentence
 from .activations import Act, ActLike
 from .gates import Gate
 from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
@@ -319,7 +319,7 @@ def rotary_pos_embedding(
     """
     name = "rotary_pos_embedding"
     if not isinstance(input_, torch.Tensor):
-        raise TypeError(sentence(name, f"input_ must be a tensor but got {input_!r}"))
+        raise TypeError(sentence(name, f"input_ must be a tensor but got {describe(input_)}"))
     if input_.dim() < 2:
         raise ValueError(
             sentence(name, "input_ must have shape (..., seq_len, embed_dim)", input_=input_)
@@ -374,7 +374,8 @@ def apply_rotary_pos_emb(
             (batch, seq, heads, dim).
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
         tables: how the width holds the pairs: "cat", halves duplicated; "repeat", pairs duplicated;
-            "half", one entry per pair. Of duplicates the first is read.
+            "half", one entry per pair. Of duplicates the first is read; tables whose last row holds
+            others are refused, unless they require grad, or are on a device or traced.
         start: the first channel that rotates.
         inverse: rotate by the negative angles. Lengths in the tables multiply, as they do forward.
         position_ids: int32 or int64 ``(tokens,)`` or ``(rows, tokens)``: which rows of the tables.

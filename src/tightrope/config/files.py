@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,11 @@ from . import gguf_file
 from .source import fail
 
 NAMES = ("config.json", "params.json")
+
+_ELSEWHERE = (
+    "for a model that is not on this machine give its config object, "
+    "transformers.AutoConfig.from_pretrained(name)"
+)
 
 # The largest configurations there are list the layers of a model one by one, in some hundred kB.
 _LARGEST = 64 * 2**20
@@ -27,6 +34,10 @@ def load(path: Path) -> Mapping[str, Any]:
         path = _inside(path)
     elif path.exists() and not path.is_file():
         fail(f"a configuration must be a file or a folder but {path} is a device or a pipe")
+    elif not path.exists():
+        raise FileNotFoundError(
+            errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {_ELSEWHERE}", str(path)
+        )
     with path.open("rb") as file:
         if file.read(len(gguf_file.MAGIC)) == gguf_file.MAGIC:
             return gguf_file.read(path)

@@ -103,6 +103,8 @@ READ_BY_LAYERS: dict[str, frozenset[str]] = {
 # Rules that may begin to scale at the length of the context, as transformers has it; all others must
 # say where, since that length often is the one after scaling.
 SCALED_FROM_MAX_POSITION = frozenset({"dynamic", "yarn"})
+# Rules whose factor says how many times longer sequences become. Some programs write its inverse.
+ONLY_LONGER = frozenset({"linear", "ntk", "yarn", "llama3"})
 # HunYuan writes YaRN's parameters beside the alpha of its static stretch; its code reads none of them.
 INERT_BESIDE_ALPHA = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 # Types of layers that attend to nothing, so that no rope section speaks of them.

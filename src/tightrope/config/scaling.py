@@ -73,6 +73,13 @@ def scaling_of(
             facts.append((f"scaling.{one.name}", got[1], got[0]))
         elif one.default is dataclasses.MISSING:
             missing.append("/".join(spelled))
+    factor = values.get("factor")
+    if kind.names[0] in keys.ONLY_LONGER and isinstance(factor, float | int) and 0 < factor < 1:
+        path = next(where for field, _, where in facts if field == "scaling.factor")
+        fail(
+            f"{path} must be at least 1, how many times longer sequences become, but got {factor}; "
+            f"its inverse is {1 / factor:g}"
+        )
     if missing:
         has = ", ".join(sorted(key for key in part.entries if part.value(key) is not None))
         fail(f"scaling by {kind.names[0]!r} must say {', '.join(missing)} but says only {has}")

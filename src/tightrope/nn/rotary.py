@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import angles, functional
-from .._errors import sentence
+from .._errors import describe, sentence
 from ..positions import PositionsLike
 from ..spec import RopeSpec
 
@@ -92,7 +92,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         """
         name = type(self).__name__
         if not isinstance(x, torch.Tensor):
-            raise TypeError(sentence(name, f"x must be a tensor but got {x!r}"))
+            raise TypeError(sentence(name, f"x must be a tensor but got {describe(x)}"))
         dims = x.dim()
         if not -dims <= seq_dim < dims or seq_dim % dims == dims - 1:
             raise ValueError(

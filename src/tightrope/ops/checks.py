@@ -132,6 +132,15 @@ def _rotation(
                     f"spec.at(positions, device={str(x.device)!r})",
                 )
             )
+        if spec.is_stale:
+            raise ValueError(
+                sentence(
+                    operation,
+                    "positions must not change after spec.at read the lengths of their rows from them, "
+                    "on which the frequencies depend; call spec.at again",
+                    positions=spec.ids,
+                )
+            )
         return spec
     if isinstance(spec, RopeSpec):
         return spec.on(canonical(positions, operation), x.device, operation, seq_len)
@@ -143,10 +152,27 @@ def _rotation(
     )
 
 
+def check_flag(operation: str, name: str, value: object) -> None:
+    """Refuse what only counts as true or false, such as the string "false"."""
+    if not isinstance(value, bool):
+        raise TypeError(sentence(operation, f"{name} must be a bool but got {describe(value)}"))
+
+
 def check_floating(operation: str, name: str, x: object) -> None:
-    """Refuse what is no tensor of a dtype that can rotate."""
+    """Refuse what is no dense tensor of a dtype that can rotate."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(sentence(operation, f"{name} must be a tensor but got {describe(x)}"))
+    if x.layout is not torch.strided or x.is_nested:
+        raise _not_dense(operation, name, x)
+    if type(x).__name__ == "DTensor":
+        raise TypeError(
+            sentence(
+                operation,
+                f"{name} must be a local tensor but got a DTensor; rotate {name}.to_local(), with the "
+                "positions of this rank's tokens where tokens are sharded (positions.shard), and make "
+                "a DTensor of the result (DTensor.from_local)",
+            )
+        )
     if x.dtype not in DTYPES:
         raise TypeError(
             sentence(
@@ -156,6 +182,19 @@ def check_floating(operation: str, name: str, x: object) -> None:
                 **{name: x},
             )
         )
+
+
+def _not_dense(operation: str, name: str, x: torch.Tensor) -> TypeError:
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    hint = ""
+    if x.is_nested:
+        hint = (
+            f"; for one of layout jagged rotate {name}.values() with "
+            f"positions.packed({name}.offsets()) and layout='thd'"
+        )
+    return TypeError(
+        sentence(operation, f"{name} must be a dense tensor but got one that is {kind}{hint}")
+    )
 
 
 def shape_of(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torch.Size:

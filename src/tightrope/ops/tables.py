@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from .._errors import describe, sentence
 from .._tracing import is_readable
 from . import schema
-from .checks import check_floating, check_partner, shape_of
+from .checks import check_flag, check_floating, check_partner, shape_of
 from .layouts import BY_NAME, Layout
 
 # Rank of q and which of its dimensions is heads -> layout.
@@ -34,6 +35,8 @@ def arguments(
     Returns:
         What follows q and k in the schema, up to ``carried``.
     """
+    check_flag(operation, "interleaved", interleaved)
+    check_flag(operation, "inverse", inverse)
     layout = _layout(operation, q, unsqueeze_dim)
     shape = shape_of(operation, "q", q, layout)
     if k is not None:
@@ -63,6 +66,12 @@ def arguments(
                 cos=cos,
             )
         )
+    learned = cos.requires_grad or sin.requires_grad
+    if tables != "half" and not learned and is_readable(cos):
+        for name, table, whole in (("cos", cos, c), ("sin", sin, s)):
+            if not _was_checked(name, table, tables):
+                _check_duplicates(operation, name, whole, tables)
+                _checked[name] = (weakref.ref(table), _version(table), tables)
     form = schema.Form(
         layout=layout.code,
         start=start,
@@ -77,6 +86,14 @@ def arguments(
 def _layout(operation: str, q: torch.Tensor, unsqueeze_dim: int) -> Layout:
     if not isinstance(q, torch.Tensor):
         raise TypeError(sentence(operation, f"q must be a tensor but got {describe(q)}"))
+    if isinstance(unsqueeze_dim, bool) or not isinstance(unsqueeze_dim, int):
+        raise TypeError(
+            sentence(
+                operation,
+                f"unsqueeze_dim must be an int but got {describe(unsqueeze_dim)}; ids go into "
+                "position_ids=",
+            )
+        )
     dims = q.dim()
     name = _LAYOUTS.get((dims, unsqueeze_dim + dims if unsqueeze_dim < 0 else unsqueeze_dim))
     if name is None:
@@ -195,6 +212,58 @@ def _check_fit(
                     **{name: x, "cos": cos},
                 )
             )
+
+
+# The last tables that were looked at, by name: all layers of a forward pass share theirs.
+_checked: dict[str, tuple[weakref.ref[torch.Tensor], int, str]] = {}
+
+
+def _was_checked(name: str, table: torch.Tensor, tables: str) -> bool:
+    found = _checked.get(name)
+    return (
+        found is not None
+        and found[0]() is table
+        and found[1] == _version(table)
+        and found[2] == tables
+    )
+
+
+def _version(table: torch.Tensor) -> int:
+    # Nobody counts the changes of tensors of inference mode; hardly one is another format.
+    return 0 if table.is_inference() else table._version
+
+
+def _check_duplicates(operation: str, name: str, table: torch.Tensor, tables: str) -> None:
+    """Refuse tables of another format than is said: they would turn pairs by each other's angles.
+
+    Of every row of the batch the last token is looked at: its angles are the largest, so formats differ
+    most. Callers leave out what nothing may read, and learned tables: of duplicates one is read, so only
+    that one learns.
+    """
+    if not table.numel():
+        return
+    last = table[:, :, -1]
+    half = last.shape[-1] // 2
+    if tables == "cat":
+        one, other = last[..., :half], last[..., half:]
+    else:
+        one, other = last[..., 0::2], last[..., 1::2]
+    if torch.equal(one, other):
+        return
+    # Two ways to compute one cosine may differ in a last bit; NaN is no difference.
+    gap = float((one - other).abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    size = float(one.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    if gap > 0.01 * max(size, 1e-3):
+        held = "halves" if tables == "cat" else "neighbours"
+        others = " or ".join(repr(kind) for kind in schema.TABLES if kind != tables)
+        raise ValueError(
+            sentence(
+                operation,
+                f"{name} must hold every number twice, as equal {held}, for tables={tables!r}, but its "
+                f"last row does not; tables={others} would say another format",
+                **{name: table},
+            )
+        )
 
 
 def _ids(

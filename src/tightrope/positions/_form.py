@@ -146,6 +146,11 @@ def check_dtype(operation: str, ids: object) -> None:
         raise TypeError(
             sentence(operation, "positions must be int32, int64, float32 or float64", positions=ids)
         )
+    if ids.layout is not torch.strided or ids.is_nested:
+        kind = "nested" if ids.is_nested else str(ids.layout).removeprefix("torch.")
+        raise TypeError(
+            sentence(operation, f"positions must be a dense tensor but got one that is {kind}")
+        )
 
 
 def check_integers(operation: str, name: str, values: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import positions as positions_
+from .._errors import sentence
 from .._tracing import is_tracing
 from ..positions import Positions
 from . import _lengths
@@ -33,6 +34,7 @@ class PreparedRotation:
         made_from: the spec, or None where there is not one alone; for comparisons.
         calls: what the operator is called with, by layout and direction, once it was.
         by_tokens: what :meth:`for_tokens` returned.
+        read: the version of the ids that lengths were read from; None where none were.
         logs: of gates by position, which all layers share: see :mod:`tightrope.gating`.
     """
 
@@ -49,6 +51,7 @@ class PreparedRotation:
     made_from: object = None
     calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
     by_tokens: dict[int, PreparedRotation] = field(default_factory=dict, repr=False)
+    read: int | None = None
     logs: dict[Any, tuple[torch.Tensor, int, torch.Tensor | None]] = field(
         default_factory=dict, repr=False
     )
@@ -68,7 +71,7 @@ class PreparedRotation:
             return self
         tracing = is_tracing()
         made = None if tracing else self.by_tokens.get(tokens)
-        if made is None:
+        if made is None or made.is_stale:
             made = self._for_length(self.awaits, _lengths.of_ramp(self.offset, self.ids, tokens))
             if not tracing:
                 # The next step of decoding has another number; the layers of this one share it.
@@ -87,8 +90,14 @@ class PreparedRotation:
             awaits=None,
             calls={},
             by_tokens={},
+            read=_version(self.ids),
             logs={},
         )
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether ids changed in place after words were made of their lengths."""
+        return self.read is not None and not is_tracing() and _version(self.ids) != self.read
 
 
 def prepare(
@@ -113,12 +122,22 @@ def prepare(
     positions_.check_axes(operation, where, tables.axis_count)
     ids = where.ids
     if ids is not None and ids.device != device:
+        if ids.device.type == "meta":
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"positions must hold numbers but are on the meta device, and what rotates is on "
+                    f"{device}; say device={str(device)!r} where they are made",
+                    positions=ids,
+                )
+            )
         ids = ids.to(device)
-    awaits = None
+    awaits = read = None
     if tables.by_length and seq_len is None:
         if ids is None or where.ramp:
             awaits = tables
         else:
+            read = _version(ids)
             seq_len = _lengths.of_ids(where, ids, tables.rule, operation)  # type: ignore[arg-type]
     lengths = tables.read(seq_len, device)
     words, turns = tables.words(lengths, device)
@@ -134,4 +153,12 @@ def prepare(
         1 if lengths is None else len(lengths),
         awaits,
         made_from,
+        read=read,
     )
+
+
+def _version(ids: torch.Tensor | None) -> int | None:
+    """How often ids changed in place; None where nobody counts."""
+    if ids is None or is_tracing() or ids.is_inference():
+        return None
+    return ids._version

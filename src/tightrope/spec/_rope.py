@@ -87,11 +87,13 @@ class RopeSpec:
         put(self, "start", channels.start)
         put(self, "rotary_dim", channels.rotary_dim)
         put(self, "base", base)
-        put(self, "_hash", hash(self._values()))
         put(self, "_channels", channels)
         put(self, "_tables", Tables(self.scaling, channels.rotary_dim, base, self.axes))
 
     def __hash__(self) -> int:
+        # Not when it is made: torch 2.11 cannot trace a hash.
+        if "_hash" not in vars(self):
+            object.__setattr__(self, "_hash", hash(self._values()))
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:

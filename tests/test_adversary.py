@@ -1,0 +1,325 @@
+"""What must not turn into a silently wrong rotation: defaults of the process, formats, stale ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tightrope import RopeSpec, gates, positions
+from tightrope.frequencies import DynamicNTK, LongRoPE
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_,
+    polar_scan,
+    rerotate,
+    rotary_pos_embedding,
+    rotate,
+    rotate_,
+)
+from tightrope.nn import RotaryPositionalEmbedding
+from tolerances import assert_same_bits
+
+SPEC = RopeSpec(8)
+DYNAMIC = RopeSpec(8, scaling=DynamicNTK(2.0, 4))
+X = torch.linspace(-1, 1, 2 * 3 * 5 * 8).reshape(2, 3, 5, 8)
+IDS = torch.tensor([3, 1, 4, 1, 5])
+HALVES = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None)
+
+
+CALLS: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: rotate(X, SPEC),
+    "a new spec": lambda: rotate(X, RopeSpec(8, base=4242.0)),
+    "ids": lambda: rotate(X, SPEC, IDS),
+    "fractions": lambda: rotate(X, SPEC, IDS.to(torch.float32) / 8),
+    "learned": lambda: rotate(X, SPEC, 9, inv_freq=HALVES[0, :4]),
+    "learned, wide and fast": lambda: rotate(X, SPEC, 9, inv_freq=HALVES[0, :4].double() * 40),
+    "dynamic": lambda: rotate(X, DYNAMIC, seq_len=[3, 77]),
+    "scalar gate": lambda: rotate(X, SPEC, gate=gates.Scalar(1.5)),
+    "xPos": lambda: rotate(X, SPEC, 7, gate=gates.XPos(centre=3.5)),
+    "rerotated": lambda: rerotate(X, SPEC, RopeSpec(8, base=99.0), IDS, 7),
+    "the whole dimension": lambda: rotary_pos_embedding(X),
+    "the module": lambda: RotaryPositionalEmbedding(8, base=55.0)(X),
+    "scan": lambda: polar_scan(X, X, X, SPEC, -0.1)[0],
+}
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_default_dtype_has_no_say(name: str, dtype: torch.dtype) -> None:
+    wanted = CALLS[name]()
+    torch.set_default_dtype(dtype)
+    assert_same_bits(CALLS[name](), wanted)
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.parametrize("name", CALLS)
+def test_the_default_device_has_no_say(name: str) -> None:
+    wanted = CALLS[name]()
+    torch.set_default_device("meta")
+    assert_same_bits(CALLS[name](), wanted)
+
+
+# --- stale lengths --------------------------------------------------------------------------------
+
+LONG = RopeSpec(8, scaling=LongRoPE((1.0,) * 4, (3.0,) * 4, 8, factor=4.0))
+
+
+@pytest.mark.parametrize("spec", [DYNAMIC, LONG], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize("used", [False, True])
+def test_ids_that_change_after_their_lengths_were_read_are_refused(
+    spec: RopeSpec, used: bool
+) -> None:
+    ids = torch.arange(5)
+    rope = spec.at(ids)
+    if used:
+        rotate(X, rope)
+    ids += 500
+    with pytest.raises(ValueError, match=re.escape("[rotate] positions must not change after")):
+        rotate(X, rope)
+    kept = X.clone()
+    with pytest.raises(
+        ValueError, match=re.escape("call spec.at again (positions: int64[1, 1, 5])")
+    ):
+        rotate_(kept, rope)
+    assert_same_bits(kept, X)
+    assert_same_bits(rotate(X, spec.at(ids)), rotate(X, spec, 500))
+
+
+@pytest.mark.parametrize("spec", [DYNAMIC, LONG, SPEC], ids=["dynamic", "longrope", "plain"])
+def test_offsets_of_rows_that_change_are_read_again(spec: RopeSpec) -> None:
+    offsets = torch.tensor([0, 3])
+    rope = spec.at(positions.per_row(offsets))
+    rotate(X, rope)
+    offsets += 1000
+    assert_same_bits(rotate(X, rope), rotate(X, spec, positions.per_row(offsets)))
+
+
+def test_plain_ids_that_change_are_followed() -> None:
+    ids = torch.arange(5)
+    rope = SPEC.at(ids)
+    rotate(X, rope)
+    ids += 3
+    assert_same_bits(rotate(X, rope), rotate(X, SPEC, 3))
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _tables(form: str, tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.arange(1.0, tokens + 1)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
+    if form == "cat":
+        angle = torch.cat((angle, angle), -1)
+    elif form == "repeat":
+        angle = angle.repeat_interleave(2, -1)
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("function", [apply_rotary_pos_emb, apply_rotary_pos_emb_])
+@pytest.mark.parametrize(
+    ("form", "said", "held"),
+    [
+        ("half", "cat", "halves"),
+        ("half", "repeat", "neighbours"),
+        ("cat", "repeat", "neighbours"),
+        ("repeat", "cat", "halves"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_tables_of_another_format_than_is_said_are_refused(
+    function: Any, form: str, said: str, held: str, tokens: int
+) -> None:
+    x = X[:, :, :tokens].clone()
+    cos, sin = _tables(form, tokens)
+    text = (
+        f"cos must hold every number twice, as equal {held}, for tables={said!r}, but its last row"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        function(x, None, cos, sin, tables=said)
+    assert_same_bits(x, X[:, :, :tokens])
+
+
+def test_tables_that_say_what_they_are_pass() -> None:
+    wanted, _ = apply_rotary_pos_emb(X, None, *_tables("half"), tables="half")
+    for form in ("cat", "repeat"):
+        cos, sin = _tables(form)
+        assert_same_bits(apply_rotary_pos_emb(X, None, cos, sin, tables=form)[0], wanted)
+        lost = cos.clone()
+        lost[-1] = torch.nan
+        assert apply_rotary_pos_emb(X, None, lost, sin, tables=form)[0][:, :, -1].isnan().all()
+        for dtype in (torch.bfloat16, torch.float16):
+            apply_rotary_pos_emb(X, None, cos.to(dtype), sin.to(dtype), tables=form)
+        # One kind of loop and another may differ in a last bit.
+        near = torch.nextafter(cos, torch.ones(()))
+        near[:, :1] = cos[:, :1]
+        assert not torch.equal(near, cos)
+        apply_rotary_pos_emb(X, None, near, sin, tables=form)
+
+
+def test_tables_that_change_are_looked_at_again() -> None:
+    cos, sin = _tables("cat")
+    for _ in range(2):
+        apply_rotary_pos_emb(X, None, cos, sin)
+    with pytest.raises(ValueError, match="cos must hold every number twice"):
+        apply_rotary_pos_emb(X, None, cos, sin, tables="repeat")
+    cos[-1, :4] += 1
+    with pytest.raises(ValueError, match="cos must hold every number twice"):
+        apply_rotary_pos_emb(X, None, cos, sin)
+
+
+def test_learned_tables_may_drift_apart() -> None:
+    cos, sin = (table.requires_grad_() for table in _tables("cat"))
+    apply_rotary_pos_emb(X, None, cos, sin)[0].sum().backward()
+    with torch.no_grad():
+        cos -= cos.grad
+        sin -= sin.grad
+    apply_rotary_pos_emb(X, None, cos, sin)
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+RAGGED = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
+COS = _tables("cat")
+SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "inverse as a string": (
+        lambda: rotate(X, SPEC, inverse="no"),  # type: ignore[arg-type]
+        TypeError,
+        "[rotate] inverse must be a bool but got 'no'.",
+    ),
+    "inverse of the module": (
+        lambda: RotaryPositionalEmbedding(8)(X, inverse="false"),  # type: ignore[arg-type]
+        TypeError,
+        "[RotaryPositionalEmbedding] inverse must be a bool but got 'false'.",
+    ),
+    "interleaved as a string": (
+        lambda: apply_rotary_pos_emb(X, None, *COS, interleaved="no"),  # type: ignore[arg-type]
+        TypeError,
+        "[apply_rotary_pos_emb] interleaved must be a bool but got 'no'.",
+    ),
+    "inverse of tables": (
+        lambda: apply_rotary_pos_emb(X, None, *COS, inverse="no"),  # type: ignore[arg-type]
+        TypeError,
+        "[apply_rotary_pos_emb] inverse must be a bool but got 'no'.",
+    ),
+    "ids where they once were": (
+        lambda: apply_rotary_pos_emb(X, None, *COS, IDS),  # type: ignore[arg-type]
+        TypeError,
+        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[5]; ids go into "
+        "position_ids=.",
+    ),
+    "no unsqueeze_dim": (
+        lambda: apply_rotary_pos_emb(X, None, *COS, None),  # type: ignore[arg-type]
+        TypeError,
+        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got None; ids go into position_ids=.",
+    ),
+    "sparse": (
+        lambda: rotate(X.to_sparse(), SPEC),
+        TypeError,
+        "[rotate] x must be a dense tensor but got one that is sparse_coo.",
+    ),
+    "ragged": (
+        lambda: rotate(RAGGED, SPEC, layout="bsd"),
+        TypeError,
+        "[rotate] x must be a dense tensor but got one that is nested; for one of layout jagged "
+        "rotate x.values() with positions.packed(x.offsets()) and layout='thd'.",
+    ),
+    "ragged, in place": (
+        lambda: rotate_(RAGGED, SPEC, layout="bsd"),
+        TypeError,
+        "[rotate_] x must be a dense tensor but got one that is nested; for one of layout jagged "
+        "rotate x.values() with positions.packed(x.offsets()) and layout='thd'.",
+    ),
+    "sparse ids": (
+        lambda: rotate(X, SPEC, IDS.to_sparse()),
+        TypeError,
+        "[rotate] positions must be a dense tensor but got one that is sparse_coo.",
+    ),
+    "ids without numbers": (
+        lambda: rotate(X, SPEC, IDS.to("meta")),
+        ValueError,
+        "[rotate] positions must hold numbers but are on the meta device, and what rotates is on cpu; "
+        "say device='cpu' where they are made (positions: int64[1, 1, 5]).",
+    ),
+    "an array": (
+        lambda: rotate([[0.0] * 99] * 9, SPEC),  # type: ignore[arg-type]
+        TypeError,
+        "[rotate] x must be a tensor but got a list.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_sentence(name: str) -> None:
+    call, error, text = SENTENCES[name]
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call()
+
+
+def test_the_advice_for_ragged_tensors_works() -> None:
+    rows = [torch.randn(3, 2, 8), torch.randn(5, 2, 8)]
+    ragged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    turned = rotate(ragged.values(), SPEC, positions.packed(ragged.offsets()), layout="thd")
+    assert_same_bits(turned, torch.cat([rotate(row, SPEC, layout="thd") for row in rows]))
+
+
+def test_the_advice_for_distributed_tensors(tmp_path: Path) -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        x = distribute_tensor(X, init_device_mesh("cpu", (1,)), [Shard(1)])
+        text = "[rotate] x must be a local tensor but got a DTensor; rotate x.to_local(), with"
+        with pytest.raises(TypeError, match=re.escape(text)):
+            rotate(x, SPEC)
+        assert_same_bits(rotate(x.to_local(), SPEC), rotate(X, SPEC))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_factor_below_one_is_taken_for_an_inverse(kind: str) -> None:
+    text = (
+        "[from_config] rope_scaling.factor must be at least 1, how many times longer sequences become, "
+        "but got 0.25; its inverse is 4."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        RopeSpec.from_config({**LLAMA, "rope_scaling": {"type": kind, "factor": 0.25}})
+
+
+def test_a_name_of_the_hub_is_no_path(tmp_path: Path) -> None:
+    name = tmp_path / "some" / "model"
+    text = (
+        "[Errno 2] No such file or directory; for a model that is not on this machine give its config "
+        f"object, transformers.AutoConfig.from_pretrained(name): '{name}'"
+    )
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(text)}$"):
+        RopeSpec.from_config(name)
+    name.mkdir(parents=True)
+    (name / "config.json").write_text(json.dumps(LLAMA))
+    assert RopeSpec.from_config(name) == SPEC
