@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -148,31 +147,3 @@ def test_gradients_through_the_public_functions() -> None:
     assert_near(
         grad, rotate(torch.ones_like(x), spec, 7, inverse=True, backend="reference"), "float32 ways"
     )
-
-
-@needs_triton
-def test_the_benchmark_runs_dry(tmp_path: Path) -> None:
-    out = tmp_path / "dry.json"
-    done = run(
-        "-m", "benchmarks.gpu", "--dry-run", "--only", "^decode 32|^gate|nothing", "--against", "eager",
-        "--out", str(out), PYTHONPATH=os.pathsep.join(["src", "."]),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    assert found["machine"]["device"] == "Triton's interpreter"
-    assert found["checks"]["wrong"] == []
-    assert found["checks"]["CUDA graph"] == "no CUDA here"
-    assert [result["end"] for result in found["results"]] == [
-        "decode 32, in place",
-        "gate of channels 32k",
-    ]
-    for result in found["results"]:
-        assert result["milliseconds"]["tightrope"] > 0
-        assert "failed" not in str(result["absent"])
-
-
-@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
-def test_the_benchmark_says_that_it_needs_a_gpu() -> None:
-    done = run("-m", "benchmarks.gpu", PYTHONPATH=os.pathsep.join(["src", "."]))
-    assert done.returncode == 2
-    assert done.stderr.strip() == "torch sees no GPU here; --dry-run needs none"

@@ -1,8 +1,11 @@
-"""What is measured on a GPU, as data."""
+"""What is measured on a GPU, as data; the most valuable first, as time may run out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+#: What each kind of work reads and writes of q and k together, in passes over them.
+PASSES = {"out": 2, "in place": 2, "backward": 2, "training": 4, "frequencies": 2}
 
 
 @dataclass(frozen=True)
@@ -16,8 +19,11 @@ class Case:
         work: "out", "in place", "backward", "training" (forward and backward) or "frequencies" (the
             gradient by learned ones alone).
         interleaved: the pairing.
-        positions: "0..n-1", "offset", "ids per row", "packed" or "M-RoPE".
-        act, gate: f and P; a gate is "slopes" or "logarithms".
+        positions: "0..n-1", "ids per row", "packed" or "M-RoPE".
+        act, gate: f and P; a gate is "slopes" or "channels".
+        against: "all", or "few": a copy, torch.compile and whoever else has such an f.
+        neighbours: whether q and k are scaled before and after, under torch.compile.
+        budget: whether DESIGN 11 asks for a share of the copy's bandwidth.
     """
 
     name: str
@@ -32,6 +38,9 @@ class Case:
     positions: str = "0..n-1"
     act: str = "none"
     gate: str = ""
+    against: str = "all"
+    neighbours: bool = False
+    budget: bool = False
 
     @property
     def elements(self) -> int:
@@ -39,44 +48,54 @@ class Case:
         return self.rows * self.tokens * (self.q_heads + self.k_heads) * self.head_dim
 
     @property
+    def one_pass(self) -> int:
+        """Bytes of q and k."""
+        return self.elements * (4 if self.dtype == "float32" else 2)
+
+    @property
     def moved(self) -> int:
         """The bytes that must be moved: inputs read once, results written once."""
-        passes = {"out": 2, "in place": 2, "backward": 2, "training": 4, "frequencies": 2}[
-            self.work
-        ]
-        if self.act != "none" and self.work in ("backward", "training"):
-            passes += 1  # f' reads x
-        return passes * self.elements * (4 if self.dtype == "float32" else 2)
+        # The backward pass of an f reads x beside the gradient.
+        again = 1 if self.act != "none" and self.work == "training" else 0
+        return (PASSES[self.work] + again) * self.one_pass
+
+    @property
+    def copied(self) -> int:
+        """The bytes that the copy of this case moves, see `contenders.copy`."""
+        return PASSES[self.work] * self.one_pass
 
 
-_LONG = Case("12 x 32768, 12 heads", 12, 32768, 12, 0)
-_PREFILL = Case("prefill 32k", 1, 32768)
+_LONG = Case("12 x 32768, 12 heads", 12, 32768, 12, 0, budget=True)
+_PREFILL = Case("prefill 32k", 1, 32768, budget=True)
+_FEW = replace(_PREFILL, against="few", budget=False)
 
 CASES = (
     _LONG,
-    replace(_LONG, name="12 x 32768, 12 heads, backward", work="backward"),
     _PREFILL,
-    replace(_PREFILL, name="prefill 32k, backward", work="backward"),
-    replace(_PREFILL, name="prefill 32k, training", work="training"),
-    replace(_PREFILL, name="prefill 32k, in place", work="in place"),
-    replace(_PREFILL, name="prefill 32k, interleaved", interleaved=True),
-    replace(_PREFILL, name="prefill 32k, float32", dtype="float32"),
-    Case("prefill 2k, in place", work="in place"),
-    Case("prefill 2k", work="out"),
+    replace(_LONG, name="12 x 32768, 12 heads, backward", work="backward", against="few"),
+    replace(_PREFILL, name="prefill 32k, backward", work="backward", against="few"),
+    replace(_PREFILL, name="prefill 32k, in place", work="in place", budget=False),
+    replace(_PREFILL, name="prefill 32k, training", work="training", budget=False),
     *(
         Case(f"decode {rows}, in place", rows, 1, work="in place", positions="ids per row")
         for rows in (1, 32, 256)
     ),
-    Case("packed 32k", 1, 32768, positions="packed"),
-    Case("M-RoPE 32k", 1, 32768, positions="M-RoPE"),
-    Case("silu 32k", 1, 32768, act="silu"),
-    Case("silu 32k, training", 1, 32768, act="silu", work="training"),
-    Case("softmax 32k", 1, 32768, act="softmax"),
-    Case("rms_norm 32k", 1, 32768, act="rms_norm"),
-    Case("rms_norm 32k, training", 1, 32768, act="rms_norm", work="training"),
-    Case("slopes 32k", 1, 32768, gate="slopes"),
-    Case("gate of channels 32k", 1, 32768, gate="logarithms"),
-    Case("frequencies 32k", 1, 32768, work="frequencies"),
+    Case("prefill 2k", work="out"),
+    Case("prefill 2k, in place", work="in place"),
+    replace(_PREFILL, name="prefill 32k, interleaved", interleaved=True, budget=False),
+    replace(_FEW, name="between neighbours 32k", neighbours=True),
+    replace(_FEW, name="between neighbours 32k, training", neighbours=True, work="training"),
+    replace(_FEW, name="silu 32k", act="silu"),
+    replace(_FEW, name="silu 32k, training", act="silu", work="training"),
+    replace(_FEW, name="rms_norm 32k", act="rms_norm"),
+    replace(_FEW, name="rms_norm 32k, training", act="rms_norm", work="training"),
+    replace(_FEW, name="frequencies 32k", work="frequencies"),
+    replace(_PREFILL, name="packed 32k", positions="packed", budget=False),
+    replace(_FEW, name="M-RoPE 32k", positions="M-RoPE"),
+    replace(_FEW, name="softmax 32k", act="softmax"),
+    replace(_FEW, name="slopes 32k", gate="slopes"),
+    replace(_FEW, name="gate of channels 32k", gate="channels"),
+    replace(_FEW, name="prefill 32k, float32", dtype="float32"),
 )
 
 

@@ -1,73 +1,119 @@
-"""One process of a run: checks, or cases, a line of JSON each.
-
-A fault on the device ends the process that it happens in; the next begins with the next case.
-"""
+"""One process of a run: a share of one stage. What it is to do is in the file that it is given."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-import warnings
+import time
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from .cases import CASES, small
-
-
-def prepare(dry: bool) -> torch.device:
-    """The device; without one, the kernels under Triton's interpreter in place of the CPU's."""
-    if not dry:
-        return torch.device("cuda", torch.cuda.current_device())
-    os.environ["TRITON_INTERPRET"] = "1"
-    from tightrope.backends.triton import blocks, operators
-    from tightrope.backends.triton.registration import OPERATORS
-
-    # The interpreter runs programs one after the other.
-    blocks.PROGRAMS = 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in OPERATORS:
-            _dry.impl(name, getattr(operators, name), "CPU", allow_override=True)
-    return torch.device("cpu")
-
-
-_dry = torch.library.Library("tightrope", "IMPL")
-
-
-def say(found: dict[str, Any]) -> None:
-    """A line for whoever started this."""
-    print(json.dumps(found), flush=True)
+from .voice import Voice
 
 
 def main(arguments: list[str]) -> int:
-    """`checks DRY`, or `cases DRY BUDGET ONLY NAME …`."""
-    what, dry, *rest = arguments
-    device = prepare(dry == "dry")
-    if what == "checks":
-        from . import checks
+    """Do what the options in a file say."""
+    options: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
+    voice = Voice(
+        Path(options["lines"]),
+        options["skip"],
+        options["lost"],
+        time.monotonic() + options["seconds"],
+        faults=options.get("faults"),
+    )
+    _STAGES[options["stage"]](voice, options)
+    voice.finish()
+    # Not by way of atexit, where a device that hangs or a pool of compilers would be waited for.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
-        say({"wrong": checks.results(device, quick=dry == "dry")})
-        say({"compilations": checks.compilations(device)})
-        calls = 1 if dry == "dry" else 2000
-        say({"host microseconds": checks.host_microseconds(device, calls)})
-        say({"CUDA graph": checks.graph(device)})
-        return 0
-    from .timing import time_case
 
-    budget, only, *names = rest
-    for case in CASES:
-        if case.name not in names:
-            continue
-        say({"begin": case.name})
-        sized = small(case) if dry == "dry" else case
-        say({"end": case.name, **time_case(sized, device, float(budget), only)})
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-    return 0
+def _device(voice: Voice, options: dict[str, Any]) -> Any:
+    """The device, to whose state the voice looks after each failure."""
+    from .device import device
 
+    found = device(options["dry"])
+    voice.broken = found.broken
+    return found
+
+
+def _share(options: dict[str, Any], every: list[Any]) -> list[Any]:
+    return every[options.get("part", 0) :: options.get("parts", 1)]
+
+
+def _machine(voice: Voice, options: dict[str, Any]) -> None:
+    from . import machine
+
+    voice.unit("device", 60, lambda: machine.device_facts(options["dry"]))
+    device = _device(voice, options)
+    voice.unit("copy bandwidth", 60, lambda: machine.copy_bandwidth(device))
+
+
+def _checks(voice: Voice, options: dict[str, Any]) -> None:
+    from . import checks
+
+    device = _device(voice, options)
+    for name, check in _share(options, list(checks.checks(device))):
+        if re.search(options["only"], name):
+            voice.unit(name, checks.LIMIT, check)
+
+
+def _tests(voice: Voice, options: dict[str, Any]) -> None:
+    from . import suite
+
+    if not options["dry"]:
+        _device(voice, options)
+    suite.run(voice, options["part"], options["parts"], options["tests"], options["files"])
+
+
+def _prepare(voice: Voice, options: dict[str, Any]) -> None:
+    from . import timing
+
+    device = _device(voice, options)
+    cases = _share(options, _cases(options))
+    # Who tunes itself takes long: after all others of all cases.
+    for tuned in (False, True):
+        for case in cases:
+            for name in options["names"]:
+                if (name in timing.TUNED) is tuned:
+                    timing.compare(timing.sized(case, device), device, name, voice)
+
+
+def _counts(voice: Voice, options: dict[str, Any]) -> None:
+    from . import counts
+
+    device = _device(voice, options)
+    for name, count in counts.counts(device):
+        voice.unit(name, counts.LIMIT, count)
+
+
+def _times(voice: Voice, options: dict[str, Any]) -> None:
+    from . import timing
+
+    device = _device(voice, options)
+    for seed, case in enumerate(_cases(options)):
+        names = options["right"].get(case.name, [])
+        timing.time_case(timing.sized(case, device), device, names, voice, seed)
+        device.release()
+
+
+def _cases(options: dict[str, Any]) -> list[Any]:
+    from .cases import CASES
+
+    return [case for case in CASES if re.search(options["only"], case.name)]
+
+
+_STAGES = {
+    "machine": _machine,
+    "checks": _checks,
+    "tests": _tests,
+    "prepare": _prepare,
+    "counts": _counts,
+    "times": _times,
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
