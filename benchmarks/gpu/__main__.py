@@ -1,24 +1,27 @@
 """Check and measure the GPU kernels: `python -m benchmarks.gpu --out benchmarks/results/gpu-NAME.json`.
 
-Stages, each in processes of its own, which may fail, hang or lose the device without harm to the rest:
+Stages, the most valuable first, each in processes of its own, which may fail, hang or lose the device
+without harm to the rest:
 
     machine   what the device is, and how fast it copies
+    budgets   the calls that DESIGN 11 sets budgets for: right, and beside a copy
+    counts    compilations, launches, microseconds of the host
     checks    results, gradients, memory, graphs and torch.compile against float64
     tests     the tests of the Triton backend, on the device
     prepare   every contender of every case at its full size, compiled and compared with float64
-    counts    compilations, launches, microseconds of the host
     times     who was right, in rounds of random order: replays of CUDA graphs, and single calls
 
-checks, tests and prepare run beside one another; the rest alone. The JSON is written after every unit.
-It needs torch, triton and this tree; other libraries take part where their files are (docs/gpu.md).
+checks, tests and prepare run beside one another; the rest alone. The JSON is written after every unit,
+and names what there was no time for. It needs torch, triton and this tree; other libraries take part
+where their files are (docs/gpu.md).
 
 --dry-run does all of it at tiny sizes under Triton's interpreter, where times mean nothing.
+--report FILE prints the tables of a run, and needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -26,29 +29,23 @@ import signal
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+import traceback
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from . import machine, peers, suite, supervise, table
-from .cases import CASES
-from .contenders import CONTENDERS, FLOOR
+from . import machine, report, stages, supervise, table
 from .record import Record
-from .summary import conclude, right
-from .supervise import Job
+from .summary import conclude
 
-STAGES = ("machine", "checks", "tests", "prepare", "counts", "times")
+#: How it ends: all right; something is wrong; there is no GPU.
+FINE, WRONG, NO_GPU = 0, 1, 2
 
-#: What of the time may go into what runs side by side, and into counting.
-SIDE_BY_SIDE, COUNTING = 0.45, 0.12
 
-#: Processes of the stages that run side by side.
-PARTS = {"checks": 2, "tests": 5, "prepare": 5}
-
-#: Cases of a quick run: the first.
-QUICK = 11
+def _expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -58,131 +55,74 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--seconds", type=float, help="for the whole run (450; quick: 210)")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, and no tests")
-    parser.add_argument("--stages", default=",".join(STAGES), help="which, with commas between")
-    parser.add_argument("--only", default="", help="regular expression for names of cases, checks")
-    parser.add_argument("--against", default="", help="regular expression for names of contenders")
-    parser.add_argument("--tests", default="", help="tests' names must contain this")
-    parser.add_argument("--peers", type=Path, help="folder with the files of other libraries")
-    parser.add_argument("--commit", default="", help="of a copy of the tree that git does not know")
-    parser.add_argument("--jobs", type=int, help="processes side by side (cores less 2, at most 12)")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, under Triton's interpreter")
-    # Faults that the tests of this benchmark plant: NAME=FAULT of voice.py, at units with the name.
-    parser.add_argument("--fault", action="append", default=[], help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--out", type=Path, help="JSON file to write")
+    add("--budget", type=float, default=8.0, help="minutes for the whole run (8)")
+    add("--stages", default=",".join(stages.STAGES), help="which, with commas between")
+    add("--only", type=_expression, default="", help="regular expression for cases and checks")
+    add("--against", type=_expression, default="", help="regular expression for contenders")
+    add("--tests", default="", help="tests' names must contain this")
+    add("--peers", type=Path, help="folder with the files of other libraries")
+    add("--commit", default="", help="of a copy of the tree that git does not know")
+    add("--jobs", type=int, help="processes side by side (cores less 2, at most 12)")
+    add("--dry-run", action="store_true", help="tiny, under Triton's interpreter")
+    add("--report", type=Path, metavar="FILE", help="print the tables of a run, and end")
+    add("--page", type=Path, help="with --report: the file whose marked tables are replaced")
+    # Faults that the tests of this benchmark plant: NAME=FAULT of faults.py, at units with the name.
+    add("--fault", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    unknown = set(options.stages.split(",")) - set(STAGES)
+    unknown = set(options.stages.split(",")) - set(stages.STAGES)
     if unknown:
-        parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
-    if options.seconds is None:
-        options.seconds = 210.0 if options.quick else 450.0
+        names = ", ".join(stages.STAGES)
+        parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {names}")
+    if not options.budget > 0:
+        parser.error(f"--budget must be more than 0 minutes but is {options.budget}")
     if options.jobs is None:
-        cores = os.cpu_count() or 1
-        options.jobs = 1 if options.dry_run else max(1, min(12, cores - 2))
+        options.jobs = 1 if options.dry_run else max(1, min(12, (os.cpu_count() or 1) - 2))
     return options
-
-
-def told(options: argparse.Namespace) -> dict[str, Any]:
-    """What all workers are told."""
-    only = options.only
-    if options.quick and not only:
-        only = "|".join(f"^{re.escape(case.name)}$" for case in CASES[:QUICK])
-    names = [
-        name
-        for name in CONTENDERS
-        if name in ("tightrope", FLOOR) or re.search(options.against, name)
-    ]
-    return {
-        "dry": options.dry_run,
-        "only": only,
-        "names": names,
-        "tests": options.tests,
-        "files": list(suite.FILES),
-        "faults": dict(fault.rsplit("=", 1) for fault in options.fault),
-    }
-
-
-def measure(options: argparse.Namespace, record: Record, caches: str) -> None:
-    """All stages that were asked for."""
-    ends = time.monotonic() + options.seconds
-    environment = {
-        # Compilers in the process itself: a pool of them takes longer to start than one kernel does.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
-        "TRITON_CACHE_DIR": f"{caches}/triton",
-        # What others tuned while the device had company is not what they are measured with.
-        "FLA_CACHE_RESULTS": "0",
-        "PYTHONPATH": os.pathsep.join(
-            [str(machine.ROOT / "src"), str(machine.ROOT), os.environ.get("PYTHONPATH", "")]
-        ),
-    }
-    if options.peers:
-        environment[peers.VARIABLE] = str(options.peers.resolve())
-    everyone = told(options)
-    wanted = options.stages.split(",")
-    if options.quick and options.stages == ",".join(STAGES):
-        wanted.remove("tests")
-
-    def left() -> float:
-        return max(0.0, ends - time.monotonic())
-
-    def alone(stage: str, seconds: float, **more: Any) -> None:
-        if stage in wanted:
-            start = time.monotonic()
-            supervise.run(Job(stage, everyone | more, seconds, environment), record)
-            print(table.progress(record.data, stage, time.monotonic() - start), flush=True)
-
-    alone("machine", min(90.0, left()))
-    side = [stage for stage in PARTS if stage in wanted]
-    if side:
-        start, until = time.monotonic(), time.monotonic() + SIDE_BY_SIDE * left()
-        if not set(wanted) & {"counts", "times"}:
-            until = ends
-
-        def one(stage: str, part: int, parts: int) -> None:
-            more = everyone | {"part": part, "parts": parts}
-            # A thread to each compiler and process: a dozen of them share the cores.
-            few = environment | {"OMP_NUM_THREADS": "1"}
-            supervise.run(Job(stage, more, max(0.0, until - time.monotonic()), few), record)
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            shares = {stage: 1 if options.jobs == 1 else PARTS[stage] for stage in side}
-            # The first parts of all stages first, so that each has begun where processes are few.
-            order = sorted((i, list(PARTS).index(s), s) for s in side for i in range(shares[s]))
-            running = [pool.submit(one, stage, i, shares[stage]) for i, _, stage in order]
-            for future in running:
-                future.result()
-        for stage in side:
-            print(table.progress(record.data, stage, time.monotonic() - start), flush=True)
-    alone("counts", COUNTING * options.seconds if "times" in wanted else left())
-    alone("times", left(), right=right(record.data))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, write, say how it went."""
     options = parsed(arguments)
-    if not options.dry_run and not torch.cuda.is_available():
-        print("torch sees no GPU here; --dry-run needs none", file=sys.stderr)
-        return 2
-    signal.signal(signal.SIGTERM, lambda *_: supervise.stop.set())
+    if options.report is not None:
+        return report.report(options.report, options.page)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, lambda *_: supervise.stop.set())
     start = time.monotonic()
-    facts = machine.facts(options.dry_run, options.commit)
     given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    record = Record(options.out, {"machine": facts, "options": given})
-    print(json.dumps(facts), flush=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-caches-", ignore_cleanup_errors=True) as caches:
-        with contextlib.suppress(KeyboardInterrupt):
-            measure(options, record, caches)
-    record.put("machine", facts | {"gpu after": machine.gpu_now()})
+    record = Record(options.out, {"machine": {"dry": options.dry_run}, "options": given})
+    try:
+        record.put("machine", machine.facts(options.dry_run, options.commit))
+        with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as caches:
+            stages.measure(options, record, caches, start + 60 * options.budget)
+    except Exception:  # noqa: BLE001  (what was found until then is told all the same)
+        record.trouble("all", traceback.format_exc())
+        print(traceback.format_exc(), file=sys.stderr)
     record.put("seconds", round(time.monotonic() - start, 1))
-    concluded = conclude(record.data)
+    return _end(record)
+
+
+def _end(record: Record) -> int:
+    """Sum up, print, and say by the exit status whether all was right."""
+    data = record.data
+    reason = stages.no_gpu(record)
+    if reason:
+        print(reason, file=sys.stderr)
+    concluded = conclude(data)
     record.put("summary", concluded)
+    record.put("machine", data["machine"] | {"gpu after": machine.gpu_now()})
     record.put("finished", not supervise.stop.is_set())
-    print(table.printed(record.data))
-    failed = any(budget["held"] is False for budget in concluded["budgets"] if "right" in budget["name"])
-    troubles = any(stage["troubles"] for stage in record.data["stages"].values())
-    return 1 if failed or troubles else 0
+    if not reason:
+        print(table.printed(data))
+    if record.path is not None and record.written is None:
+        # Better on the screen than nowhere.
+        print(json.dumps(data, allow_nan=False))
+    if record.path != record.written:
+        print(f"{record.path}: {data['unwritten']}; written to {record.written}", file=sys.stderr)
+    wrong = any(b["held"] is False for b in concluded["budgets"] if "right" in b["name"])
+    troubles = any(stage["troubles"] for stage in data["stages"].values())
+    return NO_GPU if reason else WRONG if wrong or troubles else FINE
 
 
 if __name__ == "__main__":

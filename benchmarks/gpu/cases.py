@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 #: What each kind of work reads and writes of q and k together, in passes over them.
 PASSES = {"out": 2, "in place": 2, "backward": 2, "training": 4, "frequencies": 2}
+
+#: Who is measured, in the order of the report; `contenders` says how.
+CONTENDERS = (
+    "tightrope",
+    "copy",
+    "torch.compile",
+    "definition, torch.compile",
+    "flash-attention",
+    "Liger",
+    "eager",
+    "transformers",
+    "FLA",
+    "definition",
+    "xopes",
+)
+
+#: Us, and beside whom nothing is expected: it computes something else.
+OURS, FLOOR = CONTENDERS[:2]
+
+#: Whom DESIGN 11 wants us never to be slower than.
+RIVALS = ("torch.compile", "definition, torch.compile", "Liger", "flash-attention", "xopes", "FLA")
+
+#: Who tunes itself with dozens of compilations.
+TUNED = ("FLA", "xopes")
+
+#: Rounds in which contenders take turns, in a random order of each.
+ROUNDS = 3
+
+#: How a call is timed: replays of a graph, the host until it returns, single calls.
+WAYS = ("replays", "host", "calls")
 
 
 @dataclass(frozen=True)
@@ -97,6 +128,18 @@ CASES = (
     replace(_FEW, name="gate of channels 32k", gate="channels"),
     replace(_FEW, name="prefill 32k, float32", dtype="float32"),
 )
+
+
+def cut(case: Case, bytes_: int, floors: Iterable[int] = (1, 16)) -> Case:
+    """A case whose q and k take no more than so many bytes: of half the rows, then tokens, and so on.
+
+    >>> cut(CASES[0], 10**9).rows, cut(CASES[0], 10**12) == CASES[0]
+    (6, True)
+    """
+    for name, floor in zip(("rows", "tokens"), floors):
+        while case.one_pass > bytes_ and getattr(case, name) > floor:
+            case = replace(case, **{name: max(floor, getattr(case, name) // 2)})
+    return case
 
 
 def small(case: Case) -> Case:

@@ -19,10 +19,10 @@ from tightrope.ops import schema
 from tightrope.ops.schema import Form
 
 from .cases import CASES, Case, small
+from .contenders import results
 from .device import Device
 from .expected import NEAR, bound, error, expected
 from .inputs import our_call, sets
-from .contenders import results
 
 #: Seconds that a check may take.
 LIMIT = 60.0
@@ -139,7 +139,9 @@ def _memory(device: Device) -> dict[str, Any]:
         "token by token": (one, want[0][:, :, :5]),
     }
     for name, (got, other) in pairs.items():
-        if not torch.equal(got.contiguous().view(torch.int16), other.contiguous().view(torch.int16)):
+        if not torch.equal(
+            got.contiguous().view(torch.int16), other.contiguous().view(torch.int16)
+        ):
             raise WrongError(f"{name}: other bits")
     if not torch.equal(inside[:, :, 10:], qkv[:, :, 10:]):
         raise WrongError("in place: values were changed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -150,12 +149,9 @@ def transformers(case: Case, device: torch.device) -> Call:
     _all(case)
     _plain(case, "out", "training")
     _refuse(case.interleaved or not case.k_heads, "it rotates halves, of q and k")
-    try:
-        module = importlib.import_module("transformers.models.llama.modeling_llama")
-    except Exception as reason:
-        raise AbsentError(f"transformers: {type(reason).__name__}: {reason}") from reason
+    apply = peers.function("transformers")
     cos, sin = full_tables(case, device)
-    return _called(case, lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin))
+    return _called(case, lambda q, k: apply(q, k, cos, sin))
 
 
 # --- kernels of others ------------------------------------------------------------------------------------
@@ -167,7 +163,7 @@ def liger(case: Case, device: torch.device) -> Call:
     _plain(case, "in place", "training")
     _refuse(case.interleaved or not case.k_heads, "it rotates halves, of q and k")
     _refuse(case.positions == "M-RoPE", "it takes positions of one axis")
-    function = peers.load("Liger").LigerRopeFunction
+    function = peers.function("Liger")
     cos, sin = full_tables(case, device)
     return _called(case, lambda q, k: function.apply(q, k, cos, sin))
 
@@ -195,7 +191,7 @@ def flash_attention(case: Case, device: torch.device) -> Call:
     _all(case)
     _plain(case, "out", "in place", "training")
     cos, sin, named = _by_token(case, device)
-    apply = peers.load("flash-attention").apply_rotary_emb
+    apply = peers.function("flash-attention")
     packed = "cu_seqlens" in named
     named |= {"max_seqlen": packed_length(case)} if packed else {}
 
@@ -213,7 +209,7 @@ def fla(case: Case, device: torch.device) -> Call:
     _all(case)
     _plain(case, "out", "in place", "training")
     cos, sin, named = _by_token(case, device)
-    apply = peers.load("FLA").rotary_embedding
+    apply = peers.function("FLA")
     return _called(
         case,
         lambda *xs: tuple(apply(x.transpose(1, 2), cos, sin, **named).transpose(1, 2) for x in xs),
@@ -228,7 +224,7 @@ def xopes(case: Case, device: torch.device) -> Call:
     _refuse(case.positions != "0..n-1", "it takes an offset at most")
     tunes = case.work == "training" or (case.act == "none" and case.k_heads > 0)
     _refuse(tunes, "left out: it compiles dozens of kernels for each length and number of heads")
-    apply = peers.load("xopes").lrpe_rotate_1d_sp_triton
+    apply = peers.function("xopes")
     k = torch.arange(0, case.head_dim, 2, device=device, dtype=torch.float64)
     theta = (10000.0 ** (-k / case.head_dim)).float()[None]
     dim = -1 if case.act == "softmax" else None
@@ -239,7 +235,7 @@ def xopes(case: Case, device: torch.device) -> Call:
     return _called(case, lambda *xs: tuple(one(x) for x in xs))
 
 
-#: By name, in the order of the report.
+#: By name, in the order of `cases.CONTENDERS`.
 CONTENDERS: dict[str, Callable[[Case, torch.device], Call]] = {
     "tightrope": tightrope,
     "copy": copy,
@@ -253,9 +249,6 @@ CONTENDERS: dict[str, Callable[[Case, torch.device], Call]] = {
     "definition": definition,
     "xopes": xopes,
 }
-
-#: Beside which nothing is expected: it computes something else.
-FLOOR = "copy"
 
 
 def results(found: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:

@@ -20,9 +20,6 @@ from .device import Device
 #: Seconds that a count may take.
 LIMIT = 60.0
 
-#: Microseconds that the host may take for an eager call (DESIGN 11).
-HOST = 25.0
-
 
 def compilations(device: Device) -> dict[str, int]:
     """How many kernels there are after one call, and after calls of many lengths and offsets."""
@@ -37,7 +34,7 @@ def compilations(device: Device) -> dict[str, int]:
     lengths = [1, 2, 3, 15, 16, 17, 100, 255, 256, 1000, 4096, 9999, 10_000]
     call(5, 3)
     first = len(launch.compiled)
-    for length in lengths[:6] if device.dry else lengths:
+    for length in lengths[:2] if device.dry else lengths:
         for offset in (0, 1, 16, 2**31, -(2**40)):
             call(length, offset)
     return {"after one call": first, "after many lengths and offsets": len(launch.compiled)}

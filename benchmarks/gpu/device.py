@@ -27,6 +27,9 @@ class Device(Protocol):
     def cache_bytes(self) -> int:
         """Of the L2 cache."""
 
+    def total_bytes(self) -> int:
+        """Of memory, whoever has it."""
+
     def free_bytes(self) -> int:
         """Of memory."""
 
@@ -73,6 +76,10 @@ class Gpu:
     def cache_bytes(self) -> int:
         """Of the L2 cache."""
         return int(torch.cuda.get_device_properties(self.at).L2_cache_size)
+
+    def total_bytes(self) -> int:
+        """Of memory, whoever has it."""
+        return int(torch.cuda.mem_get_info()[1])
 
     def free_bytes(self) -> int:
         """Of memory, with what this process has set aside and does not use."""
@@ -142,6 +149,10 @@ class Dry:
         """So few that two sets are enough."""
         return 1
 
+    def total_bytes(self) -> int:
+        """So many that nothing is cut."""
+        return 2**60
+
     def free_bytes(self) -> int:
         """So many that nothing is left out."""
         return 2**40
@@ -169,7 +180,7 @@ class Dry:
         took = 1e3 * (time.perf_counter() - start)
         return lambda: took
 
-    def each(self, call: Callable[[], Any], milliseconds: float) -> list[float]:
+    def each(self, call: Callable[[], Any], milliseconds: float) -> list[float]:  # noqa: ARG002
         """Two calls."""
         return [self.time(call)() for _ in range(2)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -9,11 +10,6 @@ import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-
-import torch
-
-import tightrope
-from tightrope.backends.triton import blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,18 +19,32 @@ _ASKED = (
     "utilization.gpu", "persistence_mode", "mig.mode.current", "ecc.mode.current",
 )  # fmt: skip
 
+#: Sizes that are copied, in bytes.
+COPIED = (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 32)
 
-def _said(*command: str) -> str | None:
+
+def _said(*command: str, seconds: float = 15.0) -> str | None:
+    """What a program prints; None if it fails, or is not heard of in time."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
-    except (OSError, subprocess.TimeoutExpired):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        )
+    except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except (subprocess.TimeoutExpired, ValueError):
+        # Not waited for: who asks a driver that hangs cannot be ended.
+        process.kill()
+        return None
+    return said.strip() if process.returncode == 0 else None
 
 
 def gpu_now() -> dict[str, str]:
     """What nvidia-smi says of the first GPU; nothing where there is none."""
-    said = _said("nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader", "-i", "0")
+    said = _said(
+        "nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader", "-i", "0"
+    )
     if said is None:
         return {}
     return dict(zip(_ASKED, (value.strip() for value in said.split(",")), strict=False))
@@ -60,28 +70,17 @@ def commit() -> tuple[str, bool | None]:
 
 
 def facts(dry: bool, named_commit: str) -> dict[str, Any]:
-    """What is known without the device being touched.
+    """What is known without torch being imported.
 
     Args:
         named_commit: of a copy that has none; empty to ask git.
     """
     name, changed = (named_commit, None) if named_commit else commit()
-    try:
-        import triton
-
-        compiler: str | None = triton.__version__
-    except ImportError:
-        compiler = None
     return {
         "dry": dry,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": compiler,
-        "tightrope": tightrope.__version__,
-        "blocks": blocks.MEASURED_ON,
         "commit": name,
         "changed": changed,
         "sources": digest(),
@@ -90,10 +89,38 @@ def facts(dry: bool, named_commit: str) -> dict[str, Any]:
     }
 
 
+def versions() -> dict[str, Any]:
+    """Of what is measured and of what it stands on; why one cannot be imported, in its place."""
+    found: dict[str, Any] = {}
+    for name in ("torch", "triton", "tightrope"):
+        try:
+            found[name] = __import__(name).__version__
+        except Exception as reason:  # noqa: BLE001  (whatever an import does)
+            found[name] = f"{type(reason).__name__}: {reason}"
+    with contextlib.suppress(Exception):
+        import torch
+
+        found["cuda"] = torch.version.cuda
+        from tightrope.backends.triton import blocks
+
+        found["blocks"] = blocks.MEASURED_ON
+    return found
+
+
 def device_facts(dry: bool) -> dict[str, Any]:
-    """What the device says of itself."""
+    """What the device says of itself.
+
+    Raises:
+        AbsentError: there is none.
+    """
+    import torch
+
+    from .voice import AbsentError
+
     if dry:
         return {"name": "Triton's interpreter"}
+    if not torch.cuda.is_available():
+        raise AbsentError("torch sees no GPU here; --dry-run needs none")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {"name": torch.cuda.get_device_name(), "devices": torch.cuda.device_count()}
     found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -104,8 +131,10 @@ def device_facts(dry: bool) -> dict[str, Any]:
 
 def copy_bandwidth(device: Any) -> dict[str, float]:
     """GB/s read and written by copies of several sizes: the ceiling of all that moves memory."""
+    import torch
+
     found = {}
-    for size in (1 << 12,) if device.dry else (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 32):
+    for size in (1 << 12,) if device.dry else COPIED:
         if 4 * size > device.free_bytes():
             continue
         # Random, as zeros may move faster.

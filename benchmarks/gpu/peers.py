@@ -1,8 +1,8 @@
-"""Modules of other libraries, out of loose files: a few files of each suffice, and nothing is installed.
+"""Functions of other libraries, out of loose files: a few of each suffice, and nothing is installed.
 
 A package's own `__init__` would import all of it, so packages here are bare: they only say where their
 modules are. A module is looked for in the folder of peers and in the folders within it, then where its
-package is installed.
+package is installed. A function that is called otherwise than it was when this was written is absent.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
-from .voice import AbsentError
+from . import stages
+from .voice import MissingError
 
 #: Where peers are looked for, unless this names another folder.
-VARIABLE = "TIGHTROPE_GPU_PEERS"
+VARIABLE = stages.PEERS
 FOLDER = Path(__file__).parent / "peers"
 
 
@@ -32,6 +34,8 @@ class Peer:
     Attributes:
         repository: at GitHub.
         module: what is imported.
+        name: what is called of it.
+        signature: of that, or of its `forward` if it is a class; without annotations.
         files: what must be there, by path within the repository.
         bare: packages that are not run.
         given: names that a bare package has all the same, and the module that each is from.
@@ -39,8 +43,10 @@ class Peer:
 
     repository: str
     module: str
-    files: tuple[str, ...]
-    bare: tuple[str, ...]
+    name: str
+    signature: str
+    files: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
     given: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
@@ -50,18 +56,26 @@ PEERS = {
     "Liger": Peer(
         "linkedin/Liger-Kernel",
         "liger_kernel.ops.rope",
+        "LigerRopeFunction",
+        "(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1)",
         ("src/liger_kernel/ops/rope.py",),
         ("liger_kernel", "liger_kernel.ops"),
     ),
     "flash-attention": Peer(
         "Dao-AILab/flash-attention",
         "flash_attn.layers.rotary",
+        "apply_rotary_emb",
+        "(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+        "max_seqlen=None)",
         ("flash_attn/layers/rotary.py", "flash_attn/ops/triton/rotary.py"),
         ("flash_attn", "flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton"),
     ),
     "FLA": Peer(
         "fla-org/flash-linear-attention",
         "fla.modules.rotary",
+        "rotary_embedding",
+        "(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+        "chunk_indices=None)",
         (
             "fla/modules/rotary.py",
             "fla/modules/backends/__init__.py",
@@ -79,6 +93,8 @@ PEERS = {
     "xopes": Peer(
         "Doraemonzzz/xopes",
         "xopes.ops.lrpe.rotate._1d.lrpe_rotate_1d_sp_triton",
+        "lrpe_rotate_1d_sp_triton",
+        "(x, theta, offset=0, act='none', dim=None, **kwargs)",
         (_ROTATE, "xopes/utils/utils.py", "xopes/utils/constant.py"),
         (
             "xopes",
@@ -97,6 +113,12 @@ PEERS = {
             },
         },
     ),
+    "transformers": Peer(
+        "huggingface/transformers",
+        "transformers.models.llama.modeling_llama",
+        "apply_rotary_pos_emb",
+        "(q, k, cos, sin, unsqueeze_dim=1)",
+    ),
 }
 
 #: Names that modules import of einops, and call in functions that are not called here.
@@ -114,7 +136,7 @@ def _root(module: str) -> Path:
                 return root
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise AbsentError(f"{package} is neither installed nor in {folder.name}/")
+        raise MissingError(f"{package} is neither installed nor in {folder.name}/")
     return Path(next(iter(found.submodule_search_locations))).parent
 
 
@@ -134,19 +156,42 @@ def _install(name: str, module: ModuleType) -> None:
 
 
 def _never(*_: Any, **__: Any) -> Any:
-    raise AbsentError("it called a function that was left out")
+    raise MissingError("it called a function that was left out")
+
+
+def signature_of(function: Any) -> str:
+    """How a function is called, or the `forward` of a class, without annotations."""
+    found = inspect.signature(getattr(function, "forward", function))
+    parameters = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    return str(found.replace(parameters=parameters, return_annotation=found.empty))
+
+
+def function(name: str) -> Any:
+    """What is called of a peer; the class, of an autograd function.
+
+    Raises:
+        MissingError: it is not there, cannot be imported, or is called otherwise.
+    """
+    peer = PEERS[name]
+    found = getattr(load(name), peer.name, None)
+    if found is None:
+        raise MissingError(f"{peer.module} has no {peer.name} any more")
+    signature = signature_of(found)
+    if signature != peer.signature:
+        raise MissingError(f"it is called otherwise: {peer.name}{signature}, not {peer.signature}")
+    return found
 
 
 def load(name: str) -> ModuleType:
     """A peer's module.
 
     Raises:
-        AbsentError: it is not there, or cannot be imported.
+        MissingError: it is not there, or cannot be imported.
     """
     peer = PEERS[name]
     if peer.module in sys.modules:
         return sys.modules[peer.module]
-    root = _root(peer.module)
+    root = _root(peer.module) if peer.bare else None
     # transformers looks for some of these packages when it is imported: before they are here bare.
     with contextlib.suppress(Exception):
         importlib.import_module("transformers.models.llama.modeling_llama")
@@ -156,7 +201,7 @@ def load(name: str) -> ModuleType:
     before = set(sys.modules)
     try:
         for package in peer.bare:
-            _bare(package, root)
+            _bare(package, cast(Path, root))
         for package, sources in peer.given.items():
             for source, names in sources.items():
                 found = importlib.import_module(source) if source else None
@@ -165,6 +210,6 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(peer.module)
     except Exception as reason:
         for module in set(sys.modules) - before:
-            if module.split(".")[0] == peer.bare[0]:
+            if module.split(".")[0] in peer.bare:
                 del sys.modules[module]
-        raise AbsentError(f"{peer.module}: {type(reason).__name__}: {reason}") from reason
+        raise MissingError(f"{peer.module}: {type(reason).__name__}: {reason}") from reason

@@ -3,43 +3,66 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """The same as JSON has it: what is no number, or of no type that JSON has, becomes text."""
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 class Record:
     """Results of stages by unit; each change is written before the next is taken.
 
-    A unit is the least that can be lost: a case and a contender, a check, a test.
+    A unit is the least that can be lost: a case and a contender, a check, a test. What cannot be
+    written where it was asked for goes to the folder of temporary files; nothing here raises for it.
 
     Args:
         path: the JSON file, written beside itself and renamed; None for none.
         facts: what the file says beside the stages.
+
+    Attributes:
+        written: the file that holds all of it; None where none does.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
         self.path = path
-        self.data: dict[str, Any] = {"format": 2, **facts, "stages": {}, "finished": False}
-        self._lock = threading.Lock()
+        self.written: Path | None = None
+        self.data: dict[str, Any] = {"format": 3, **plain(facts), "stages": {}, "finished": False}
+        self._lock = threading.RLock()
         self._flush()
 
     def stage(self, name: str) -> dict[str, Any]:
         """What a stage has found: `units` by name, and `troubles` of its processes."""
-        found: dict[str, Any] = self.data["stages"].setdefault(name, {"units": {}, "troubles": []})
-        return found
+        with self._lock:
+            found: dict[str, Any] = self.data["stages"].setdefault(
+                name, {"units": {}, "troubles": []}
+            )
+            return found
 
     def unit(self, stage: str, name: str, result: dict[str, Any]) -> None:
         """Take down what became of a unit."""
         with self._lock:
-            self.stage(stage)["units"][name] = result
+            self.stage(stage)["units"][name] = plain(result)
             self._flush()
 
-    def note(self, stage: str, name: str, found: dict[str, Any]) -> None:
-        """Take down what is known of a group of units."""
+    def not_run(self, stage: str, names: Iterable[str], why: str) -> None:
+        """Take down units that nobody came to."""
         with self._lock:
-            self.stage(stage).setdefault("notes", {})[name] = found
+            units = self.stage(stage)["units"]
+            units.update({name: {"not run": why} for name in names if name not in units})
             self._flush()
 
     def trouble(self, stage: str, text: str) -> None:
@@ -51,13 +74,22 @@ class Record:
     def put(self, name: str, value: Any) -> None:
         """Take down something that is no stage."""
         with self._lock:
-            self.data[name] = value
+            self.data[name] = plain(value)
             self._flush()
 
     def _flush(self) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(self.path.name + ".new")
-        new.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(new, self.path)
+        refuge = Path(tempfile.gettempdir()) / f"{self.path.name}.{os.getpid()}.json"
+        self.written = None
+        for place in (self.path, refuge):
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                new = place.with_name(place.name + ".new")
+                new.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n")
+                os.replace(new, place)
+            except OSError as error:
+                self.data.setdefault("unwritten", {})[str(place)] = str(error)
+            else:
+                self.written = place
+                return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from .voice import Voice
 
 TESTS = Path(__file__).parents[2] / "tests"
-FILES = ("test_triton.py", "test_triton_backend.py")
+
+#: Which of them; not those that compile for devices that are not there.
+PATTERN, NOT = "test_triton*.py", ("test_triton_compile.py",)
 
 #: Seconds that a test may take: most go through a dozen calls, each of which compiles a kernel.
 LIMIT = 120.0
@@ -31,12 +34,9 @@ class Plugin:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Leave out tests."""
-        mine = [
-            item
-            for item in items
-            if self.only in item.name
-        ]
-        mine = [item for i, item in enumerate(mine) if i % self.parts == self.part]
+        wanted = [item for item in items if self.only in item.name]
+        mine = wanted[self.part :: self.parts]
+        self.voice.plan(item.nodeid for item in mine)
         items[:] = [item for item in mine if item.nodeid not in self.voice.skip]
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -44,10 +44,17 @@ class Plugin:
         if report.failed:
             self.voice.end(report.nodeid, failed=report.longreprtext[-4000:], kind="raised")
 
-    def pytest_runtest_protocol(self, item: Any) -> None:
-        """A test begins."""
+    def pytest_runtest_protocol(self, item: Any) -> bool | None:
+        """A test begins, unless there is no time for it."""
         self._texts, self._skipped = [], ""
+        if not self.voice.in_time(item.nodeid):
+            return True
         self.voice.begin(item.nodeid, LIMIT)
+        return None
+
+    def pytest_runtest_call(self, item: Any) -> None:
+        """Its function is about to be called."""
+        self.voice.plant(item.nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A test was set up, called or torn down."""
@@ -67,12 +74,18 @@ class Plugin:
             self.voice.end(nodeid, result={})
 
 
-def run(voice: Voice, part: int, parts: int, only: str, files: list[str]) -> None:
+def run(voice: Voice, part: int, parts: int, only: str) -> None:
     """Run this process's share of the tests."""
+    arguments = sorted(str(path) for path in TESTS.glob(PATTERN) if path.name not in NOT)
+    if importlib.util.find_spec("pytest") is None or not arguments:
+        voice.say(end="all tests", absent="pytest is not installed, or tests/ is not here")
+        return
     import pytest
 
     os.environ.pop("TRITON_INTERPRET", None)
-    arguments = [str(TESTS / name) for name in files or FILES]
     # A warning of a version of torch or Python that is new to the tests is no wrong result.
     options = ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", "-W", "default"]
-    pytest.main([*options, *arguments], plugins=[Plugin(voice, part, parts, only)])
+    code = int(pytest.main([*options, *arguments], plugins=[Plugin(voice, part, parts, only)]))
+    if code not in (0, 1, 5):
+        # 0, 1 and 5: all passed, some failed, there were none.
+        voice.say(end=f"pytest, process {part}", failed=f"it ended with {code}", kind="raised")

@@ -1,28 +1,27 @@
-"""From what a run took down to what it says: times and ratios by case, and what was asked of them."""
+"""From what a run took down to what it says: times and ratios by case, and what was asked of them.
+
+Nothing here needs torch: a run that was cut off anywhere can be read anywhere.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
-from .cases import CASES, Case
-from .contenders import FLOOR
-from .counts import HOST
-from .timing import ROUNDS
+from .cases import CASES, FLOOR, OURS, RIVALS, Case
 
-#: The share of a copy's bandwidth that DESIGN 11 asks for.
-SHARE = 0.92
+#: The share of a copy's bandwidth, and the microseconds of the host, that DESIGN 11 asks for.
+SHARE, HOST = 0.92, 25.0
 
-#: Whom DESIGN 11 wants us never to be slower than.
-RIVALS = (
-    "torch.compile",
-    "definition, torch.compile",
-    "Liger",
-    "flash-attention",
-    "xopes",
-    "FLA",
-)
+#: The call whose host time that is about, and the one that is made of the operator alone.
+HOST_CALLS = ("rotate_qk_, prepared", "rotate_qk, prepared")
+
+#: By the ways of timing, what they are called here.
+KEYS = {"replays": "device", "calls": "calls", "host": "host"}
+
+NOT_MEASURED = "not measured"
 
 Data = dict[str, Any]
 
@@ -33,39 +32,73 @@ def units(data: Data, stage: str) -> dict[str, Data]:
     return found
 
 
+def last_line(text: str) -> str:
+    """What a traceback comes to."""
+    return (text.strip().splitlines() or ["?"])[-1]
+
+
+def why_not(unit: Data | None) -> str:
+    """Why a unit has no result."""
+    if unit is None:
+        return "nobody came to it"
+    if "failed" in unit:
+        failed: str = unit["failed"]
+        # What its process printed last follows the reason that it died of.
+        return failed.splitlines()[0] if unit.get("kind") in ("late", "died") else last_line(failed)
+    return str(unit.get("absent") or unit.get("not run") or "there is no number")
+
+
 def right(data: Data) -> dict[str, list[str]]:
     """By case, the contenders that gave what they must."""
     found: dict[str, list[str]] = {}
     for name, unit in units(data, "prepare").items():
-        case, contender = name.split(" | ")
-        if "result" in unit:
+        case, _, contender = name.partition(" | ")
+        if "result" in unit and contender:
             found.setdefault(case, []).append(contender)
     return found
 
 
 def failures(data: Data, stage: str) -> dict[str, str]:
-    """Units that failed, and the last line of why."""
-    return {
-        name: (unit["failed"].strip().splitlines() or ["?"])[-1]
-        for name, unit in units(data, stage).items()
-        if "failed" in unit
-    }
+    """Units that failed, and why in a line."""
+    return {name: why_not(unit) for name, unit in units(data, stage).items() if "failed" in unit}
+
+
+def not_run(data: Data, stage: str) -> list[str]:
+    """Units that there was no time for."""
+    return [name for name, unit in units(data, stage).items() if "not run" in unit]
+
+
+def _times(data: Data, stage: str, case: Case) -> dict[str, Data]:
+    found: dict[str, Data] = {}
+    for name, unit in units(data, stage).items():
+        parts = name.split(" | ")
+        if parts[0] != case.name or len(parts) != 4 or "result" not in unit:
+            continue
+        rounds = found.setdefault(parts[1], {key: {} for key in KEYS.values()})
+        rounds[KEYS[parts[3]]][int(parts[2])] = unit["result"]["ms"][2]
+    return found
 
 
 def times(data: Data, case: Case) -> dict[str, Data]:
-    """By contender: milliseconds of the device, of single calls and of the host, by round."""
-    found: dict[str, Data] = {}
-    measured = units(data, "times")
-    for name in right(data).get(case.name, []):
-        rounds: Data = {"device": {}, "calls": {}, "host": {}}
-        for turn in range(1, ROUNDS + 1):
-            for way, key in (("replays", "device"), ("calls", "calls"), ("host", "host")):
-                unit = measured.get(f"{case.name} | {name} | {turn} | {way}", {})
-                if "result" in unit:
-                    rounds[key][turn] = unit["result"]["ms"][2]
-        if rounds["device"] or rounds["calls"]:
-            found[name] = rounds
-    return found
+    """By contender: milliseconds of the device, of single calls and of the host, by round.
+
+    Of the stage where all take turns; of the one before it, where we and a copy do, if that has more.
+    """
+
+    def complete(found: dict[str, Data]) -> int:
+        both = [found[name] for name in (OURS, FLOOR) if name in found]
+        return sum(len(turns) for rounds in both for turns in rounds.values())
+
+    return max((_times(data, stage, case) for stage in ("times", "budgets")), key=complete)
+
+
+def size(data: Data, case: Case) -> Case:
+    """A case as it was measured: smaller where memory was."""
+    for stage in ("times", "budgets"):
+        found = units(data, stage).get(f"{case.name} | inputs", {}).get("result", {})
+        if "rows" in found:
+            return replace(case, rows=found["rows"], tokens=found["tokens"])
+    return case
 
 
 def _span(values: list[float]) -> list[float]:
@@ -85,18 +118,20 @@ def _ratios(ours: Data, other: Data) -> Data:
 def by_case(data: Data) -> list[Data]:
     """What was measured of each case."""
     found = []
-    for case in CASES:
-        every = times(data, case)
+    for whole in CASES:
+        every, case = times(data, whole), size(data, whole)
         if not every:
             continue
         entry: Data = {"name": case.name, "case": asdict(case), "contenders": {}}
-        mine = every.get("tightrope")
+        if case != whole:
+            entry["cut"] = f"to {case.rows} x {case.tokens}"
+        mine = every.get(OURS)
         for name, rounds in every.items():
             line: Data = {f"{key}, ms": _span(list(v.values())) for key, v in rounds.items() if v}
             if rounds["device"]:
                 moved = case.copied if name == FLOOR else case.moved
                 line["GB/s"] = round(moved / median(rounds["device"].values()) / 1e6, 1)
-            if mine is not None and name != "tightrope":
+            if mine is not None and name != OURS:
                 line["tightrope / it"] = _ratios(mine, rounds)
             entry["contenders"][name] = line
         floor = every.get(FLOOR)
@@ -106,57 +141,104 @@ def by_case(data: Data) -> list[Data]:
                 per_byte = case.moved / case.copied
                 shares = [floor["device"][t] * per_byte / mine["device"][t] for t in both]
                 entry["share of copy"] = _span(shares)
-        absent = {
-            name.split(" | ")[1]: unit.get("absent") or unit["failed"].strip().splitlines()[-1]
+        entry["absent"] = {
+            name.partition(" | ")[2]: why_not(unit)
             for name, unit in units(data, "prepare").items()
             if name.startswith(f"{case.name} | ") and "result" not in unit
         }
-        entry["absent"] = absent
         found.append(entry)
     return found
 
 
-def _budget(name: str, held: bool | None, found: Any, asked: Any) -> Data:
-    return {"name": name, "held": held, "found": found, "asked": asked}
+def _budget(name: str, held: bool | None, found: Any, asked: str, note: str = "") -> Data:
+    """One entry; `held` is null where it was not measured, or a bound lies within the spread."""
+    said = {True: "held", False: "not held", None: "open"}[held]
+    if found is None:
+        said = NOT_MEASURED
+    entry = {"name": name, "held": held, "said": said, "found": found, "asked": asked}
+    return entry | ({"note": note} if note else {})
+
+
+def _correct(data: Data) -> Iterator[Data]:
+    for stage in ("budgets", "checks", "tests", "prepare"):
+        every = units(data, stage)
+        if stage == "prepare":
+            every = {name: unit for name, unit in every.items() if name.endswith(f"| {OURS}")}
+        wrong = sorted(name for name, unit in every.items() if "failed" in unit)
+        done = sum("result" in unit for unit in every.values())
+        left = len(not_run(data, stage))
+        text = f"{done} right, {len(wrong)} failed, {left} not run"
+        held = False if wrong else True if done and not left else None
+        yield _budget(f"right: {stage}", held, text if done or wrong else None, "none failed")
+
+
+def _shares(data: Data, cases: dict[str, Data]) -> Iterator[Data]:
+    for case in CASES:
+        if not case.budget:
+            continue
+        entry = cases.get(case.name, {})
+        share, note = entry.get("share of copy"), entry.get("cut", "")
+        if share is None:
+            failed = [units(data, s).get(f"{case.name} | {OURS}") for s in ("prepare", "budgets")]
+            note = next(
+                (why_not(unit) for unit in failed if unit and "result" not in unit), "no time"
+            )
+        # A smaller case than is asked for holds nothing.
+        held = None if share is None or note else _beyond(SHARE, share)
+        yield _budget(f"share of the copy: {case.name}", held, share, f">= {SHARE}", note)
+
+
+def _rivals(data: Data, cases: dict[str, Data]) -> Iterator[Data]:
+    prepared = units(data, "prepare")
+    for rival in RIVALS:
+        every = [unit for name, unit in prepared.items() if name.endswith(f" | {rival}")]
+        missing = next((unit for unit in every if unit.get("missing")), None)
+        if missing is not None or not every:
+            yield _budget(f"all cases: {rival}", None, None, "<= 1 of its time", why_not(missing))
+            continue
+        for case in CASES:
+            unit = prepared.get(f"{case.name} | {rival}")
+            contenders = cases.get(case.name, {}).get("contenders", {})
+            ratio = contenders.get(rival, {}).get("tightrope / it", {}).get("device")
+            if unit is None or "absent" in unit:
+                continue  # who has no such thing is no rival in it; `absent` of the case says so
+            held = None if ratio is None else _beyond(-1.0, [-x for x in reversed(ratio)])
+            note = "" if ratio else "right, but not timed" if "result" in unit else why_not(unit)
+            yield _budget(f"{case.name}: {rival}", held, ratio, "<= 1 of its time", note)
+
+
+def _counted(data: Data) -> Iterator[Data]:
+    counted = units(data, "counts")
+
+    def result(name: str) -> tuple[Data | None, str]:
+        unit = counted.get(name)
+        found = (unit or {}).get("result")
+        return found, "" if found else why_not(unit)
+
+    for call in HOST_CALLS:
+        found, note = result(f"host | {call}")
+        held = None if found is None else bool(found["median"] <= HOST)
+        yield _budget(f"microseconds of the host: {call}", held, found, f"<= {HOST}", note)
+    for call in HOST_CALLS:
+        found, note = result(f"launches | {call}")
+        number = found["launches"] or None if found else None
+        note = "the profiler saw none" if found and not number else note
+        held = None if number is None else number == 1
+        yield _budget(f"launches: {call}", held, number, "1", note)
+    found, note = result("compilations")
+    before, after = found.values() if found else (0, None)
+    held = before == after if before else None
+    yield _budget(
+        "compilations over lengths and offsets", held, after, f"{before or 1}, as one call", note
+    )
 
 
 def budgets(data: Data, cases: list[Data]) -> list[Data]:
-    """What is asked for, and whether it held: null where that was not measured, or lies in the spread."""
-    found = []
-    for stage in ("checks", "tests", "prepare"):
-        every = units(data, stage)
-        if stage == "prepare":
-            every = {name: unit for name, unit in every.items() if name.endswith("| tightrope")}
-        wrong = sorted(name for name, unit in every.items() if "failed" in unit)
-        text = f"{len(every)} units, {len(wrong)} failed"
-        found.append(_budget(f"right: {stage}", not wrong if every else None, text, "none failed"))
-    if data["machine"]["dry"]:
-        return found
-    wanted = [case for case in CASES if case.budget]
-    shares = {entry["name"]: entry.get("share of copy") for entry in cases}
-    for case in wanted:
-        share = shares.get(case.name)
-        held = None if share is None else _beyond(SHARE, share)
-        found.append(_budget(f"share of the copy: {case.name}", held, share, f">= {SHARE}"))
-    for entry in cases:
-        for rival in RIVALS:
-            ratio = entry["contenders"].get(rival, {}).get("tightrope / it", {}).get("device")
-            if ratio is not None:
-                held = _beyond(-1.0, [-x for x in reversed(ratio)])
-                found.append(_budget(f"{entry['name']}: {rival}", held, ratio, "<= 1 of its time"))
-    counted = units(data, "counts")
-    for name, unit in counted.items():
-        result = unit.get("result", {})
-        if name.startswith("host | ") and result:
-            held = bool(result["median"] <= HOST)
-            found.append(_budget(f"microseconds of the {name}", held, result, f"<= {HOST}"))
-        elif name.startswith("launches | ") and result:
-            one = result["launches"] == 1 if result["launches"] else None
-            found.append(_budget(name, one, result["launches"], "1"))
-        elif name == "compilations" and result:
-            before, after = result.values()
-            same = before == after if before else None
-            found.append(_budget(name, same, after, f"{before}, after one call"))
+    """What is asked for, each with what was found, and whether it held."""
+    found = list(_correct(data))
+    if not data["machine"]["dry"]:
+        named = {entry["name"]: entry for entry in cases}
+        found += [*_shares(data, named), *_counted(data), *_rivals(data, named)]
     return found
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from .voice import POISONED, shortened
 GRACE = 8.0
 
 #: Seconds that a worker may be silent outside of units: imports, the start of a device.
-SILENCE = 120.0
+SILENCE = 90.0
+
+#: Seconds that a killed process has to be gone; one that waits for a driver may never be.
+BURIAL = 10.0
 
 #: Processes that may die before a unit began, until a stage is given up.
 BARREN = 2
@@ -58,8 +62,9 @@ class Job:
 
 @dataclass
 class _Seen:
-    """Units that processes have ended or lost, and those of them that failed."""
+    """Units that were announced, that processes have ended or lost, and those of them that failed."""
 
+    planned: dict[str, None] = field(default_factory=dict)
     units: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
 
@@ -93,39 +98,72 @@ class _Process:
         self._read = 0
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """What it has said since it was last asked; a line that is not whole yet waits."""
+        """What it has said since it was last asked; a line that is not whole yet waits.
+
+        Whatever else is in the file is said to be `garbage`.
+        """
         with self.lines.open("rb") as file:
             file.seek(self._read)
             whole, found, _ = file.read().rpartition(b"\n")
         self._read += len(whole) + len(found)
-        return [json.loads(line) for line in whole.splitlines() if line]
+        return [_line(line) for line in whole.splitlines() if line]
 
-    def kill(self) -> None:
-        """End it and whatever it has started, which shares its session."""
+    def kill(self) -> bool:
+        """End it and whatever it has started, which shares its session; whether it is gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        try:
+            self.process.wait(BURIAL)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def tail(self) -> str:
         """The end of what it printed."""
-        return shortened(self.log.read_bytes()[-6000:].decode(errors="replace").strip())
+        with self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 6000))
+            return shortened(file.read().decode(errors="replace").strip())
+
+
+def _line(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"garbage": repr(text[:200])}
 
 
 def run(job: Job, record: Record) -> None:
-    """Do a job, in as many processes as it takes."""
+    """Do a job, in as many processes as it takes; whatever goes wrong is taken down."""
+    seen = _Seen()
+    try:
+        why = _run(job, record, seen)
+    except Exception:  # noqa: BLE001  (no memory, no disk, no process: one stage's affair)
+        why = "it could not be run"
+        record.trouble(job.stage, shortened(traceback.format_exc()))
+    record.not_run(job.stage, [name for name in seen.planned if name not in seen.units], why)
+
+
+def _run(job: Job, record: Record, seen: _Seen) -> str:
+    """The same; why there is nothing more to do."""
+    record.stage(job.stage)
     deadline = time.monotonic() + job.seconds
-    seen, barren = _Seen(), 0
+    barren = 0
     while barren < BARREN:
         left = deadline - time.monotonic()
         if left <= 0 or stop.is_set():
             record.trouble(job.stage, NO_TIME)
-            return
-        with tempfile.TemporaryDirectory(prefix="gpu-worker-") as folder:
+            return NO_TIME
+        with tempfile.TemporaryDirectory(
+            prefix="gpu-worker-", ignore_cleanup_errors=True
+        ) as folder:
             done = _follow(job, _Process(job, Path(folder), seen, left), record, seen, deadline)
         if done is None:
-            return
+            return "its process did not come to it"
         barren = 0 if done else barren + 1
-    record.trouble(job.stage, f"given up: {BARREN} processes did nothing")
+    why = f"given up: {BARREN} processes did nothing"
+    record.trouble(job.stage, why)
+    return why
 
 
 def _follow(
@@ -147,16 +185,17 @@ def _follow(
                     current = line["begin"]
                     late = time.monotonic() + line["limit"] + GRACE
                 elif "end" in line:
-                    current, advanced = "", True
+                    current, advanced = "", advanced or line["end"] not in seen.units
                     seen.add(line["end"], "failed" in line)
                     record.unit(
                         job.stage, line["end"], {k: v for k, v in line.items() if k != "end"}
                     )
-                elif "note" in line:
-                    name = line.pop("note")
-                    record.note(job.stage, name, line)
+                elif "plan" in line:
+                    seen.planned.update(dict.fromkeys(line["plan"]))
                 elif "finished" in line:
                     finished = True
+                else:
+                    record.trouble(job.stage, f"a line that is none: {line}"[:300])
             if finished or not running:
                 break
             now = time.monotonic()
@@ -165,18 +204,25 @@ def _follow(
                 break
             time.sleep(_TICK)
     finally:
-        worker.kill()
+        gone = worker.kill()
+    if not gone:
+        record.trouble(job.stage, f"process {worker.process.pid} cannot be ended")
     if finished:
         return None
     code, tail = worker.process.returncode, worker.tail()
     if not why and "Timeout (" in tail:
         why = LATE  # what faulthandler says before it ends a process
     if not why:
-        why = "it left the device unusable" if code == POISONED else f"its process ended with {code}"
-    if current:
-        kind = {LATE: "late", NO_TIME: "no time"}.get(why, "died")
+        why = (
+            "it left the device unusable" if code == POISONED else f"its process ended with {code}"
+        )
+    if current and why == NO_TIME:
+        record.unit(job.stage, current, {"not run": "cut off when the time was over"})
+        seen.add(current, False)
+    elif current:
+        kind = "late" if why == LATE else "died"
         record.unit(job.stage, current, {"failed": f"{why}\n{tail}", "kind": kind})
         seen.add(current, True)
-    elif not (advanced and code == POISONED):
+    elif why != NO_TIME and not (advanced and code == POISONED):
         record.trouble(job.stage, f"{why}\n{tail}")
     return advanced or bool(current)

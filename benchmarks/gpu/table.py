@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from .summary import FLOOR, failures, units
+from .cases import CONTENDERS, FLOOR, OURS
+from .summary import NOT_MEASURED, failures, not_run, units
 
 Data = dict[str, Any]
 
 #: Those that have a column each in the documentation, where they took part.
-COLUMNS = (
-    "torch.compile",
-    "definition, torch.compile",
-    "flash-attention",
-    "Liger",
-    "FLA",
-    "xopes",
-    "transformers",
-    "eager",
-)
+COLUMNS = tuple(name for name in CONTENDERS if name not in (OURS, FLOOR))
+
+#: So many names are told in a line.
+NAMES = 12
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return "; ".join(names[:NAMES]) + more
 
 
 def progress(data: Data, stage: str, seconds: float) -> str:
     """One line for a stage, and one for each of its failures."""
-    found, wrong = units(data, stage), failures(data, stage)
+    found, wrong, left = units(data, stage), failures(data, stage), not_run(data, stage)
     absent = sum("absent" in unit for unit in found.values())
     lines = [
-        f"{stage}: {len(found)} units, {len(wrong)} failed, {absent} absent, after {seconds:.0f} s"
+        f"{stage}: {len(found)} units, {len(wrong)} failed, {absent} absent, {len(left)} not run, "
+        f"after {seconds:.0f} s"
     ]
-    lines += [f"  {name}: {reason[:160]}" for name, reason in list(wrong.items())[:12]]
-    lines += [f"  … and {len(wrong) - 12} more"] if len(wrong) > 12 else []
-    lines += [f"  {text.splitlines()[0]}" for text in data["stages"][stage]["troubles"]]
-    return "\n".join(lines)
+    lines += [f"  {name}: {reason[:160]}" for name, reason in list(wrong.items())[:NAMES]]
+    lines += [f"  … and {len(wrong) - NAMES} more"] if len(wrong) > NAMES else []
+    lines += [f"  not run: {_few(left)}"] if left else []
+    troubles = data["stages"].get(stage, {"troubles": ["it was not begun"]})["troubles"]
+    return "\n".join([*lines, *(f"  {(text.splitlines() or ['?'])[0]}" for text in troubles)])
 
 
 def _span(values: list[float] | None) -> str:
@@ -39,6 +41,10 @@ def _span(values: list[float] | None) -> str:
         return ""
     low, _, high = (f"{x:.2f}" for x in values)
     return low if low == high else f"{low}–{high}"
+
+
+def _name(entry: Data) -> str:
+    return f"{entry['name']} (cut {entry['cut']})" if "cut" in entry else str(entry["name"])
 
 
 def _microseconds(values: list[float] | None) -> str:
@@ -49,30 +55,32 @@ def printed(data: Data) -> str:
     """What the command says last."""
     lines = [f"{'case':36} {'µs device':>10} {'GB/s':>7} {'of copy':>10}  our time / theirs"]
     for entry in data["summary"]["cases"]:
-        mine = entry["contenders"].get("tightrope", {})
+        mine = entry["contenders"].get(OURS, {})
         ratios = "  ".join(
             f"{name} {_span(line['tightrope / it'].get('device'))}"
             for name, line in entry["contenders"].items()
-            if name not in ("tightrope", FLOOR) and line.get("tightrope / it", {}).get("device")
+            if name not in (OURS, FLOOR) and line.get("tightrope / it", {}).get("device")
         )
         lines.append(
-            f"{entry['name']:36} {_microseconds(mine.get('device, ms')):>10} "
+            f"{_name(entry):36} {_microseconds(mine.get('device, ms')):>10} "
             f"{mine.get('GB/s', ''):>7} {_span(entry.get('share of copy')):>10}  {ratios}"
         )
-    marks = {True: "held", False: "NOT HELD", None: "open"}
-    lines += [f"{marks[b['held']]:9} {b['name']}: {b['found']} ({b['asked']})" for b in _few(data)]
+    for budget in _told(data):
+        mark = budget["said"].upper() if budget["held"] is False else budget["said"]
+        note = f"; {budget['note']}" if "note" in budget else ""
+        lines.append(
+            f"{mark:13} {budget['name']}: {_said(budget['found'])} ({budget['asked']}{note})"
+        )
     return "\n".join(lines)
 
 
-def _few(data: Data) -> list[Data]:
+def _told(data: Data) -> list[Data]:
     """Budgets, of which those that held beside a rival are only counted."""
     every: list[Data] = data["summary"]["budgets"]
     beside = [b for b in every if b["held"] and b["asked"] == "<= 1 of its time"]
-    return [b for b in every if b not in beside] + (
-        [{"name": "no slower than others", "held": True, "found": len(beside), "asked": "cases"}]
-        if beside
-        else []
-    )
+    counted = {"name": "no slower than a rival", "held": True, "said": "held", "asked": "each"}
+    counted["found"] = f"{len(beside)} times"
+    return [b for b in every if b not in beside] + ([counted] if beside else [])
 
 
 def markdown(data: Data) -> str:
@@ -86,11 +94,11 @@ def markdown(data: Data) -> str:
         "|---" * (5 + len(present)) + "|",
     ]
     for entry in cases:
-        mine = entry["contenders"].get("tightrope")
+        mine = entry["contenders"].get(OURS)
         if mine is None:
             continue
         cells = [
-            entry["name"],
+            _name(entry),
             _microseconds(mine.get("device, ms")),
             f"{mine['GB/s']:.0f}" if "GB/s" in mine else "",
             _span(entry.get("share of copy")),
@@ -107,17 +115,19 @@ def markdown(data: Data) -> str:
         "rounds. Share: bytes that must be moved over time, beside a copy on the same tensors.",
         "",
         f"{device.get('name', 'unknown device')}, driver "
-        f"{where['gpu before'].get('driver_version', 'unknown')}, torch {where['torch']}, Triton "
-        f"{where['triton']}, commit {where['commit'][:12]}{' (changed)' if where['changed'] else ''}, "
-        f"sources {where['sources']}, {where['date'][:10]}.",
+        f"{where.get('gpu before', {}).get('driver_version', 'unknown')}, torch {where.get('torch')}, "
+        f"Triton {where.get('triton')}, commit {where.get('commit', 'unknown')[:12]}"
+        f"{' (changed)' if where.get('changed') else ''}, sources {where.get('sources')}, "
+        f"{where.get('date', '')[:10]}.",
         "",
         "| asked for | found | held |",
         "|---|---|---|",
     ]
-    marks = {True: "yes", False: "**no**", None: "open"}
-    lines += [
-        f"| {b['name'].replace(' | ', ': ')} {b['asked']} | {_said(b['found'])} | {marks[b['held']]} |" for b in _few(data)
-    ]
+    for budget in _told(data):
+        mark = f"**{budget['said']}**" if budget["held"] is False else budget["said"]
+        note = f": {budget['note']}" if "note" in budget else ""
+        name = f"{budget['name']} {budget['asked']}".replace("|", "\\|")
+        lines.append(f"| {name} | {_said(budget['found'])} | {mark}{note} |")
     return "\n".join(lines)
 
 
@@ -126,4 +136,4 @@ def _said(found: Any) -> str:
         return _span(found)
     if isinstance(found, dict):
         return f"{found['median']:.1f} ({found['least']:.1f}–{found['most']:.1f})"
-    return "not measured" if found is None else str(found)
+    return NOT_MEASURED if found is None else str(found)

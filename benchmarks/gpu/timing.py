@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from .cases import Case, small
-from .contenders import CONTENDERS, FLOOR, results
+from .cases import FLOOR, ROUNDS, TUNED, WAYS, Case, cut, small
+from .contenders import CONTENDERS, results
 from .device import Device
 from .expected import bound, error, expected
 from .inputs import Call, Inputs, count_of, sets, tensors
 from .voice import Voice
 
-#: Rounds in which contenders take turns, in a random order of each.
-ROUNDS = 3
-
 #: Seconds that a contender may take to be compiled and called, and to be timed once.
 MAKE, TIME = 75.0, 30.0
 
-#: The same for those that tune themselves, with dozens of compilations.
-TUNED, LONGER = ("FLA", "xopes"), 150.0
+#: The same for those that tune themselves.
+LONGER = 150.0
 
 #: Milliseconds of single calls, and of replays of a graph, in a round.
 CALLS, REPLAYS = 40.0, 40.0
+
+#: A case's q and k take a sixteenth of the device's memory at most: there are results, gradients,
+#: float64, and other processes beside them.
+PART = 16
+
+#: Tries where memory is short, and seconds between them: processes beside this one give some back.
+TRIES, REST = 4, 4.0
+
+T = TypeVar("T")
 
 
 class DifferentError(Exception):
@@ -36,7 +44,22 @@ class DifferentError(Exception):
 
 def sized(case: Case, device: Device) -> Case:
     """A case at the size that the device takes."""
-    return small(case) if device.dry else case
+    return small(case) if device.dry else cut(case, device.total_bytes() // PART)
+
+
+def size_of(case: Case) -> dict[str, Any]:
+    """What is taken down of a case that may have been cut."""
+    return {"rows": case.rows, "tokens": case.tokens}
+
+
+def patiently(work: Callable[[], T], device: Device) -> T:
+    """Do work again while memory is too short for it."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return work()
+        device.release()
+        time.sleep(0.0 if device.dry else REST)
+    return work()
 
 
 def limit(name: str) -> float:
@@ -56,8 +79,8 @@ def made(name: str, case: Case, device: Device, inputs: Inputs) -> Call:
     return call
 
 
-def compare(case: Case, device: Device, name: str, voice: Voice) -> None:
-    """Whether a contender gives what it must, as a unit.
+def compare(case: Case, device: Device, name: str, voice: Voice) -> bool:
+    """Whether a contender gives what it must, as a unit; False too where it cannot take part.
 
     What it must give is worked out anew for each, so that its memory is free again.
     """
@@ -71,15 +94,19 @@ def compare(case: Case, device: Device, name: str, voice: Voice) -> None:
         device.synchronize()
         took = time.perf_counter() - start
         if name == FLOOR:
-            return {"first call, s": took}
+            return {"first call, s": took, **size_of(case)}
         off = error(case, found, expected(case, given))
         if not off <= bound(case):
-            raise DifferentError(f"off by {off:.3g} of a head's largest channel, not {bound(case):.3g}")
-        return {"off by": off, "bound": bound(case), "first call, s": took}
+            raise DifferentError(
+                f"off by {off:.3g} of a head's largest channel, not {bound(case):.3g}"
+            )
+        return {"off by": off, "bound": bound(case), "first call, s": took, **size_of(case)}
 
-    voice.unit(f"{case.name} | {name}", limit(name), work)
+    unit = f"{case.name} | {name}"
+    found = voice.unit(unit, limit(name), lambda: patiently(work, device))
     torch._dynamo.reset()
     device.release()
+    return found is not None or unit in voice.skip - voice.lost
 
 
 def quantiles(values: list[float]) -> dict[str, Any]:
@@ -140,7 +167,7 @@ def host(call: Call, inputs: list[Inputs], device: Device) -> dict[str, Any]:
     return quantiles(batches)
 
 
-WAYS = {"replays": replays, "host": host, "calls": single_calls}
+MEASURE = dict(zip(WAYS, (replays, host, single_calls), strict=True))
 
 
 def time_case(case: Case, device: Device, names: list[str], voice: Voice, seed: int) -> None:
@@ -150,38 +177,44 @@ def time_case(case: Case, device: Device, names: list[str], voice: Voice, seed: 
         names: who was found to be right.
         seed: of the orders of the rounds.
     """
-    last = {f"{case.name} | {name} | {ROUNDS} | calls" for name in names}
-    if last <= voice.skip:
+    if case.name in voice.skip or not voice.in_time(case.name):
         return
-    inputs = voice.unit(
-        f"{case.name} | inputs",
-        MAKE,
-        lambda: sets(case, device.at, count_of(case, device.cache_bytes(), device.free_bytes())),
-        lambda found: {
-            "sets": len(found),
-            "beyond the cache": len(found) * case.one_pass > 2 * device.cache_bytes(),
-        },
-        again=True,
-    )
-    if inputs is None:
+
+    def make() -> tuple[list[Inputs], Inputs]:
+        found = sets(case, device.at, count_of(case, device.cache_bytes(), device.free_bytes()))
+        return found, found[0].clone()
+
+    def of_inputs(found: tuple[list[Inputs], Inputs]) -> dict[str, Any]:
+        beyond = len(found[0]) * case.one_pass > 2 * device.cache_bytes()
+        return {"sets": len(found[0]), "beyond the cache": beyond, **size_of(case)}
+
+    made_inputs = voice.unit(f"{case.name} | inputs", MAKE, make, of_inputs, again=True)
+    if made_inputs is None:
+        voice.say(end=case.name, **{"not run": "there were no inputs"})
         return
-    spare = inputs[0].clone()
+    inputs, spare = made_inputs
     calls: dict[str, Call] = {}
     for name in names:
         unit = f"{case.name} | {name} | "
         if any(other.startswith(unit) for other in voice.lost):
             continue
         call = voice.unit(
-            unit + "make", limit(name), partial(made, name, case, device, spare), _nothing, again=True
+            unit + "make",
+            limit(name),
+            partial(made, name, case, device, spare),
+            _nothing,
+            again=True,
         )
         if call is not None:
             calls[name] = call
     rng = random.Random(seed)
     for turn in range(1, ROUNDS + 1):
         for name in rng.sample(sorted(calls), len(calls)):
-            for way, measure in WAYS.items():
+            for way, measure in MEASURE.items():
                 unit = f"{case.name} | {name} | {turn} | {way}"
                 voice.unit(unit, TIME, partial(measure, calls[name], inputs, device))
+    if voice.in_time(case.name):
+        voice.say(end=case.name, result=size_of(case))
     torch._dynamo.reset()
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from .faults import FAULTS
+from .record import plain
 
 #: The exit status of a worker whose device no longer answers: whoever comes next must be a new process.
 POISONED = 70
@@ -24,6 +26,10 @@ T = TypeVar("T")
 
 class AbsentError(Exception):
     """Why somebody or something cannot take part."""
+
+
+class MissingError(AbsentError):
+    """The same where it could, were it there."""
 
 
 def shortened(text: str) -> str:
@@ -42,7 +48,7 @@ class Voice:
         lost: those of them that have failed.
         ends: when no unit is begun any more, by `time.monotonic`.
         broken: says whether the device is past use; asked after each failure.
-        faults: what to do in place of a unit, by the text that its name must contain (see `_FAULTS`).
+        faults: what to do in place of a unit, by the text that its name must contain (see `faults`).
     """
 
     def __init__(
@@ -63,16 +69,30 @@ class Voice:
 
     def say(self, **line: Any) -> None:
         """A line; it is in the file when this returns."""
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(plain(line), allow_nan=False) + "\n")
         self._file.flush()
+
+    def plan(self, names: Iterable[str]) -> None:
+        """Announce units: those that are never come to are named as such."""
+        self.say(plan=list(names))
 
     def begin(self, name: str, limit: float) -> None:
         """A unit begins. If it hangs, its traceback goes to stderr and the process ends."""
         self.say(begin=name, limit=limit)
         faulthandler.dump_traceback_later(limit, exit=True, file=sys.stderr)
+
+    def plant(self, name: str) -> None:
+        """Have the fault that was asked for at a unit, if any was."""
         for part, fault in self.faults.items():
             if part in name:
-                _FAULTS[fault]()
+                FAULTS[fault]()
+
+    def in_time(self, name: str) -> bool:
+        """Whether a unit can still begin; if not, this is said."""
+        if time.monotonic() <= self.ends:
+            return True
+        self.say(end=name, **{"not run": "no time was left"})
+        return False
 
     def end(self, name: str, **line: Any) -> None:
         """A unit has ended; if it failed and took the device with it, so does the process."""
@@ -107,16 +127,16 @@ class Voice:
         """
         if name in self.lost or (name in self.skip and not again):
             return None
-        if time.monotonic() > self.ends:
-            self.say(end=name, failed="no time was left", kind="no time")
+        if not self.in_time(name):
             return None
         start = time.monotonic()
         try:
             self.begin(name, limit)
+            self.plant(name)
             found = work()
             said: Any = found if result is None else result(found)
         except AbsentError as reason:
-            self.end(name, absent=str(reason))
+            self.end(name, absent=str(reason), missing=isinstance(reason, MissingError))
             return None
         except BaseException:  # noqa: BLE001  (whatever a unit raises is its own affair)
             self.end(name, failed=shortened(traceback.format_exc()), kind="raised")
@@ -132,51 +152,3 @@ class Voice:
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
-
-
-class PlantedError(RuntimeError):
-    """A fault that was asked for."""
-
-
-def _raise() -> None:
-    raise PlantedError("planted")
-
-
-def _exit() -> None:
-    os._exit(3)
-
-
-def _crash() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def _hang() -> None:
-    while True:
-        time.sleep(1)
-
-
-def _memory() -> None:
-    import torch
-
-    raise torch.OutOfMemoryError("planted")
-
-
-def _quit() -> None:
-    raise SystemExit(0)
-
-
-def _poison() -> None:
-    os.environ["GPU_BENCHMARK_BROKEN"] = "1"
-    raise PlantedError("planted: an illegal memory access was encountered")
-
-
-# Faults that tests plant.
-_FAULTS = {
-    "poison": _poison,
-    "raise": _raise,
-    "exit": _exit,
-    "crash": _crash,
-    "hang": _hang,
-    "memory": _memory,
-    "quit": _quit,
-}

@@ -7,9 +7,11 @@ import os
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .cases import CASES, FLOOR, OURS, TUNED
 from .voice import Voice
 
 
@@ -47,18 +49,38 @@ def _share(options: dict[str, Any], every: list[Any]) -> list[Any]:
 def _machine(voice: Voice, options: dict[str, Any]) -> None:
     from . import machine
 
-    voice.unit("device", 60, lambda: machine.device_facts(options["dry"]))
+    voice.plan(("versions", "device", "copy bandwidth"))
+    voice.unit("versions", 60, machine.versions)
+    if voice.unit("device", 60, lambda: machine.device_facts(options["dry"])) is not None:
+        device = _device(voice, options)
+        voice.unit("copy bandwidth", 60, lambda: machine.copy_bandwidth(device))
+
+
+def _budgets(voice: Voice, options: dict[str, Any]) -> None:
+    from . import checks, timing
+
     device = _device(voice, options)
-    voice.unit("copy bandwidth", 60, lambda: machine.copy_bandwidth(device))
+    first, check = next(checks.checks(device))
+    cases = [case for case in _cases(options) if case.budget]
+    voice.plan([first, *(case.name for case in cases)])
+    voice.unit(first, checks.LIMIT, check)
+    for seed, case in enumerate(cases):
+        sized = timing.sized(case, device)
+        names = [name for name in (OURS, FLOOR) if timing.compare(sized, device, name, voice)]
+        if OURS in names:
+            timing.time_case(sized, device, names, voice, seed)
+        device.release()
 
 
 def _checks(voice: Voice, options: dict[str, Any]) -> None:
-    from . import checks
+    from . import checks, timing
 
     device = _device(voice, options)
-    for name, check in _share(options, list(checks.checks(device))):
-        if re.search(options["only"], name):
-            voice.unit(name, checks.LIMIT, check)
+    every = [pair for pair in checks.checks(device) if re.search(options["only"], pair[0])]
+    mine = dict(_share(options, every))
+    voice.plan(mine)
+    for name, check in mine.items():
+        voice.unit(name, checks.LIMIT, partial(timing.patiently, check, device))
 
 
 def _tests(voice: Voice, options: dict[str, Any]) -> None:
@@ -66,7 +88,7 @@ def _tests(voice: Voice, options: dict[str, Any]) -> None:
 
     if not options["dry"]:
         _device(voice, options)
-    suite.run(voice, options["part"], options["parts"], options["tests"], options["files"])
+    suite.run(voice, options["part"], options["parts"], options["tests"])
 
 
 def _prepare(voice: Voice, options: dict[str, Any]) -> None:
@@ -75,18 +97,25 @@ def _prepare(voice: Voice, options: dict[str, Any]) -> None:
     device = _device(voice, options)
     cases = _share(options, _cases(options))
     # Who tunes itself takes long: after all others of all cases.
-    for tuned in (False, True):
-        for case in cases:
-            for name in options["names"]:
-                if (name in timing.TUNED) is tuned:
-                    timing.compare(timing.sized(case, device), device, name, voice)
+    order = [
+        (case, name)
+        for tuned in (False, True)
+        for case in cases
+        for name in options["names"]
+        if (name in TUNED) is tuned
+    ]
+    voice.plan(f"{case.name} | {name}" for case, name in order)
+    for case, name in order:
+        timing.compare(timing.sized(case, device), device, name, voice)
 
 
 def _counts(voice: Voice, options: dict[str, Any]) -> None:
     from . import counts
 
     device = _device(voice, options)
-    for name, count in counts.counts(device):
+    every = dict(counts.counts(device))
+    voice.plan(every)
+    for name, count in every.items():
         voice.unit(name, counts.LIMIT, count)
 
 
@@ -94,20 +123,21 @@ def _times(voice: Voice, options: dict[str, Any]) -> None:
     from . import timing
 
     device = _device(voice, options)
-    for seed, case in enumerate(_cases(options)):
-        names = options["right"].get(case.name, [])
-        timing.time_case(timing.sized(case, device), device, names, voice, seed)
+    right = options["right"]
+    cases = [case for case in _cases(options) if OURS in right.get(case.name, ())]
+    voice.plan(case.name for case in cases)
+    for seed, case in enumerate(cases):
+        timing.time_case(timing.sized(case, device), device, right[case.name], voice, seed)
         device.release()
 
 
 def _cases(options: dict[str, Any]) -> list[Any]:
-    from .cases import CASES
-
     return [case for case in CASES if re.search(options["only"], case.name)]
 
 
 _STAGES = {
     "machine": _machine,
+    "budgets": _budgets,
     "checks": _checks,
     "tests": _tests,
     "prepare": _prepare,
