@@ -16,8 +16,11 @@ import torch
 import tightrope
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
+from tightrope.backends.reference import rotate as definition
 from tightrope.backends.triton import registration
 from tightrope.functional import rotate, rotate_, rotate_qk
+from tightrope.ops import fake
+from tightrope.ops.schema import LOG, Form
 from tolerances import assert_near
 from triton_cases import DEVICE, HAS_GPU, HAS_TRITON, needs_triton, noise
 
@@ -105,6 +108,24 @@ def on_this_device() -> Iterator[None]:
             library.impl(name, getattr(operators, name), "CPU", allow_override=True)
     yield
     library._destroy()
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 5, 1), (2, 1, 5, 8), (1, 3, 1, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_gates_have_the_strides_that_compilers_are_told(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Whatever those of what was rotated are, whose product they are made of."""
+    from tightrope.backends.triton import operators
+
+    y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))
+    gate = noise(*shape, seed=3).to(DEVICE, dtype)
+    arguments = (y, None, grad, None, gate, None, None, 0, Form(gate=LOG).pack())
+    told = fake._gate_gradients(*arguments)[0]
+    for kernel in (operators.gate_gradients, definition.gate_gradients):
+        (found,) = kernel(*arguments)
+        assert (found.shape, found.stride(), found.dtype) == (told.shape, told.stride(), told.dtype)
 
 
 @needs_triton
