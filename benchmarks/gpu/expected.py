@@ -1,32 +1,28 @@
 """What a case must give, in float64 by the formulas: nothing here is ours.
 
-Only some tokens of large calls are compared, all heads of them; a gradient by frequencies is a sum over
-all tokens.
+Every element is compared, some tokens at a time; a gradient by frequencies is a sum over all of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from .cases import Case
 from .inputs import SCALE, SHIFT, Inputs, gate_values, ids_of, sections
 
-#: Tokens that are compared, at most, from both ends and from between.
-TOKENS = 192
-ROWS = 3
+#: Elements that are compared at a time: in float64 and with all that leads to them, some 2 GB.
+AT_A_TIME = 1 << 24
 
 #: Of the largest channel of a head: rounding once or, of others, several times to 16 bits, of angles too.
 NEAR = {"float32": 1e-5, "float64": 1e-9, "bfloat16": 2.0**-6, "float16": 2.0**-9}
 
 
-def some(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows and tokens that are compared."""
-    rows = torch.linspace(0, case.rows - 1, min(case.rows, ROWS), device=device).long()
-    if case.tokens <= TOKENS:
-        return rows, torch.arange(case.tokens, device=device)
-    ends = torch.arange(TOKENS // 3, device=device)
-    middle = torch.linspace(TOKENS // 3, case.tokens - TOKENS // 3 - 1, TOKENS // 3, device=device)
-    return rows, torch.cat((ends, middle.long(), case.tokens - 1 - ends.flip(0)))
+def chunks(case: Case, device: torch.device) -> Iterator[torch.Tensor]:
+    """Tokens that are compared at a time, of all rows: each once."""
+    at_a_time = max(1, AT_A_TIME * case.tokens // case.elements)
+    yield from torch.arange(case.tokens, device=device).split(at_a_time)
 
 
 def angles(case: Case, ids: torch.Tensor) -> torch.Tensor:
@@ -64,13 +60,10 @@ def _f(case: Case, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def expected(case: Case, inputs: Inputs) -> list[torch.Tensor]:
-    """Results for the rows and tokens of :func:`some`, or the gradient by frequencies (pairs)."""
+def expected(case: Case, inputs: Inputs, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Results for all rows and some tokens."""
     device = inputs.q.device
-    if case.work == "frequencies":
-        return [_by_frequencies(case, inputs)]
-    rows, tokens = some(case, device)
-    ids = ids_of(case, device)[..., rows[:, None], tokens]
+    ids = ids_of(case, device)[..., tokens]
     angle = angles(case, ids)[:, None]
     if case.work == "backward":
         angle = -angle
@@ -79,7 +72,7 @@ def expected(case: Case, inputs: Inputs) -> list[torch.Tensor]:
     values = gate_values(case, device) if case.gate else [None] * len(given)
     found = []
     for index, (x, value) in enumerate(zip(given, values, strict=True)):
-        part = x[rows[:, None], :, tokens].transpose(1, 2).double()
+        part = x[:, :, tokens].double()
         part.requires_grad_(case.work == "training")
         before = part * SCALE + SHIFT if case.neighbours else part
         u, v = pairs_of(_f(case, before), case.interleaved)
@@ -89,8 +82,7 @@ def expected(case: Case, inputs: Inputs) -> list[torch.Tensor]:
             y = y * (log * ids[:, None, :, None] if case.gate == "slopes" else log).exp()
         y = y * SCALE if case.neighbours else y
         if case.work == "training":
-            grad = inputs.grads[index][rows[:, None], :, tokens].transpose(1, 2).double()
-            (y,) = torch.autograd.grad(y, part, grad)
+            (y,) = torch.autograd.grad(y, part, inputs.grads[index][:, :, tokens].double())
         found.append(y.detach())
     return found
 
@@ -109,22 +101,27 @@ def _by_frequencies(case: Case, inputs: Inputs) -> torch.Tensor:
     return total
 
 
-def error(case: Case, found: tuple[torch.Tensor, ...], want: list[torch.Tensor]) -> float:
-    """How far results are off, of the largest channel of each head; NaN for what is no number."""
+def error(case: Case, found: Sequence[torch.Tensor], inputs: Inputs) -> float:
+    """How far results are off, of the largest channel of each head; NaN for what is no number.
+
+    Args:
+        found: results of all tokens, each of which is compared; or the gradient by frequencies, last.
+        inputs: what they are of, as it was before.
+    """
     if case.work == "frequencies":
-        got = found[-1].reshape(-1).double()
-        return ((got - want[0]).abs().max() / want[0].abs().max()).item()
-    if len(found) != len(want):
+        want = _by_frequencies(case, inputs)
+        return ((found[-1].reshape(-1).double() - want).abs().max() / want.abs().max()).item()
+    shapes = [x.shape for x in (inputs.grads if case.work == "backward" else inputs.xs)]
+    if [x.shape for x in found] != shapes:
         return float("nan")
-    rows, tokens = some(case, want[0].device)
-    worst = 0.0
-    for x, other in zip(found, want, strict=True):
-        part = x.detach()[rows[:, None], :, tokens].transpose(1, 2).double()
-        if part.shape != other.shape or not bool(part.isfinite().all()):
-            return float("nan")
-        wide = other.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-        worst = max(worst, ((part - other).abs() / wide).max().item())
-    return worst
+    worst = torch.zeros((), dtype=torch.float64, device=inputs.q.device)
+    for tokens in chunks(case, inputs.q.device):
+        for x, want in zip(found, expected(case, inputs, tokens), strict=True):
+            wide = want.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+            off = ((x.detach()[:, :, tokens].double() - want).abs() / wide).amax()
+            # A maximum of torch keeps what is no number.
+            worst = torch.maximum(worst, off)
+    return worst.item()
 
 
 def bound(case: Case) -> float:

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -195,9 +195,25 @@ def load(name: str) -> ModuleType:
     # transformers looks for some of these packages when it is imported: before they are here bare.
     with contextlib.suppress(Exception):
         importlib.import_module("transformers.models.llama.modeling_llama")
-    if importlib.util.find_spec("einops") is None:
-        _install("einops", ModuleType("einops"))
-        sys.modules["einops"].__dict__.update(dict.fromkeys(_OF_EINOPS, _never))
+    with _einops():
+        return _imported(peer, root)
+
+
+@contextlib.contextmanager
+def _einops() -> Iterator[None]:
+    """A stand-in for einops where there is none, for as long as others import it."""
+    if importlib.util.find_spec("einops") is not None:
+        yield
+        return
+    _install("einops", ModuleType("einops"))
+    sys.modules["einops"].__dict__.update(dict.fromkeys(_OF_EINOPS, _never))
+    try:
+        yield
+    finally:
+        del sys.modules["einops"]
+
+
+def _imported(peer: Peer, root: Path | None) -> ModuleType:
     before = set(sys.modules)
     try:
         for package in peer.bare:

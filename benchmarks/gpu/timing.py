@@ -15,8 +15,8 @@ import torch
 from .cases import FLOOR, ROUNDS, TUNED, WAYS, Case, cut, small
 from .contenders import CONTENDERS, results
 from .device import Device
-from .expected import bound, error, expected
-from .inputs import Call, Inputs, count_of, sets, tensors
+from .expected import bound, error
+from .inputs import Call, Inputs, count_of, poison, sets, tensors
 from .voice import Voice
 
 #: Seconds that a contender may take to be compiled and called, and to be timed once.
@@ -80,22 +80,20 @@ def made(name: str, case: Case, device: Device, inputs: Inputs) -> Call:
 
 
 def compare(case: Case, device: Device, name: str, voice: Voice) -> bool:
-    """Whether a contender gives what it must, as a unit; False too where it cannot take part.
-
-    What it must give is worked out anew for each, so that its memory is free again.
-    """
+    """Whether a contender gives what it must, as a unit; False too where it cannot take part."""
 
     def work() -> dict[str, Any]:
         (given,) = sets(case, device.at, 1)
         start = time.perf_counter()
         call = CONTENDERS[name](case, device.at)
         mine = given.clone()
+        poison(given)
         found = results(call(mine), mine)
         device.synchronize()
         took = time.perf_counter() - start
         if name == FLOOR:
             return {"first call, s": took, **size_of(case)}
-        off = error(case, found, expected(case, given))
+        off = error(case, found, given)
         if not off <= bound(case):
             raise DifferentError(
                 f"off by {off:.3g} of a head's largest channel, not {bound(case):.3g}"
