@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu import (
     __main__ as command,
     cases,
-    contenders,
     machine,
     record as recording,
     stages,
@@ -26,6 +25,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.voice import Voice, shortened
+
 from triton_cases import HAS_GPU, needs_triton
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,12 +56,13 @@ def small_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     """Workers are those of WORKER; the record that they fill."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    popen = subprocess.Popen
+    popen: Any = subprocess.Popen
 
-    def started(arguments: list[str], **named: Any) -> Any:
-        return popen([sys.executable, str(script), arguments[-1]], **named)
+    class Started(popen):
+        def __init__(self, arguments: list[str], **named: Any) -> None:
+            super().__init__([sys.executable, str(script), arguments[-1]], **named)
 
-    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(subprocess, "Popen", Started)
     monkeypatch.setattr(supervise, "GRACE", 0.4)
     return Record(tmp_path / "out.json", {})
 
@@ -194,22 +195,194 @@ def test_long_texts_keep_both_ends() -> None:
     assert text[-1] == "b"
 
 
+def test_a_process_that_cannot_be_ended_is_left(
+    small_worker: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits for a driver which never answers outlasts SIGKILL."""
+
+    def wait(self: Any, timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    supervise.run(job(limit=0.2, faults={"b": "hang"}), small_worker)
+    found = units_of(small_worker)
+    assert found["b"]["kind"] == "late"
+    assert found["d"]["result"] == GOOD["d"]
+    assert "cannot be ended" in small_worker.data["stages"]["stage"]["troubles"][0]
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("odd")])
+def test_no_process_at_all_is_said(
+    small_worker: Record, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    supervise.run(job(), small_worker)
+    (text,) = small_worker.data["stages"]["stage"]["troubles"]
+    assert str(error) in text
+
+
+def test_who_dies_between_units_again_and_again_is_given_up(
+    small_worker: Record, tmp_path: Path
+) -> None:
+    """Such as one that does a unit anew in each process, and then ends: it would go on for ever."""
+    script = WORKER.replace("voice.finish()", "os._exit(9)").replace("else lambda", "else lambda")
+    script = script.replace(
+        "voice.unit(name, options", "voice.unit(name, again=True, limit=options"
+    )
+    (tmp_path / "worker.py").write_text(script.replace("absent if", "work=absent if"))
+    supervise.run(job(), small_worker)
+    troubles = small_worker.data["stages"]["stage"]["troubles"]
+    assert troubles[-1] == "given up: 2 processes did nothing"
+    assert "its process ended with 9" in troubles[0]
+    assert units_of(small_worker)["a"]["result"] == GOOD["a"]
+
+
+# --- what is on disk ----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_written_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    refuge = tmp_path / "refuge"
+    monkeypatch.setattr(recording.tempfile, "gettempdir", lambda: str(refuge))
+    record = Record(tmp_path / "file" / "out.json", {"value": float("nan")})
+    record.unit("stage", "a", {"result": [float("inf"), {1, 2}, Path("x")]})
+    assert record.written is not None
+    assert record.written.parent == refuge
+    found = json.loads(record.written.read_text(), parse_constant=pytest.fail)
+    assert found["value"] == "nan"
+    assert found["stages"]["stage"]["units"]["a"] == {"result": ["inf", [1, 2], repr(Path("x"))]}
+    assert "file" in str(next(iter(found["unwritten"])))
+    (tmp_path / "file").unlink()
+    record.put("more", 1)
+    assert record.written == tmp_path / "file" / "out.json"
+
+
+def test_nothing_that_can_be_written_is_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full from some unit on: what was written before is whole, and the run goes on."""
+    record = Record(tmp_path / "out.json", {})
+    record.unit("stage", "a", {"result": 1})
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as within:
+        within.setattr(os, "replace", full)
+        record.unit("stage", "b", {"result": 2})
+        assert record.written is None
+        assert "No space left" in str(record.data["unwritten"])
+    assert list(json.loads((tmp_path / "out.json").read_text())["stages"]["stage"]["units"]) == [
+        "a"
+    ]
+    record.put("more", 1)
+    assert list(json.loads((tmp_path / "out.json").read_text())["stages"]["stage"]["units"]) == [
+        "a",
+        "b",
+    ]
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+
 def test_what_the_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.parsed([]).seconds == 450
-    assert command.parsed(["--quick"]).seconds == 210
-    quick = command.told(command.parsed(["--quick"]))
-    assert quick["only"].count("^") == command.QUICK
-    few = command.told(command.parsed(["--against", "^Liger$", "--fault", "a=b=hang"]))
+    assert command.parsed([]).budget == 8.0
+    few = stages.told(command.parsed(["--against", "^Liger$", "--fault", "a=b=hang"]))
     assert few["names"] == ["tightrope", "copy", "Liger"]
     assert few["faults"] == {"a=b": "hang"}
-    with pytest.raises(SystemExit):
-        command.parsed(["--stages", "nothing"])
-    assert "there is no stage nothing; there are machine, checks" in capsys.readouterr().err
+    for arguments, text in {
+        ("--stages", "nothing"): "there is no stage nothing; there are machine, budgets",
+        ("--budget", "0"): "--budget must be more than 0 minutes but is 0.0",
+        ("--only", "("): "'(' is no regular expression",
+    }.items():
+        with pytest.raises(SystemExit):
+            command.parsed(list(arguments))
+        assert text in capsys.readouterr().err
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """Stages and seconds of the jobs that are started, none of which does anything."""
+    found: list[tuple[str, float]] = []
+    monkeypatch.setattr(
+        supervise,
+        "run",
+        lambda job, record: found.append((job.stage, job.seconds)) or record.stage(job.stage),
+    )
+    return found
+
+
+def test_time_is_kept_for_what_comes_later(jobs: list[tuple[str, float]]) -> None:
+    options = command.parsed(["--jobs", "4"])
+    stages.measure(options, Record(None, {"machine": {}}), "caches", time.monotonic() + 480)
+    assert [stage for stage, _ in jobs[:3]] == ["machine", "budgets", "counts"]
+    assert [stage for stage, _ in jobs[3:6]] == ["prepare", "checks", "tests"]
+    assert len(jobs) == 3 + sum(stages.PARTS.values()) + 1
+    assert jobs[-1][0] == "times"
+    seconds = dict(jobs)
+    assert seconds["machine"] == pytest.approx(120, abs=2)
+    assert seconds["checks"] == pytest.approx(240, abs=2)
+    assert seconds["times"] == pytest.approx(480, abs=2)
+    jobs.clear()
+    options = command.parsed(["--stages", "machine,checks"])
+    stages.measure(options, Record(None, {"machine": {}}), "caches", time.monotonic() + 480)
+    assert dict(jobs)["checks"] == pytest.approx(480, abs=2)
+    jobs.clear()
+    stages.measure(options, Record(None, {"machine": {}}), "caches", time.monotonic() - 1)
+    assert dict(jobs)["machine"] == 0.0
+
+
+def test_an_error_of_the_command_itself_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(options: Any, record: Record, *_: Any) -> None:
+        record.unit("checks", "a", {"result": {}})
+        raise RuntimeError("not foreseen")
+
+    monkeypatch.setattr(stages, "measure", breaks)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    out = tmp_path / "out.json"
+    assert command.main(["--dry-run", "--out", str(out)]) == command.WRONG
+    found = json.loads(out.read_text())
+    assert found["stages"]["checks"]["units"] == {"a": {"result": {}}}
+    assert "not foreseen" in found["stages"]["all"]["troubles"][0]
+    assert found["summary"]["budgets"][1]["said"] == "held"
+    assert "held          right: checks" in capsys.readouterr().out
+
+
+def test_without_pytest_the_tests_are_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda _: None)
+    voice = Voice(tmp_path / "lines")
+    suite.run(voice, 0, 1, "")
+    voice.close()
+    line = json.loads((tmp_path / "lines").read_text())
+    assert line == {"end": "all tests", "absent": "pytest is not installed, or tests/ is not here"}
+
+
+def test_the_tests_of_the_device_are_there() -> None:
+    names = {path.name for path in suite.TESTS.glob(suite.PATTERN)} - set(suite.NOT)
+    assert {"test_triton.py", "test_triton_backend.py"} <= names
+    assert all((suite.TESTS / name).is_file() for name in suite.NOT)
 
 
 def test_the_sources_have_a_digest() -> None:
     assert len(machine.digest()) == 16
     assert machine.digest() == machine.digest()
+
+
+def test_who_does_not_answer_is_not_waited_for() -> None:
+    start = time.monotonic()
+    assert machine._said("sleep", "60", seconds=0.1) is None
+    assert machine._said("nothing of that name") is None
+    assert machine._said("echo", "5") == "5"
+    assert time.monotonic() - start < 20
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -221,48 +394,127 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+# All stages in one process, as torch takes long to import.
+STAGE_BY_STAGE = """
+import json, sys
+from pathlib import Path
+from benchmarks.gpu import stages, worker
+from benchmarks.gpu.voice import Voice
+folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+for stage in stages.STAGES:
+    voice = Voice(folder / stage, faults=options["faults"])
+    worker._STAGES[stage](voice, options)
+    voice.finish()
+"""
+
+
 @needs_triton
-def test_all_stages_run_dry_and_outlast_faults(tmp_path: Path) -> None:
-    """A check that raises, a contender that takes the process, a test that hurts the device."""
+def test_every_stage_does_what_it_announces(tmp_path: Path) -> None:
+    case, test = "prefill 32k", "test_triton.py::test_a_wrong_direct_call_is_refused[w"
+    options = {
+        "dry": True, "only": "^prefill 32k$|^tables|^compilations|^host . the operator$",
+        "names": ["tightrope", "copy", "xopes"], "tests": "wrong_direct_call_is_refused[w",
+        "part": 0, "parts": 1, "right": {case: ["tightrope", "copy"], "prefill 2k": ["copy"]},
+        "faults": {"refused[width]": "raise", "tables": "raise"},
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", STAGE_BY_STAGE, str(tmp_path), json.dumps(options)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended: dict[str, dict[str, Any]] = {}
+    for stage in stages.STAGES:
+        lines = [json.loads(line) for line in (tmp_path / stage).read_text().splitlines()]
+        assert lines[-1] == {"finished": True}
+        ended[stage] = {line["end"]: line for line in lines if "end" in line}
+        (planned,) = (line["plan"] for line in lines if "plan" in line)
+        assert planned
+        assert set(planned) <= set(ended[stage])
+    failed = {
+        name: unit["failed"]
+        for units in ended.values()
+        for name, unit in units.items()
+        if "failed" in unit
+    }
+    assert {name.partition("::")[2] or name for name in failed} == {
+        test.partition("::")[2] + "idth]",
+        "tables",
+    }
+    assert all("PlantedError" in text for text in failed.values())
+    assert ended["machine"]["device"]["result"] == {"name": "Triton's interpreter"}
+    assert ended["counts"]["compilations"]["result"]["after one call"] == 0
+    assert ended["counts"]["host | the operator"]["result"]["median"] > 0
+    assert set(ended["prepare"]) == {f"{case} | {name}" for name in options["names"]}
+    assert ended["prepare"][f"{case} | tightrope"]["result"]["off by"] < 2**-6
+    assert ended["prepare"][f"{case} | xopes"]["missing"] is False
+    assert sum("result" in unit for unit in ended["tests"].values()) == 2
+    for stage in ("budgets", "times"):
+        for name in ("tightrope", "copy"):
+            for turn in (1, 2, 3):
+                for way in cases.WAYS:
+                    assert (
+                        len(ended[stage][f"{case} | {name} | {turn} | {way}"]["result"]["ms"]) == 5
+                    )
+    assert "prefill 2k" not in ended["times"]
+
+
+CASE = "decode 1, in place"
+
+
+@needs_triton
+def test_the_command_outlasts_faults(tmp_path: Path) -> None:
+    """A contender that takes the process with it: nothing else is lost, and it is said which."""
     out = tmp_path / "dry.json"
     done = run(
-        "--dry-run", "--out", str(out), "--only", "^prefill 2k$|^memory|^streams|^tables",
-        "--against", "^eager$", "--tests", "wrong_direct_call_is_refused[w", "--seconds", "400",
-        "--fault", "memory=raise", "--fault", "prefill 2k | eager | 2 | replays=exit",
-        "--fault", "refused[words]=poison",
+        "--dry-run", "--out", str(out), "--only", "^decode 1,", "--against", "^nobody$",
+        "--stages", "machine,prepare,times", "--fault", f"{CASE} | copy | 2 | replays=exit",
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert found["finished"] is True
     assert found["machine"]["dry"] is True
-    assert found["options"]["against"] == "^eager$"
-    stages = {name: stage["units"] for name, stage in found["stages"].items()}
-    assert list(stages) == list(command.STAGES)
+    assert found["machine"]["torch"]
+    assert found["options"]["against"] == "^nobody$"
+    units = {name: stage["units"] for name, stage in found["stages"].items()}
+    assert set(units) == {"machine", "prepare", "times"}
     assert all(stage["troubles"] == [] for stage in found["stages"].values())
-    assert stages["machine"]["device"]["result"] == {"name": "Triton's interpreter"}
-    assert "PlantedError" in stages["checks"]["memory"]["failed"]
-    for name in ("streams", "tables"):
-        assert "result" in stages["checks"][name]
-    lost = "tests/test_triton.py::test_a_wrong_direct_call_is_refused[words]"
-    assert {name for name, unit in stages["tests"].items() if "failed" in unit} == {lost}
-    assert len(stages["tests"]) == 2
-    assert {n: "result" in u for n, u in stages["prepare"].items()} == {
-        "prefill 2k | tightrope": True, "prefill 2k | copy": True, "prefill 2k | eager": True,
+    assert {name: "result" in unit for name, unit in units["prepare"].items()} == {
+        f"{CASE} | tightrope": True, f"{CASE} | copy": True,
     }  # fmt: skip
-    assert stages["counts"]["compilations"]["result"]["after one call"] == 0
-    assert stages["counts"]["host | the operator"]["result"]["median"] > 0
-    failed = {name for name, unit in stages["times"].items() if "failed" in unit}
-    assert failed == {"prefill 2k | eager | 2 | replays"}
-    for name in ("tightrope", "copy"):
-        for turn in (1, 2, 3):
-            assert "result" in stages["times"][f"prefill 2k | {name} | {turn} | calls"]
+    failed = {name for name, unit in units["times"].items() if "failed" in unit}
+    assert failed == {f"{CASE} | copy | 2 | replays"}
+    for turn in (1, 2, 3):
+        assert "result" in units["times"][f"{CASE} | tightrope | {turn} | calls"]
     (entry,) = found["summary"]["cases"]
-    assert set(entry["contenders"]) == {"tightrope", "copy", "eager"}
-    assert "memory: " in done.stdout
+    assert set(entry["contenders"]) == {"tightrope", "copy"}
+    assert f"  {CASE} | copy | 2 | replays: its process ended with 3" in done.stdout
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
-def test_the_command_says_that_it_needs_a_gpu() -> None:
-    done = run()
+def test_the_command_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = run("--out", str(out))
     assert done.returncode == 2
     assert done.stderr.strip() == "torch sees no GPU here; --dry-run needs none"
+    found = json.loads(out.read_text())
+    assert list(found["stages"]) == ["machine"]
+    assert "sees no GPU" in found["stages"]["machine"]["units"]["device"]["absent"]
+
+
+@needs_triton
+def test_a_checkout_that_was_never_installed_can_be_imported() -> None:
+    """As on a machine that is lent for minutes: all that is there is the tree."""
+    code = (
+        "import importlib.metadata as m; old = m.version\n"
+        "def version(name):\n"
+        "    if name == 'tightrope': raise m.PackageNotFoundError(name)\n"
+        "    return old(name)\n"
+        "m.version = version\n"
+        "import tightrope; print(tightrope.__version__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.stdout == "0+uninstalled\n", done.stderr

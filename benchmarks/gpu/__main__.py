@@ -59,7 +59,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="JSON file to write")
     add("--budget", type=float, default=8.0, help="minutes for the whole run (8)")
     add("--stages", default=",".join(stages.STAGES), help="which, with commas between")
-    add("--only", type=_expression, default="", help="regular expression for cases and checks")
+    add("--only", type=_expression, default="", help="regular expression for cases, checks, counts")
     add("--against", type=_expression, default="", help="regular expression for contenders")
     add("--tests", default="", help="tests' names must contain this")
     add("--peers", type=Path, help="folder with the files of other libraries")

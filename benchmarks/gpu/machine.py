@@ -34,8 +34,12 @@ def _said(*command: str, seconds: float = 15.0) -> str | None:
     try:
         said, _ = process.communicate(timeout=seconds)
     except (subprocess.TimeoutExpired, ValueError):
-        # Not waited for: who asks a driver that hangs cannot be ended.
         process.kill()
+        # Waited for only so long: who asks a driver that hangs cannot be ended.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2.0)
+        if process.stdout is not None:
+            process.stdout.close()
         return None
     return said.strip() if process.returncode == 0 else None
 

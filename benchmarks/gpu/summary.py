@@ -167,7 +167,7 @@ def _correct(data: Data) -> Iterator[Data]:
         wrong = sorted(name for name, unit in every.items() if "failed" in unit)
         done = sum("result" in unit for unit in every.values())
         left = len(not_run(data, stage))
-        text = f"{done} right, {len(wrong)} failed, {left} not run"
+        text = f"{done} done, {len(wrong)} failed, {left} not run"
         held = False if wrong else True if done and not left else None
         yield _budget(f"right: {stage}", held, text if done or wrong else None, "none failed")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -50,6 +51,13 @@ def sized(case: Case, device: Device) -> Case:
 def size_of(case: Case) -> dict[str, Any]:
     """What is taken down of a case that may have been cut."""
     return {"rows": case.rows, "tokens": case.tokens}
+
+
+def forget() -> None:
+    """What was compiled for one case is not kept for the next."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def patiently(work: Callable[[], T], device: Device) -> T:
@@ -102,7 +110,7 @@ def compare(case: Case, device: Device, name: str, voice: Voice) -> bool:
 
     unit = f"{case.name} | {name}"
     found = voice.unit(unit, limit(name), lambda: patiently(work, device))
-    torch._dynamo.reset()
+    forget()
     device.release()
     return found is not None or unit in voice.skip - voice.lost
 
@@ -213,7 +221,7 @@ def time_case(case: Case, device: Device, names: list[str], voice: Voice, seed: 
                 voice.unit(unit, TIME, partial(measure, calls[name], inputs, device))
     if voice.in_time(case.name):
         voice.say(end=case.name, result=size_of(case))
-    torch._dynamo.reset()
+    forget()
 
 
 def _nothing(_: Any) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _counts(voice: Voice, options: dict[str, Any]) -> None:
     from . import counts
 
     device = _device(voice, options)
-    every = dict(counts.counts(device))
+    every = {n: count for n, count in counts.counts(device) if re.search(options["only"], n)}
     voice.plan(every)
     for name, count in every.items():
         voice.unit(name, counts.LIMIT, count)
