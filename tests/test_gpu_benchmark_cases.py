@@ -338,5 +338,7 @@ def test_the_files_of_peers_are_those_of_the_documentation() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
     for peer in peers.PEERS.values():
         assert peer.repository in text
+        assert f"`{peer.name}`" in text
+        assert peer.signature in text
         for path in peer.files:
             assert path.rsplit("/", 1)[1].removesuffix(".py") in text, path
