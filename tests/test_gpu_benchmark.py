@@ -22,6 +22,7 @@ from benchmarks.gpu import (
     stages,
     suite,
     supervise,
+    table,
 )
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.voice import Voice, shortened
@@ -251,6 +252,7 @@ def test_what_cannot_be_written_goes_elsewhere(
     monkeypatch.setattr(recording.tempfile, "gettempdir", lambda: str(refuge))
     record = Record(tmp_path / "file" / "out.json", {"value": float("nan")})
     record.unit("stage", "a", {"result": [float("inf"), {1, 2}, Path("x")]})
+    record.not_run("stage", ["b"], "no time")
     assert record.written is not None
     assert record.written.parent == refuge
     found = json.loads(record.written.read_text(), parse_constant=pytest.fail)
@@ -262,12 +264,40 @@ def test_what_cannot_be_written_goes_elsewhere(
     assert record.written == tmp_path / "file" / "out.json"
 
 
+def test_what_takes_long_to_write_is_written_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the results of a run in which all fails, each with its traceback."""
+    now = [0.0]
+    monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])
+    replace = os.replace
+
+    def slow(*names: Any) -> None:
+        now[0] += 0.5
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", slow)
+    record = Record(tmp_path / "out.json", {})
+    for name in "abc":
+        record.unit("stage", name, {"result": 1})
+    assert json.loads((tmp_path / "out.json").read_text())["stages"] == {}
+    now[0] += 5.0
+    record.settle()
+    assert set(json.loads((tmp_path / "out.json").read_text())["stages"]["stage"]["units"]) == set(
+        "abc"
+    )
+    written = now[0]
+    record.settle()
+    assert now[0] == written
+
+
 def test_nothing_that_can_be_written_is_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is full from some unit on: what was written before is whole, and the run goes on."""
     record = Record(tmp_path / "out.json", {})
     record.unit("stage", "a", {"result": 1})
+    record.put("more", 1)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -275,6 +305,7 @@ def test_nothing_that_can_be_written_is_no_end(
     with monkeypatch.context() as within:
         within.setattr(os, "replace", full)
         record.unit("stage", "b", {"result": 2})
+        record.put("more", 2)
         assert record.written is None
         assert "No space left" in str(record.data["unwritten"])
     assert list(json.loads((tmp_path / "out.json").read_text())["stages"]["stage"]["units"]) == [
@@ -351,8 +382,25 @@ def test_an_error_of_the_command_itself_loses_nothing(
     found = json.loads(out.read_text())
     assert found["stages"]["checks"]["units"] == {"a": {"result": {}}}
     assert "not foreseen" in found["stages"]["all"]["troubles"][0]
-    assert found["summary"]["budgets"][1]["said"] == "held"
-    assert "held          right: checks" in capsys.readouterr().out
+    assert found["summary"]["budgets"][2]["said"] == "held"
+    assert "held          no failure: checks" in capsys.readouterr().out
+
+
+def test_who_does_not_listen_is_no_reason_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed:
+        def write(self, _: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    table.tell("nobody hears this")
+    record = Record(tmp_path / "out.json", {})
+    stages._progress(record, "a stage that nobody knows", 1.0)
+    assert record.data["stages"] == {}
+    monkeypatch.setattr(table, "progress", lambda *_: 1 / 0)
+    stages._progress(record, "checks", 1.0)
+    assert "ZeroDivisionError" in record.data["stages"]["checks"]["troubles"][0]
 
 
 def test_without_pytest_the_tests_are_absent(
@@ -464,11 +512,11 @@ CASE = "decode 1, in place"
 
 @needs_triton
 def test_the_command_outlasts_faults(tmp_path: Path) -> None:
-    """A contender that takes the process with it: nothing else is lost, and it is said which."""
+    """We take the process with us: nothing else is lost, it is said where, and the status is 1."""
     out = tmp_path / "dry.json"
     done = run(
         "--dry-run", "--out", str(out), "--only", "^decode 1,", "--against", "^nobody$",
-        "--stages", "machine,prepare,times", "--fault", f"{CASE} | copy | 2 | replays=exit",
+        "--stages", "machine,prepare,times", "--fault", f"{CASE} | tightrope | 2 | replays=exit",
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(out.read_text())
@@ -483,12 +531,12 @@ def test_the_command_outlasts_faults(tmp_path: Path) -> None:
         f"{CASE} | tightrope": True, f"{CASE} | copy": True,
     }  # fmt: skip
     failed = {name for name, unit in units["times"].items() if "failed" in unit}
-    assert failed == {f"{CASE} | copy | 2 | replays"}
+    assert failed == {f"{CASE} | tightrope | 2 | replays"}
     for turn in (1, 2, 3):
-        assert "result" in units["times"][f"{CASE} | tightrope | {turn} | calls"]
+        assert "result" in units["times"][f"{CASE} | copy | {turn} | calls"]
     (entry,) = found["summary"]["cases"]
     assert set(entry["contenders"]) == {"tightrope", "copy"}
-    assert f"  {CASE} | copy | 2 | replays: its process ended with 3" in done.stdout
+    assert f"  {CASE} | tightrope | 2 | replays: its process ended with 3" in done.stdout
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")

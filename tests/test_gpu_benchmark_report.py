@@ -81,10 +81,12 @@ def test_budgets_held_not_held_and_not_measured() -> None:
         "flash-attention": "it died",
     }
     assert said(data) == {
-        "right: budgets": "not measured",
-        "right: checks": "not measured",
-        "right: tests": "not measured",
-        "right: prepare": "held",
+        "no failure: budgets": "not measured",
+        "no failure: counts": "held",
+        "no failure: checks": "not measured",
+        "no failure: tests": "not measured",
+        "no failure: prepare": "held",
+        "no failure: times": "open",
         "share of the copy: 12 x 32768, 12 heads": "not measured: no time",
         "share of the copy: prefill 32k": "held",
         "share of the copy: 12 x 32768, 12 heads, backward": "not measured: no time",
@@ -114,14 +116,14 @@ def test_a_wrong_result_is_why_a_share_was_not_measured() -> None:
     }
     found = said(data)
     assert found[f"share of the copy: {case}"] == "not measured: DifferentError: off by 1"
-    assert found["right: prepare"] == "not held"
+    assert found["no failure: prepare"] == "not held"
 
 
 def test_units_that_were_not_run_leave_it_open() -> None:
     data = recorded()
     units = data["stages"]["prepare"]["units"]
     units[f"{cases.CASES[0].name} | tightrope"] = {"not run": "no time was left"}
-    assert said(data)["right: prepare"] == "open"
+    assert said(data)["no failure: prepare"] == "open"
 
 
 def test_the_stage_of_the_budgets_stands_in_for_the_last() -> None:
@@ -131,7 +133,7 @@ def test_the_stage_of_the_budgets_stands_in_for_the_last() -> None:
     stages["budgets"] = {"units": stages["times"]["units"], "troubles": []}
     stages["times"] = {"units": {}, "troubles": ["no time was left"]}
     assert said(data)["share of the copy: prefill 32k"] == "held"
-    assert said(data)["right: budgets"] == "open"
+    assert said(data)["no failure: budgets"] == "open"
 
 
 def test_a_case_that_was_cut_holds_nothing() -> None:

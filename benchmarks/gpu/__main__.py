@@ -98,29 +98,34 @@ def main(arguments: list[str] | None = None) -> int:
             stages.measure(options, record, caches, start + 60 * options.budget)
     except Exception:  # noqa: BLE001  (what was found until then is told all the same)
         record.trouble("all", traceback.format_exc())
-        print(traceback.format_exc(), file=sys.stderr)
+        table.tell(traceback.format_exc(), sys.stderr)
     record.put("seconds", round(time.monotonic() - start, 1))
     return _end(record)
 
 
 def _end(record: Record) -> int:
     """Sum up, print, and say by the exit status whether all was right."""
-    data = record.data
+    data, concluded = record.data, {"cases": [], "budgets": []}
     reason = stages.no_gpu(record)
-    if reason:
-        print(reason, file=sys.stderr)
-    concluded = conclude(data)
-    record.put("summary", concluded)
-    record.put("machine", data["machine"] | {"gpu after": machine.gpu_now()})
+    try:
+        concluded = conclude(data)
+        record.put("summary", concluded)
+        table.tell(reason or table.printed(data), sys.stderr if reason else None)
+    except Exception:  # noqa: BLE001  (--report works it out anew)
+        record.trouble("all", traceback.format_exc())
+        table.tell(traceback.format_exc(), sys.stderr)
     record.put("finished", not supervise.stop.is_set())
-    if not reason:
-        print(table.printed(data))
+    record.put("machine", data["machine"] | {"gpu after": machine.gpu_now()})
     if record.path is not None and record.written is None:
         # Better on the screen than nowhere.
-        print(json.dumps(data, allow_nan=False))
+        table.tell(json.dumps(data, allow_nan=False))
     if record.path != record.written:
-        print(f"{record.path}: {data['unwritten']}; written to {record.written}", file=sys.stderr)
-    wrong = any(b["held"] is False for b in concluded["budgets"] if "right" in b["name"])
+        table.tell(
+            f"not all could be written: {data['unwritten']}; see {record.written}", sys.stderr
+        )
+    wrong = any(
+        b["held"] is False for b in concluded["budgets"] if b["name"].startswith("no failure")
+    )
     troubles = any(stage["troubles"] for stage in data["stages"].values())
     return NO_GPU if reason else WRONG if wrong or troubles else FINE
 

@@ -23,6 +23,7 @@ from .contenders import results
 from .device import Device
 from .expected import NEAR, bound, error
 from .inputs import our_call, poison, sets
+from .voice import AbsentError
 
 #: Seconds that a check may take.
 LIMIT = 60.0
@@ -246,6 +247,8 @@ def _streams(device: Device) -> dict[str, Any]:
 def _far(device: Device) -> dict[str, Any]:
     """A result beyond 2^31 elements from its first is the one of the definition."""
     rows, n, heads, width = (2, 3, 2, 16) if device.dry else (2, 70_000, 128, 128)
+    if 3 * rows * n * heads * width > device.free_bytes():
+        raise AbsentError("there is not so much memory")
     x = torch.zeros((rows, n, heads, width), dtype=torch.bfloat16, device=device.at).transpose(1, 2)
     x[-1, :, -3:] = 1.0
     spec = RopeSpec(width)

@@ -57,13 +57,19 @@ class Gpu:
     def __init__(self) -> None:
         self.at = torch.device("cuda", torch.cuda.current_device())
         self._side = torch.cuda.Stream()
+        self._spoilt = False
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
         torch.cuda.synchronize()
 
     def broken(self) -> bool:
-        """Whether nothing can be launched any more, as after an illegal access of memory."""
+        """Whether nothing can be launched any more, as after an illegal access of memory.
+
+        After a capture that failed the allocator may still serve it.
+        """
+        if self._spoilt:
+            return True
         try:
             torch.zeros(1, device=self.at).add_(1).item()
             torch.cuda.synchronize()
@@ -98,8 +104,10 @@ class Gpu:
     def capture(self, work: Callable[[], Any]) -> Callable[[], None]:
         """Record what work launches; its results are kept as long as the graph, in memory of their own."""
         graph = torch.cuda.CUDAGraph()
+        self._spoilt = True
         with torch.cuda.graph(graph, stream=self._side):
             results = work()
+        self._spoilt = False
 
         def replay(_kept: Any = results) -> None:
             graph.replay()

@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, record: Record, caches: str, ends: floa
             return
         start = time.monotonic()
         supervise.run(Job(stage, everyone | more, until(stage), variables), record)
-        print(table.progress(record.data, stage, time.monotonic() - start), flush=True)
+        _progress(record, stage, time.monotonic() - start)
 
     alone("machine")
     versions = units(record.data, "machine").get("versions", {}).get("result", {})
@@ -130,4 +130,11 @@ def _side_by_side(
         for future in [pool.submit(one, stage, part) for part, _, stage in order]:
             future.result()
     for stage in side:
-        print(table.progress(record.data, stage, time.monotonic() - start), flush=True)
+        _progress(record, stage, time.monotonic() - start)
+
+
+def _progress(record: Record, stage: str, seconds: float) -> None:
+    try:
+        table.tell(table.progress(record.data, stage, seconds))
+    except Exception as error:  # noqa: BLE001  (what cannot be told is no reason to stop)
+        record.trouble(stage, f"its line could not be told: {error!r}")

@@ -202,6 +202,7 @@ def _follow(
             if stop.is_set() or now > min(late, deadline + GRACE):
                 why = LATE if now > late else NO_TIME
                 break
+            record.settle()
             time.sleep(_TICK)
     finally:
         gone = worker.kill()

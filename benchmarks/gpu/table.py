@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, TextIO
 
 from .cases import CONTENDERS, FLOOR, OURS
 from .summary import NOT_MEASURED, failures, not_run, units
@@ -14,6 +15,12 @@ COLUMNS = tuple(name for name in CONTENDERS if name not in (OURS, FLOOR))
 
 #: So many names are told in a line.
 NAMES = 12
+
+
+def tell(text: str, to: TextIO | None = None) -> None:
+    """Print, if anybody listens; a pipe that was closed is no reason to stop."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=to, flush=True)
 
 
 def _few(names: list[str]) -> str:
