@@ -98,7 +98,7 @@ def test_units_are_taken_down_as_they_end(small_worker: Record) -> None:
     "fault, kind, text",
     [
         ("raise", "raised", "PlantedError: planted"),
-        ("memory", "raised", "OutOfMemoryError"),
+        ("memory", "raised", "RuntimeError: CUDA out of memory"),
         ("quit", "raised", "SystemExit"),
         ("poison", "raised", "illegal memory access"),
         ("exit", "died", "its process ended with 3"),
@@ -499,7 +499,7 @@ def test_every_stage_does_what_it_announces(tmp_path: Path) -> None:
     assert sum("result" in unit for unit in ended["tests"].values()) == 2
     for stage in ("budgets", "times"):
         for name in ("tightrope", "copy"):
-            for turn in (1, 2, 3):
+            for turn in (1, 2):
                 for way in cases.WAYS:
                     assert (
                         len(ended[stage][f"{case} | {name} | {turn} | {way}"]["result"]["ms"]) == 5
@@ -532,7 +532,7 @@ def test_the_command_outlasts_faults(tmp_path: Path) -> None:
     }  # fmt: skip
     failed = {name for name, unit in units["times"].items() if "failed" in unit}
     assert failed == {f"{CASE} | tightrope | 2 | replays"}
-    for turn in (1, 2, 3):
+    for turn in (1, 2):
         assert "result" in units["times"][f"{CASE} | copy | {turn} | calls"]
     (entry,) = found["summary"]["cases"]
     assert set(entry["contenders"]) == {"tightrope", "copy"}

@@ -34,7 +34,7 @@ def compilations(device: Device) -> dict[str, int]:
     lengths = [1, 2, 3, 15, 16, 17, 100, 255, 256, 1000, 4096, 9999, 10_000]
     call(5, 3)
     first = len(launch.compiled)
-    for length in lengths[:2] if device.dry else lengths:
+    for length in lengths[:1] if device.dry else lengths:
         for offset in (0, 1, 16, 2**31, -(2**40)):
             call(length, offset)
     return {"after one call": first, "after many lengths and offsets": len(launch.compiled)}

@@ -30,9 +30,7 @@ def _hang() -> None:
 
 
 def _memory() -> None:
-    import torch
-
-    raise torch.OutOfMemoryError("CUDA out of memory: planted")
+    raise RuntimeError("CUDA out of memory: planted")
 
 
 def _garbage() -> None:

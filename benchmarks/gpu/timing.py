@@ -150,7 +150,7 @@ def replays(call: Call, inputs: list[Inputs], device: Device) -> dict[str, Any]:
         replay = device.capture(once)
         device.time(replay)()
         first = device.time(replay)()
-        count = 2 if device.dry else max(5, min(200, int(REPLAYS / max(first, 1e-3))))
+        count = 1 if device.dry else max(5, min(200, int(REPLAYS / max(first, 1e-3))))
         took = [device.time(replay) for _ in range(count)]
         times = [one() / len(inputs) for one in took]
     del replay
@@ -214,7 +214,7 @@ def time_case(case: Case, device: Device, names: list[str], voice: Voice, seed: 
         if call is not None:
             calls[name] = call
     rng = random.Random(seed)
-    for turn in range(1, ROUNDS + 1):
+    for turn in range(1, 1 + (ROUNDS if not device.dry else 2)):
         for name in rng.sample(sorted(calls), len(calls)):
             for way, measure in MEASURE.items():
                 unit = f"{case.name} | {name} | {turn} | {way}"
