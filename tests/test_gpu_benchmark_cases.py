@@ -88,6 +88,20 @@ def test_wrong_results_are_told_from_right_ones() -> None:
         assert not expected.error(case, inputs.tensors(found), given) <= expected.bound(case), name
 
 
+@pytest.mark.parametrize("case", SMALL, ids=[case.name for case in SMALL])
+def test_no_case_is_the_same_without_a_rotation(case: cases.Case) -> None:
+    """Who left it out would be found out: a token at position 0 alone would not tell."""
+    if case.work == "frequencies":
+        return
+    (given,) = inputs.sets(case, CPU, 1)
+    for name, value in (("positions", "0..n-1"), ("interleaved", not case.interleaved)):
+        other = inputs.our_call(replace(case, **{name: value, "work": case.work}), CPU)
+        mine = given.clone()
+        found = contenders.results(other(mine), mine)
+        same = name == "positions" and case.positions == value
+        assert (expected.error(case, found, given) <= expected.bound(case)) is same, name
+
+
 def test_each_token_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases.CASES[0]
     parts = list(expected.chunks(case, CPU))

@@ -18,7 +18,7 @@ from .inputs import (
     our_call,
     ours,
     packed_length,
-    row_steps,
+    row_starts,
     tensors,
     trained,
 )
@@ -173,12 +173,12 @@ def _by_token(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Tables by token and what says where sequences begin, as flash-attention and FLA take them."""
     _refuse(case.positions == "M-RoPE", "it takes positions of one axis")
-    steps = row_steps(case)
-    reach = case.tokens + steps * (case.rows - 1)
+    starts = row_starts(case)
+    reach = case.tokens + (starts[-1] if starts else 0)
     cos, sin = (t[0] for t in tables(case, device, torch.arange(reach, device=device)[None]))
     named: dict[str, Any] = {"interleaved": case.interleaved, "inplace": case.work == "in place"}
-    if steps:
-        named["seqlen_offsets"] = steps * torch.arange(case.rows, device=device)
+    if starts:
+        named["seqlen_offsets"] = torch.tensor(starts, device=device)
     if case.positions == "packed":
         length = packed_length(case)
         ends = [min(start, case.tokens) for start in range(0, case.tokens + length, length)]

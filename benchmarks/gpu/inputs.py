@@ -22,6 +22,9 @@ Call = Callable[["Inputs"], Any]
 BEYOND_CACHE = 3
 MOST_SETS = 768
 
+# The tokens before the first of a row, and how much further each row is.
+PAST, STEP = 1000, 17
+
 # What is beside the rotation where it has neighbours.
 SCALE, SHIFT = 1.25, 0.5
 
@@ -76,9 +79,11 @@ def count_of(case: Case, cache_bytes: int, free_bytes: int) -> int:
     return int(min(wanted, fits, MOST_SETS))
 
 
-def row_steps(case: Case) -> int:
-    """How much further each row is than the one before it."""
-    return 17 if case.positions == "ids per row" else 0
+def row_starts(case: Case) -> range | None:
+    """The first position of each row, where they differ: at 0 nothing would be rotated."""
+    if case.positions != "ids per row":
+        return None
+    return range(PAST, PAST + STEP * case.rows, STEP)
 
 
 def packed_length(case: Case) -> int:
@@ -89,7 +94,9 @@ def packed_length(case: Case) -> int:
 def ids_of(case: Case, device: torch.device) -> torch.Tensor:
     """Ids: (rows, tokens), or (3, rows, tokens) for M-RoPE."""
     ids = torch.arange(case.tokens, device=device).expand(case.rows, -1)
-    ids = ids + row_steps(case) * torch.arange(case.rows, device=device)[:, None]
+    starts = row_starts(case)
+    if starts is not None:
+        ids = ids + torch.tensor(starts, device=device)[:, None]
     if case.positions == "packed":
         ids = ids % packed_length(case)
     elif case.positions == "M-RoPE":
