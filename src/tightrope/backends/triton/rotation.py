@@ -155,7 +155,7 @@ def _run_carried(
     if form.act != RMS_NORM or form.direction != TRANSPOSE:
         return []
     if plan.launch is None:
-        return [weight.new_zeros(weight.shape, dtype=torch.float32) for weight in parts.weights]
+        return [torch.zeros_like(weight, dtype=torch.float32) for weight in parts.weights]
     # The second stage: tiles in order, in float64.
     found = []
     for weight, partial in zip(parts.weights, partials, strict=True):
