@@ -353,12 +353,13 @@ def test_time_is_kept_for_what_comes_later(jobs: list[tuple[str, float]]) -> Non
     stages.measure(options, Record(None, {"machine": {}}), "caches", time.monotonic() + 480)
     assert [stage for stage, _ in jobs[:3]] == ["machine", "budgets", "counts"]
     assert [stage for stage, _ in jobs[3:6]] == ["prepare", "checks", "tests"]
-    assert len(jobs) == 3 + sum(stages.PARTS.values()) + 1
-    assert jobs[-1][0] == "times"
+    assert len(jobs) == 3 + sum(stages.PARTS.values()) + 2
+    assert [stage for stage, _ in jobs[-2:]] == ["times", "blocks"]
     seconds = dict(jobs)
     assert seconds["machine"] == pytest.approx(120, abs=2)
     assert seconds["checks"] == pytest.approx(240, abs=2)
-    assert seconds["times"] == pytest.approx(480, abs=2)
+    assert seconds["times"] == pytest.approx(360, abs=2)
+    assert seconds["blocks"] == pytest.approx(480, abs=2)
     jobs.clear()
     options = command.parsed(["--stages", "machine,checks"])
     stages.measure(options, Record(None, {"machine": {}}), "caches", time.monotonic() + 480)
@@ -497,6 +498,10 @@ def test_every_stage_does_what_it_announces(tmp_path: Path) -> None:
     assert ended["prepare"][f"{case} | tightrope"]["result"]["off by"] < 2**-6
     assert ended["prepare"][f"{case} | xopes"]["missing"] is False
     assert sum("result" in unit for unit in ended["tests"].values()) == 2
+    assert set(ended["blocks"]) == {
+        f"{case} | {name}" for name in ("inputs", cases.TABLE, "together 1")
+    }
+    assert all("failed" not in unit for unit in ended["blocks"].values())
     for stage in ("budgets", "times"):
         for name in ("tightrope", "copy"):
             for turn in (1, 2):

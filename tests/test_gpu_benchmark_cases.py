@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu import cases, contenders, device, expected, inputs, peers, timing
+from benchmarks.gpu import cases, contenders, device, expected, inputs, peers, timing, variants
 from benchmarks.gpu.voice import AbsentError, Voice
 
 from triton_cases import needs_triton
@@ -133,6 +133,46 @@ def test_cases_are_cut_to_memory() -> None:
 def device_of(memory: int) -> Any:
     """Something that has so much memory, and is no dry run."""
     return type("Something", (), {"dry": False, "total_bytes": lambda _: memory})()
+
+
+class Shape(NamedTuple):
+    """As the table of a backend has them, with a number that only some have."""
+
+    pairs: int = 1024
+    warps: int = 4
+    together: int = 2
+    registers: int = 64
+
+
+@pytest.mark.parametrize("given", [variants.blocks.PLAIN[2], Shape()], ids=["ours", "registers"])
+def test_shapes_that_are_tried_differ(given: Any) -> None:
+    found = variants.shapes_of(given)
+    assert next(iter(found.items())) == (cases.TABLE, given)
+    assert len(set(found.values())) == len(found) > 20
+    assert {shape.warps for shape in found.values()} == {2, 4, 8}
+    if "registers" in given._fields:
+        assert found["registers 0"] == given._replace(registers=0)
+    names = [case.name for case in cases.CASES]
+    for name, table in variants.VARIED.items():
+        assert name in names
+        assert cases.TABLE in variants.of_table(table)
+
+
+@pytest.mark.parametrize("table, value", [("PLAIN", Shape()), ("PROGRAMS", 7)])
+def test_another_shape_is_in_use_only_as_long_as_it_is_timed(table: str, value: Any) -> None:
+    blocks, plans = variants.blocks, variants.rotation._plans
+    before = dict(blocks.PLAIN), blocks.PROGRAMS
+
+    def use_it_and_fail() -> None:
+        with variants._instead(table, value):
+            assert value in (blocks.PLAIN[2], blocks.PROGRAMS)
+            plans["of this shape"] = None
+            raise ValueError("other bits")
+
+    with pytest.raises(ValueError, match="other bits"):
+        use_it_and_fail()
+    assert (blocks.PLAIN, blocks.PROGRAMS) == before
+    assert not plans
 
 
 @pytest.mark.parametrize("lacks", range(timing.TRIES + 1))

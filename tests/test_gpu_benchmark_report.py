@@ -22,6 +22,10 @@ def test_quantiles() -> None:
     assert timing.quantiles([4.0])["ms"] == [4.0] * 5
 
 
+def shaped(ms: float) -> dict[str, Any]:
+    return {"result": {**timing.quantiles([ms]), "shape": {"warps": 8}}}
+
+
 def recorded(ours: float = 1.0, other: float = 1.25) -> dict[str, Any]:
     """What a run might have taken down of one case."""
     case = cases.CASES[1]
@@ -48,6 +52,13 @@ def recorded(ours: float = 1.0, other: float = 1.25) -> dict[str, Any]:
         "prepare": prepared,
         "times": timed
         | {case.name: {"result": {}}, cases.CASES[0].name: {"not run": "no time was left"}},
+        "blocks": {
+            f"{case.name} | inputs": {"result": {"sets": 2}},
+            f"{case.name} | {cases.TABLE}": shaped(1.0),
+            f"{case.name} | warps 8": shaped(0.9),
+            f"{case.name} | warps 2": {"failed": "ValueError: other bits", "kind": "raised"},
+            f"{cases.CASES[0].name} | warps 8": shaped(0.9),
+        },
         "counts": {
             "compilations": {"result": {"after one call": 1, "after many": 1}},
             "host | rotate_qk_, prepared": {
@@ -148,6 +159,22 @@ def test_a_case_that_was_cut_holds_nothing() -> None:
     assert said(data)["share of the copy: prefill 32k"] == "open: to 1 x 16384"
     data["summary"] = summary.conclude(data)
     assert "prefill 32k (cut to 1 x 16384)" in table.printed(data)
+
+
+def test_shapes_of_blocks_are_beside_the_one_of_the_table() -> None:
+    data = recorded()
+    assert data["summary"]["blocks"] == [
+        {
+            "name": "prefill 32k",
+            "shapes": [
+                {"shape": "warps 8", "ms": 0.9, "ratio": 0.9},
+                {"shape": "as in the table", "ms": 1.0, "ratio": 1.0},
+            ],
+        }
+    ]
+    line = "prefill 32k: warps 8: 0.900; as in the table: 1.000"
+    assert f"blocks, {line}" in table.printed(data)
+    assert f"- {line}" in table.markdown(data)
 
 
 def test_a_budget_within_the_spread_is_open() -> None:

@@ -10,6 +10,7 @@ without harm to the rest:
     tests     the tests of the Triton backend, on the device
     prepare   every contender of every case at its full size, compiled and compared with float64
     times     who was right, in rounds of random order: replays of CUDA graphs, and single calls
+    blocks    other shapes of blocks than those of the kernels' table
 
 checks, tests and prepare run beside one another; the rest alone. The JSON is written after every unit,
 and names what there was no time for. It needs torch, triton and this tree; other libraries take part

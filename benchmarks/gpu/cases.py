@@ -26,6 +26,9 @@ CONTENDERS = (
 #: Us, and beside whom nothing is expected: it computes something else.
 OURS, FLOOR = CONTENDERS[:2]
 
+#: The shape of blocks that is in use, among others that are tried.
+TABLE = "as in the table"
+
 #: Whom DESIGN 11 wants us never to be slower than.
 RIVALS = ("torch.compile", "definition, torch.compile", "Liger", "flash-attention", "xopes", "FLA")
 

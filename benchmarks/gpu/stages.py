@@ -16,10 +16,10 @@ from .summary import right, units
 from .supervise import Job
 
 #: In the order of their value, as time may run out.
-STAGES = ("machine", "budgets", "counts", "checks", "tests", "prepare", "times")
+STAGES = ("machine", "budgets", "counts", "checks", "tests", "prepare", "times", "blocks")
 
 #: What of the time that is left each may take at most; the others, all of it.
-SHARES = {"machine": 0.25, "budgets": 0.4, "counts": 0.25, "side by side": 0.5}
+SHARES = {"machine": 0.25, "budgets": 0.4, "counts": 0.25, "side by side": 0.5, "times": 0.75}
 
 #: Processes of the stages that run side by side.
 PARTS = {"prepare": 5, "checks": 2, "tests": 5}
@@ -76,9 +76,9 @@ def measure(options: argparse.Namespace, record: Record, caches: str, ends: floa
 
     def until(stage: str) -> float:
         left = max(0.0, ends - time.monotonic())
-        # The share of a stage that nobody comes after is all.
-        later = {"times", "prepare", "checks", "tests"} - {stage}
-        return left * (SHARES.get(stage, 1.0) if later & set(wanted) else 1.0)
+        # Who comes last has all of it.
+        later = STAGES[STAGES.index(stage) + 1 :]
+        return left * (SHARES.get(stage, 1.0) if set(later) & set(wanted) else 1.0)
 
     def alone(stage: str, **more: Any) -> None:
         if stage not in wanted:
@@ -96,11 +96,12 @@ def measure(options: argparse.Namespace, record: Record, caches: str, ends: floa
     alone("counts")
     side = [stage for stage in PARTS if stage in wanted]
     if side:
-        share = SHARES["side by side"] if "times" in wanted else 1.0
+        share = SHARES["side by side"] if set(STAGES[-2:]) & set(wanted) else 1.0
         _side_by_side(
             side, everyone, variables, share * (ends - time.monotonic()), options.jobs, record
         )
     alone("times", right=right(record.data))
+    alone("blocks")
 
 
 def _side_by_side(

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
-from .cases import CASES, FLOOR, OURS, RIVALS, Case
+from .cases import CASES, FLOOR, OURS, RIVALS, TABLE, Case
 
 #: The share of a copy's bandwidth, and the microseconds of the host, that DESIGN 11 asks for.
 SHARE, HOST = 0.92, 25.0
@@ -150,6 +150,27 @@ def by_case(data: Data) -> list[Data]:
     return found
 
 
+def by_shape(data: Data) -> list[Data]:
+    """What other shapes of blocks take, of the time that the table's take: the best of each case first."""
+    found: dict[str, list[Data]] = {}
+    every = {
+        name: unit["result"]["ms"][2]
+        for name, unit in units(data, "blocks").items()
+        if "shape" in unit.get("result", {})
+    }
+    for name, ms in every.items():
+        case, _, shape = name.partition(" | ")
+        table = every.get(f"{case} | {TABLE}")
+        if table is not None:
+            found.setdefault(case, []).append(
+                {"shape": shape, "ms": ms, "ratio": float(f"{ms / table:.4g}")}
+            )
+    return [
+        {"name": case, "shapes": sorted(shapes, key=lambda shape: shape["ms"])}
+        for case, shapes in found.items()
+    ]
+
+
 def _budget(name: str, held: bool | None, found: Any, asked: str, note: str = "") -> Data:
     """One entry; `held` is null where it was not measured, or a bound lies within the spread."""
     said = {True: "held", False: "not held", None: "open"}[held]
@@ -253,4 +274,4 @@ def _beyond(bound: float, span: list[float]) -> bool | None:
 def conclude(data: Data) -> Data:
     """All of it."""
     cases = by_case(data)
-    return {"cases": cases, "budgets": budgets(data, cases)}
+    return {"cases": cases, "budgets": budgets(data, cases), "blocks": by_shape(data)}

@@ -13,6 +13,9 @@ Data = dict[str, Any]
 #: Those that have a column each in the documentation, where they took part.
 COLUMNS = tuple(name for name in CONTENDERS if name not in (OURS, FLOOR))
 
+#: So many shapes of blocks are told of a case.
+BEST = 4
+
 #: So many names are told in a line.
 NAMES = 12
 
@@ -72,6 +75,7 @@ def printed(data: Data) -> str:
             f"{_name(entry):36} {_microseconds(mine.get('device, ms')):>10} "
             f"{mine.get('GB/s', ''):>7} {_span(entry.get('share of copy')):>10}  {ratios}"
         )
+    lines += [f"blocks, {text}" for text in _best(data)]
     for budget in _told(data):
         mark = budget["said"].upper() if budget["held"] is False else budget["said"]
         note = f"; {budget['note']}" if "note" in budget else ""
@@ -79,6 +83,15 @@ def printed(data: Data) -> str:
             f"{mark:13} {budget['name']}: {_said(budget['found'])} ({budget['asked']}{note})"
         )
     return "\n".join(lines)
+
+
+def _best(data: Data) -> list[str]:
+    """Of each case the shapes of blocks that took least, of the time that the table's took."""
+    return [
+        f"{entry['name']}: "
+        + "; ".join(f"{shape['shape']}: {shape['ratio']:.3f}" for shape in entry["shapes"][:BEST])
+        for entry in data["summary"].get("blocks", [])
+    ]
 
 
 def _told(data: Data) -> list[Data]:
@@ -135,6 +148,13 @@ def markdown(data: Data) -> str:
         note = f": {budget['note']}" if "note" in budget else ""
         name = f"{budget['name']} {budget['asked']}".replace("|", "\\|")
         lines.append(f"| {name} | {_said(budget['found'])} | {mark}{note} |")
+    if _best(data):
+        lines += [
+            "",
+            "Shapes of blocks, their time over that of the table's, the best of each case:",
+            "",
+        ]
+        lines += [f"- {text}" for text in _best(data)]
     return "\n".join(lines)
 
 

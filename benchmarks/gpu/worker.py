@@ -131,6 +131,13 @@ def _times(voice: Voice, options: dict[str, Any]) -> None:
         device.release()
 
 
+def _blocks(voice: Voice, options: dict[str, Any]) -> None:
+    device = _device(voice, options)
+    from . import variants
+
+    variants.time_shapes(device, [case.name for case in _cases(options)], voice)
+
+
 def _cases(options: dict[str, Any]) -> list[Any]:
     return [case for case in CASES if re.search(options["only"], case.name)]
 
@@ -143,6 +150,7 @@ _STAGES = {
     "prepare": _prepare,
     "counts": _counts,
     "times": _times,
+    "blocks": _blocks,
 }
 
 if __name__ == "__main__":
