@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu import (
     __main__ as command,
     cases,
+    counts,
     machine,
     record as recording,
     stages,
@@ -323,6 +324,8 @@ def test_nothing_that_can_be_written_is_no_end(
 
 def test_what_the_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.parsed([]).budget == 8.0
+    assert command.parsed([]).out == command.OUT
+    assert command.parsed(["--dry-run"]).out is None
     few = stages.told(command.parsed(["--against", "^Liger$", "--fault", "a=b=hang"]))
     assert few["names"] == ["tightrope", "copy", "Liger"]
     assert few["faults"] == {"a=b": "hang"}
@@ -419,6 +422,22 @@ def test_the_tests_of_the_device_are_there() -> None:
     names = {path.name for path in suite.TESTS.glob(suite.PATTERN)} - set(suite.NOT)
     assert {"test_triton.py", "test_triton_backend.py"} <= names
     assert all((suite.TESTS / name).is_file() for name in suite.NOT)
+
+
+@needs_triton
+def test_what_kernels_were_compiled_to_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tightrope.backends.triton import launch
+
+    class Kernel:
+        n_regs, n_spills = 64, 2
+
+    monkeypatch.setattr(launch, "compiled", {("rotate", 1): Kernel(), ("rotate", 2): object()})
+    assert counts.number() == 2
+    assert counts.kernels() == [
+        {"kernel": "rotate", "warps": None, "registers": 64, "spills": 2},
+        {"kernel": "rotate", "warps": None, "registers": None, "spills": None},
+    ]
+    assert len(counts.kernels(1)) == 1
 
 
 def test_the_sources_have_a_digest() -> None:

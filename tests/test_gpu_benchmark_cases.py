@@ -158,9 +158,12 @@ def test_shapes_that_are_tried_differ(given: Any) -> None:
         assert cases.TABLE in variants.of_table(table)
 
 
+@needs_triton
 @pytest.mark.parametrize("table, value", [("PLAIN", Shape()), ("PROGRAMS", 7)])
 def test_another_shape_is_in_use_only_as_long_as_it_is_timed(table: str, value: Any) -> None:
-    blocks, plans = variants.blocks, variants.rotation._plans
+    from tightrope.backends.triton import rotation
+
+    blocks, plans = variants.blocks, rotation._plans
     before = dict(blocks.PLAIN), blocks.PROGRAMS
 
     def use_it_and_fail() -> None:

@@ -37,6 +37,9 @@ from . import machine, report, stages, supervise, table
 from .record import Record
 from .summary import conclude
 
+#: Where results go if nobody says where.
+OUT = Path("gpu-results.json")
+
 #: How it ends: all right; something is wrong; there is no GPU.
 FINE, WRONG, NO_GPU = 0, 1, 2
 
@@ -57,7 +60,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=Path, help="JSON file to write")
+    add("--out", type=Path, help=f"JSON file to write ({OUT}; none for a dry run)")
     add("--budget", type=float, default=8.0, help="minutes for the whole run (8)")
     add("--stages", default=",".join(stages.STAGES), help="which, with commas between")
     add("--only", type=_expression, default="", help="regular expression for cases, checks, counts")
@@ -78,6 +81,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {names}")
     if not options.budget > 0:
         parser.error(f"--budget must be more than 0 minutes but is {options.budget}")
+    if options.out is None and not options.dry_run:
+        options.out = OUT
     if options.jobs is None:
         options.jobs = 1 if options.dry_run else max(1, min(12, (os.cpu_count() or 1) - 2))
     return options

@@ -23,8 +23,6 @@ LIMIT = 60.0
 
 def compilations(device: Device) -> dict[str, int]:
     """How many kernels there are after one call, and after calls of many lengths and offsets."""
-    from tightrope.backends.triton import launch
-
     spec = RopeSpec(64)
 
     def call(length: int, offset: int) -> None:
@@ -33,11 +31,37 @@ def compilations(device: Device) -> dict[str, int]:
 
     lengths = [1, 2, 3, 15, 16, 17, 100, 255, 256, 1000, 4096, 9999, 10_000]
     call(5, 3)
-    first = len(launch.compiled)
+    first = number()
     for length in lengths[:1] if device.dry else lengths:
         for offset in (0, 1, 16, 2**31, -(2**40)):
             call(length, offset)
-    return {"after one call": first, "after many lengths and offsets": len(launch.compiled)}
+    return {"after one call": first, "after many lengths and offsets": number()}
+
+
+def kernels(since: int = 0) -> list[dict[str, Any]]:
+    """What the compiler made of kernels: registers of a thread, and how many it had to spill.
+
+    Args:
+        since: how many there were before.
+    """
+    from tightrope.backends.triton import launch
+
+    return [
+        {
+            "kernel": str(key[0]),
+            "warps": getattr(getattr(kernel, "metadata", None), "num_warps", None),
+            "registers": getattr(kernel, "n_regs", None),
+            "spills": getattr(kernel, "n_spills", None),
+        }
+        for key, kernel in list(launch.compiled.items())[since:]
+    ]
+
+
+def number() -> int:
+    """Of the kernels that this process has compiled."""
+    from tightrope.backends.triton import launch
+
+    return len(launch.compiled)
 
 
 def _decode(device: Device) -> dict[str, Callable[[], Any]]:

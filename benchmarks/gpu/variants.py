@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from tightrope.backends.triton import blocks, rotation
+from tightrope.backends.triton import blocks
 
+from . import counts
 from .cases import CASES, TABLE, Case
 from .device import Device
 from .inputs import Inputs, count_of, our_call, sets, tensors
@@ -58,6 +59,8 @@ def shapes_of(given: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def _instead(table: str, value: Any) -> Iterator[None]:
     """The backend with another shape for 16-bit numbers, or another number of programs."""
+    from tightrope.backends.triton import rotation
+
     place = vars(blocks) if table == "PROGRAMS" else getattr(blocks, table)
     key: Any = table if table == "PROGRAMS" else 2
     before = place[key]
@@ -82,6 +85,7 @@ def _timed(
     case: Case, device: Device, table: str, value: Any, inputs: list[Inputs], want: list[Any]
 ) -> dict[str, Any]:
     with _instead(table, value):
+        before = counts.number()
         call = our_call(case, device.at)
         spare = inputs[-1].clone()
         found = tensors(call(spare)) or spare.xs
@@ -89,7 +93,7 @@ def _timed(
             raise ValueError("other bits than those of the table's shape")
         took = replays(call, inputs[:-1], device)
     shape = value._asdict() if isinstance(value, tuple) else {"programs": value}
-    return {**took, "shape": shape}
+    return {**took, "shape": shape, "kernels": counts.kernels(before)}
 
 
 def time_shapes(device: Device, names: list[str], voice: Voice) -> None:

@@ -57,12 +57,12 @@ def _machine(voice: Voice, options: dict[str, Any]) -> None:
 
 
 def _budgets(voice: Voice, options: dict[str, Any]) -> None:
-    from . import checks, timing
+    from . import checks, counts, timing
 
     device = _device(voice, options)
     first, check = next(checks.checks(device))
     cases = [case for case in _cases(options) if case.budget]
-    voice.plan([first, *(case.name for case in cases)])
+    voice.plan([first, *(case.name for case in cases), "kernels"])
     voice.unit(first, checks.LIMIT, check)
     for seed, case in enumerate(cases):
         sized = timing.sized(case, device)
@@ -70,6 +70,7 @@ def _budgets(voice: Voice, options: dict[str, Any]) -> None:
         if OURS in names:
             timing.time_case(sized, device, names, voice, seed)
         device.release()
+    voice.unit("kernels", counts.LIMIT, counts.kernels)
 
 
 def _checks(voice: Voice, options: dict[str, Any]) -> None:
