@@ -25,6 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 
 
+class Idle(device.Dry):
+    """A dry run that leaves the operators of this process as they are."""
+
+    def __init__(self) -> None:
+        pass
+
+
 def test_contenders_are_those_that_have_names() -> None:
     """The command knows them without torch."""
     assert tuple(contenders.CONTENDERS) == cases.CONTENDERS
@@ -189,11 +196,11 @@ def test_memory_that_others_have_is_waited_for(lacks: int) -> None:
         return "done"
 
     if lacks < timing.TRIES:
-        assert timing.patiently(work, device.Dry()) == "done"
+        assert timing.patiently(work, Idle()) == "done"
         assert len(tries) == lacks + 1
     else:
         with pytest.raises(torch.OutOfMemoryError):
-            timing.patiently(work, device.Dry())
+            timing.patiently(work, Idle())
 
 
 @needs_triton
@@ -370,7 +377,7 @@ def test_peers_that_rotate_wrongly_are_not_timed(liger: Path, tmp_path: Path, re
     case = replace(cases.small(cases.CASES[4]), tokens=9)
     voice = Voice(tmp_path / "lines")
     assert case.work == "in place"
-    assert not timing.compare(case, device.Dry(), "Liger", voice)
+    assert not timing.compare(case, Idle(), "Liger", voice)
     voice.close()
     line = json.loads((tmp_path / "lines").read_text().splitlines()[-1])
     wanted = "ZeroDivisionError" if "0" in result else "DifferentError: off by"
