@@ -167,7 +167,7 @@ def test_all_may_be_stopped(small_worker: Record, monkeypatch: pytest.MonkeyPatc
         supervise.run(job(), small_worker)
     finally:
         supervise.stop.clear()
-    assert small_worker.data["stages"]["stage"]["troubles"] == ["no time was left"]
+    assert small_worker.data["stages"]["stage"]["troubles"] == ["it was stopped"]
 
 
 def test_who_has_finished_is_not_waited_for(small_worker: Record) -> None:

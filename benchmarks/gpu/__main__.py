@@ -37,6 +37,9 @@ from . import machine, report, stages, supervise, table
 from .record import Record
 from .summary import conclude
 
+#: Nothing is wrong where there was only no time.
+NO_FAULT = {supervise.NO_TIME, supervise.STOPPED}
+
 #: Where results go if nobody says where.
 OUT = Path("gpu-results.json")
 
@@ -132,8 +135,8 @@ def _end(record: Record) -> int:
     wrong = any(
         b["held"] is False for b in concluded["budgets"] if b["name"].startswith("no failure")
     )
-    troubles = any(stage["troubles"] for stage in data["stages"].values())
-    return NO_GPU if reason else WRONG if wrong or troubles else FINE
+    troubles = {text for stage in data["stages"].values() for text in stage["troubles"]}
+    return NO_GPU if reason else WRONG if wrong or troubles - NO_FAULT else FINE
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ BARREN = 2
 #: Set by whoever wants all of it to end now.
 stop = threading.Event()
 
-LATE, NO_TIME = "it took too long", "no time was left"
+LATE, NO_TIME, STOPPED = "it took too long", "no time was left", "it was stopped"
 
 _TICK = 0.03
 
@@ -152,8 +152,9 @@ def _run(job: Job, record: Record, seen: _Seen) -> str:
     while barren < BARREN:
         left = deadline - time.monotonic()
         if left <= 0 or stop.is_set():
-            record.trouble(job.stage, NO_TIME)
-            return NO_TIME
+            why = STOPPED if stop.is_set() else NO_TIME
+            record.trouble(job.stage, why)
+            return why
         with tempfile.TemporaryDirectory(
             prefix="gpu-worker-", ignore_cleanup_errors=True
         ) as folder:
