@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -388,6 +389,30 @@ def test_an_error_of_the_command_itself_loses_nothing(
     assert "not foreseen" in found["stages"]["all"]["troubles"][0]
     assert found["summary"]["budgets"][2]["said"] == "held"
     assert "held          no failure: checks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_signals_end_it_in_order(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What there is until then is summed up and written."""
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(command.signal, "signal", handlers.__setitem__)
+
+    def measure(options: Any, record: Record, *_: Any) -> None:
+        handlers[getattr(signal, name)](0, None)
+        supervise.run(job(), record)
+
+    monkeypatch.setattr(stages, "measure", measure)
+    out = tmp_path / "out.json"
+    try:
+        assert command.main(["--dry-run", "--out", str(out)]) == command.FINE
+    finally:
+        supervise.stop.clear()
+    found = json.loads(out.read_text())
+    assert found["finished"] is False
+    assert found["stages"]["stage"]["troubles"] == ["it was stopped"]
+    assert found["summary"]["budgets"]
 
 
 def test_who_does_not_listen_is_no_reason_to_stop(
