@@ -118,6 +118,21 @@ def test_budgets_held_not_held_and_not_measured() -> None:
     assert slow["share of the copy: prefill 32k"] == "not held"
 
 
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("Traceback:\n  File x\nValueError: no\n", "ValueError: no"),
+        (
+            "call: tests/x.py:3: in test\n    assert a\nE   AssertionError: off\nE    +  where a = 5",
+            "AssertionError: off",
+        ),
+        ("", "?"),
+    ],
+)
+def test_a_failure_in_a_line(text: str, line: str) -> None:
+    assert summary.why_not({"failed": text, "kind": "raised"}) == line
+
+
 def test_a_wrong_result_is_why_a_share_was_not_measured() -> None:
     data = recorded()
     case = cases.CASES[1].name

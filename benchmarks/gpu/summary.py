@@ -33,8 +33,9 @@ def units(data: Data, stage: str) -> dict[str, Data]:
 
 
 def last_line(text: str) -> str:
-    """What a traceback comes to."""
-    return (text.strip().splitlines() or ["?"])[-1]
+    """What a traceback comes to; of pytest's, the first line that says what was wrong."""
+    lines = text.strip().splitlines() or ["?"]
+    return next((line[2:].strip() for line in lines if line.startswith("E ")), lines[-1])
 
 
 def why_not(unit: Data | None) -> str:
