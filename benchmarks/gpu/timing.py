@@ -162,9 +162,9 @@ def host(call: Call, inputs: list[Inputs], device: Device) -> dict[str, Any]:
     """Microseconds until a call returns, while the device has not caught up."""
     turn = itertools.cycle(inputs)
     batches = []
-    for _ in range(2 if device.dry else 9):
+    for _ in range(2 if device.dry else 7):
         device.synchronize()
-        count = 1 if device.dry else 20
+        count = 1 if device.dry else 10
         start = time.perf_counter()
         for _ in range(count):
             call(next(turn))
