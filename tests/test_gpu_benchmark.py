@@ -193,11 +193,17 @@ def test_a_process_that_cannot_be_ended_is_left(
 ) -> None:
     """One that waits for a driver which never answers outlasts SIGKILL."""
 
+    left: list[Any] = []
+
     def wait(self: Any, timeout: float | None = None) -> int:
+        left.append(self)
         raise subprocess.TimeoutExpired("worker", timeout or 0.0)
 
-    monkeypatch.setattr(subprocess.Popen, "wait", wait)
-    supervise.run(job(limit=0.2, faults={"b": "hang"}), small_worker)
+    with monkeypatch.context() as within:
+        within.setattr(subprocess.Popen, "wait", wait)
+        supervise.run(job(limit=0.2, faults={"b": "hang"}), small_worker)
+    for process in left:
+        process.wait()
     found = units_of(small_worker)
     assert found["b"]["kind"] == "late"
     assert found["d"]["result"] == GOOD["d"]
