@@ -81,35 +81,56 @@ alignas(64) constexpr int32_t kThirtySeconds[32] = {
     0x396DF1A0, 0x396DC0B2, 0x396DA51F, 0x396D9F5D, 0x396DAFE6, 0x396DD739, 0x396E15D5, 0x396E6C3B,
     0x396EDAF2, 0x396F6282, 0x39700376, 0x3970BE5D, 0x397193C7, 0x3972844A, 0x3973907E, 0x3974B8FD,
 };
-template <bool brief>
-TIGHTROPE_INLINE V one_and_exponential(V x) {
+// Each step is taken of n registers before the next: waiting for one another, those of one would fill
+// the window in which a processor looks for work.
+template <bool brief, int n>
+TIGHTROPE_INLINE void one_and_exponential(V* x) {
   constexpr float kShift = 12582912.0f;  // 1.5 · 2^23: sums have their integer in the lowest bits
+  constexpr float kSteps = brief ? -23.0831203f : -46.1662407f;
+  V steps[n];
+  const auto each = [&](const auto& step) {
+#pragma GCC unroll 4
+    for (int i = 0; i < n; ++i) step(i);
+  };
   // A NaN stays: of two that do not compare, the second is taken.
-  const V y = _mm512_maskz_min_ps(kAll, all(60.0f), x);
+  each([&](int i) { x[i] = _mm512_maskz_min_ps(kAll, all(60.0f), x[i]); });
+  each([&](int i) { steps[i] = fused(x[i], all(kSteps), kShift); });
   if (brief) {
-    const V steps = fused(y, all(-23.0831203f), kShift);
-    const V s = fused(y, all(-23.0831203f), _mm512_sub_ps(all(kShift + 23.0f), steps));
-    const __m512i k = _mm512_castps_si512(steps);
-    const __m512i row = _mm512_maskz_permutexvar_epi32(kAll, k, _mm512_load_si512(kSixteenths));
-    const V power = _mm512_castsi512_ps(_mm512_add_epi32(row, _mm512_maskz_slli_epi32(kAll, k, 19)));
-    return fused(power, fused(s, s, 532.744568f), 1.0f);
+    each([&](int i) { x[i] = fused(x[i], all(kSteps), _mm512_sub_ps(all(kShift + 23.0f), steps[i])); });
+    each([&](int i) {
+      const __m512i k = _mm512_castps_si512(steps[i]);
+      const __m512i row = _mm512_maskz_permutexvar_epi32(kAll, k, _mm512_load_si512(kSixteenths));
+      steps[i] = _mm512_castsi512_ps(_mm512_add_epi32(row, _mm512_maskz_slli_epi32(kAll, k, 19)));
+    });
+    each([&](int i) { x[i] = fused(x[i], x[i], 532.744568f); });
+    each([&](int i) { x[i] = fused(steps[i], x[i], 1.0f); });
+    return;
   }
-  const V steps = fused(y, all(-46.1662407f), kShift), whole = _mm512_sub_ps(steps, all(kShift));
-  const V r = fused(y, all(-6.16308170e-7f), _mm512_maskz_fmsub_ps(kAll, y, all(-46.1662407f), whole));
-  const __m512i k = _mm512_castps_si512(steps);
-  const __m512i row = _mm512_permutex2var_epi32(_mm512_load_si512(kThirtySeconds), k,
-                                                _mm512_load_si512(kThirtySeconds + 16));
-  const V power = _mm512_castsi512_ps(_mm512_add_epi32(row, _mm512_maskz_slli_epi32(kAll, k, 18)));
-  return fused(power, fused(r, plus(r, all(92.3331604f)), 4262.61230f), 1.0f);
+  each([&](int i) {
+    const V whole = _mm512_sub_ps(steps[i], all(kShift));
+    x[i] = fused(x[i], all(-6.16308170e-7f), _mm512_maskz_fmsub_ps(kAll, x[i], all(kSteps), whole));
+  });
+  each([&](int i) {
+    const __m512i k = _mm512_castps_si512(steps[i]);
+    const __m512i row = _mm512_permutex2var_epi32(_mm512_load_si512(kThirtySeconds), k,
+                                                  _mm512_load_si512(kThirtySeconds + 16));
+    steps[i] = _mm512_castsi512_ps(_mm512_add_epi32(row, _mm512_maskz_slli_epi32(kAll, k, 18)));
+  });
+  each([&](int i) { x[i] = fused(x[i], plus(x[i], all(92.3331604f)), 4262.61230f); });
+  each([&](int i) { x[i] = fused(steps[i], x[i], 1.0f); });
 }
 
-// a / (1 + e^-x); 0 where e^-x is beyond 2^126.
-template <bool brief>
-TIGHTROPE_INLINE V by_sigmoid(V a, V x) {
-  const auto fits = _mm512_cmp_ps_mask(x, all(-87.3f), _CMP_NLT_UQ);
-  const V d = one_and_exponential<brief>(x), r = _mm512_maskz_rcp14_ps(kAll, d);
-  // a·r first: of an infinite a this stays infinite.
-  return _mm512_maskz_mul_ps(fits, times(a, r), less_product(d, r, all(2.0f)));
+// a / (1 + e^-x); 0 where e^-x is beyond 2^126. A division has a unit of its own: beside the rest it is
+// cheaper than Newton's steps.
+template <bool brief, int n>
+TIGHTROPE_INLINE void by_sigmoid(const V* a, V* x) {
+  V d[n];
+#pragma GCC unroll 4
+  for (int i = 0; i < n; ++i) d[i] = x[i];
+  one_and_exponential<brief, n>(d);
+#pragma GCC unroll 4
+  for (int i = 0; i < n; ++i)
+    x[i] = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x[i], all(-87.3f), _CMP_NLT_UQ), a[i], d[i]);
 }
 
 // Each f with its f'.
@@ -144,9 +165,6 @@ struct LeakyReluV {
   }
 };
 struct SigmoidV {
-  template <bool brief> static TIGHTROPE_INLINE V f(V x) {
-    return by_sigmoid<brief>(all(1.0f), x);
-  }
   template <bool brief> static TIGHTROPE_INLINE V back(V x, V g) {
     // σ is even in its derivative; of -|x| nothing overflows or cancels.
     const V e = exponential<brief, -1>(magnitude(x)), d = plus(all(1.0f), e);
@@ -155,9 +173,6 @@ struct SigmoidV {
   }
 };
 struct SiluV {
-  template <bool brief> static TIGHTROPE_INLINE V f(V x) {
-    return by_sigmoid<brief>(x, x);
-  }
   // σ(x) (1 + x σ(-x)), neither σ by a difference.
   template <bool brief> static TIGHTROPE_INLINE V back(V x, V g) {
     const V e = exponential<brief, -1>(magnitude(x));
@@ -204,6 +219,26 @@ struct GeluV {
     const V below = share<brief>(x, &density);
     return times(g, fused(times(x, all(0.398942280f)), density, below));
   }
+};
+
+// f of n registers, 4 at most, in place.
+template <class A, bool brief, int n>
+struct Several {
+  static TIGHTROPE_INLINE void f(V* x) {
+#pragma GCC unroll 4
+    for (int i = 0; i < n; ++i) x[i] = A::template f<brief>(x[i]);
+  }
+};
+template <bool brief, int n>
+struct Several<SigmoidV, brief, n> {
+  static TIGHTROPE_INLINE void f(V* x) {
+    const V ones[4] = {all(1.0f), all(1.0f), all(1.0f), all(1.0f)};
+    by_sigmoid<brief, n>(ones, x);
+  }
+};
+template <bool brief, int n>
+struct Several<SiluV, brief, n> {
+  static TIGHTROPE_INLINE void f(V* x) { by_sigmoid<brief, n>(x, x); }
 };
 
 }  // namespace

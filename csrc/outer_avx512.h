@@ -87,11 +87,13 @@ struct Turn {
   static constexpr int kAngles_ = kMixed<F, interleaved> ? 2 : kRegisters / 2;
 
   // Of n pairs whose angles begin at `cosine`, those from `at` on.
-  void take(const float* cosine, const float* sine, int64_t at, int64_t n) {
+  template <bool whole>
+  TIGHTROPE_INLINE void take(const float* cosine, const float* sine, int64_t at, int64_t n) {
     const int64_t left = n - at;
+    const __mmask16 mask = __mmask16(whole ? ~0u : lanes(left));
     if (kMixed<F, interleaved>) {
-      const V a = _mm512_maskz_loadu_ps(__mmask16(lanes(left)), cosine + at);
-      const V b = _mm512_maskz_loadu_ps(__mmask16(lanes(left)), sine + at);
+      const V a = _mm512_maskz_loadu_ps(mask, cosine + at);
+      const V b = _mm512_maskz_loadu_ps(mask, sine + at);
       const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
       const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
       const __m512i sign = _mm512_set1_epi64(0x80000000);
@@ -99,15 +101,15 @@ struct Turn {
       s[0] = _mm512_xor_ps(_mm512_maskz_permutexvar_ps(kAll, low, b), _mm512_castsi512_ps(sign));
       s[1] = _mm512_xor_ps(_mm512_maskz_permutexvar_ps(kAll, high, b), _mm512_castsi512_ps(sign));
     } else if (kAngles_ == 1) {
-      c[0] = _mm512_maskz_loadu_ps(__mmask16(lanes(left)), cosine + at);
-      s[0] = _mm512_maskz_loadu_ps(__mmask16(lanes(left)), sine + at);
+      c[0] = _mm512_maskz_loadu_ps(mask, cosine + at);
+      s[0] = _mm512_maskz_loadu_ps(mask, sine + at);
     } else {
       // Even pairs and odd ones are kept apart: see in_twos.
       for (int i = 0; i < 2; ++i) {
         const int64_t from = at / 2 + i * ((n + 1) / 2);
-        const __mmask16 mask = __mmask16(lanes((left + 1 - i) / 2));
-        c[i] = _mm512_maskz_loadu_ps(mask, cosine + from);
-        s[i] = _mm512_maskz_loadu_ps(mask, sine + from);
+        const __mmask16 half = __mmask16(whole ? ~0u : lanes((left + 1 - i) / 2));
+        c[i] = _mm512_maskz_loadu_ps(half, cosine + from);
+        s[i] = _mm512_maskz_loadu_ps(half, sine + from);
       }
     }
   }
@@ -152,6 +154,41 @@ struct Turn {
   }
 
   V c[2], s[2];
+};
+
+// A turn of x times a weight: the weight is taken into the angles once for all heads that share it.
+// Each member of a pair has its own, so cosines and sines double.
+template <class F, bool interleaved>
+struct WeighedTurn {
+  using T = Turn<F, interleaved>;
+  static constexpr int kHalf = T::kRegisters / 2;
+
+  // `weight` is arranged, of this block.
+  TIGHTROPE_INLINE void take(const T& turn, const float* weight) {
+#pragma GCC unroll 4
+    for (int i = 0; i < T::kRegisters; ++i) {
+      const V w = _mm512_loadu_ps(weight + 16 * i);
+      if (kMixed<F, interleaved>) {
+        c[i] = times(turn.c[i], w), s[i] = times(turn.s[i], Register<16>::swapped(w));
+      } else {
+        c[i] = times(turn.c[i % kHalf], w), s[i] = times(turn.s[i % kHalf], w);
+      }
+    }
+  }
+  TIGHTROPE_INLINE void turn(V* x) const {
+    if (kMixed<F, interleaved>) {
+      for (int i = 0; i < 2; ++i) x[i] = Register<16>::turned(x[i], c[i], s[i]);
+      return;
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < kHalf; ++i) {
+      const V u = x[i], v = x[kHalf + i];
+      x[i] = _mm512_fmsub_ps(u, c[i], times(v, s[kHalf + i]));
+      x[kHalf + i] = fused(v, c[kHalf + i], times(u, s[i]));
+    }
+  }
+
+  V c[4], s[4];
 };
 
 // ---- rows in the order of the registers -----------------------------------------------------------
@@ -223,78 +260,92 @@ struct Line {
 };
 
 // So many heads have their norms taken together.
-constexpr int64_t kNorms = 16;
+constexpr int64_t kNorms = 64;
 
-// What is applied to registers before the turn, or after it on the way back.
-template <class A, class F>
-struct Apply {
-  static constexpr bool kBrief = Span<F>::kBrief;
-  static TIGHTROPE_INLINE V f(V x, const float*, V) { return A::template f<kBrief>(x); }
-  static TIGHTROPE_INLINE V back(V x, V g) { return A::template back<kBrief>(x, g); }
-};
+// A norm's weight turns with the heads; of each head there is a scale besides.
 struct NormV {};
-template <class F>
-struct Apply<NormV, F> {
-  static TIGHTROPE_INLINE V f(V x, const float* weight, V scale) {
-    return times(times(x, scale), _mm512_loadu_ps(weight));
-  }
-  static TIGHTROPE_INLINE V back(V, V g) { return g; }  // see norm_back
-};
 
 template <class A>
 constexpr bool kIsNone = false;
 template <>
 constexpr bool kIsNone<NoneV> = true;
+template <class A>
+constexpr bool kIsNorm = false;
+template <>
+constexpr bool kIsNorm<NormV> = true;
 
 // `blocks` blocks of pairs of all heads, the first `pair` pairs into the slice.
 template <class F, bool interleaved, class A, bool back, int blocks, bool whole>
 TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& line, const float* scale,
                       int64_t pair, int64_t row, int64_t bytes, const float* c, const float* s) {
   using T = Turn<F, interleaved>;
+  constexpr bool kBrief = Span<F>::kBrief;
   constexpr int64_t kRow = T::kRegisters * 16, kStep = T::kPairs * (interleaved ? 2 : 1);
-  // Angles come in chunks of kAngles pairs.
-  const int64_t chunk = pair / kAngles * kAngles;
-  const int64_t n = p.pairs - chunk < kAngles ? p.pairs - chunk : kAngles;
-  T turns[blocks];
-#pragma GCC unroll 8
-  for (int b = 0; b < blocks; ++b) turns[b].take(c + chunk, s + chunk, pair - chunk + b * T::kPairs, n);
-  const int64_t channel = p.start + pair * (interleaved ? 2 : 1), left = p.pairs - pair;
+  // Stores of numbers might change what is behind a reference, for all that a compiler knows.
+  const int64_t pairs = p.pairs, left = pairs - pair, count = line.count, ahead = line.ahead;
+  const int64_t in_step = line.in_step, out_step = line.out_step, x_step = line.x_step;
+  const int64_t gate_step = line.gate_step, weight_step = line.weight_step;
+  const int64_t channel = p.start + pair * (interleaved ? 2 : 1);
   const auto *in = line.in + channel, *x = back && !kIsNone<A> ? line.x + channel : line.in;
   auto* out = line.out + channel;
   const float* gate = line.gate == nullptr ? nullptr : line.gate + row;
   const float* weight = line.weight == nullptr ? nullptr : line.weight + row;
-  for (int64_t head = 0; head < line.count; ++head) {
-    ask(in, out, line.ahead, bytes);
-    if (back && !kIsNone<A>) ask(x, x, line.ahead, bytes);
-    const V scaled = scale == nullptr ? all(1.0f) : all(scale[head]);
+  // Angles come in chunks of kAngles pairs.
+  const int64_t chunk = pair / kAngles * kAngles;
+  const int64_t n = pairs - chunk < kAngles ? pairs - chunk : kAngles;
+  T turns[blocks];
+#pragma GCC unroll 8
+  for (int b = 0; b < blocks; ++b)
+    turns[b].template take<whole>(c + chunk, s + chunk, pair - chunk + b * T::kPairs, n);
+  WeighedTurn<F, interleaved> weighed[blocks];
+  if (kIsNorm<A>) {
+#pragma GCC unroll 8
+    for (int b = 0; b < blocks; ++b) weighed[b].take(turns[b], weight + b * kRow);
+  }
+  for (int64_t head = 0; head < count; ++head) {
+    ask(in, out, ahead, bytes);
+    if (back && !kIsNone<A>) ask(x, x, ahead, bytes);
 #pragma GCC unroll 8
     for (int b = 0; b < blocks; ++b) {
       V y[T::kRegisters];
-      T::template read<whole>(in + b * kStep, p.pairs, left, y);
-      if (!back) {
-#pragma GCC unroll 4
-        for (int i = 0; i < T::kRegisters; ++i) y[i] = Apply<A, F>::f(y[i], weight + b * kRow + 16 * i, scaled);
+      T::template read<whole>(in + b * kStep, pairs, left, y);
+      if constexpr (!back && !kIsNorm<A>) {
+        Several<A, kBrief, T::kRegisters>::f(y);
         turns[b].turn(y);
+      }
+      if constexpr (kIsNorm<A>) {
+        // The scale comes last: a turn need not wait for it.
+        weighed[b].turn(y);
+#pragma GCC unroll 4
+        for (int i = 0; i < T::kRegisters; ++i) y[i] = times(y[i], all(scale[head]));
       }
       if (gate != nullptr) {
 #pragma GCC unroll 4
         for (int i = 0; i < T::kRegisters; ++i) y[i] = times(y[i], _mm512_loadu_ps(gate + b * kRow + 16 * i));
       }
-      if (back) {
+      if constexpr (back) {
         turns[b].turn(y);
-        if (!kIsNone<A>) {
+        if constexpr (!kIsNone<A>) {
           V at[T::kRegisters];
-          T::template read<whole>(x + b * kStep, p.pairs, left, at);
+          T::template read<whole>(x + b * kStep, pairs, left, at);
 #pragma GCC unroll 4
-          for (int i = 0; i < T::kRegisters; ++i) y[i] = Apply<A, F>::back(at[i], y[i]);
+          for (int i = 0; i < T::kRegisters; ++i) y[i] = A::template back<kBrief>(at[i], y[i]);
         }
       }
-      T::template write<whole>(out + b * kStep, p.pairs, left, y);
+      T::template write<whole>(out + b * kStep, pairs, left, y);
     }
-    in += line.in_step, out += line.out_step;
-    if (back && !kIsNone<A>) x += line.x_step;
-    if (gate != nullptr) gate += line.gate_step;
-    if (weight != nullptr) weight += line.weight_step;
+    in += in_step, out += out_step;
+    if (back && !kIsNone<A>) x += x_step;
+    if (gate != nullptr) gate += gate_step;
+    if (kIsNorm<A> && weight_step != 0 && head + 1 < count) {
+      weight += weight_step;
+#pragma GCC unroll 8
+      for (int b = 0; b < blocks; ++b) {
+        T turn;
+        turn.template take<whole>(c + chunk, s + chunk, pair - chunk + b * T::kPairs, n);
+        weighed[b].take(turn, weight + b * kRow);
+      }
+    }
   }
 }
 
@@ -308,13 +359,15 @@ TIGHTROPE_LOOP void pass_line(const Line<typename F::Stored>& line, const float*
     V y[S::kRegisters], at[S::kRegisters];
     S::read(line.in + head * line.in_step + channel, mask, y);
     if (back && !kIsNone<A>) S::read(line.x + head * line.x_step + channel, mask, at);
+    if constexpr (!back && !kIsNorm<A>) Several<A, S::kBrief, S::kRegisters>::f(y);
     for (int i = 0; i < S::kRegisters; ++i) {
-      if (!back)
-        y[i] = Apply<A, F>::f(y[i], line.weight + head * line.weight_step + row + 16 * i,
-                              scale == nullptr ? all(1.0f) : all(scale[head]));
+      if constexpr (kIsNorm<A>) {
+        y[i] = times(times(y[i], all(scale[head])),
+                     _mm512_loadu_ps(line.weight + head * line.weight_step + row + 16 * i));
+      }
       if (line.gate != nullptr)
         y[i] = times(y[i], _mm512_loadu_ps(line.gate + head * line.gate_step + row + 16 * i));
-      if (back && !kIsNone<A>) y[i] = Apply<A, F>::back(at[i], y[i]);
+      if constexpr (back && !kIsNone<A>) y[i] = A::template back<S::kBrief>(at[i], y[i]);
     }
     S::write(line.out + head * line.out_step + channel, mask, y);
   }
@@ -327,34 +380,63 @@ inline float add_lanes(V x) {
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
 
-// 1 / sqrt(mean + eps) of each head.
+// The lanes of 16 registers added up, each register's in one lane: halves of pairs of registers are
+// added four times over. Register i goes to the lane whose four bits are those of i in reverse.
+inline V add_lanes_of(V* x) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    x[i] = plus(_mm512_maskz_unpacklo_ps(kAll, x[i], x[i + 8]),
+                _mm512_maskz_unpackhi_ps(kAll, x[i], x[i + 8]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(x[i]), b = _mm512_castps_pd(x[i + 4]);
+    x[i] = plus(_mm512_castpd_ps(_mm512_maskz_unpacklo_pd(0xFF, a, b)),
+                _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xFF, a, b)));
+  }
+#pragma GCC unroll 2
+  for (int n = 2; n > 0; n /= 2) {
+#pragma GCC unroll 2
+    for (int i = 0; i < n; ++i)
+      x[i] = plus(_mm512_maskz_shuffle_f32x4(kAll, x[i], x[i + n], 0x88),
+                  _mm512_maskz_shuffle_f32x4(kAll, x[i], x[i + n], 0xDD));
+  }
+  return x[0];
+}
+constexpr int kReversed[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+
+// The squares of a head, not yet added up.
+template <class F>
+TIGHTROPE_INLINE V squares(const typename F::Stored* in, int64_t n) {
+  using S = Span<F>;
+  V sum[2] = {all(0.0f), all(0.0f)};
+  const auto add = [&](int64_t k, uint32_t mask, int of) {
+    V x[2];
+    S::read(in + k, mask, x);
+    for (int i = 0; i < S::kRegisters; ++i) sum[(of + i) % 2] = fused(x[i], x[i], sum[(of + i) % 2]);
+  };
+  int64_t k = 0;
+  for (; k + 4 * S::kChannels <= n; k += 4 * S::kChannels) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) add(k + i * S::kChannels, ~0u, i);
+  }
+  for (; k < n; k += S::kChannels) add(k, lanes(n - k), 0);
+  return plus(sum[0], sum[1]);
+}
+
+// 1 / sqrt(mean + eps) of each head, of kNorms at most.
 template <class F>
 TIGHTROPE_LOOP void norms(const Problem& p, double eps, const Line<typename F::Stored>& line, float* scale) {
-  using S = Span<F>;
-  const int64_t bytes = p.head_dim * int64_t(sizeof(typename F::Stored));
+  const int64_t n = p.head_dim, step = line.in_step, count = line.count;
   const auto* in = line.in;
-  for (int64_t head = 0; head < line.count; ++head, in += line.in_step) {
-    ask(in, line.out + head * line.out_step, line.ahead, bytes);
-    V a = all(0.0f), b = all(0.0f);
-    const auto add = [&](int64_t k, uint32_t mask) {
-      V x[2];
-      S::read(in + k, mask, x);
-      a = fused(x[0], x[0], a);
-      if (S::kRegisters == 2) {
-        b = fused(x[1], x[1], b);
-      } else {
-        const V last = a;
-        a = b, b = last;
-      }
-    };
-    int64_t k = 0;
-    for (; k + S::kChannels <= p.head_dim; k += S::kChannels) add(k, ~0u);
-    if (k < p.head_dim) add(k, lanes(p.head_dim - k));
-    scale[head] = add_lanes(plus(a, b));
+  const V share = all(1.0f / float(n)), least = all(float(eps));
+  for (int64_t first = 0; first < count; first += 16) {
+    V sums[16];
+    for (int64_t head = 0; head < 16; ++head) sums[head] = all(0.0f);
+    for (int64_t head = 0; head < 16 && first + head < count; ++head, in += step)
+      sums[kReversed[head]] = squares<F>(in, n);
+    const V root = _mm512_maskz_sqrt_ps(kAll, fused(add_lanes_of(sums), share, least));
+    _mm512_storeu_ps(scale + first, _mm512_div_ps(all(1.0f), root));
   }
-  for (int64_t head = line.count; head < kNorms; ++head) scale[head] = 1.0f;
-  const V mean = _mm512_div_ps(_mm512_loadu_ps(scale), all(float(p.head_dim)));
-  _mm512_storeu_ps(scale, _mm512_div_ps(all(1.0f), _mm512_maskz_sqrt_ps(kAll, plus(mean, all(float(eps))))));
 }
 
 template <class F, bool interleaved, class A, bool back>
@@ -363,7 +445,7 @@ inline void whole_line(const Problem& p, const Line<typename F::Stored>& line, c
   using T = Turn<F, interleaved>;
   constexpr int64_t kChannels = Span<F>::kChannels;
   constexpr int kSet = T::kRegisters == 4 ? 2 : 4;
-  int64_t bytes = scale == nullptr ? p.head_dim * int64_t(sizeof(typename F::Stored)) : 0, row = 0;
+  int64_t bytes = p.head_dim * int64_t(sizeof(typename F::Stored)), row = 0;
   const auto pass = [&](int64_t from, int64_t to) {
     for (; from < to; from += kChannels, row += kChannels)
       pass_line<F, A, back>(line, scale, from, to - from < kChannels ? to - from : kChannels, row);
@@ -416,7 +498,8 @@ TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename 
     const int64_t chunk = pair / kAngles * kAngles, channel = p.start + pair * (interleaved ? 2 : 1);
     const int64_t left = p.pairs - pair;
     T turn;
-    turn.take(c + chunk, s + chunk, pair - chunk, p.pairs - chunk < kAngles ? p.pairs - chunk : kAngles);
+    const int64_t n = p.pairs - chunk < kAngles ? p.pairs - chunk : kAngles;
+    turn.template take<false>(c + chunk, s + chunk, pair - chunk, n);
     V y[T::kRegisters], at[T::kRegisters];
     T::template read<false>(line.in + channel, p.pairs, left, y);
     T::template read<false>(line.x + channel, p.pairs, left, at);

@@ -106,6 +106,8 @@ inline void register_tile(const Problem& p, const Outer& o, const Scratch<float>
       to += run * (to_step == 0 ? 1 : operand.heads) * p.head_dim;
       for (int64_t d = 0; d < rows.width; ++d) rows.by_weight[d] = 0.0f;
     }
+    // Norms are taken of all heads of a token before the first turns, which asks for the next token.
+    const bool norms = o.act == Act::kRmsNorm && o.forward;
     // As turn_tile; but what is summed has one order, whatever the strides.
     const bool adjacent = i.head < i.token, even = i.channel == 1 && j.channel == 1 && (!has_x || k.channel == 1);
     const int64_t group = !shared ? 1 : adjacent || to != nullptr ? operand.heads : kStreams;
@@ -119,9 +121,9 @@ inline void register_tile(const Problem& p, const Outer& o, const Scratch<float>
         line.out = static_cast<Stored*>(operand.out) + row * j.row + first * j.head + at * j.token;
         if (has_x) line.x = static_cast<const Stored*>(part.x) + row * k.row + first * k.head + at * k.token;
         line.in_step = i.head, line.out_step = j.head, line.x_step = k.head, line.count = count;
-        line.ahead = adjacent && shared ? kAhead
-                     : t + 1 < tokens   ? i.token * bytes
-                                        : (group * i.head - t * i.token) * bytes;
+        line.ahead = adjacent && shared && !norms ? kAhead
+                     : adjacent || t + 1 < tokens ? i.token * bytes
+                                                  : (group * i.head - t * i.token) * bytes;
         if (part.weight != nullptr) {
           line.weight_step = part.weight_head == 0 ? 0 : rows.width;
           line.weight = rows.weight[index] + first * line.weight_step;

@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[], torch.Tensor]] = {
     "fractions": lambda: rotate(X, SPEC, IDS.to(torch.float32) / 8),
     "learned": lambda: rotate(X, SPEC, 9, inv_freq=HALVES[0, :4]),
     "learned, wide and fast": lambda: rotate(X, SPEC, 9, inv_freq=HALVES[0, :4].double() * 40),
-    "dynamic": lambda: rotate(X, DYNAMIC, seq_len=[3, 77]),
+    "dynamic": lambda: rotate(X, DYNAMIC, seq_len=[5, 77]),
     "scalar gate": lambda: rotate(X, SPEC, gate=gates.Scalar(1.5)),
     "xPos": lambda: rotate(X, SPEC, 7, gate=gates.XPos(centre=3.5)),
     "rerotated": lambda: rerotate(X, SPEC, RopeSpec(8, base=99.0), IDS, 7),

@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 _WIDE = {"head_dim": 24}
 _MLA = {
     "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64, "head_dim": 8,
+    "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "head_dim": 8,
 }  # fmt: skip
 _NORMS = {"use_qk_norm": True, "qk_layernorm": True}
 _LINEAR = {

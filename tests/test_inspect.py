@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from mpmath import mp
 
+import convert_cases
 import oracle
 import oracle_frequencies as papers
 from model_configs import GEMMA3_LAYERS, LLAMA4_SCOUT, MODELS, QWEN3_VL, Model, llama3, v4
@@ -27,6 +29,7 @@ from tightrope.frequencies import (
     Rule,
     YaRN,
 )
+from tightrope.workbench.convert import convert
 from tightrope.workbench.inspect import Inspection, PartReport, compare, inspect
 from tightrope.workbench.inspect.exactness import (
     EXACT,
@@ -516,3 +519,59 @@ def test_nothing_to_compare() -> None:
 def test_comparisons_are_json() -> None:
     made = compare(inspect(LLAMA31), inspect(QWEN3_VL))
     assert json.loads(json.dumps(made.to_dict(), allow_nan=False))["alike"] is False
+
+
+# --- beside weights that a conversion wrote -------------------------------------------------------
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("asked", ["folder", "file"])
+def test_the_record_of_a_conversion_says_the_pairing(
+    tmp_path: Path, asked: str, single: bool
+) -> None:
+    """Without it the family would: Llama's channels are halves, and those of the copy are not."""
+    source = convert_cases.write(tmp_path / "a", convert_cases.llama_tensors())
+    there = tmp_path / "b"
+    if single:
+        there.mkdir()
+        convert(source / "model.safetensors", there / "model.safetensors", to="interleaved")
+        (there / "config.json").write_bytes((source / "config.json").read_bytes())
+        who = "the record of a conversion in model.safetensors"
+    else:
+        convert(source, there, to="interleaved")
+        who = "tightrope_convert.json, which a conversion left"
+    target = there if asked == "folder" else there / "config.json"
+    (part,) = inspect(target).parts
+    assert part.spec.interleaved
+    assert {row.name: row.source for row in part.part.fields}["interleaved"] == who
+    # What the user says counts more; without a record, or without weights, it is the family.
+    assert not inspect(target, interleaved=False).parts[0].spec.interleaved
+    (there / "model.safetensors").unlink()
+    (there / "tightrope_convert.json").unlink(missing_ok=True)
+    assert not inspect(target).parts[0].spec.interleaved
+    assert not inspect(source).parts[0].spec.interleaved
+
+
+def test_records_beside_several_sections_and_records_that_disagree(tmp_path: Path) -> None:
+    source = convert_cases.write(tmp_path / "a", convert_cases.llama_tensors())
+    convert(source, tmp_path / "b", to="interleaved")
+    sections = {
+        "model_type": "qwen2_5_vl",
+        "text_config": {
+            "hidden_size": 32, "num_attention_heads": 4, "rope_theta": 1e4,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {"hidden_size": 32, "num_heads": 4},
+    }  # fmt: skip
+    there = tmp_path / "b/config.json"
+    there.write_text(json.dumps(sections), encoding="utf-8")
+    text = (
+        "the weights beside it are interleaved (tightrope_convert.json, which a conversion left), and it "
+        "is not known in which of text_config, vision_config: say the section"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
+        assert not any(part.spec.interleaved for part in inspect(there).parts)
+    assert inspect(there, section="text_config").parts[0].spec.interleaved
+    (tmp_path / "b/tightrope_convert.json").write_text('{"pairing": "sideways"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="must say a pairing but says 'sideways'"):
+        inspect(tmp_path / "b")

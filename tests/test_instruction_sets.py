@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tightrope
+import tolerances
 from oracle import pair_lengths
 from tightrope import RopeSpec
 from tightrope.backends import cpu
@@ -148,6 +149,34 @@ def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
     lengths = pair_lengths(x, 90, interleaved=interleaved)
     for result in results[1:]:
         assert_rotations(result, results[0], lengths, 2, 2.0**31)
+
+
+@pytest.mark.parametrize("act", ["sin", "cos"])
+@pytest.mark.parametrize("name", SETS)
+def test_sines_of_every_size_lose_no_digits(name: str, act: str) -> None:
+    """Next to a multiple of π/2 what is left of x is all that tells, and the furthest are the worst.
+
+    Beyond 8192 another way takes over; without FMA the reduction is another one too.
+    """
+    multiples = torch.arange(-5350, 5351, dtype=torch.float64) * (torch.pi / 2)
+    near = multiples.float()
+    beside = [near, *(near.nextafter(torch.tensor(end)) for end in (-torch.inf, torch.inf))]
+    generator = torch.Generator().manual_seed(0)
+    anywhere = (torch.rand(200_000, generator=generator) - 0.5) * 16800
+    edge = torch.linspace(8180, 8200, 20_000)
+    x = torch.cat((*beside, anywhere, edge, -edge))
+    x = x[: x.numel() // 8 * 8].reshape(1, 1, -1, 8).requires_grad_()
+    exact = x.detach().double()
+    cpu.use_instruction_set(name)
+    # At position 0 nothing turns.
+    spec, where = RopeSpec(8, rotary_dim=2), torch.zeros(x.shape[2], dtype=torch.int64)
+    y = rotate(x, spec, where, act=act, backend="cpu")
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    wanted = (exact.sin(), exact.cos()) if act == "sin" else (exact.cos(), -exact.sin())
+    for got, want in zip((y.detach(), slope), wanted, strict=True):
+        # Zeros next to zero: x = 0 is among the multiples.
+        error = (got.double() - want).abs()
+        assert bool((error <= tolerances.value("compiled sine") * want.abs()).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

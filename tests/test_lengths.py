@@ -16,9 +16,10 @@ import oracle_frequencies as truth
 from matrix import every_backend
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
-from tightrope.frequencies import DynamicNTK, LongRoPE, Rule, YaRN
+from tightrope.frequencies import DynamicNTK, Given, Linear, LongRoPE, Rule, YaRN
 from tightrope.functional import (
     apply_rotary_pos_emb,
+    polar_scan,
     rerotate,
     rotate,
     rotate_,
@@ -266,11 +267,12 @@ def test_last_positions_are_taken_in_64_bits(rule: str) -> None:
     trained = 2**24
     kind = DynamicNTK(2.0, trained)
     spec = RopeSpec(8, scaling=kind if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0))
+    kept = None if rule == "dynamic" else LongRoPE(SHORT, SHORT, trained, 2.0)
     x = torch.randn(1, 1, 1, 8)
     for ids in (torch.tensor([[2.0**24]]), torch.tensor([[2**31 - 1]], dtype=torch.int32)):
         last = int(ids)
         wanted = rotate(x, spec, last, seq_len=last + 1)
-        assert not torch.equal(wanted, rotate(x, spec, last, seq_len=5))
+        assert not torch.equal(wanted, rotate(x, RopeSpec(8, scaling=kept), last))
         assert_same_bits(rotate(x, spec, ids), wanted)
         assert_same_bits(rotate(x, spec, positions.per_row(ids[0])), wanted)
     far = positions.Positions(torch.tensor([[[2**31 - 1]]], dtype=torch.int32), 10, ramp=False)
@@ -382,8 +384,6 @@ def test_packed_sequences(name: str) -> None:
     with refused(ValueError, f"[rotate_qk_] {AGAIN} {ids}."):
         rotate_qk_(x.clone(), x.clone(), spec, where, layout="thd")
     # With a length for all of them it is that of a row with the same ids.
-    wanted = rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 50)), layout="thd", seq_len=1)
-    assert wanted.shape == x.shape
     told = rotate(x, spec, where, layout="thd", seq_len=700)
     flat = (where.ids + where.offset).flatten()
     for token in (0, tokens - 1):
@@ -438,9 +438,9 @@ def steps(kind: str) -> Iterator[tuple[torch.Tensor, Any, Any]]:
         if kind == "offset":
             yield x, number, None
         elif kind == "seq_len":
-            yield x, 3, number
+            yield x, -2, number
         elif kind == "a tensor of lengths":
-            yield x, 3, torch.tensor([number, 5])
+            yield x, -2, torch.tensor([number, 5])
         elif kind == "offsets per row":
             yield x, positions.per_row(torch.tensor([number, 5])), None
         elif kind == "ids per row":
@@ -626,7 +626,8 @@ def test_gradients_are_scaled(name: str, backend: str) -> None:
         y = change(leaf, spec, length - 4, layout="sd", backend=backend)  # type: ignore[operator]
         (grad,) = torch.autograd.grad(y, leaf, weight)
         assert_rotated([Case(grad, wanted, lengths * scale**2, float(length))])
-    where = torch.tensor(ids, dtype=torch.float64, requires_grad=True)
+    # Short of the end, which no step may pass.
+    where = (torch.tensor(ids, dtype=torch.float64) - 0.25).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda p, z: rotate(z, spec, p, layout="sd", seq_len=length, backend=backend),
         (where, x.clone().requires_grad_()),
@@ -739,9 +740,234 @@ def test_sentences(case: str) -> None:
         make()
 
 
+PLAIN: dict[str, Rule | None] = {
+    "none": None,
+    "yarn": YaRN(4.0, TRAINED),
+    "linear": Linear(4.0),
+    "given": Given((1.0, 0.3, 0.1, 0.01)),
+}
+NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a word": ("long", TypeError, "a length must be an int, or one per row, but got 'l'."),
+    "a float": (5.0, TypeError, "a length must be an int, or one per row, but got 5.0."),
+    "a bool": (True, TypeError, "a length must be an int, or one per row, but got True."),
+    "floats": ([7, 5.5], TypeError, "a length must be an int, or one per row, but got 5.5."),
+    "an object": (object, TypeError, f"a length must be an int, or one per row, but got {object!r}."),
+    "narrow floats": (
+        torch.zeros(2), TypeError, "lengths must be int32, int64 or float64 (seq_len: float32[2])."
+    ),
+    "a mask": (
+        torch.ones(2, dtype=torch.bool, device="meta"), TypeError,
+        "lengths must be int32, int64 or float64 (seq_len: bool[2]).",
+    ),
+    "a table": (
+        torch.ones(2, 2, dtype=torch.int64), ValueError,
+        "lengths must have shape (rows,) (seq_len: int64[2, 2]).",
+    ),
+    "less than nothing": (-3, ValueError, "a length must not be negative but got -3."),
+}  # fmt: skip
+
+
 def test_rules_that_do_not_depend_on_the_length_ignore_it() -> None:
     spec, x = spec_of(YaRN(4.0, TRAINED)), torch.randn(2, 1, 5, 12)
-    assert_same_bits(rotate(x, spec, 3, seq_len=[5, 6, 7]), rotate(x, spec, 3))
+    for said in (5, [5, 6, 7], iter([5, 6]), torch.tensor([5, 6]), torch.tensor(1)):
+        assert_same_bits(rotate(x, spec, 3, seq_len=said), rotate(x, spec, 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", NO_LENGTHS)
+@pytest.mark.parametrize("rule", [*PLAIN, *RULES])
+def test_what_is_no_length_is_refused_by_every_rule(rule: str, case: str) -> None:
+    said, kind, text = NO_LENGTHS[case]
+    spec = spec_of({**PLAIN, **RULES}[rule])  # type: ignore[arg-type]
+    x = torch.randn(2, 1, 3, 12)
+    calls: list[Callable[[], object]] = [
+        lambda: rotate(x, spec, seq_len=said),
+        lambda: rotate_(x.clone(), spec, seq_len=said),
+        lambda: rotate_qk(x, x, spec, seq_len=said),
+        lambda: rerotate(x, spec, spec, to_seq_len=said),
+        lambda: rerotate(x, spec, spec, from_seq_len=said),
+        lambda: polar_scan(x, x, x, spec, seq_len=said),
+        lambda: spec.at(seq_len=said),
+        lambda: spec.words_for(said),
+        lambda: spec.attention_scaling(said),
+    ]
+    if not isinstance(said, (torch.Tensor, str, list)):
+        calls.append(lambda: spec.frequencies(said))
+        if spec.scaling is not None:
+            calls.append(lambda: spec.scaling.frequencies(8, 10000.0, said))  # type: ignore[union-attr]
+    for call in calls:
+        with refused(kind, f"[seq_len] {text}"):
+            call()
+
+
+# --- lengths that positions pass ------------------------------------------------------------------
+
+BEYOND = "say the length of the whole sequence"
+# Positions of three tokens in two rows, a length that is too small, what is said of it, and the one
+# that is not: rows of 12 tokens are far within the original length.
+PASSED: dict[str, tuple[positions.PositionsLike, Any, str, Any]] = {
+    "nothing": (None, 2, "3, the last position + 1, but got 2", 3),
+    "an offset": (9, 3, "12, the last position + 1, but got 3", 12),
+    "an offset, one row of two": (9, [12, 11], "12, the last position + 1 of row 1, but got 11", [12, 12]),
+    "a tensor of lengths": (
+        9, torch.tensor([11, 12]), "12, the last position + 1 of row 0, but got 11", torch.tensor([12, 12])
+    ),
+    "a long one": (6000, 6002, "6003, the last position + 1, but got 6002", 6003),
+    "ids": (
+        torch.tensor([9, 11, 10]), 11,
+        "12, the last position + 1, but got 11; " + BEYOND + " (positions: int64[1, 1, 3])", 12,
+    ),
+    "ids of rows": (
+        torch.tensor([[0, 1, 2], [0, 11, 1]]), [9, 9],
+        "12, the last position + 1 of row 1, but got 9; " + BEYOND + " (positions: int64[1, 2, 3])",
+        [9, 12],
+    ),
+    "fractions": (
+        torch.tensor([0.0, 1.0, 11.25]), 12,
+        "13, the last position + 1, but got 12; " + BEYOND + " (positions: float32[1, 1, 3])", 13,
+    ),
+    "offsets of rows": (
+        positions.per_row(torch.tensor([9, 0])), 11,
+        "12, the last position + 1 of row 0, but got 11; " + BEYOND + " (positions: int64[1, 2, 1])",
+        [12, 3],
+    ),
+    "a pack": (
+        positions.explicit(positions.packed(torch.tensor([0, 1, 3]), torch.tensor([3, 20]))), 21,
+        "22, the last position + 1, but got 21; " + BEYOND + " (positions: int64[1, 1, 3])", 22,
+    ),
+    "far ids": (
+        positions.Positions(torch.tensor([[[2**31 - 1] * 3]], dtype=torch.int32), 10, ramp=False), 5,
+        f"{2**31 + 10}, the last position + 1, but got 5; " + BEYOND + " (positions: int32[1, 1, 3])",
+        2**31 + 10,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PASSED)
+@every_rule
+def test_a_length_that_positions_pass_is_refused(rule: str, case: str) -> None:
+    where, small, text, enough = PASSED[case]
+    spec, x = spec_of(rule), torch.randn(2, 1, 3, 12)
+    text = text if BEYOND in text else f"{text}; {BEYOND}"
+    explicit = not (where is None or isinstance(where, int) or positions.canonical(where).ramp)
+    calls: dict[str, Callable[[], object]] = {
+        "rotate": lambda: rotate(x, spec, where, seq_len=small),
+        "rotate_": lambda: rotate_(x, spec, where, seq_len=small),
+        "rotate_qk": lambda: rotate_qk(x, x, spec, where, seq_len=small),
+        "rotate_qk_": lambda: rotate_qk_(x, x.clone(), spec, where, seq_len=small),
+        "polar_scan": lambda: polar_scan(x, x, x, spec, positions=where, seq_len=small),
+        "at" if explicit else "rotate ": lambda: rotate(x, spec.at(where, seq_len=small)),
+    }
+    kept = x.clone()
+    for operation, call in calls.items():
+        with refused(ValueError, f"[{operation.strip()}] seq_len must be at least {text}."):
+            call()
+    with refused(ValueError, f"[rerotate] from_seq_len must be at least {text}."):
+        rerotate(x, spec, spec, where, from_seq_len=small, to_seq_len=2**40)
+    with refused(ValueError, f"[rerotate] to_seq_len must be at least {text}."):
+        rerotate(x, spec, spec, where, from_seq_len=2**40, to_seq_len=small)
+    assert_same_bits(x, kept)
+    # Of a rule that makes nothing of lengths nothing can be wrong.
+    assert rotate(x, spec_of(YaRN(4.0, TRAINED)), where, seq_len=small).shape == x.shape
+    rotate(x, spec, where, seq_len=enough)
+    rotate(x, spec.at(where, seq_len=enough))
+    with torch.device("meta"):
+        rotate(torch.empty(2, 1, 3, 12), spec, where, seq_len=enough)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
+@every_rule
+def test_a_prepared_rotation_looks_at_every_call(rule: str, layout: str) -> None:
+    """The second call of a prepared rotation goes straight to the kernel; not with more tokens."""
+    spec = spec_of(rule)
+    rope = spec.at(9, seq_len=12)
+
+    def turn(tokens: int) -> torch.Tensor:
+        x = torch.randn(2, 1, tokens, 12)
+        return rotate_(x.permute(["bhsd".index(axis) for axis in layout]), rope, layout=layout)
+
+    for tokens in (3, 3, 1, 0, 3):
+        turn(tokens)
+        for many in (4, 400):
+            text = (
+                f"seq_len must be at least {9 + many}, the last position + 1, but got 12; {BEYOND}"
+            )
+            with refused(ValueError, f"[rotate_] {text}."):
+                turn(many)
+
+
+@every_rule
+def test_ids_that_change_are_compared_again(rule: str) -> None:
+    spec, x = spec_of(rule), torch.randn(2, 1, 3, 12)
+    starts, ids = torch.tensor([0, 9]), torch.tensor([0, 1, 2])
+    ramps, written = spec.at(positions.per_row(starts), seq_len=12), spec.at(ids, seq_len=12)
+    for _ in range(2):
+        rotate(x, ramps)
+        rotate(x, written)
+    starts -= 1
+    ids += 9
+    assert_same_bits(rotate(x, ramps), rotate(x, spec, positions.per_row(starts), seq_len=12))
+    assert_same_bits(rotate(x, written), rotate(x, spec, 9, seq_len=12))
+    starts += 2
+    ids += 1
+    for _ in range(2):
+        with refused(
+            ValueError,
+            "[rotate] seq_len must be at least 13, the last position + 1 of row 1, but got 12; "
+            f"{BEYOND} (positions: int64[1, 2, 1]).",
+        ):
+            rotate(x, ramps)
+        with refused(
+            ValueError,
+            f"[rotate] seq_len must be at least 13, the last position + 1, but got 12; {BEYOND} "
+            "(positions: int64[1, 1, 3]).",
+        ):
+            rotate(x, written)
+
+
+@every_rule
+def test_lost_and_negative_positions_pass_no_length(rule: str) -> None:
+    spec, x = spec_of(rule), torch.randn(1, 1, 3, 12)
+    nan, inf = float("nan"), float("inf")
+    for ids in ([nan, 4.0, inf], [nan] * 3, [-9.0, -inf, 4.0]):
+        rotate(x, spec, torch.tensor(ids), seq_len=5)
+    rotate(x, spec, -9, seq_len=0)
+    rotate(x[:, :, :0], spec, 9, seq_len=2)
+    rotate(x[:, :, :0], spec, torch.zeros(0, dtype=torch.int64), seq_len=0)
+    rotate(x[:0], spec, torch.zeros(0, 3, dtype=torch.int64), seq_len=0)
+
+
+@every_rule
+def test_what_is_on_a_device_is_not_waited_for(rule: str) -> None:
+    """Positions that are said on the host are seen there; others get what was said of them."""
+    spec, x = spec_of(rule), torch.empty(2, 1, 3, 12, device="meta")
+    ids = torch.tensor([9, 10, 11])
+    rotate(x, spec, ids.to("meta"), seq_len=3)
+    rotate(x, spec, 9, seq_len=torch.tensor(3, device="meta"))
+    rotate(x, spec, positions.per_row(torch.tensor([9, 9], device="meta")), seq_len=3)
+    text = f"seq_len must be at least 12, the last position + 1, but got 3; {BEYOND}"
+    with refused(ValueError, f"[rotate] {text}."):
+        rotate(x, spec, 9, seq_len=3)
+    with refused(ValueError, f"[rotate] {text} (positions: int64[1, 1, 3])."):
+        rotate(x, spec, ids, seq_len=3)
+    # What was copied to the device stays as it was.
+    starts = torch.tensor([9])
+    rope = spec.at(positions.per_row(starts), device="meta", seq_len=12)
+    starts += 500
+    rotate(x, rope)
+    with refused(
+        ValueError,
+        "[rotate] seq_len must be at least 13, the last position + 1, but got 12; "
+        f"{BEYOND} (positions: int64[1, 1, 1]).",
+    ):
+        rotate(torch.empty(2, 1, 4, 12, device="meta"), rope)
+
+
+def test_frequencies_of_a_shorter_sequence_that_are_meant_are_given() -> None:
+    spec, x = spec_of("dynamic"), torch.randn(1, 1, 3, 12)
+    kept = spec_of(Given.of(spec.frequencies(6000).inv_freq))
+    y = rotate(x, kept, 9000)
+    wanted = oracle.rotate(x, [9000, 9001, 9002], omegas(spec.scaling, 6000), start=2)
+    assert_rotated([Case(y, wanted, oracle.pair_lengths(x, 8, start=2), 9002.0)])
 
 
 def test_a_rotation_for_some_rows_refuses_others_the_second_time_too() -> None:

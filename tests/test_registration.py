@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tightrope import RopeSpec, angles, nn, positions
-from tightrope.activations import ACTS
+from tightrope import RopeSpec, angles, gates, nn, positions
+from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import reference
 from tightrope.functional import (
     rotary_pos_embedding,
@@ -629,6 +629,61 @@ def test_devices_are_not_mixed() -> None:
         ):
             with pytest.raises(RuntimeError, match="several devices"):
                 operator(x, k, *outs, other, *rest)
+
+
+# A mapped row of eight numbers -> what turns by it, in place of which nothing else is mapped.
+CARRIED = {
+    "a norm": lambda x, w: rotate(x, RopeSpec(8), 3, act=RMSNorm(w)),
+    "a gate": lambda x, w: rotate(x, RopeSpec(8), 3, gate=gates.Exp(w)),
+    "a slope": lambda x, w: rotate(x, RopeSpec(8), 3, gate=gates.Slope(w / 8)),
+    "frequencies": lambda x, w: rotate(x, RopeSpec(8), 3, inv_freq=w[:4]),
+    "x": lambda x, w: rotate(x * w, RopeSpec(8), 3, act="silu"),
+    "x in place": lambda x, w: rotate_(x * w, RopeSpec(8), 3, act="silu"),
+    "x into": lambda x, w: rotate(x * w, RopeSpec(8), 3, out=torch.empty_like(x * w)),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize(
+    "what, transform",
+    [
+        (what, transform)
+        for what in CARRIED
+        for transform in ("vmap", "grad", "vmap of grad", "grad of vmap")
+        if what != "x into" or transform == "vmap"  # out= takes nothing that wants a gradient
+    ],
+)
+def test_transforms_of_what_the_operator_carries(
+    what: str, transform: str, backend: str | None
+) -> None:
+    """torch cannot map a list alone through an operator, nor, while it compiles, find its formula."""
+    x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
+
+    def one(row: torch.Tensor) -> torch.Tensor:
+        return CARRIED[what](x, row)
+
+    def loss(row: torch.Tensor) -> torch.Tensor:
+        return one(row).pow(3).sum()
+
+    def slope(row: torch.Tensor) -> torch.Tensor:
+        leaf = row.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(loss(leaf), leaf)
+        return grad
+
+    run, wanted = {
+        "vmap": (torch.vmap(one), torch.stack([one(row) for row in rows])),
+        "grad": (torch.func.grad(lambda rows: loss(rows[0])), None),
+        "vmap of grad": (torch.vmap(torch.func.grad(loss)), None),
+        "grad of vmap": (torch.func.grad(lambda rows: torch.vmap(loss)(rows).sum()), None),
+    }[transform]
+    if wanted is None:
+        each = [slope(row) for row in rows]
+        if transform == "grad":
+            each[1:] = [torch.zeros(8, dtype=torch.float64)] * 3
+        wanted = torch.stack(each)
+    if backend is not None:
+        run = torch.compile(run, backend=backend, fullgraph=True)
+    torch.testing.assert_close(run(rows), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:

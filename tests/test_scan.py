@@ -14,7 +14,7 @@ from tightrope.frequencies import DynamicNTK
 from tightrope.functional import polar_scan
 from tightrope.gates import Exp
 from tightrope.scan import FORMS, PolarState
-from tolerances import assert_near
+from tolerances import assert_near, assert_same_bits
 
 SPEC = RopeSpec(8, interleaved=True)
 
@@ -251,6 +251,52 @@ def test_memory_grows_linearly() -> None:
     # Twice the tokens: twice the memory, not four times. From one base, as what the allocator keeps
     # between two neighbouring lengths varies by more than they differ.
     assert peaks[-1] - base <= 3 * (peaks[-2] - base) + 4 * tensor, [base, *peaks]
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "kind", ["none", "of each token and head", "of each token, head and channel"]
+)
+def test_autocast_changes_nothing(
+    kind: str, form: str, narrow: torch.dtype, wide: torch.dtype
+) -> None:
+    """A memory that is rounded to 16 bits at every block forgets; only what goes in may be narrow."""
+    every = [x.to(wide) for x in inputs()]
+    decay = DECAYS[kind]
+    if isinstance(decay, torch.Tensor):
+        every.append(decay.float())
+
+    def results(cast: bool) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in every]
+        with torch.autocast("cpu", dtype=narrow, enabled=cast):
+            made = [polar_scan(*leaves[:3], SPEC, *leaves[3:], form=form, chunk=20)]
+            more = polar_scan(*leaves[:3], SPEC, *leaves[3:], form=form, state=made[0][1])
+            made.append(more)
+        seen = [part for out, state in made for part in (out, state.memory)]
+        loss = torch.stack([part.double().square().sum() for part in seen]).sum()
+        return [*seen, *torch.autograd.grad(loss, leaves)]
+
+    wanted = results(False)
+    assert wanted[1].dtype == (torch.float64 if wide == torch.float64 else torch.float32)
+    for got, want in zip(results(True), wanted, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_autocast_changes_nothing_when_compiled() -> None:
+    q, k, v = (x.float() for x in inputs())
+    decay = DECAYS["of each token and head"].float()  # type: ignore[union-attr]
+    wanted, last = polar_scan(q, k, v, SPEC, decay)
+    torch.compiler.reset()
+    run = torch.compile(polar_scan, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, state = run(q, k, v, SPEC, decay)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.memory, last.memory, rtol=1e-5, atol=1e-5)
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = polar_scan(*(torch.empty(1, 2, 9, 8) for _ in range(3)), SPEC)
+    assert out.dtype == torch.float32
 
 
 def test_narrow_types_and_no_tokens() -> None:

@@ -106,6 +106,26 @@ def test_a_type_whose_calls_all_go_back_to_the_original_is_not_equal(
     assert row["reason"] == "every call was given back to the original: llama.apply_rotary_pos_emb"
 
 
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        (
+            "hunyuan_vl",
+            "both channels of a pair have angles of their own, so that it is no rotation",
+        ),
+        ("lightglue", "its tables want gradients"),
+        ("mlcd", "its tables want gradients"),
+    ],
+)
+def test_why_calls_go_back_is_said(types: dict[str, ModelType], name: str, why: str) -> None:
+    row = models.row(types[name])
+    assert row["status"] == "not exercised"
+    assert row["reason"].startswith(
+        f"every call was given back to the original: {name}.apply_rotary_"
+    )
+    assert row["reason"].endswith(f", as {why}")
+
+
 def test_a_type_without_rotation_is_not_equal(types: dict[str, ModelType]) -> None:
     row = models.row(types["jamba"])
     assert row["status"] == "not exercised"

@@ -33,11 +33,15 @@ FAULT = 1e-2
 
 @dataclass
 class Run:
-    """What one forward and backward pass gave."""
+    """What one forward and backward pass gave.
+
+    `odd` says what of the tables that a rotary function was called with no fused rotation takes.
+    """
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     calls: Counter[str] = field(default_factory=Counter)
+    odd: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,24 @@ def place(code: CodeType) -> Place:
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
+def odd_of(x: torch.Tensor, tables: list[torch.Tensor]) -> str | None:
+    """Why the cosines and sines of a call are not those of a rotation that is given its angles."""
+    if any(table.requires_grad for table in tables):
+        return "its tables want gradients"
+    with torch.no_grad():
+        for table in tables:
+            if 2 * table.shape[-1] <= x.shape[-1]:
+                continue  # one entry for each pair
+            halves = table.chunk(2, -1)
+            if table.shape[-1] % 2 or not (
+                torch.equal(*halves) or torch.equal(table[..., ::2], table[..., 1::2])
+            ):
+                return "both channels of a pair have angles of their own, so that it is no rotation"
+    return None
+
+
 @contextmanager
-def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
+def counting(places: dict[Place, str], calls: Counter[str], odd: dict[str, str]) -> Iterator[None]:
     """Count calls of these functions, whoever holds or has copied them: nothing is replaced."""
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -93,6 +113,11 @@ def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
             name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
             if name is not None:
                 calls[name] += 1
+                held = [frame.f_locals.get(each) for each in ("q", "cos", "sin")]
+                known = all(isinstance(each, torch.Tensor) for each in held)
+                found = odd_of(held[0], held[1:]) if known else None
+                if found is not None:
+                    odd[name] = found
             elif code.co_filename.startswith(OURS):
                 calls["tightrope"] += 1
 
@@ -120,7 +145,7 @@ def run(
     result = Run({}, {})
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    with counting(places_of(model), result.calls):
+    with counting(places_of(model), result.calls, result.odd):
         out = (call or model)(**inputs)
     generator = torch.Generator().manual_seed(2)
     loss = torch.zeros(())

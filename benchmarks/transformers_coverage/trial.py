@@ -114,7 +114,11 @@ def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
     if undone.output or undone.gradient:
         return {**out, "status": "different", "reason": f"after unpatch, at {undone.where}"}
     if not served or not after.calls["tightrope"]:
-        back = ", ".join(n for n in own if n in out["replaced"])
+        back = ", ".join(
+            n + (f", as {after.odd[n]}" if n in after.odd else "")
+            for n in own
+            if n in out["replaced"]
+        )
         reason = (
             f"every call was given back to the original: {back}" if back else "nothing was replaced"
         )

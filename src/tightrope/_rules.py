@@ -11,6 +11,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -60,6 +61,30 @@ RULES: dict[str, type[Rule]] = {}
 """Every name of every rule."""
 
 
+def length(value: object) -> int:
+    """A length that is said as a number.
+
+    Raises:
+        ValueError, TypeError: what is none.
+
+    >>> length(5)
+    5
+    """
+    number = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value  # while compiling perhaps a symbol, which `index` would turn into a constant
+    elif not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+    if number is None:
+        raise TypeError(
+            sentence("seq_len", f"a length must be an int, or one per row, but got {value!r}")
+        )
+    if number < 0:
+        raise ValueError(sentence("seq_len", f"a length must not be negative but got {number}"))
+    return number
+
+
 class Rule:
     """A frequency rule with its parameters: the base of frozen dataclasses.
 
@@ -107,9 +132,11 @@ class Rule:
                 within the original one.
 
         Raises:
-            ValueError: parameters that do not fit the number of pairs or the base.
+            ValueError: parameters that do not fit the number of pairs or the base, a negative length.
+            TypeError: a length that is no int, whether or not the rule depends on it.
         """
-        return _made(self, rotary_dim, float(base), self.regime(seq_len))
+        regime = None if seq_len is None else self.regime(length(seq_len))
+        return _made(self, rotary_dim, float(base), regime)
 
     def regime(self, seq_len: int | None) -> int | None:
         """What the frequencies depend on of a length: equal regimes, equal frequencies.

@@ -134,10 +134,10 @@ def _run_into(
 ) -> None:
     if backend is not None:
         _insist(operation, backend, q)
-    compiling = torch.compiler.is_compiling()
-    if compiling and backend != "reference":
+    compiling, transformed = torch.compiler.is_compiling(), autograd.in_functorch()
+    if compiling and not transformed and backend != "reference":
         schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
-    elif compiling or autograd.in_functorch():
+    elif compiling or transformed:
         autograd.overwrite(outs, run(operation, q, k, arguments, backend))
     elif backend == "reference" or _has_tangents(q, k, arguments):
         check_out_memory(operation, schema.present(q, k), outs)
@@ -209,6 +209,7 @@ def _ready(
         call is None
         or rotation.rows != 1
         or (rotation.read is not None and rotation.is_stale)
+        or (rotation.said is not None and rotation.passed(q.shape[layout_named("", layout).token]))
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or cpu.why_not(q) is not None  # the definition takes more than it should
@@ -283,7 +284,8 @@ def run_in_place(
     if backend is not None:
         _insist(operation, backend, q)
     xs = schema.present(q, k)
-    if torch.compiler.is_compiling():
+    transformed = autograd.in_functorch()
+    if torch.compiler.is_compiling() and not transformed:
         # Whoever traces sees to memory. Without gradients the raw operator stays in place.
         if backend == "reference":
             autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
@@ -293,13 +295,13 @@ def run_in_place(
             schema.rotate_(q, k, *arguments)
     elif backend == "reference" or _has_tangents(q, k, arguments):
         # Behind a transform memory is not what it seems; the transform sees to it.
-        if not autograd.in_functorch():
+        if not transformed:
             check_in_place(operation, names, xs)
             if autograd.needs_grad(q, k, arguments):
                 check_in_place_grad(operation, names, xs)
         # Gradients by angles need what this overwrites.
         autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
-    elif autograd.in_functorch():
+    elif transformed:
         autograd.overwrite(xs, autograd.differentiable(*autograd.copies(q, k), arguments))
     else:
         try:

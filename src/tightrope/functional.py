@@ -553,7 +553,8 @@ def polar_scan(
     Returns:
         The outputs, shaped as q with the channels of v, in the dtype of q; and the state after the
         last token, float32 (float64 for float64). Differentiable by q, k, v, log_decay, the tensors
-        of gates and the state.
+        of gates and the state. ``torch.autocast`` changes neither, as long as ``backward`` is called
+        outside of it: what goes in may be 16 bits wide, the memory never is.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, each with its sentence.

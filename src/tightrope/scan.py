@@ -12,6 +12,7 @@ decay does not take the digits of the weak ones around it. −∞ forgets everyt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -251,11 +252,26 @@ def run(
     if tokens == 0:
         return q.new_zeros(rows, heads, 0, values, dtype=dtype), PolarState(memory, seen)
     groups = q.unflatten(1, (kv_heads, -1))
-    if form == "chunked":
-        out, memory = chunked(groups, k, v, each, memory, chunk)
-    else:
-        out, memory = (quadratic if form == "quadratic" else stepped)(groups, k, v, each, memory)
+    with _without_autocast(q.device):
+        if form == "chunked":
+            out, memory = chunked(groups, k, v, each, memory, chunk)
+        elif form == "quadratic":
+            out, memory = quadratic(groups, k, v, each, memory)
+        else:
+            out, memory = stepped(groups, k, v, each, memory)
     return out.flatten(1, 2).to(dtype), PolarState(memory, seen + tokens)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """What keeps autocast from products of the memory.
+
+    They are sums over all tokens so far, which torch keeps in float32 under autocast elsewhere
+    (``cumsum``, ``sum``). In 16 bits each block would round what all before it left.
+    """
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _check_state(operation: str, state: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -25,6 +25,10 @@ def differentiable(
 ) -> Sequence[torch.Tensor]:
     """The functional operator, by the shortest way that keeps every gradient."""
     if torch.compiler.is_compiling():
+        if in_functorch():
+            # While compiling torch knows no formula of an operator from Python within `grad`, and in
+            # `vmap` none that a list alone is mapped for. Plain torch it can follow and fuse.
+            return compose(q, k, *arguments)
         return schema.rotate(q, k, *arguments)  # type: ignore[no-any-return]
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Functionalize:
@@ -165,7 +169,9 @@ def _nested(flat: Sequence[Any]) -> tuple[Any, ...]:
 
 def in_functorch() -> bool:
     """Whether a functorch transform (grad, vmap, ...) is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    # The compiler has an object where there is none, so `is not None` would always be true of it.
+    top = torch._C._functorch.peek_interpreter_stack()
+    return isinstance(top, torch._C._functorch.CInterpreter)
 
 
 class OutOfPlace(torch.autograd.Function):

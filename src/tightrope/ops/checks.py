@@ -68,7 +68,7 @@ def check_rotation(
     layout: Layout,
     said: tuple[str, str, str] = ("spec", "positions", "seq_len"),
 ) -> None:
-    """Refuse a rotation whose rows, tokens or heads are not those of what it turns.
+    """Refuse a rotation whose rows, tokens, heads or lengths are not those of what it turns.
 
     Args:
         said: what the user calls the spec, the positions and the lengths of it.
@@ -82,6 +82,8 @@ def check_rotation(
         check_heads(operation, spec, heads, names, xs, layout)
     if rotation.rows != 1:
         _check_rows(operation, names[0], x, rotation.rows, layout, seq_len)
+    if rotation.said is not None:
+        rotation.check_passed(operation, x.shape[layout.token], seq_len)
 
 
 def _check_rows(

@@ -8,15 +8,14 @@ tensor: nothing here waits for a device or breaks a graph.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from .._errors import sentence
-from .._tracing import is_readable
+from .._rules import length
+from .._tracing import is_readable, is_tracing
 from ..angles import is_lost
 from ..frequencies import Rule
 from ..positions import Positions
@@ -40,14 +39,7 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
     ((5,), (3, 4))
     """
     if isinstance(seq_len, torch.Tensor):
-        if seq_len.dtype not in (torch.int32, torch.int64, torch.float64):
-            raise TypeError(
-                sentence("seq_len", "lengths must be int32, int64 or float64", seq_len=seq_len)
-            )
-        if seq_len.dim() > 1:
-            raise ValueError(
-                sentence("seq_len", "lengths must have shape (rows,)", seq_len=seq_len)
-            )
+        _check_tensor(seq_len)
         # Rows before position 0 are short, too.
         lengths = seq_len.detach().reshape(-1).to(torch.float64).nan_to_num(0.0)
         lengths = lengths.clamp(0, _LONGEST).ceil()
@@ -57,6 +49,89 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
     if isinstance(seq_len, Iterable):
         return tuple(length(value) for value in seq_len)
     return (length(seq_len),)
+
+
+def check(seq_len: SeqLen) -> None:
+    """Refuse what :func:`read` would, where nothing depends on it; no tensor is read.
+
+    Raises:
+        ValueError, TypeError: what is no length.
+
+    >>> check(5)
+    """
+    if isinstance(seq_len, torch.Tensor):
+        _check_tensor(seq_len)
+    elif isinstance(seq_len, Iterable):
+        for value in seq_len:
+            length(value)
+    elif seq_len is not None and not (torch.compiler.is_compiling() and type(seq_len) is int):
+        # What a number is would be a guard of the graph.
+        length(seq_len)
+
+
+def _check_tensor(seq_len: torch.Tensor) -> None:
+    if seq_len.dtype not in (torch.int32, torch.int64, torch.float64):
+        raise TypeError(
+            sentence("seq_len", "lengths must be int32, int64 or float64", seq_len=seq_len)
+        )
+    if seq_len.dim() > 1:
+        raise ValueError(sentence("seq_len", "lengths must have shape (rows,)", seq_len=seq_len))
+
+
+class Said(NamedTuple):
+    """Lengths that a caller said, which no position may pass.
+
+    Attributes:
+        lengths: one for each row, or one for all.
+        ids: positions that can be read, as of :class:`tightrope.positions.Positions`.
+    """
+
+    lengths: tuple[int, ...]
+    ids: torch.Tensor | None
+
+
+def said(lengths: Lengths | None, where: Positions) -> Said | None:
+    """What can be checked of lengths without waiting for a device: None where that is nothing."""
+    if not isinstance(lengths, tuple) or not lengths or is_tracing():
+        return None
+    ids = where.ids
+    if ids is not None and not (
+        type(ids) in (torch.Tensor, torch.nn.Parameter) and is_readable(ids)
+    ):
+        return None
+    return Said(lengths, ids)
+
+
+def passed(
+    limits: Said, offset: int, ramp: bool, tokens: int
+) -> tuple[int | None, int, int] | None:
+    """The first row that passes the length that was said of it.
+
+    Args:
+        limits: what was said.
+        offset, ramp: as of :class:`tightrope.positions.Positions`.
+        tokens: how many each row has, which matters for a ramp.
+
+    Returns:
+        Its index (None where all have one length and one row of positions), its last position + 1,
+        and what was said; None where no row does.
+    """
+    lengths, ids = limits
+    if tokens == 0 or (ids is not None and 0 in ids.shape):
+        return None
+    if ids is None:
+        needed = [offset + tokens]
+    else:
+        last = (_last(ids) + (offset + (tokens if ramp else 1))).ceil()
+        needed = [int(end) if end > 0 else 0 for end in last.tolist()]
+    rows = max(len(lengths), len(needed))
+    if {len(lengths), len(needed)} - {1, rows}:
+        return None  # rows that do not fit each other have a sentence of their own
+    for row in range(rows):
+        end, told = needed[row % len(needed)], lengths[row % len(lengths)]
+        if end > told:
+            return (row if rows > 1 else None), end, told
+    return None
 
 
 def of_ramp(offset: int, ids: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
@@ -130,27 +205,3 @@ def _starts_again(ids: torch.Tensor) -> torch.Tensor:
     # Some code puts padding in front of a row at 1, and the row itself at 0, 1, 2, …
     padding = (ids == 1).all(0).cumprod(1)[:, :-1].bool()
     return (behind & ~padding).any(1)
-
-
-def length(value: object) -> int:
-    """A length that is said as a number.
-
-    Raises:
-        ValueError, TypeError: what is none.
-
-    >>> length(5)
-    5
-    """
-    number = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = value  # while compiling perhaps a symbol, which `index` would turn into a constant
-    elif not isinstance(value, bool):
-        with suppress(TypeError):
-            number = operator.index(value)  # type: ignore[arg-type]
-    if number is None:
-        raise TypeError(
-            sentence("seq_len", f"a length must be an int, or one per row, but got {value!r}")
-        )
-    if number < 0:
-        raise ValueError(sentence("seq_len", f"a length must not be negative but got {number}"))
-    return number

@@ -13,7 +13,7 @@ from .._tracing import is_tracing
 from ..positions import Positions
 from . import _lengths
 from ._channels import Channels
-from ._lengths import SeqLen
+from ._lengths import Said, SeqLen
 from ._tables import Tables
 
 
@@ -36,6 +36,8 @@ class PreparedRotation:
         by_tokens: what :meth:`for_tokens` returned.
         read: the version of the ids that lengths were read from; None where none were.
         logs: of gates by position, which all layers share: see :mod:`tightrope.gating`.
+        said: lengths that the caller said, where positions can be compared with them.
+        fits: the version of the ids and the number of tokens that were, under the key 0.
     """
 
     channels: Channels
@@ -55,6 +57,8 @@ class PreparedRotation:
     logs: dict[Any, tuple[torch.Tensor, int, torch.Tensor | None]] = field(
         default_factory=dict, repr=False
     )
+    said: Said | None = None
+    fits: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def amplitude(self) -> float:
@@ -92,6 +96,45 @@ class PreparedRotation:
             by_tokens={},
             read=_version(self.ids),
             logs={},
+        )
+
+    def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
+        """The first row that is longer than was said of it: see :func:`_lengths.passed`.
+
+        Args:
+            tokens: how many tokens each row has.
+        """
+        if self.said is None or is_tracing():
+            return None
+        version = 0 if self.said.ids is None else _version(self.said.ids)
+        if version is not None and self.fits.get(0) == (version, tokens):
+            return None
+        found = _lengths.passed(self.said, self.offset, self.ramp, tokens)
+        if found is None and version is not None:
+            self.fits[0] = version, tokens
+        return found
+
+    def check_passed(self, operation: str, tokens: int, said: str = "seq_len") -> None:
+        """Refuse rows that are longer than was said of them, whose frequencies would be another's.
+
+        Args:
+            operation: named in the error.
+            tokens: how many tokens each row has.
+            said: what the user calls the lengths.
+        """
+        found = self.passed(tokens)
+        if found is None:
+            return
+        row, end, told = found
+        of = "" if row is None else f" of row {row}"
+        about = {} if self.ids is None else {"positions": self.ids}
+        raise ValueError(
+            sentence(
+                operation,
+                f"{said} must be at least {end}, the last position + 1{of}, but got {told}; say the "
+                "length of the whole sequence",
+                **about,
+            )
         )
 
     @property
@@ -132,14 +175,20 @@ def prepare(
                 )
             )
         ids = ids.to(device)
-    awaits = read = None
-    if tables.by_length and seq_len is None:
+    awaits = read = told = None
+    own = seq_len is None
+    if tables.by_length and own:
         if ids is None or where.ramp:
             awaits = tables
         else:
             read = _version(ids)
             seq_len = _lengths.of_ids(where, ids, tables.rule, operation)  # type: ignore[arg-type]
     lengths = tables.read(seq_len, device)
+    if not own:
+        told = _lengths.said(lengths, where)
+        if told is not None and told.ids is not None and ids is not where.ids:
+            # What is turned by a copy on a device does not follow the original.
+            told = told._replace(ids=told.ids.clone())
     words, turns = tables.words(lengths, device)
     return PreparedRotation(
         channels,
@@ -154,6 +203,7 @@ def prepare(
         awaits,
         made_from,
         read=read,
+        said=told,
     )
 
 

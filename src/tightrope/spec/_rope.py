@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from .. import positions as positions_, words as words_
+from .. import _rules, positions as positions_, words as words_
 from .._errors import sentence
 from ..axes import Axes
 from ..frequencies import Frequencies, Given, Rule
 from ..positions import Positions, PositionsLike
-from . import _lengths
 from ._channels import Channels
 from ._lengths import SeqLen
 from ._prepared import PreparedRotation, prepare
@@ -246,9 +245,8 @@ class RopeSpec:
         >>> RopeSpec(8, axes=Axes.blocks((2, 2))).frequencies().inv_freq.tolist()
         [1.0, 0.01, 1.0, 0.01]
         """
-        regime = None
-        if self.scaling is not None and seq_len is not None:
-            regime = self.scaling.regime(_lengths.length(seq_len))
+        length = None if seq_len is None else _rules.length(seq_len)
+        regime = None if self.scaling is None else self.scaling.regime(length)
         return words_.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
 
     def attention_scaling(self, seq_len: SeqLen = None) -> float:
@@ -276,8 +274,8 @@ class RopeSpec:
             seq_len: None or an int for all rows; one int per row; or a tensor ``(rows,)`` or ``()``
                 of int32, int64 or float64, fractions counting as the next whole length. A tensor on
                 another device than the CPU, or one that is being traced, is not read: nothing
-                synchronises. Nor is an int while compiling: one graph serves all lengths. Ignored by
-                rules that do not depend on it.
+                synchronises. Nor is an int while compiling: one graph serves all lengths. Checked, and
+                of no effect, where the rule does not depend on it.
             device: where the words shall be.
 
         Returns:
@@ -308,12 +306,18 @@ class RopeSpec:
                 position + 1, on whichever axis. A rank that holds a share of a sequence must say
                 the length of the whole. Keys that were cached under another length need
                 :func:`tightrope.functional.rerotate` before queries of this one meet them; see
-                docs/rerotate.md.
+                docs/rerotate.md. No row may be longer than is said of it. Where positions or
+                lengths are on a device or traced, that cannot be seen without waiting for them, and
+                is not: such rows get the frequencies of the length that was said. Frequencies of a
+                shorter sequence that are meant are a rule of their own:
+                ``Given.of(spec.frequencies(seq_len).inv_freq)``.
 
         Raises:
-            ValueError: positions that do not fit the spec; or positions that start again within a
-                row beyond the original length of such a rule, where no one length fits the row.
-                Packed sequences that nothing may read (on a device, while compiling) count as such.
+            ValueError: positions that do not fit the spec; a length that positions pass; or positions
+                that start again within a row beyond the original length of such a rule, where no one
+                length fits the row. Packed sequences that nothing may read (on a device, while
+                compiling) count as such.
+            TypeError: a length that is none, whether or not the rule depends on it.
             NotImplementedError: rows of one call whose attention scaling differs, which only a
                 :class:`tightrope.frequencies.LongRoPE` with unequal mscales can give.
 
@@ -332,7 +336,10 @@ class RopeSpec:
             elif target.index is None:
                 # Tensors say which of several devices they are on; only the device knows.
                 target = torch.empty(0, device=target).device
-        return self.on(where, target, "at", seq_len)
+        rotation = self.on(where, target, "at", seq_len)
+        if not rotation.ramp and rotation.ids is not None:
+            rotation.check_passed("at", rotation.ids.shape[2])
+        return rotation
 
     def on(
         self,

@@ -62,8 +62,14 @@ class Tables:
 
         While compiling, a length that is a number would be a constant, and each another graph. It
         becomes a tensor, unless the attention scaling, which is a number too, hangs on it.
+
+        Raises:
+            ValueError, TypeError: what is no length, whether or not it matters.
         """
-        if not self.by_length or seq_len is None:
+        if seq_len is None:
+            return None
+        if not self.by_length:
+            _lengths.check(seq_len)
             return None
         if torch.compiler.is_compiling() and isinstance(seq_len, int) and self._has_one_amplitude:
             seq_len = torch.full((1,), seq_len, dtype=torch.int64, device=device)

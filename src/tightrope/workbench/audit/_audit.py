@@ -52,7 +52,9 @@ def audit(
             rotary module and apply function that are installed are audited as a pair, against the
             spec that the config describes.
         spec: what it is meant to be. Without it the audit says what it is, and finds what is wrong
-            whatever was meant; with it, also what differs. One coordinate per position.
+            whatever was meant; with it, also what differs. With several axes (M-RoPE) positions are
+            ``(axes, rows, tokens)``; it is asked about text, whose coordinates are equal, and then
+            which coordinate turns which pairs.
         form: how it is called, such as ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, seq_dim"``,
             ``"x, positions -> cos, sin"``; by default from its signature, and by trying.
         layout: how x, q and k are laid out: ``"bhsd"``, ``"bshd"``, ``"sbhd"``, ``"thd"``, ``"bsd"``,
@@ -184,6 +186,8 @@ def _run(
         return f"{base!r} ** (-torch.arange(0, {width}, 2, dtype=torch.float64) / {width})"
 
     log: Log | None = None
+    declared, axes = spec, 1 if spec is None else spec.axis_count
+    spec = None if spec is None else _declared.text_of(spec)
     try:
         subject = find_call(
             found.fn,
@@ -196,14 +200,15 @@ def _run(
             header=found.header,
             make=found.make,
             device=device,
+            axes=axes,
         )
         log = Log(found.name, subject, spec, dtypes, longest, progress=progress)
         log.facts.update(_facts(subject.call, subject))
         if spec is not None:
-            log.facts["declared"] = repr(spec)
+            log.facts["declared"] = repr(declared)
         elif found.unread:
             log.facts["declared"] = f"nothing: {found.unread}"
-        _check_all(log)
+        _check_all(log, declared)
     except NoWay as error:
         return _not_called(found, error)
     except Hangs:
@@ -232,6 +237,8 @@ def _facts(call: Call, subject: Subject) -> dict[str, str]:
         facts["tables"] = f"{call.tables}, applied by the audit"
     elif "positions" in call.roles:
         facts["positions"] = "(tokens,)" if call.shared_positions else "(rows, tokens)"
+        if call.axes > 1:
+            facts["positions"] = f"({call.axes}, {facts['positions'][1:]}"
     else:
         facts["positions"] = (
             "its own, from an offset" if "offset" in call.roles else "its own, 0 to n − 1"
@@ -255,7 +262,7 @@ def _not_called(found: Target, error: NoWay) -> Report:
     return Report(found.name, {}, (finding,), ())
 
 
-def _check_all(log: Log) -> None:
+def _check_all(log: Log, meant: RopeSpec | None) -> None:
     # First what would spoil all the rest: memory, while there is nothing to remember yet.
     _memory.check_memory(log)
     if log.found("nondeterminism", "not-finite"):
@@ -265,6 +272,8 @@ def _check_all(log: Log) -> None:
     _inputs.check_inputs(log)
     if looks and _rotation.check_rotation(log):
         declared = _declared.check_declared(log)
+        if declared and meant is not None:
+            _declared.check_axes(log, meant)
         _declared.check_identity(log)
         model = _angles.model_of(log, declared)
         if model is not None:

@@ -57,6 +57,8 @@ class Call:
         shared_positions: positions are ``(tokens,)`` and not ``(rows, tokens)``.
         tables: the width of the tables that it takes or gives: ``"cat"``, ``"repeat"``, ``"half"``.
         table_shape: which axes they have.
+        axes: how many coordinates a position has. With several, the adapter makes them all equal, as in
+            text, of positions ``(rows, tokens)``, and hands over those that have an axis in front.
     """
 
     arguments: tuple[tuple[str, str | None], ...]
@@ -65,6 +67,7 @@ class Call:
     shared_positions: bool = False
     tables: str = "cat"
     table_shape: str = "bsd"
+    axes: int = 1
 
     @property
     def roles(self) -> frozenset[str]:
@@ -125,14 +128,20 @@ class Call:
             lines.append(f"    return cos{shape}, sin{shape}")
         return "\n".join(lines)
 
+    def _positions(self) -> str:
+        if self.axes == 1:
+            return "positions[0]" if self.shared_positions else "positions"
+        every = f"positions.expand({self.axes}, -1, -1)"
+        return f"{every}[:, 0]" if self.shared_positions else every
+
     def _expression(self, names: dict[str, str]) -> str:
         return ", ".join(
             (f"{keyword}=" if keyword else "") + names[role] for role, keyword in self.arguments
         )
 
     def _gives_tables_source(self) -> str:
-        positions = "positions[0]" if self.shared_positions else "positions"
-        call = self._expression({"x": _INTO[self.layout].format("x"), "positions": positions})
+        names = {"x": _INTO[self.layout].format("x"), "positions": self._positions()}
+        call = self._expression(names)
         shape = "[None, None]" if self.shared_positions else "[:, None]"
         widen = {
             "half": "\n    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)",
@@ -162,7 +171,7 @@ class Call:
             "x": into.format(first),
             "q": into.format("q"),
             "k": into.format("k"),
-            "positions": "positions[0]" if self.shared_positions else "positions",
+            "positions": self._positions(),
             "offset": "int(positions.min())",
             "seq_dim": str(_TOKEN_AXIS[self.layout]),
             "cos": "cos",

@@ -8,13 +8,17 @@ from dataclasses import replace
 import torch
 
 from ..._errors import sentence
+from ...frequencies import Given
 from ...spec import RopeSpec
 from ._impulse import Shape
 from ._log import Log
 from ._rotation import angle_body, omegas_of
+from ._subject import Subject, like
 
 _CLOSE = 1e-4
 """Relative: a frequency that is off by more is another one. float32 gives 1e-6."""
+_FAR = 2**16
+"""A position at which even slow pairs have turned."""
 
 
 def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
@@ -30,13 +34,80 @@ def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
                 f"head_dim must be that of the spec, {spec.head_dim}, or None but got {head_dim}",
             )
         )
-    if spec.axis_count != 1 or len(spec.frequencies().inv_freq.shape) > 1:
+    if len(spec.frequencies().inv_freq.shape) > 1:
         raise ValueError(
             sentence(
                 "audit",
-                f"spec must have one coordinate per position for all heads but got {spec!r}",
+                "spec must have the same frequencies for all heads, as one head tells those of all, but "
+                f"got {spec!r}",
             )
         )
+    if spec.axis_count > 1 and text_of(spec) is None:
+        raise ValueError(
+            sentence(
+                "audit",
+                "spec must have no scaling where its axes count their frequencies from 0 each, as they "
+                f"are no one row that could be scaled, but got {spec!r}",
+            )
+        )
+
+
+def text_of(spec: RopeSpec) -> RopeSpec | None:
+    """What a spec of several axes does to text, whose tokens have equal coordinates, as one of one axis.
+
+    Returns:
+        None where there is no such spec: frequencies that restart with each axis, and are scaled.
+    """
+    if spec.axes is None:
+        return spec
+    rates = spec.frequencies().inv_freq
+    plain = replace(spec, axes=None)
+    if torch.equal(plain.frequencies().inv_freq, rates):
+        return plain
+    return None if spec.scaling is not None else replace(plain, scaling=Given.of(rates))
+
+
+def check_axes(log: Log, spec: RopeSpec) -> None:
+    """Whether each coordinate turns the pairs that are declared for it, and no others."""
+    if spec.axes is None or log.shape is None:
+        return
+    name = "each coordinate turns its own pairs"
+    if "positions" not in log.subject.call.roles:
+        log.skip(name, "it takes no positions")
+        return
+    with log.check(name) as subject:
+        _axes(log, spec, subject)
+
+
+def _axes(log: Log, spec: RopeSpec, subject: Subject) -> None:
+    far = min(log.longest, _FAR)
+    where = [1, 3, 50, far // 17, far]
+    x = subject.laid_out(torch.ones(1, subject.heads(2), len(where), subject.head_dim))
+    rates = spec.frequencies().inv_freq.tolist()
+    for axis in range(spec.axis_count):
+        ids = torch.zeros(spec.axis_count, 1, len(where), dtype=torch.int64)
+        ids[axis, 0] = torch.tensor(where)
+        y = like(subject.raw("rotate", x.clone(), ids.to(subject.device)), x).detach()
+        moved = (y - x * log.amplitude).abs().amax((0, 1, 2)) > 1e-3
+        for k, (own, _, _) in enumerate(spec.axes.pairs):  # type: ignore[union-attr]
+            u = spec.start + k * (2 if spec.interleaved else 1)
+            v = u + (1 if spec.interleaved else spec.rotary_dim // 2)
+            if abs(rates[k]) * far < 2e-2 or bool(moved[u] | moved[v]) == (own == axis):
+                continue
+            does = "does not turn" if own == axis else "turns"
+            log.add(
+                "axes",
+                "error",
+                "Coordinates turn other pairs than those that are declared for them.",
+                f"coordinate {axis} {does} pair {k} (channels {u} and {v}), which is declared for "
+                f"coordinate {own}",
+                f"x = torch.ones(1, {subject.heads(2)}, {len(where)}, {subject.head_dim})\n"
+                f"positions = torch.zeros({spec.axis_count}, 1, {len(where)}, dtype=torch.int64)\n"
+                f"positions[{axis}, 0] = torch.tensor({where})\n"
+                f"change = (rotate(x, positions) - {log.amplitude!r} * x)[..., [{u}, {v}]].abs().max()\n"
+                f"assert (float(change) > 1e-3) is {own == axis}, float(change)",
+            )
+            return
 
 
 def check_declared(log: Log) -> bool:

@@ -41,18 +41,23 @@ def find_call(
     header: str | None,
     make: Callable[[], Callable[..., Any]] | None,
     device: str,
+    axes: int = 1,
 ) -> Subject:
     """The subject with the first call that gives something of the right shape that depends on tokens.
 
     Args:
         form, layout, tables, head_dim: what the user says; None: to be found.
         inv_freq: makes the expression for the tables' frequencies, from the head dimension.
+        axes: how many coordinates its positions have, where it takes any.
 
     Raises:
         NoWay: none does.
         Hangs: a call did not return.
     """
-    calls = calls_of(fn) if form is None else [parse(form)]
+    calls = [
+        replace(call, axes=axes) if "positions" in call.roles else call
+        for call in (calls_of(fn) if form is None else [parse(form)])
+    ]
     dims = _dims_of(fn) if head_dim is None else [head_dim]
     # A function that nobody's tokens move is still a finding, if it can be called at all.
     second_best: Subject | None = None
@@ -149,6 +154,8 @@ def _gives_tables(subject: Subject) -> _Verdict | None:
     ids = torch.arange(1, _TOKENS + 1)
     given = subject.ids(ids, _ROWS)
     ids = given[0] if subject.call.shared_positions else given
+    if subject.call.axes > 1:
+        ids = ids.expand(subject.call.axes, *[-1] * ids.ndim)
     arguments = {"x": x, "positions": ids}
     positional = [arguments[role] for role, keyword in subject.call.arguments if keyword is None]
     named = {k: arguments[role] for role, k in subject.call.arguments if k is not None}

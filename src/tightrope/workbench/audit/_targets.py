@@ -323,9 +323,13 @@ def _text_of(config: Any) -> Any:
 
 def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
     """The spec that a config describes; or None, and why it cannot be read."""
+    inner = _text_of(config)
     try:
         read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
     except ValueError as error:
+        if inner is not config:
+            # It has RoPE in several parts, say; what is audited is the text's.
+            return _meant(inner, layer_type)
         if layer_type is not None:
             raise
         return None, error

@@ -19,7 +19,7 @@ from ...config.source import Source
 from ...config.specs import LayerSpecs
 from ...spec import RopeSpec
 from ._fail import fail, pairing_name, shown
-from .checkpoint import RECORD, Checkpoint, load_json
+from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
 from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, Naming
 
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups", "n_head_kv")
@@ -67,6 +67,7 @@ class Model:
         mark: the key of the configuration by which its family's own code chooses the pairing.
         at: the keys that lead to the section of the configuration that was read.
         block: rows and columns that share one scale, in checkpoints with scales by block.
+        index_heads, index_dim: heads of a sparse indexer and their channels; None where nothing says it.
         name: what the configuration is, for sentences.
     """
 
@@ -80,6 +81,8 @@ class Model:
     mark: str | None = None
     at: tuple[str, ...] = ()
     block: int | None = None
+    index_heads: int | None = None
+    index_dim: int | None = None
     name: str = ""
 
     def of(self, layer: int) -> RopeSpec | None:
@@ -138,6 +141,25 @@ def _config_of(home: Path) -> Path | None:
     if len(there) > 1:
         fail(f"{home} has config.json and params.json: say which with --config")
     return there[0] if there else None
+
+
+def pairing_beside(home: Path) -> tuple[bool, str] | None:
+    """Whether a conversion left the weights of a folder interleaved, and what says so.
+
+    Args:
+        home: a folder, perhaps without weights.
+
+    Returns:
+        None where no conversion left a record, or it cannot be known which weights are meant.
+
+    Raises:
+        ValueError: records that disagree.
+    """
+    try:
+        found = open_checkpoint(home)
+    except (OSError, ValueError):
+        return None
+    return _recorded(found)
 
 
 def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
@@ -244,6 +266,8 @@ def _from_config(found: object, said: Said, given: bool | None) -> Model:
     if values.get("model_type") == "falcon" and said.kv_heads is None:
         kv_heads = _falcon(values, heads, kv_heads)
     naming = _naming(said, _family(source))
+    if said.naming is None:
+        _check_indexer(values, naming, source.name)
     return Model(
         spec,
         interleaved,
@@ -255,6 +279,8 @@ def _from_config(found: object, said: Said, given: bool | None) -> Model:
         None if source.family is None else source.family.pairing_key,
         tuple(source.prefix.split(".")[:-1]),
         _block(found, values),
+        _size(None, "", values, ("index_n_heads",)),
+        _size(None, "", values, ("index_head_dim",)),
         source.name,
     )
 
@@ -320,6 +346,20 @@ def _size(
     if given is not None and given < 1:
         fail(f"{flag} must be above 0 but got {given}")
     return given
+
+
+def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
+    """Refuse a key about a sparse indexer that its family's code does not follow."""
+    for key in ("indexer_rope_interleave", "index_rope_interleave"):
+        told = values.get(key)
+        moves = "index q" in naming.modules.values()
+        if told is None or "kv a" not in naming.modules.values() or bool(told) is moves:
+            continue
+        fail(
+            f"{key} is {told!r}, and the code of {who} pairs its indexer by "
+            f"{'neighbours' if moves else 'halves'} whatever it says: --naming glm_moe_dsa converts the "
+            "indexer along with the attention, --naming deepseek leaves it as it is"
+        )
 
 
 def _falcon(values: Mapping[str, Any], heads: int | None, kv_heads: int | None) -> int | None:

@@ -22,7 +22,8 @@ class Naming:
         layer: regular expression of what stands before a module; its group is the layer's number.
         modules: name of a module (a regular expression) -> its role: ``q``, ``k``, ``qkv``, ``q gate``
             (each head's query rows, then as many of a gate), ``kv a`` (latent attention: the rotated
-            rows come last), ``q norm``, ``k norm``.
+            rows come last), ``q norm``, ``k norm``; ``index q``, ``index k``, ``index k norm`` of a
+            sparse indexer, whose heads have a size of their own and rotate from their first channel.
         packing: how the heads of ``qkv`` follow one another, a key of :data:`PACKINGS`.
         several: whether the same geometry holds under several prefixes (encoder and decoder).
     """
@@ -76,6 +77,12 @@ _LAYERNORM = Naming(_SELF, {**_Q_K, **_LAYERNORMS})
 _PHI3 = Naming(_SELF, {"qkv_proj": "qkv"}, "blocks")
 _MLA_MODULES = {"q_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv a"}
 _MLA = Naming(_SELF, _MLA_MODULES)
+# DeepSeek V3.2 has an indexer of these names too; its own code pairs that by halves, so it stays.
+_INDEXER = {
+    r"indexer\.wq_b": "index q",
+    r"indexer\.wk": "index k",
+    r"indexer\.k_norm": "index k norm",
+}
 _BERT = Naming(r"layer\.(\d+)\.attention\.self\.", {"query": "q", "key": "k"})
 
 # The namings that `--naming` knows, each called by its best known family.
@@ -110,6 +117,7 @@ NAMINGS: dict[str, Naming] = {
     "dbrx": Naming(r"blocks\.(\d+)\.norm_attn_norm\.attn\.", {"Wqkv": "qkv"}, "blocks"),
     "modernbert": Naming(r"layers\.(\d+)\.attn\.", {"Wqkv": "qkv"}, "blocks"),
     "deepseek": _MLA,
+    "glm_moe_dsa": Naming(_SELF, {**_MLA_MODULES, **_INDEXER}),
     "longcat_flash": Naming(r"layers\.(\d+)\.self_attn\.[01]\.", _MLA_MODULES),
     "bert": _BERT,
     "moonshine": Naming(_SELF, _Q_K, several=True),
@@ -137,7 +145,8 @@ _BY_NAMING: dict[str, str] = {
     "codegen": "codegen",
     "dbrx": "dbrx",
     "modernbert": "modernbert",
-    "deepseek": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa minicpm3 mistral4 youtu",
+    "deepseek": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 minicpm3 mistral4 youtu",
+    "glm_moe_dsa": "glm_moe_dsa",
     "longcat_flash": "longcat_flash",
     "bert": "roformer esm",
     "moonshine": "moonshine",

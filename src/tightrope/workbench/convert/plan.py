@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...spec import RopeSpec
 from ._fail import fail, shown
 from .checkpoint import Checkpoint
 from .model import Model
-from .naming import PACKINGS, SIDE_PARTS, Naming
+from .naming import NAMINGS, PACKINGS, SIDE_PARTS, Naming
 from .rewrite import Change
 from .tensors import FLOATS, Entry, each
 
@@ -106,6 +106,7 @@ def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
         change = _change(match, spec, model, rows.get(match.group_module, 0), checkpoint.ranks)
         if change is not None:
             changes.append(change)
+    _check_norms(entries, matches, model.naming)
     _check_complete(matches)
     _check_shared(changes, entries)
     if not changes:
@@ -275,6 +276,36 @@ def _key_norm(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int)
     return _key(entry, spec, model, rows, ranks)
 
 
+def _index_dim(entry: Entry, spec: RopeSpec, model: Model) -> int:
+    if model.index_dim is None:
+        fail(f"the head_dim of the indexer of {entry.name} must be known: say --config")
+    if model.index_dim < spec.rotary_dim:
+        fail(
+            f"the heads of {entry.name} must have {spec.rotary_dim} rotated rows but have "
+            f"{model.index_dim} (index_head_dim)"
+        )
+    return model.index_dim
+
+
+def _index_query(
+    entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
+) -> tuple[int, ...]:
+    width = _index_dim(entry, spec, model)
+    own = replace(spec, head_dim=width, start=0, scaling=None, axes=None)
+    count = _count(entry, rows, width, model.index_heads, ranks, "heads of the indexer", own)
+    return tuple(head * width for head in range(count))
+
+
+def _index_key(
+    entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
+) -> tuple[int, ...]:
+    del ranks  # every rank has the one key
+    width = _index_dim(entry, spec, model)
+    if rows != width:
+        fail(f"{entry.name} must have the {width} rows of one key but is {entry.describe()}")
+    return (0,)
+
+
 _ROLES: dict[str, Callable[[Entry, RopeSpec, Model, int, int], tuple[int, ...]]] = {
     "q": _query,
     "q gate": _gated,
@@ -283,6 +314,9 @@ _ROLES: dict[str, Callable[[Entry, RopeSpec, Model, int, int], tuple[int, ...]]]
     "kv a": _latent,
     "q norm": _query_norm,
     "k norm": _key_norm,
+    "index q": _index_query,
+    "index k": _index_key,
+    "index k norm": _index_key,
 }
 
 
@@ -305,6 +339,37 @@ def _check_blocks(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks:
 # --- all tensors ----------------------------------------------------------------------------------
 
 
+# What norms of queries or keys are called; those of a latent (q_a_layernorm) come before it is projected.
+_NORM = re.compile(
+    r"(?:q|k|query|key)_?(?:layer)?_?norm|(?:layer)?_?norm_?(?:q|k|query|key)|(?:q|k)_ln|ln_(?:q|k)"
+)
+
+
+def _check_norms(entries: list[Entry], matches: list[_Match], naming: Naming) -> None:
+    """Refuse norms of queries and keys that a naming does not know: their channels would stay."""
+    ours = {id(match.entry) for match in matches}
+    groups = {match.prefix + match.group for match in matches}
+    # What a naming says nothing of inside a module of its own, as DeepSeek's indexer, is another's.
+    for entry in entries:
+        group = next((group for group in groups if entry.name.startswith(group)), None)
+        if group is None or id(entry) in ours:
+            continue
+        module = entry.name[len(group) :].split(".")[0]
+        if _NORM.fullmatch(module.lower()) is None or entry.numel < 2:
+            continue
+        knowing = [
+            name
+            for name, other in NAMINGS.items()
+            if other.layer == naming.layer
+            and any(re.fullmatch(known, module) for known in other.modules)
+        ]
+        hint = f"; --naming {' or '.join(knowing)} does" if knowing else ""
+        fail(
+            f"{entry.name} is a norm of queries or keys by its name, and the naming that was said or read "
+            f"does not know it{hint}"
+        )
+
+
 def _check_complete(matches: list[_Match]) -> None:
     """Refuse a checkpoint in which a layer has queries without keys: half a conversion is none."""
     if any("lora_" in match.suffix for match in matches):
@@ -313,12 +378,19 @@ def _check_complete(matches: list[_Match]) -> None:
     for match in matches:
         if match.suffix == "weight":
             groups.setdefault(match.prefix + match.group, set()).add(match.role)
-    needs_keys = {"q": {"k", "kv a"}, "q gate": {"k"}, "k": {"q", "q gate"}, "kv a": {"q"}}
+    needs_keys = {
+        "q": {"k", "kv a"},
+        "q gate": {"k"},
+        "k": {"q", "q gate"},
+        "kv a": {"q"},
+        "index q": {"index k"},
+        "index k": {"index q"},
+    }
     for group, roles in groups.items():
         for role in roles & needs_keys.keys():
             if roles & needs_keys[role]:
                 continue
-            other = "keys" if role.startswith("q") else "queries"
+            other = "keys" if role.endswith("q") or role == "q gate" else "queries"
             fail(f"{group[:-1]} has {'queries' if other == 'keys' else 'keys'} but no {other}")
 
 

@@ -75,7 +75,8 @@ def verify(
         place = change.module.rpartition(".")[0] if "norms." not in change.module else None
         place = place or change.module.split(".q_layernorm")[0].split(".k_layernorm")[0]
         layers.setdefault(place, {}).setdefault(change.role, []).append(change)
-    compared, worst, weakest = 0, 0.0, float("inf")
+    compared: set[str] = set()
+    worst, weakest = 0.0, float("inf")
     for number, (place, roles) in enumerate(layers.items()):
         report(number / len(layers))
         layer = next(iter(roles.values()))[0].layer
@@ -83,8 +84,10 @@ def verify(
         if spec is None or not _complete(roles):
             continue
         plain = RopeSpec(spec.head_dim, 10000.0, spec.rotary_dim, spec.start)
-        before = _heads(roles, None, model, spec, number)
-        after = _heads(roles, copies, model, spec, number)
+        if "index q" in roles:
+            plain = RopeSpec(model.index_dim or spec.head_dim, 10000.0, spec.rotary_dim)
+        before = _heads(roles, None, model, plain, number)
+        after = _heads(roles, copies, model, plain, number)
         old = _scores(*before, replace(plain, interleaved=not interleaved))
         new = _scores(*after, replace(plain, interleaved=interleaved))
         wrong = _scores(*after, replace(plain, interleaved=not interleaved))
@@ -95,19 +98,24 @@ def verify(
                 f"scores must stay as they are but those of {place} differ by {difference:.2g} of the "
                 f"largest, or are no numbers"
             )
-        compared, worst = compared + 1, max(worst, difference)
+        compared.add(place.removesuffix(".indexer"))
+        worst = max(worst, difference)
         weakest = min(weakest, float((old - wrong).abs().max() / size))
     report(1.0)
     if not compared:
         fail("scores can be compared where a layer has weights for queries and keys, and none has")
-    return Verified(compared, worst, weakest)
+    return Verified(len(compared), worst, weakest)
 
 
 def _complete(roles: Mapping[str, list[Change]]) -> bool:
     kinds = {
         role for role, changes in roles.items() if any(len(c.entry.shape) == 2 for c in changes)
     }
-    return "qkv" in kinds or bool(kinds & {"q", "q gate"} and kinds & {"k", "kv a"})
+    return (
+        "qkv" in kinds
+        or {"index q", "index k"} <= kinds
+        or bool(kinds & {"q", "q gate"} and kinds & {"k", "kv a"})
+    )
 
 
 def _heads(
@@ -125,6 +133,14 @@ def _heads(
         kv_heads = (every.shape[1] - heads) // 2
         rows = PACKINGS[model.naming.packing or ""].rows(heads, kv_heads)
         q, k = every[:, rows[0]], every[:, rows[1]]
+    elif "index q" in roles:
+        q = _project(roles["index q"], copies, seed).unflatten(-1, (-1, width))
+        k = _norm(
+            _project(roles["index k"], copies, seed)[:, None],
+            roles.get("index k norm", []),
+            copies,
+        )
+        return q.transpose(0, 1), k.transpose(0, 1)
     else:
         role = "q" if "q" in roles else "q gate"
         q = _project(roles[role], copies, seed).unflatten(
@@ -192,7 +208,10 @@ def _norm(
         scale = torch.stack([_read(c, copies, 0, c.units)[:, 0] for c in weights])
     else:
         scale = _read(weights[0], copies, 0, weights[0].units).view(-1, per_head)
-    return made * scale
+    made = made * scale
+    for shift in (c for c in changes if c.entry.name.endswith("bias") and c.units == per_head):
+        made = made + _read(shift, copies, 0, per_head)[:, 0]
+    return made
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, spec: RopeSpec) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 from ... import config as reader
 from ...config import LayerSpecs, Provenance, files
 from ...spec import RopeSpec
+from ..convert._fail import pairing_name
+from ..convert.model import pairing_beside
 
 
 class Field(NamedTuple):
@@ -63,7 +66,8 @@ def read(
 
     Args:
         config: a spec, or what :meth:`tightrope.RopeSpec.from_config` takes, or the JSON of
-            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file.
+            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. Of a configuration beside
+            weights that a conversion wrote, their record says the pairing.
         layer_type, section, strict, interleaved: as of :meth:`tightrope.RopeSpec.from_config`. With
             no section, every part that rotates is read.
 
@@ -71,10 +75,14 @@ def read(
         OSError, ValueError, TypeError: as :meth:`tightrope.RopeSpec.from_config`.
     """
     name = os.fspath(config) if isinstance(config, str | os.PathLike) else type(config).__name__
+    beside: tuple[bool, str] | None = None
     if isinstance(config, RopeSpec):
         return Subject("RopeSpec", "a RopeSpec", (_of_spec(config, "given"),))
     if isinstance(config, str | os.PathLike):
-        config = files.load(Path(config))
+        path = Path(config)
+        config = files.load(path)
+        if interleaved is None and (path.is_dir() or path.name in files.NAMES):
+            beside = pairing_beside(path if path.is_dir() else path.parent)
     if _is_saved_spec(config):
         spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
         return Subject(str(name), "RopeSpec JSON", (_of_spec(spec, "the file"),))
@@ -83,26 +91,43 @@ def read(
         "strict": strict,
         "interleaved": interleaved,
     }
-    if section is not None:
-        told = reader.provenance(config, section=section, **options)
-        return Subject(str(name), told.name, _parts_of(told, section))
     rotating = reader.sections(config)
-    if len(rotating) == 1:
-        told = reader.provenance(config, **options)
-        return Subject(str(name), told.name, _parts_of(told, ""))
-    parts: list[Part] = []
+    if section is not None or len(rotating) == 1:
+        if beside is not None:
+            options["interleaved"] = beside[0]
+        told = reader.provenance(config, section=section, **options)
+        parts = _parts_of(told, section or "")
+        return Subject(str(name), told.name, tuple(_recorded(part, beside) for part in parts))
+    if beside is not None:
+        warnings.warn(
+            f"the weights beside it are {pairing_name(beside[0])} ({beside[1]}), and it is not known in "
+            f"which of {', '.join(one or 'the outer level' for one in rotating)}: say the section",
+            UserWarning,
+            stacklevel=3,
+        )
+    found: list[Part] = []
     forms: list[str] = []
     for one in rotating:
         try:
             told = reader.provenance(config, section=one, **options)
         except (ValueError, TypeError) as error:
-            parts.append(Part(one or "outer level", None, why_not=str(error)))
+            found.append(Part(one or "outer level", None, why_not=str(error)))
         else:
             forms.append(told.name)
-            parts += _parts_of(told, one or "outer level")
+            found += _parts_of(told, one or "outer level")
     if not forms:
-        raise ValueError(parts[0].why_not)
-    return Subject(str(name), ", ".join(forms), tuple(parts))
+        raise ValueError(found[0].why_not)
+    return Subject(str(name), ", ".join(forms), tuple(found))
+
+
+def _recorded(part: Part, beside: tuple[bool, str] | None) -> Part:
+    """A part whose pairing was read in the record of a conversion, with that as its source."""
+    if beside is None:
+        return part
+    rows = tuple(
+        row._replace(source=beside[1]) if row.name == "interleaved" else row for row in part.fields
+    )
+    return replace(part, fields=rows)
 
 
 def _is_saved_spec(config: object) -> bool:

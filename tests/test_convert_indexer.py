@@ -1,0 +1,152 @@
+"""Sparse indexers beside an attention, and norms of queries and keys that a naming does not know."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from convert_cases import interleaved_rows, llama_tensors, write
+from tightrope.workbench.convert import Said, convert, detect
+
+PLACE = "model.layers.0.self_attn."
+GLM5: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "index_n_heads": 3,
+    "index_head_dim": 14,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def glm5_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "q_a_proj.weight": (12, 24), "q_a_layernorm.weight": (12,), "q_b_proj.weight": (28, 12),
+        "kv_a_proj_with_mqa.weight": (18, 24), "kv_a_layernorm.weight": (10,),
+        "kv_b_proj.weight": (24, 10), "o_proj.weight": (24, 12),
+        "indexer.wq_b.weight": (42, 12), "indexer.wk.weight": (14, 24),
+        "indexer.k_norm.weight": (14,), "indexer.k_norm.bias": (14,),
+        "indexer.weights_proj.weight": (3, 24),
+    }  # fmt: skip
+    return {PLACE + name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_an_indexer_moves_with_its_attention_where_it_is_paired_like_it(tmp_path: Path) -> None:
+    """GLM-5's is; DeepSeek V3.2's is paired by halves whatever the attention is."""
+    tensors = glm5_tensors()
+    own = {
+        "indexer.wq_b.weight": [0, 14, 28], "indexer.wk.weight": [0],
+        "indexer.k_norm.weight": [0], "indexer.k_norm.bias": [0],
+    }  # fmt: skip
+    moved = {"q_b_proj.weight": [6, 20], "kv_a_proj_with_mqa.weight": [10]}
+    for family, starts in (("glm_moe_dsa", moved | own), ("deepseek_v32", moved)):
+        config = GLM5 | {"model_type": family}
+        source = write(tmp_path / family, tensors, config)
+        done = convert(source, tmp_path / f"{family} half", to="half", verify=True)
+        assert done.verified is not None
+        assert done.verified.layers == 1
+        got = load_file(tmp_path / f"{family} half" / "model.safetensors")
+        for name, before in tensors.items():
+            after = got[name]
+            if name.removeprefix(PLACE) in starts:
+                back = interleaved_rows(list(after), starts[name.removeprefix(PLACE)], 8)
+                assert not torch.equal(after, before), name
+                after = torch.stack(back)
+            assert torch.equal(after, before), name
+        convert(tmp_path / f"{family} half", tmp_path / f"{family} back", to="interleaved")
+        again = load_file(tmp_path / f"{family} back" / "model.safetensors")
+        assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_proof_looks_at_the_indexer_too(tmp_path: Path) -> None:
+    tensors = glm5_tensors()
+    tensors[PLACE + "indexer.wk.weight"][0, 0] = torch.inf
+    source = write(tmp_path / "source", tensors, GLM5)
+    with pytest.raises(
+        ValueError, match=r"scores must stay as they are but those of .*indexer differ"
+    ):
+        convert(source, tmp_path / "out", to="half", verify=True)
+
+
+INDEXERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
+    "another number of heads": (
+        {"index_n_heads": 2}, {},
+        "model.layers.0.self_attn.indexer.wq_b.weight must have 2 heads of the indexer of 14 rows but is",
+    ),
+    "no whole heads": (
+        {"index_head_dim": 16},
+        {"indexer.wk.weight": (16, 24), "indexer.k_norm.weight": (16,), "indexer.k_norm.bias": (16,)},
+        "wq_b.weight must have whole heads of 16 rows but is",
+    ),
+    "two keys": ({}, {"indexer.wk.weight": (28, 24)}, "must have the 14 rows of one key but is"),
+    "narrow heads": (
+        {"index_head_dim": 6}, {},
+        "the heads of .* must have 8 rotated rows but have 6 .index_head_dim.",
+    ),
+    "nobody says their size": (
+        {"index_head_dim": None}, {}, "the head_dim of the indexer of .* must be known: say --config",
+    ),
+    "a key that the code does not follow": (
+        {"indexer_rope_interleave": False}, {},
+        "indexer_rope_interleave is False, and the code of model_type 'glm_moe_dsa' pairs its indexer by "
+        "neighbours whatever it says: --naming glm_moe_dsa converts the indexer along with the "
+        "attention, --naming deepseek leaves it as it is",
+    ),
+    "nor does the other": (
+        {"model_type": "deepseek_v32", "index_rope_interleave": True}, {},
+        "index_rope_interleave is True, and the code of model_type 'deepseek_v32' pairs its indexer by "
+        "halves whatever it says",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INDEXERS)
+def test_indexers_that_do_not_fit(tmp_path: Path, case: str) -> None:
+    config, shapes, match = INDEXERS[case]
+    tensors = glm5_tensors() | {PLACE + name: torch.zeros(shape) for name, shape in shapes.items()}
+    source = write(tmp_path / "source", tensors, GLM5 | config)
+    with pytest.raises(ValueError, match=match):
+        convert(source, tmp_path / "out", to="half")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "own, known",
+    [
+        ("q_layernorm", "; --naming phi or persimmon does"),
+        ("query_layernorm", "; --naming hunyuan does"),
+        ("norm_k", ""),
+        ("ln_q", ""),
+        ("k_ln", ""),
+    ],
+)
+def test_norms_that_the_naming_does_not_know_are_refused(
+    tmp_path: Path, own: str, known: str
+) -> None:
+    """Left as they were, they would scale channels that others have taken the places of."""
+    tensors = llama_tensors(bias=False)
+    there = f"model.layers.1.self_attn.{own}.weight"
+    source = write(tmp_path / "source", tensors | {there: torch.rand(8)})
+    text = (
+        f"[convert] {there} is a norm of queries or keys by its name, and the naming that was said or "
+        f"read does not know it{known}."
+    )
+    for said in (Said(), Said(naming="llama")):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            convert(source, tmp_path / "out", to="interleaved", said=said)
+        with pytest.raises(ValueError, match=re.escape("is a norm of queries or keys by its name")):
+            detect(source, said=said)
+    assert not (tmp_path / "out").exists()
