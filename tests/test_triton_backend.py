@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -17,8 +16,11 @@ import torch
 import tightrope
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
+from tightrope.backends.reference import rotate as definition
 from tightrope.backends.triton import registration
 from tightrope.functional import rotate, rotate_, rotate_qk
+from tightrope.ops import fake
+from tightrope.ops.schema import LOG, Form
 from tolerances import assert_near
 from triton_cases import DEVICE, HAS_GPU, HAS_TRITON, needs_triton, noise
 
@@ -109,6 +111,24 @@ def on_this_device() -> Iterator[None]:
 
 
 @needs_triton
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 5, 1), (2, 1, 5, 8), (1, 3, 1, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_gates_have_the_strides_that_compilers_are_told(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Whatever those of what was rotated are, whose product they are made of."""
+    from tightrope.backends.triton import operators
+
+    y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))
+    gate = noise(*shape, seed=3).to(DEVICE, dtype)
+    arguments = (y, None, grad, None, gate, None, None, 0, Form(gate=LOG).pack())
+    told = fake._gate_gradients(*arguments)[0]
+    for kernel in (operators.gate_gradients, definition.gate_gradients):
+        (found,) = kernel(*arguments)
+        assert (found.shape, found.stride(), found.dtype) == (told.shape, told.stride(), told.dtype)
+
+
+@needs_triton
 @pytest.mark.usefixtures("on_this_device")
 def test_gradients_through_the_public_functions() -> None:
     """By x, fractional positions, learned frequencies and the weight of a norm, beside the definition."""
@@ -148,31 +168,3 @@ def test_gradients_through_the_public_functions() -> None:
     assert_near(
         grad, rotate(torch.ones_like(x), spec, 7, inverse=True, backend="reference"), "float32 ways"
     )
-
-
-@needs_triton
-def test_the_benchmark_runs_dry(tmp_path: Path) -> None:
-    out = tmp_path / "dry.json"
-    done = run(
-        "-m", "benchmarks.gpu", "--dry-run", "--only", "^decode 32|^gate|nothing", "--against", "eager",
-        "--out", str(out), PYTHONPATH=os.pathsep.join(["src", "."]),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    assert found["machine"]["device"] == "Triton's interpreter"
-    assert found["checks"]["wrong"] == []
-    assert found["checks"]["CUDA graph"] == "no CUDA here"
-    assert [result["end"] for result in found["results"]] == [
-        "decode 32, in place",
-        "gate of channels 32k",
-    ]
-    for result in found["results"]:
-        assert result["milliseconds"]["tightrope"] > 0
-        assert "failed" not in str(result["absent"])
-
-
-@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
-def test_the_benchmark_says_that_it_needs_a_gpu() -> None:
-    done = run("-m", "benchmarks.gpu", PYTHONPATH=os.pathsep.join(["src", "."]))
-    assert done.returncode == 2
-    assert done.stderr.strip() == "torch sees no GPU here; --dry-run needs none"

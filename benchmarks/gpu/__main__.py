@@ -1,149 +1,142 @@
-"""Measure the GPU kernels: `python -m benchmarks.gpu --out benchmarks/results/gpu-NAME.json`.
+"""Check and measure the GPU kernels: `python -m benchmarks.gpu --out benchmarks/results/gpu-NAME.json`.
 
-First the results of small calls on the device are compared with the definition in float64; then
-compilations over lengths and offsets are counted, the host's time of a call is measured and a CUDA graph
-replayed; then cases are timed: medians of triton.testing.do_bench, over sets of inputs that are together
-larger than twice the L2 cache. A wrong result ends the run before anything is timed. It needs torch,
-triton and this tree; other libraries take part where they are installed, or lie in benchmarks/gpu/peers/.
+Stages, the most valuable first, each in processes of its own, which may fail, hang or lose the device
+without harm to the rest:
+
+    machine   what the device is, and how fast it copies
+    budgets   the calls that DESIGN 11 sets budgets for: right, and beside a copy
+    counts    compilations, launches, microseconds of the host
+    checks    results, gradients, memory, graphs and torch.compile against float64
+    tests     the tests of the Triton backend, on the device
+    prepare   every contender of every case at its full size, compiled and compared with float64
+    times     who was right, in rounds of random order: replays of CUDA graphs, and single calls
+    blocks    other shapes of blocks than those of the kernels' table
+
+checks, tests and prepare run beside one another; the rest alone. The JSON is written after every unit,
+and names what there was no time for. It needs torch, triton and this tree; other libraries take part
+where their files are (docs/gpu.md).
 
 --dry-run does all of it at tiny sizes under Triton's interpreter, where times mean nothing.
+--report FILE prints the tables of a run, and needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import re
-import subprocess
+import signal
 import sys
+import tempfile
 import time
-from datetime import date
+import traceback
 from pathlib import Path
-from typing import Any
 
-import torch
+from . import machine, report, stages, supervise, table
+from .record import Record
+from .summary import conclude
 
-import tightrope
-from tightrope.backends.triton import blocks
+#: Nothing is wrong where there was only no time.
+NO_FAULT = {supervise.NO_TIME, supervise.STOPPED}
 
-from .cases import CASES
+#: Where results go if nobody says where.
+OUT = Path("gpu-results.json")
 
-# What a case may take before its process is given up, in seconds.
-LONGEST = 90
-
-
-def machine(dry: bool) -> dict[str, Any]:
-    """Where this runs."""
-    import triton
-
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    name = "Triton's interpreter" if dry else torch.cuda.get_device_name()
-    return {
-        "device": name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-        "tightrope": tightrope.__version__,
-        "blocks": blocks.MEASURED_ON,
-        "commit": commit,
-        "date": date.today().isoformat(),
-    }
+#: How it ends: all right; something is wrong; there is no GPU.
+FINE, WRONG, NO_GPU = 0, 1, 2
 
 
-def lines_of(arguments: list[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """What a worker says, and what is wrong with it if it did not end well."""
-    command = [sys.executable, "-m", "benchmarks.gpu.worker", *arguments]
+def _expression(text: str) -> str:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=max(seconds, 1)
-        )
-        said, trouble = done.stdout, done.stderr[-2000:] if done.returncode else ""
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        trouble = f"it took more than {seconds:.0f} s"
-    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    return found, trouble
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
 
 
-def timed(names: list[str], rest: list[str], deadline: float) -> list[dict[str, Any]]:
-    """Results of all cases: a process that fails costs the case that it was at."""
-    results: list[dict[str, Any]] = []
-    while names:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return results + [{"end": name, "failed": "no time was left"} for name in names]
-        found, trouble = lines_of(["cases", *rest, *names], min(left, LONGEST * len(names)))
-        ended = [line for line in found if "end" in line]
-        results += ended
-        begun = [line["begin"] for line in found if "begin" in line]
-        done = {line["end"] for line in ended}
-        if not trouble:
-            break
-        failed = next((name for name in begun if name not in done), names[0])
-        results.append({"end": failed, "failed": trouble})
-        names = [name for name in names if name not in done and name != failed]
-    return results
-
-
-def row(result: dict[str, Any]) -> str:
-    """One line for a case."""
-    if "failed" in result:
-        return f"{result['end']:34} failed: {result['failed'].strip().splitlines()[-1]}"
-    times = result["milliseconds"]
-    if "tightrope" not in times:
-        return f"{result['end']:34} failed: {result['absent'].get('tightrope')}"
-    ratios = "  ".join(f"{name} {ratio:.2f}" for name, ratio in result["ratios"].items())
-    share = result["ratios"].get("copy")
-    of_copy = f"{100 / share:.0f} % of copy" if share else ""
-    return f"{result['end']:34} {times['tightrope']:9.4f} ms {result['GB/s']['tightrope']:8.0f} GB/s {of_copy:14} {ratios}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, run, write."""
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", default="", help="regular expression for the names of cases")
-    parser.add_argument("--against", default="", help="contenders' names must contain this")
-    parser.add_argument(
-        "--budget", type=float, default=60.0, help="milliseconds of timed calls each"
-    )
-    parser.add_argument("--seconds", type=float, default=460.0, help="for the whole run")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, under Triton's interpreter")
+    add = parser.add_argument
+    add("--out", type=Path, help=f"JSON file to write ({OUT}; none for a dry run)")
+    add("--budget", type=float, default=8.0, help="minutes for the whole run (8)")
+    add("--stages", default=",".join(stages.STAGES), help="which, with commas between")
+    add("--only", type=_expression, default="", help="regular expression for cases, checks, counts")
+    add("--against", type=_expression, default="", help="regular expression for contenders")
+    add("--tests", default="", help="tests' names must contain this")
+    add("--peers", type=Path, help="folder with the files of other libraries")
+    add("--commit", default="", help="of a copy of the tree that git does not know")
+    add("--jobs", type=int, help="processes side by side (cores less 2, at most 12)")
+    add("--dry-run", action="store_true", help="tiny, under Triton's interpreter")
+    add("--report", type=Path, metavar="FILE", help="print the tables of a run, and end")
+    add("--page", type=Path, help="with --report: the file whose marked tables are replaced")
+    # Faults that the tests of this benchmark plant: NAME=FAULT of faults.py, at units with the name.
+    add("--fault", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if not options.dry_run and not torch.cuda.is_available():
-        print("torch sees no GPU here; --dry-run needs none", file=sys.stderr)
-        return 2
-    deadline = time.monotonic() + options.seconds
-    where = machine(options.dry_run)
-    print(json.dumps(where), file=sys.stderr)
-    mode = "dry" if options.dry_run else "real"
-    checks, trouble = lines_of(["checks", mode], options.seconds / 2)
-    written: dict[str, Any] = {"machine": where, "checks": {}, "results": []}
-    for line in checks:
-        written["checks"] |= line
-    if trouble:
-        written["checks"]["failed"] = trouble
-    print(json.dumps(written["checks"], indent=1), flush=True)
-    wrong = bool(trouble or written["checks"].get("wrong"))
-    if not wrong:
-        names = [case.name for case in CASES if re.search(options.only, case.name)]
-        rest = [mode, str(options.budget), options.against]
-        written["results"] = timed(names, rest, deadline)
-        for result in written["results"]:
-            print(row(result), flush=True)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(written, indent=1) + "\n")
-    failed = any("failed" in result for result in written["results"])
-    return 1 if wrong or failed else 0
+    unknown = set(options.stages.split(",")) - set(stages.STAGES)
+    if unknown:
+        names = ", ".join(stages.STAGES)
+        parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {names}")
+    if not options.budget > 0:
+        parser.error(f"--budget must be more than 0 minutes but is {options.budget}")
+    if options.out is None and not options.dry_run:
+        options.out = OUT
+    if options.jobs is None:
+        options.jobs = 1 if options.dry_run else max(1, min(12, (os.cpu_count() or 1) - 2))
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, write, say how it went."""
+    options = parsed(arguments)
+    if options.report is not None:
+        return report.report(options.report, options.page)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, lambda *_: supervise.stop.set())
+    start = time.monotonic()
+    given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    record = Record(options.out, {"machine": {"dry": options.dry_run}, "options": given})
+    try:
+        record.put("machine", machine.facts(options.dry_run, options.commit))
+        with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as caches:
+            stages.measure(options, record, caches, start + 60 * options.budget)
+    except Exception:  # noqa: BLE001  (what was found until then is told all the same)
+        record.trouble("all", traceback.format_exc())
+        table.tell(traceback.format_exc(), sys.stderr)
+    record.put("seconds", round(time.monotonic() - start, 1))
+    return _end(record)
+
+
+def _end(record: Record) -> int:
+    """Sum up, print, and say by the exit status whether all was right."""
+    data, concluded = record.data, {"cases": [], "budgets": []}
+    reason = stages.no_gpu(record)
+    try:
+        concluded = conclude(data)
+        record.put("summary", concluded)
+        table.tell(reason or table.printed(data), sys.stderr if reason else None)
+    except Exception:  # noqa: BLE001  (--report works it out anew)
+        record.trouble("all", traceback.format_exc())
+        table.tell(traceback.format_exc(), sys.stderr)
+    record.put("finished", not supervise.stop.is_set())
+    record.put("machine", data["machine"] | {"gpu after": machine.gpu_now()})
+    if record.path is not None and record.written is None:
+        # Better on the screen than nowhere.
+        table.tell(json.dumps(data, allow_nan=False))
+    if record.path != record.written:
+        table.tell(
+            f"not all could be written: {data['unwritten']}; see {record.written}", sys.stderr
+        )
+    wrong = any(
+        b["held"] is False for b in concluded["budgets"] if b["name"].startswith("no failure")
+    )
+    troubles = {text for stage in data["stages"].values() for text in stage["troubles"]}
+    return NO_GPU if reason else WRONG if wrong or troubles - NO_FAULT else FINE
 
 
 if __name__ == "__main__":

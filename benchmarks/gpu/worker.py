@@ -1,73 +1,158 @@
-"""One process of a run: checks, or cases, a line of JSON each.
-
-A fault on the device ends the process that it happens in; the next begins with the next case.
-"""
+"""One process of a run: a share of one stage. What it is to do is in the file that it is given."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-import warnings
+import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from .cases import CASES, small
-
-
-def prepare(dry: bool) -> torch.device:
-    """The device; without one, the kernels under Triton's interpreter in place of the CPU's."""
-    if not dry:
-        return torch.device("cuda", torch.cuda.current_device())
-    os.environ["TRITON_INTERPRET"] = "1"
-    from tightrope.backends.triton import blocks, operators
-    from tightrope.backends.triton.registration import OPERATORS
-
-    # The interpreter runs programs one after the other.
-    blocks.PROGRAMS = 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in OPERATORS:
-            _dry.impl(name, getattr(operators, name), "CPU", allow_override=True)
-    return torch.device("cpu")
-
-
-_dry = torch.library.Library("tightrope", "IMPL")
-
-
-def say(found: dict[str, Any]) -> None:
-    """A line for whoever started this."""
-    print(json.dumps(found), flush=True)
+from .cases import CASES, FLOOR, OURS, TUNED
+from .voice import Voice
 
 
 def main(arguments: list[str]) -> int:
-    """`checks DRY`, or `cases DRY BUDGET ONLY NAME …`."""
-    what, dry, *rest = arguments
-    device = prepare(dry == "dry")
-    if what == "checks":
-        from . import checks
+    """Do what the options in a file say."""
+    options: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
+    voice = Voice(
+        Path(options["lines"]),
+        options["skip"],
+        options["lost"],
+        time.monotonic() + options["seconds"],
+        faults=options.get("faults"),
+    )
+    _STAGES[options["stage"]](voice, options)
+    voice.finish()
+    # Not by way of atexit, where a device that hangs or a pool of compilers would be waited for.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
-        say({"wrong": checks.results(device, quick=dry == "dry")})
-        say({"compilations": checks.compilations(device)})
-        calls = 1 if dry == "dry" else 2000
-        say({"host microseconds": checks.host_microseconds(device, calls)})
-        say({"CUDA graph": checks.graph(device)})
-        return 0
-    from .timing import time_case
 
-    budget, only, *names = rest
-    for case in CASES:
-        if case.name not in names:
-            continue
-        say({"begin": case.name})
-        sized = small(case) if dry == "dry" else case
-        say({"end": case.name, **time_case(sized, device, float(budget), only)})
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-    return 0
+def _device(voice: Voice, options: dict[str, Any]) -> Any:
+    """The device, to whose state the voice looks after each failure."""
+    from .device import device
 
+    found = device(options["dry"])
+    voice.broken = found.broken
+    return found
+
+
+def _share(options: dict[str, Any], every: list[Any]) -> list[Any]:
+    return every[options.get("part", 0) :: options.get("parts", 1)]
+
+
+def _machine(voice: Voice, options: dict[str, Any]) -> None:
+    from . import machine
+
+    voice.plan(("versions", "device", "copy bandwidth"))
+    voice.unit("versions", 60, machine.versions)
+    if voice.unit("device", 60, lambda: machine.device_facts(options["dry"])) is not None:
+        device = _device(voice, options)
+        voice.unit("copy bandwidth", 60, lambda: machine.copy_bandwidth(device))
+
+
+def _budgets(voice: Voice, options: dict[str, Any]) -> None:
+    from . import checks, counts, timing
+
+    device = _device(voice, options)
+    first, check = next(checks.checks(device))
+    cases = [case for case in _cases(options) if case.budget]
+    voice.plan([first, *(case.name for case in cases), "kernels"])
+    voice.unit(first, checks.LIMIT, check)
+    for seed, case in enumerate(cases):
+        sized = timing.sized(case, device)
+        names = [name for name in (OURS, FLOOR) if timing.compare(sized, device, name, voice)]
+        if OURS in names:
+            timing.time_case(sized, device, names, voice, seed)
+        device.release()
+    voice.unit("kernels", counts.LIMIT, counts.kernels)
+
+
+def _checks(voice: Voice, options: dict[str, Any]) -> None:
+    from . import checks, timing
+
+    device = _device(voice, options)
+    every = [pair for pair in checks.checks(device) if re.search(options["only"], pair[0])]
+    mine = dict(_share(options, every))
+    voice.plan(mine)
+    for name, check in mine.items():
+        voice.unit(name, checks.LIMIT, partial(timing.patiently, check, device))
+
+
+def _tests(voice: Voice, options: dict[str, Any]) -> None:
+    from . import suite
+
+    if not options["dry"]:
+        _device(voice, options)
+    suite.run(voice, options["part"], options["parts"], options["tests"])
+
+
+def _prepare(voice: Voice, options: dict[str, Any]) -> None:
+    from . import timing
+
+    device = _device(voice, options)
+    cases = _share(options, _cases(options))
+    # Who tunes itself takes long: after all others of all cases.
+    order = [
+        (case, name)
+        for tuned in (False, True)
+        for case in cases
+        for name in options["names"]
+        if (name in TUNED) is tuned
+    ]
+    voice.plan(f"{case.name} | {name}" for case, name in order)
+    for case, name in order:
+        timing.compare(timing.sized(case, device), device, name, voice)
+
+
+def _counts(voice: Voice, options: dict[str, Any]) -> None:
+    from . import counts
+
+    device = _device(voice, options)
+    every = {n: count for n, count in counts.counts(device) if re.search(options["only"], n)}
+    voice.plan(every)
+    for name, count in every.items():
+        voice.unit(name, counts.LIMIT, count)
+
+
+def _times(voice: Voice, options: dict[str, Any]) -> None:
+    from . import timing
+
+    device = _device(voice, options)
+    right = options["right"]
+    cases = [case for case in _cases(options) if OURS in right.get(case.name, ())]
+    voice.plan(case.name for case in cases)
+    for seed, case in enumerate(cases):
+        timing.time_case(timing.sized(case, device), device, right[case.name], voice, seed)
+        device.release()
+
+
+def _blocks(voice: Voice, options: dict[str, Any]) -> None:
+    device = _device(voice, options)
+    from . import variants
+
+    variants.time_shapes(device, [case.name for case in _cases(options)], voice)
+
+
+def _cases(options: dict[str, Any]) -> list[Any]:
+    return [case for case in CASES if re.search(options["only"], case.name)]
+
+
+_STAGES = {
+    "machine": _machine,
+    "budgets": _budgets,
+    "checks": _checks,
+    "tests": _tests,
+    "prepare": _prepare,
+    "counts": _counts,
+    "times": _times,
+    "blocks": _blocks,
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as _version
+from importlib.metadata import PackageNotFoundError as _NotFound, version as _version
 
 from . import backends as _backends, ops as _ops
 
@@ -20,4 +20,8 @@ from .axes import Axes as Axes  # noqa: E402
 from .backends import backends as backends, which as which  # noqa: E402
 from .spec import RopeSpec as RopeSpec  # noqa: E402
 
-__version__ = _version("tightrope")
+try:
+    __version__ = _version("tightrope")
+except _NotFound:
+    # A checkout on the path that was never installed.
+    __version__ = "0+uninstalled"

@@ -183,7 +183,8 @@ def by_gates(
             shape = (1, shape[0], 1, shape[1])
         dims = [dim for dim in range(4) if shape[dim] == 1 and each.shape[dim] != 1]
         total = _sum(each, dims) if dims else each
-        found.append(total.reshape(gate.shape).to(dtype))
+        # Contiguous, as compilers are told, whatever the strides of the outputs.
+        found.append(total.reshape(gate.shape).to(dtype).contiguous())
     return found
 
 

@@ -236,5 +236,6 @@ def _one_gate(
         sums = sums.sum(1, keepdim=True, dtype=torch.float64)
     if shape[0] == 1 and rows != 1:
         sums = sums.sum(0, keepdim=True, dtype=torch.float64)
-    # Kernels have tokens in front of heads.
-    return sums.transpose(1, 2).reshape(gate.shape).to(torch.float64 if wide else torch.float32)
+    # Kernels have tokens in front of heads; results are contiguous, as compilers are told.
+    found = sums.transpose(1, 2).reshape(gate.shape).contiguous()
+    return found.to(torch.float64 if wide else torch.float32)
