@@ -162,7 +162,9 @@ def _run_carried(
     primary, secondary, positions, offset, _, _, carried, _ = arguments
     parts = carried_of(form, carried)
     if not plan.launches:
-        return [torch.zeros_like(weight, dtype=torch.float32) for weight in _summed(form, parts)]
+        return [
+            weight.new_zeros(weight.shape, dtype=torch.float32) for weight in _summed(form, parts)
+        ]
     out_k = outs[1] if k is not None else None
     norms = [norm.contiguous() for norm in parts.weights]
     partials = [q.new_empty(shape, dtype=torch.float32) for shape in plan.partials]
