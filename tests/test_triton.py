@@ -504,6 +504,23 @@ def test_edge_shapes(shape: tuple[int, ...]) -> None:
     assert found[1].isfinite().all()
 
 
+@pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
+def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
+    """Each token's gate is the token before it: a tile would read what another has written."""
+    memory = noise(1, 2, 301, 8, seed=1).float().to(DEVICE) / 4
+    form = Form(gate=LOG).pack()
+    arguments = (words(1, 1, 1, 4), None, None, 5, form, 1.0)
+    gate = memory[:, :, :-1].clone()
+    want = operators().rotate(memory[:, :, 1:], None, *arguments, [gate])[0]
+    x, gate = memory[:, :, 1:], memory[:, :, :-1]
+    if into:
+        x = x.clone()
+        operators().rotate_into(x, None, memory[:, :, 1:], None, *arguments, [gate])
+    else:
+        operators().rotate_(x, None, *arguments, [gate])
+    assert_same_bits(memory[:, :, 1:], want)
+
+
 def test_what_is_left_to_the_definition() -> None:
     """No pairs, a head wider than a tile, float64 with an act: the same results, from elsewhere."""
     x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
