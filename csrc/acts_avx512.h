@@ -64,15 +64,16 @@ TIGHTROPE_INLINE V quotient(V a, V d) {
   return _mm512_maskz_fmadd_ps(fits, less_product(d, q, a), r, q);
 }
 
-// 1 + e^-x for x above -87.3, as if no x were above 60.
+// 1 + e^-x, infinite from where float overflows.
 //
 // e^-x is 2^(k/N) of a table, with the power of two added to its exponent as an integer, times a
 // polynomial of degree 2: two fused multiply-adds fewer than without the table. In the short form the
 // square is completed, with the centre at a whole number of steps, and takes one of them.
 alignas(64) constexpr int32_t kSixteenths[16] = {
-    // 9.41845871e-4 · 2^(j/16), less j in the bits that j is added to.
-    0x3A76E635, 0x3A78EA4B, 0x3A769F6E, 0x3A749541, 0x3A72CEA3, 0x3A714E90, 0x3A701828, 0x3A6F2EAE,
-    0x3A6E958A, 0x3A6E504A, 0x3A6E62A6, 0x3A6ED07E, 0x3A6F9DDF, 0x3A70CF05, 0x3A726859, 0x3A746E78,
+    // 9.41845871e-4 · 2^(j/16), less j in the bits that j is added to. Two lie a few units beside: so of all
+    // bfloat16 x one is rounded wrongly by silu, 2^-7, and two by sigmoid, all of them nearly ties.
+    0x3A76E635, 0x3A78EA4B, 0x3A769F6E, 0x3A749541, 0x3A72CEA3, 0x3A714E90, 0x3A701825, 0x3A6F2EAE,
+    0x3A6E958A, 0x3A6E504A, 0x3A6E62A6, 0x3A6ED083, 0x3A6F9DDF, 0x3A70CF05, 0x3A726859, 0x3A746E78,
 };
 alignas(64) constexpr int32_t kThirtySeconds[32] = {
     // 2.34597918e-4 · 2^(j/32), likewise.
@@ -92,8 +93,10 @@ TIGHTROPE_INLINE void one_and_exponential(V* x) {
 #pragma GCC unroll 4
     for (int i = 0; i < n; ++i) step(i);
   };
-  // A NaN stays: of two that do not compare, the second is taken.
+  // Powers down to 2^-127 and up to 2^127 are exponents; e^60 is beside 1 as good as any beyond, and of
+  // e^94 the product overflows. A NaN stays: of two that do not compare, the second is taken.
   each([&](int i) { x[i] = _mm512_maskz_min_ps(kAll, all(60.0f), x[i]); });
+  each([&](int i) { x[i] = _mm512_maskz_max_ps(kAll, all(-94.0f), x[i]); });
   each([&](int i) { steps[i] = fused(x[i], all(kSteps), kShift); });
   if (brief) {
     each([&](int i) { x[i] = fused(x[i], all(kSteps), _mm512_sub_ps(all(kShift + 23.0f), steps[i])); });
@@ -120,8 +123,7 @@ TIGHTROPE_INLINE void one_and_exponential(V* x) {
   each([&](int i) { x[i] = fused(steps[i], x[i], 1.0f); });
 }
 
-// a / (1 + e^-x); 0 where e^-x is beyond 2^126. A division has a unit of its own: beside the rest it is
-// cheaper than Newton's steps.
+// a / (1 + e^-x). A division has a unit of its own: beside the rest it is cheaper than Newton's steps.
 template <bool brief, int n>
 TIGHTROPE_INLINE void by_sigmoid(const V* a, V* x) {
   V d[n];
@@ -129,8 +131,7 @@ TIGHTROPE_INLINE void by_sigmoid(const V* a, V* x) {
   for (int i = 0; i < n; ++i) d[i] = x[i];
   one_and_exponential<brief, n>(d);
 #pragma GCC unroll 4
-  for (int i = 0; i < n; ++i)
-    x[i] = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x[i], all(-87.3f), _CMP_NLT_UQ), a[i], d[i]);
+  for (int i = 0; i < n; ++i) x[i] = _mm512_div_ps(a[i], d[i]);
 }
 
 // Each f with its f'.

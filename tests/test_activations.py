@@ -85,6 +85,15 @@ def test_results_are_rounded_once(name, dtype) -> None:
     assert (y == want).double().mean().item() >= tolerances.value("f and P, rounded once")
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "exp"])
+def test_every_bfloat16(name) -> None:
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = every[(every.abs() >= 2**-60) & (every.abs() <= 88)]
+    y = rotate(x[None, None, None], RopeSpec(len(x), rotary_dim=2), act=name)[0, 0, 0]
+    want = oracle_acts.act(name, x.double()).bfloat16()
+    assert int((y != want).sum()) <= tolerances.value("every bfloat16")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_far_values(name) -> None:
     """Where a formula would overflow, cancel or run out of digits."""

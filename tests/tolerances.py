@@ -133,6 +133,11 @@ TABLE = {
         "share of results, at least",
         "arithmetic before the one rounding is 2^-19 or better of bfloat16, 2^-22 of float16",
     ),
+    "every bfloat16": Tolerance(
+        4,
+        "of all numbers between 2^-60 and 88, those whose f is not the nearest bfloat16, at most",
+        "so many lie within the arithmetic's 2^-19 of a tie",
+    ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,
