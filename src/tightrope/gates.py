@@ -407,7 +407,10 @@ def total(
 
 def check_own(operation: str, gate: Gate) -> None:
     """Refuse a gate whose tensors no kernel can read."""
-    for name, value in vars(gate).items():
+    # Those of the library are dataclasses; torch 2.10 compiles no look into an object's own names.
+    names = getattr(type(gate), "__dataclass_fields__", None)
+    for name in vars(gate) if names is None else names:
+        value = getattr(gate, name)
         if isinstance(value, torch.Tensor):
             check_local(operation, f"{name} of the gate {type(gate).__name__}", value)
 

@@ -226,7 +226,7 @@ class Tables:
                 )
                 for dim in dims
             }
-            made = _Beyond(rows, *self._make_table(cpu, self._first))
+            made = _Beyond(rows, self._make_table(cpu, self._first))
         if not tracing:
             self._beyond = made
         return made
@@ -259,22 +259,16 @@ class _Beyond(NamedTuple):
 
     Attributes:
         rows: for each rotary dimension, its frequencies within the original length.
-        words, turns: those just above the original length.
+        table: words and turns just above the original length.
     """
 
     rows: dict[int, torch.Tensor]
-    words: torch.Tensor
-    turns: torch.Tensor | None
+    table: Table
 
     def on(self, device: torch.device) -> _Beyond:
         """The same on a device."""
+        words, turns = self.table
         return _Beyond(
             {dim: row.to(device) for dim, row in self.rows.items()},
-            self.words.to(device),
-            None if self.turns is None else self.turns.to(device),
+            (words.to(device), None if turns is None else turns.to(device)),
         )
-
-    @property
-    def table(self) -> Table:
-        """Words and turns."""
-        return self.words, self.turns
