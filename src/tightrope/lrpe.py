@@ -187,7 +187,8 @@ def _arguments(
 ) -> tuple[RopeSpec, PositionsLike, torch.Tensor]:
     """What is rotated, where, and by which frequencies ``(heads|1, pairs)``."""
     channels = Channels.checked(x.shape[-1], rotary_dim, start, False, name)
-    spec = RopeSpec(channels.head_dim, rotary_dim=channels.rotary_dim, start=channels.start)
+    # The base, which nothing looks at, is said: a default would be a symbol to torch 2.10's Dynamo.
+    spec = RopeSpec(channels.head_dim, 10000.0, channels.rotary_dim, channels.start)
     heads = x.shape[2] if x.dim() == 4 else None
     angles = _spread(name, x, theta, heads, channels.rotary_dim // 2, theta_axis)
     return spec, _where(name, x, offset), angles
