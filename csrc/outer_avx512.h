@@ -314,10 +314,10 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
         turns[b].turn(y);
       }
       if constexpr (kIsNorm<A>) {
-        // The scale comes last: a turn need not wait for it.
-        weighed[b].turn(y);
+        // Scaled first: what is behind a norm fits, where a turn of what is before it might overflow.
 #pragma GCC unroll 4
         for (int i = 0; i < T::kRegisters; ++i) y[i] = times(y[i], all(scale[head]));
+        weighed[b].turn(y);
       }
       if (gate != nullptr) {
 #pragma GCC unroll 4

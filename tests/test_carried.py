@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu
-from tightrope.functional import lrpe_rotate_1d, rotate, rotate_, rotate_qk
+from tightrope.functional import lrpe_rotate_1d, rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops import schema
 from tolerances import assert_near, assert_same_bits
 
@@ -128,6 +128,31 @@ def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool
     there = memory.clone()
     out = rotate(memory[None], spec, gate=gates.Given(there.reshape(5, 3, 8)), out=there[None])
     assert_same_bits(out, wanted)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
+@pytest.mark.parametrize("what", ["weight", "gate", "positions"])
+def test_what_k_takes_from_the_memory_of_q(what: str, into: bool) -> None:
+    """Kinds that differ are two calls, of which the first writes q."""
+
+    def call(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        more: dict[str, Any] = {"act": ("silu", None)}
+        if what == "weight":
+            more = {"act": (None, RMSNorm(source[0, 0, 0]))}
+        elif what == "gate":
+            more["gate"] = (None, gates.Given(source.transpose(1, 2)))
+        else:
+            more["positions"] = source[:, 0, :, 0]
+        if not into:
+            rotate_qk_(q, k, SPEC, **more)
+            return q, k
+        return rotate_qk(q.clone(), k, SPEC, out=(q, torch.empty_like(k)), **more)
+
+    q, k = X.float(), X.float().flip(-1)
+    wanted = call(q.clone(), q.clone(), k.clone())
+    memory = q.clone()
+    for got, want in zip(call(memory, memory, k.clone()), wanted, strict=True):
+        assert_same_bits(got, want)
 
 
 @pytest.fixture

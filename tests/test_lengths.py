@@ -978,3 +978,12 @@ def test_a_rotation_for_some_rows_refuses_others_the_second_time_too() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
             rotate_(torch.ones(3, 1, 5, 8), rope)
+
+
+@pytest.mark.parametrize("wrong", [None, [1, 2], torch.zeros(8, 64)], ids=["none", "list", "rank"])
+def test_what_is_wrong_has_its_sentence_after_a_length_was_said(wrong: Any) -> None:
+    spec = RopeSpec(64, scaling=DynamicNTK(factor=2.0, original_max_position=16))
+    rotation = spec.at(torch.arange(8), seq_len=64)
+    rotate(torch.zeros(1, 2, 8, 64), rotation)
+    with pytest.raises((TypeError, ValueError), match=r"^\[rotate\] x must "):
+        rotate(wrong, rotation)

@@ -23,6 +23,7 @@ from .ops.checks import (
     check_in_place_grad,
     check_out,
     check_out_memory,
+    is_written,
     layout_named,
     prepare,
 )
@@ -102,7 +103,7 @@ def out_of_place(
     )
     if outs is not None:
         _check_outs(operation, names, schema.present(q, k), outs, launches)
-        for which, some, other, arguments in launches:
+        for which, some, other, arguments in _apart(launches, outs):
             _run_into(operation, some, other, [outs[i] for i in which], arguments, backend)
         return outs
     if len(launches) == 1:
@@ -183,7 +184,7 @@ def in_place(
         check_in_place(operation, names, xs)
         if any(autograd.needs_grad(q, k, launch.arguments) for launch in launches):
             check_in_place_grad(operation, names, xs)
-    for which, some, other, arguments in launches:
+    for which, some, other, arguments in _apart(launches, schema.present(q, k)):
         run_in_place(operation, [names[i] for i in which], some, other, arguments, backend)
 
 
@@ -210,9 +211,9 @@ def _ready(
         call is None
         or rotation.rows != 1
         or (rotation.read is not None and rotation.is_stale)
-        or (rotation.said is not None and rotation.passed(q.shape[layout_named("", layout).token]))
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
+        or (rotation.said is not None and _passes(rotation, q, layout))
         or not takes(q)  # the definition takes more than it should
         or q.shape[-1] != rotation.channels.head_dim
         or autograd.in_functorch()
@@ -222,6 +223,12 @@ def _ready(
     if outer is not None:
         call = _ready_outer(call, q, k, rotation, layout, inverse, outer)
     return None if call is None or autograd.needs_grad(q, k, call) else call
+
+
+def _passes(rotation: PreparedRotation, q: torch.Tensor, layout: str) -> bool:
+    """Whether tokens may lie beyond the length that was said for them."""
+    at = layout_named("", layout).token
+    return q.dim() <= at or rotation.passed(q.shape[at]) is not None
 
 
 def _ready_outer(
@@ -413,6 +420,21 @@ def _with_outer(
         some = autograd.pair([xs[i] for i in which])
         launches.append(_Launch(which, *some, arguments))
     return launches
+
+
+def _apart(launches: list[_Launch], written: Sequence[torch.Tensor]) -> list[_Launch]:
+    """Launches of which none reads what one before it has written, but a copy from before."""
+    if len(launches) == 1 or torch.compiler.is_compiling() or autograd.in_functorch():
+        return launches
+
+    def own(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [own(one) for one in value]
+        is_read = isinstance(value, torch.Tensor) and is_written(value, written)
+        return value.clone() if is_read else value
+
+    first, *later = launches
+    return [first, *(it._replace(arguments=tuple(map(own, it.arguments))) for it in later)]
 
 
 def _check_outs(

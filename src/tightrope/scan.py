@@ -281,15 +281,17 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     (``cumsum``, ``sum``). In 16 bits each block would round what all before it left.
     """
     kind = device.type
-    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
+    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_autocast(kind: str) -> bool:
-    """Whether torch knows autocast for such devices; its Dynamo cannot look into the question."""
-    return torch.amp.is_autocast_available(kind)
+# Asked once, as torch 2.10 cannot compile the question.
+_AUTOCAST = frozenset(
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
+    if torch.amp.is_autocast_available(kind)
+)
 
 
 def check_state(operation: str, state: object) -> None:

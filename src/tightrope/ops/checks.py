@@ -474,6 +474,15 @@ def _extent(x: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
+def is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
+    """Whether a call that writes ``outs`` may write where x is, which it still reads."""
+    return any(
+        torch._C._is_alias_of(out, x)  # type: ignore[attr-defined]
+        and (out.element_size() != x.element_size() or may_overlap(out, x))
+        for out in outs
+    )
+
+
 def may_overlap_itself(x: torch.Tensor) -> bool:
     """True unless every dimension steps over all that the faster ones cover."""
     if x.numel() == 0:

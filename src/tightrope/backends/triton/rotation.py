@@ -9,7 +9,7 @@ import torch
 
 from ...activations import NONE, RMS_NORM
 from ...ops.arguments import Carried, carried_of
-from ...ops.checks import may_overlap, shares_memory
+from ...ops.checks import is_written, shares_memory
 from ...ops.schema import NO_GATE, TRANSPOSE, Form, form_of
 from . import blocks as shapes, kernels
 from .carried import carried_values
@@ -83,8 +83,8 @@ def run(
         with torch.accelerator.device_index(index):
             return run(q, k, outs, whose, arguments)
     primary, secondary, positions, offset, form, amplitude, carried, eps = arguments
-    if carried and whose != NEW and any(_is_written(t, outs) for t in carried):
-        carried = [t.clone() if _is_written(t, outs) else t for t in carried]
+    if carried and whose != NEW and any(is_written(t, outs) for t in carried):
+        carried = [t.clone() if is_written(t, outs) else t for t in carried]
         arguments = (*arguments[:-2], carried, eps)
     q_at = where = q.data_ptr()
     k_at = key_of_k = None
@@ -129,16 +129,6 @@ def run(
         )  # fmt: skip
     plan.launches[0].run(*tensors, offset, *_CARRIES_NOTHING, *plan.fixed)
     return []
-
-
-def _is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
-    """Whether a call may write where x is, which other programs of it still read."""
-    storage = x.untyped_storage().data_ptr()
-    return any(
-        out.untyped_storage().data_ptr() == storage
-        and (out.element_size() != x.element_size() or may_overlap(out, x))
-        for out in outs
-    )
 
 
 _UNKNOWN: Any = object()
