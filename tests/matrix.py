@@ -20,3 +20,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+
+# What the kernel promises and torch's own functions do not: bits that depend on nothing else.
+needs_kernel = pytest.mark.skipif(
+    tightrope.backends()["cpu"] is not None, reason="no native library"
+)

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 import oracle_acts
 import tolerances
-from matrix import both_pairings, every_backend, every_dtype
+from matrix import both_pairings, every_backend, every_dtype, needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
@@ -288,6 +288,7 @@ def test_gradcheck_of_all_together(act, kind) -> None:
         )
 
 
+@needs_kernel
 @settings(max_examples=25, deadline=None)
 @given(
     act=st.sampled_from(NAMES),
@@ -320,6 +321,7 @@ def test_bits_depend_on_the_token_alone(act, heads, tokens, half, interleaved, d
             assert torch.equal(one, y[1:, :, -1:])
 
 
+@needs_kernel
 def test_sums_are_the_same_for_any_number_of_threads() -> None:
     spec = RopeSpec(64)
     x = noise(2, 4, 300, 64, dtype=torch.float32)

@@ -4,6 +4,7 @@ makes of it, and nothing of it grows old."""
 import pytest
 import torch
 
+from matrix import needs_kernel
 from tightrope import RopeSpec, calls, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_qk, rotate_qk_
@@ -72,6 +73,7 @@ def only_the_short_way(monkeypatch):
     return switch
 
 
+@needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kind", KINDS)
