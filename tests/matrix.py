@@ -21,7 +21,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
-# What the kernel promises and torch's own functions do not: bits that depend on nothing else.
+# For what the kernel promises and torch's own functions do not, such as bits that depend on nothing else.
 needs_kernel = pytest.mark.skipif(
     tightrope.backends()["cpu"] is not None, reason="no native library"
 )

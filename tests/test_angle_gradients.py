@@ -10,8 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import oracle
-import tightrope
-from matrix import both_pairings, every_dtype
+from matrix import both_pairings, every_dtype, needs_kernel
 from tightrope.backends import cpu
 from tightrope.backends.reference import rotate as definition
 from tightrope.ops import schema
@@ -19,7 +18,6 @@ from tolerances import assert_angle_sums, assert_same_bits
 
 OPERATORS = {"operator": schema.angle_gradients, "definition": definition.angle_gradients}
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-native = pytest.mark.skipif(tightrope.backends()["cpu"] is not None, reason="no native library")
 
 Operator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -402,7 +400,7 @@ def test_threads_change_no_bit(words: str, operator: Operator) -> None:
         torch.set_num_threads(before)
 
 
-@native
+@needs_kernel
 @both_pairings
 @every_dtype
 def test_strides_and_calls_change_no_bit(dtype: torch.dtype, interleaved: bool) -> None:
@@ -425,7 +423,7 @@ def test_strides_and_calls_change_no_bit(dtype: torch.dtype, interleaved: bool) 
         assert_same_bits(by_position[:, 0, 0], want[0][:, row, token])
 
 
-@native
+@needs_kernel
 @every_dtype
 def test_sets_with_fused_arithmetic_give_the_same_bits(dtype: torch.dtype) -> None:
     """AVX2 and AVX-512 do the same operations in the same order; the baseline has no FMA."""
@@ -463,7 +461,7 @@ def test_gradients_are_only_read() -> None:
     assert versions == [x._version for x in everything]
 
 
-@native
+@needs_kernel
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     y, grad = noise(2, 3, 5, 8, dtype=torch.float32), noise(2, 3, 5, 8, dtype=torch.float32, seed=1)
     words = torch.ones(1, 1, 1, 3, dtype=torch.int64)

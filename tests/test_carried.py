@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from matrix import needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
-from tightrope.backends import cpu
 from tightrope.functional import lrpe_rotate_1d, rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops import schema
 from tolerances import assert_near, assert_same_bits
@@ -213,7 +213,7 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text:
         make(VALUES.to_sparse())
 
 
-@pytest.mark.skipif(cpu.why_not() is not None, reason="no native library")
+@needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope"])
 def test_a_kernel_refuses_what_has_no_memory(kind: str) -> None:
     """Rather than read at address 0: what calls the operator by its name has no other guard."""

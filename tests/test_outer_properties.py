@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import oracle_acts
 import tolerances
+from matrix import needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu
@@ -262,7 +262,7 @@ def true(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return result, sizes
 
 
-@pytest.mark.skipif(cpu.why_not() is not None, reason="no native library")
+@needs_kernel
 @settings(
     max_examples=400,
     derandomize=True,

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @cache
-def found() -> dict[str, Any]:
-    """One process for all tests: it compiles each kernel once."""
-    script = Path(__file__).with_name("triton_without_gpu.py")
+def said_by(name: str) -> dict[str, Any]:
+    """What a script beside this file prints last: one process for all tests, without the interpreter."""
+    script = Path(__file__).with_name(name)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
@@ -31,6 +31,11 @@ def found() -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def found() -> dict[str, Any]:
+    """The kernels, each compiled once."""
+    return said_by("triton_without_gpu.py")
 
 
 # Kernels whose every access to a large tensor is of 16 bytes: name -> the loads that are not, which are
@@ -108,17 +113,9 @@ def test_what_compiles_anew() -> None:
     assert counts["another dtype"] == 5
 
 
-@cache
 def evaluated() -> dict[str, Any]:
     """Pieces of the kernels, as the PTX for sm_90 computes them: see triton_pieces."""
-    script = Path(__file__).with_name("triton_pieces.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return said_by("triton_pieces.py")
 
 
 def test_the_compiled_angles_are_exact() -> None:
