@@ -22,10 +22,18 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}" if len(text) > _LONGEST or "\n" in text else text
 
 
-def check_dense(operation: str, name: str, x: torch.Tensor) -> None:
-    """Refuse a tensor of another layout than strides."""
+def check_dense(operation: str, name: str, x: torch.Tensor, nested: str = "") -> None:
+    """Refuse a tensor of another layout than strides.
+
+    Args:
+        operation, name: named in the error.
+        x: the tensor.
+        nested: what to do with a nested one, with ``{name}`` for its name.
+    """
     if x.is_nested or x.layout is not torch.strided:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        kind = str(x.layout).removeprefix("torch.")
+        if x.is_nested:
+            kind = "nested" + nested.format(name=name)
         raise TypeError(
             sentence(operation, f"{name} must be a dense tensor but got one that is {kind}")
         )

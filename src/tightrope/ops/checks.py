@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._errors import describe, sentence
+from .._errors import check_dense, describe, sentence
 from .._tracing import broadcasts
 from ..positions import PositionsLike, canonical
 from ..spec import PreparedRotation, RopeSpec, SeqLen
@@ -174,12 +174,17 @@ def check_count(operation: str, name: str, value: object) -> None:
         raise ValueError(sentence(operation, f"{name} must be positive but got {value}"))
 
 
+_IF_NESTED = (
+    "; for one of layout jagged rotate {name}.values() with positions.packed({name}.offsets()) and "
+    "layout='thd'"
+)
+
+
 def check_floating(operation: str, name: str, x: object) -> None:
     """Refuse what is no dense tensor of a dtype that can rotate."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(sentence(operation, f"{name} must be a tensor but got {describe(x)}"))
-    if x.layout is not torch.strided or x.is_nested:
-        raise _not_dense(operation, name, x)
+    check_dense(operation, name, x, _IF_NESTED)
     if type(x).__name__ == "DTensor":
         raise TypeError(
             sentence(
@@ -198,19 +203,6 @@ def check_floating(operation: str, name: str, x: object) -> None:
                 **{name: x},
             )
         )
-
-
-def _not_dense(operation: str, name: str, x: torch.Tensor) -> TypeError:
-    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-    hint = ""
-    if x.is_nested:
-        hint = (
-            f"; for one of layout jagged rotate {name}.values() with "
-            f"positions.packed({name}.offsets()) and layout='thd'"
-        )
-    return TypeError(
-        sentence(operation, f"{name} must be a dense tensor but got one that is {kind}{hint}")
-    )
 
 
 def shape_of(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
