@@ -259,18 +259,17 @@ def run(
         _check_fit(operation, state.memory, (rows, kv_heads, channels, values), k)
         memory, seen = state
     groups = q.unflatten(1, (kv_heads, heads // max(kv_heads, 1)))
-    if tokens == 0:
-        # What nothing gives still has gradients.
-        with _without_autocast(q.device):
+    with _without_autocast(q.device):
+        if tokens == 0:
+            # What nothing gives still has gradients.
             out = groups @ memory[:, :, None]
             memory = each.sum(2)[..., None].exp() * memory + k.mT @ v
-        return out.flatten(1, 2).to(dtype), PolarState(memory, seen)
-    with _without_autocast(q.device):
-        if form == "chunked":
+        elif form == "chunked":
             out, memory = chunked(groups, k, v, each, memory, chunk)
+        elif form == "quadratic":
+            out, memory = quadratic(groups, k, v, each, memory)
         else:
-            form_of = quadratic if form == "quadratic" else stepped
-            out, memory = form_of(groups, k, v, each, memory)
+            out, memory = stepped(groups, k, v, each, memory)
     return out.flatten(1, 2).to(dtype), PolarState(memory, seen + tokens)
 
 
