@@ -723,7 +723,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a length that is none": (
         lambda: rotate(torch.zeros(5, 12), spec_of("dynamic"), seq_len="long", layout="sd"),  # type: ignore[arg-type]
         TypeError,
-        "[seq_len] a length must be an int, or one per row, but got 'l'.",
+        "[seq_len] a length must be an int, or one per row, but got 'long'.",
     ),
     "a negative length": (
         lambda: spec_of("longrope").at(seq_len=[5, -5]),
@@ -747,7 +747,31 @@ PLAIN: dict[str, Rule | None] = {
     "given": Given((1.0, 0.3, 0.1, 0.01)),
 }
 NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
-    "a word": ("long", TypeError, "a length must be an int, or one per row, but got 'l'."),
+    "a word": ("long", TypeError, "a length must be an int, or one per row, but got 'long'."),
+    "bytes": (b"ab", TypeError, "a length must be an int, or one per row, but got b'ab'."),
+    "a dictionary": ({0: 9}, TypeError, "a length must be an int, or one per row, but got {0: 9}."),
+    "no order": ({9}, TypeError, "a length must be an int, or one per row, but got {9}."),
+    "a float of numpy": (
+        numpy.array(5.0), TypeError, "a length must be an int, or one per row, but got array(5.)."
+    ),
+    "a bool of numpy": (
+        numpy.array(True), TypeError, "a length must be an int, or one per row, but got array(True)."
+    ),
+    "nothing of numpy": (
+        numpy.array(None), TypeError,
+        "a length must be an int, or one per row, but got array(None, dtype=object).",
+    ),
+    "a negative int of numpy": (numpy.array(-3), ValueError, "a length must not be negative but got -3."),
+    "a table of numpy": (
+        numpy.ones((2, 2)), TypeError, "a length must be an int, or one per row, but got array([1., 1.])."
+    ),
+    "a bool in a list": (
+        [torch.tensor(True)], TypeError, "a length must be an int, or one per row, but got bool[]."
+    ),
+    "no number in a list": (
+        [torch.tensor(5, device="meta")], TypeError,
+        "a length must be an int, or one per row, but got int64[].",
+    ),
     "a float": (5.0, TypeError, "a length must be an int, or one per row, but got 5.0."),
     "a bool": (True, TypeError, "a length must be an int, or one per row, but got True."),
     "floats": ([7, 5.5], TypeError, "a length must be an int, or one per row, but got 5.5."),
@@ -769,8 +793,43 @@ NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
 
 def test_rules_that_do_not_depend_on_the_length_ignore_it() -> None:
     spec, x = spec_of(YaRN(4.0, TRAINED)), torch.randn(2, 1, 5, 12)
-    for said in (5, [5, 6, 7], iter([5, 6]), torch.tensor([5, 6]), torch.tensor(1)):
+    for said in (
+        *(5, [5, 6, 7], iter([5, 6]), torch.tensor([5, 6]), torch.tensor(1)),
+        *(numpy.array(5), numpy.uint8(5), numpy.array([5, 6])),
+    ):
         assert_same_bits(rotate(x, spec, 3, seq_len=said), rotate(x, spec, 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [numpy.array(6000), numpy.int32(6000), numpy.uint64(6000), numpy.array([6000])],
+    ids=repr,
+)
+@every_rule
+def test_one_number_of_numpy_is_a_length_for_all_rows(rule: str, said: Any) -> None:
+    spec, x = spec_of(rule), torch.randn(2, 2, TAIL, 12)
+    want = rotate(x, spec_of(rule), 9, seq_len=6000)
+    assert not torch.equal(want, rotate(x, spec_of(rule), 9))
+    for made in (
+        rotate(x, spec, 9, seq_len=said),
+        rotate_(x.clone(), spec, 9, seq_len=said),
+        *rotate_qk(x, x, spec, 9, seq_len=said),
+        rotate(x, spec.at(9, seq_len=said)),
+    ):
+        assert_same_bits(made, want)
+    assert spec.attention_scaling(said) == spec.attention_scaling(6000)
+
+
+@pytest.mark.parametrize(
+    "said", [numpy.array(6000), numpy.int64(6000), numpy.array([6000, 5000])], ids=repr
+)
+@pytest.mark.parametrize("rule", ["none", "dynamic"])
+def test_numbers_of_numpy_compile(rule: str, said: Any) -> None:
+    spec, x = spec_of({**PLAIN, **RULES}[rule]), torch.randn(2, 2, TAIL, 12)  # type: ignore[arg-type]
+    call = torch.compile(
+        lambda x, n: rotate(x, spec, 9, seq_len=n), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(call(x, said), rotate(x, spec, 9, seq_len=said))
 
 
 @pytest.mark.parametrize("case", NO_LENGTHS)
@@ -790,7 +849,7 @@ def test_what_is_no_length_is_refused_by_every_rule(rule: str, case: str) -> Non
         lambda: spec.words_for(said),
         lambda: spec.attention_scaling(said),
     ]
-    if not isinstance(said, (torch.Tensor, str, list)):
+    if not isinstance(said, (torch.Tensor, list)) and numpy.ndim(said) == 0:
         calls.append(lambda: spec.frequencies(said))
         if spec.scaling is not None:
             calls.append(lambda: spec.scaling.frequencies(8, 10000.0, said))  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -106,6 +107,10 @@ def test_tables_are_those_of_the_seed() -> None:
         assert got.shape == (50, 8)
         assert_near(got, wanted.float(), "float32 ways")
     assert build_freqs_cis(0, 16)[0].shape == (0, 8)
+    for got, wanted in zip(
+        build_freqs_cis(numpy.array(7), numpy.int32(16)), build_freqs_cis(7, 16)
+    ):  # type: ignore[arg-type]
+        assert torch.equal(got, wanted)
 
 
 SHAPES = [

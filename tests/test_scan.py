@@ -337,6 +337,13 @@ def test_a_decay_of_any_kind_of_number() -> None:
         assert torch.equal(polar_scan(q, k, v, SPEC, number)[0], wanted)
 
 
+def test_a_chunk_of_any_kind_of_integer() -> None:
+    q, k, v = inputs()
+    wanted, _ = polar_scan(q, k, v, SPEC, -0.5, chunk=3)
+    for chunk in (numpy.uint8(3), numpy.array(3)):
+        assert torch.equal(polar_scan(q, k, v, SPEC, -0.5, chunk=chunk)[0], wanted)  # type: ignore[arg-type]
+
+
 Q, K, V = inputs()
 CASES = {
     "no keys": (
@@ -380,7 +387,12 @@ CASES = {
     "chunk": (
         lambda: polar_scan(Q, K, V, SPEC, chunk=0),
         ValueError,
-        "[polar_scan] chunk must be a positive int but got 0.",
+        "[polar_scan] chunk must be positive but got 0.",
+    ),
+    "a chunk that is none": (
+        lambda: polar_scan(Q, K, V, SPEC, chunk=1.5),
+        TypeError,
+        "[polar_scan] chunk must be an int but got 1.5.",
     ),
     "packed": (
         lambda: polar_scan(Q[0], K[0], V[0], SPEC, layout="thd"),

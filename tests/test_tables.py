@@ -1,7 +1,10 @@
 """Tables of cosines and sines as the angle source: `apply_rotary_pos_emb` and its twin in place."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -425,6 +428,13 @@ def test_inverse_is_by_the_negative_angles_and_undoes_unit_tables() -> None:
         lambda t: apply_rotary_pos_emb(t, None, cos, sin, tables="half", start=0, inverse=True)[0],
         x,
     )
+
+
+@pytest.mark.parametrize("kind", [numpy.int64, numpy.uint8, numpy.array])
+def test_integers_of_numpy_are_integers(kind: Callable[[int], Any]) -> None:
+    q, cos, sin = noise(2, 5, 4, 12), noise(5, 4, seed=1), noise(5, 4, seed=2)
+    got, _ = apply_rotary_pos_emb(q, None, cos, sin, kind(2), start=kind(3), tables="half")
+    assert torch.equal(got, apply_rotary_pos_emb(q, None, cos, sin, 2, start=3, tables="half")[0])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ and the tensors it is about.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 # What would not fit in a sentence is only named.
@@ -20,6 +22,27 @@ def describe(value: object) -> str:
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
     text = repr(value)
     return f"a {type(value).__name__}" if len(text) > _LONGEST or "\n" in text else text
+
+
+def integer(operation: str, name: str, value: object, hint: str = "") -> int:
+    """What is an integer, of Python or numpy, as one of Python; a symbol of a compiler stays one.
+
+    Args:
+        operation, name: named in the error.
+        value: what the user gave.
+        hint: what else may have been meant, for the end of the error.
+
+    >>> integer("demo", "size", 3)
+    3
+    """
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]
+    if not isinstance(value, (bool, torch.Tensor)):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise TypeError(sentence(operation, f"{name} must be an int but got {describe(value)}{hint}"))
 
 
 def check_dense(operation: str, name: str, x: torch.Tensor, nested: str = "") -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from ._errors import sentence
+from ._errors import describe, sentence
 
 # 64 bits are 20 digits; the rest is head room for the rounding of up to thousands of products.
 CONTEXT = decimal.Context(prec=60)
@@ -73,12 +73,14 @@ def length(value: object) -> int:
     number = None
     if isinstance(value, int) and not isinstance(value, bool):
         number = value  # while compiling perhaps a symbol, which `index` would turn into a constant
-    elif not isinstance(value, bool):
-        with suppress(TypeError):
+    elif not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
+        with suppress(TypeError, RuntimeError):  # a tensor may have no numbers
             number = operator.index(value)  # type: ignore[arg-type]
     if number is None:
         raise TypeError(
-            sentence("seq_len", f"a length must be an int, or one per row, but got {value!r}")
+            sentence(
+                "seq_len", f"a length must be an int, or one per row, but got {describe(value)}"
+            )
         )
     if number < 0:
         raise ValueError(sentence("seq_len", f"a length must not be negative but got {number}"))

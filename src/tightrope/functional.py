@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 
 from . import angles, calls, scan
-from ._errors import describe, sentence
+from ._errors import describe, integer, sentence
 from .activations import Act, ActLike
 from .gates import Gate
 from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
@@ -469,9 +469,8 @@ def build_freqs_cis(
     torch.Size([16, 32])
     """
     name = "build_freqs_cis"
+    seq_len, d = integer(name, "seq_len", seq_len), integer(name, "d", d)
     for what, size in (("seq_len", seq_len), ("d", d)):
-        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-            raise TypeError(sentence(name, f"{what} must be an int but got {size!r}"))
         if size < 0:
             raise ValueError(sentence(name, f"{what} must not be negative but got {size}"))
     if isinstance(d, int) and d % 2:
@@ -576,8 +575,9 @@ def polar_scan(
         raise ValueError(
             sentence(name, f"form must be one of {', '.join(scan.FORMS)} but got {form!r}")
         )
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ValueError(sentence(name, f"chunk must be a positive int but got {chunk!r}"))
+    chunk = integer(name, "chunk", chunk)
+    if chunk < 1:
+        raise ValueError(sentence(name, f"chunk must be positive but got {chunk}"))
     where = layout_named(name, layout)
     if where.dims != 4:
         raise ValueError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 from . import calls, positions
-from ._errors import check_dense, check_local, describe, sentence
+from ._errors import check_dense, check_local, describe, integer, sentence
 from ._tracing import broadcasts
 from .activations import ACTS, SOFTMAX, Act, pair
 from .ops.checks import check_floating
@@ -151,7 +149,7 @@ def _check(name: str, x: torch.Tensor, act: Act, dim: int | None, offset: object
                 sentence(name, f"dim must be None for act {describe(act)} but got {describe(dim)}")
             )
         return False
-    over = _index(name, "dim", dim) if dim is not None else None
+    over = integer(name, "dim", dim) if dim is not None else None
     if over is not None and over < 0:
         over += x.dim()
     if over not in (1, x.dim() - 1):
@@ -198,7 +196,7 @@ def _where(name: str, x: torch.Tensor, offset: int | torch.Tensor | Positions) -
     if isinstance(offset, Positions):
         return offset
     if not isinstance(offset, torch.Tensor):
-        return _index(name, "offset", offset)
+        return integer(name, "offset", offset)
     if offset.dtype not in positions.DTYPES:
         raise TypeError(
             sentence(name, "offset must be int32, int64, float32 or float64", offset=offset)
@@ -282,15 +280,3 @@ def _rule(heads: int, pairs: int, theta_axis: str) -> str:
         return f"theta must have shape {' or '.join(by_head)} for theta_axis='head'"
     shapes = ", ".join(dict.fromkeys(by_pair if theta_axis == "pair" else by_pair + by_head))
     return f"theta must have shape {shapes}, or fewer than {pairs} pairs"
-
-
-def _index(name: str, what: str, value: object) -> int:
-    # A symbol of a compiler stays one.
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        return value  # type: ignore[return-value]
-    if not isinstance(value, (bool, torch.Tensor)):
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise TypeError(sentence(name, f"{what} must be an int but got {describe(value)}"))

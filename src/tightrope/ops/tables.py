@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._errors import describe, sentence
+from .._errors import describe, integer, sentence
 from .._tracing import broadcasts, is_readable
 from . import schema
 from .checks import check_flag, check_floating, check_partner, shape_of
@@ -37,6 +37,8 @@ def arguments(
     """
     check_flag(operation, "interleaved", interleaved)
     check_flag(operation, "inverse", inverse)
+    hint = "; ids go into position_ids="
+    unsqueeze_dim = integer(operation, "unsqueeze_dim", unsqueeze_dim, hint)
     layout = _layout(operation, q, unsqueeze_dim)
     shape = shape_of(operation, "q", q, layout)
     if k is not None:
@@ -49,6 +51,7 @@ def arguments(
                 f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}",
             )
         )
+    start = integer(operation, "start", start)
     _check_tables(operation, q, cos, sin, tables, start)
     c, s = (_canonical(operation, table, q, unsqueeze_dim, layout) for table in (cos, sin))
     _check_fit(operation, c, q, k, cos, layout)
@@ -86,14 +89,6 @@ def arguments(
 def _layout(operation: str, q: torch.Tensor, unsqueeze_dim: int) -> Layout:
     if not isinstance(q, torch.Tensor):
         raise TypeError(sentence(operation, f"q must be a tensor but got {describe(q)}"))
-    if isinstance(unsqueeze_dim, bool) or not isinstance(unsqueeze_dim, int):
-        raise TypeError(
-            sentence(
-                operation,
-                f"unsqueeze_dim must be an int but got {describe(unsqueeze_dim)}; ids go into "
-                "position_ids=",
-            )
-        )
     dims = q.dim()
     name = _LAYOUTS.get((dims, unsqueeze_dim + dims if unsqueeze_dim < 0 else unsqueeze_dim))
     if name is None:
@@ -146,8 +141,6 @@ def _check_tables(
                 cos=cos,
             )
         )
-    if not isinstance(start, (int, torch.SymInt)) or isinstance(start, bool):
-        raise TypeError(sentence(operation, f"start must be an int but got {start!r}"))
     if start and not 0 <= start <= q.shape[-1] - rotated:
         raise ValueError(
             sentence(

@@ -8,8 +8,8 @@ tensor: nothing here waits for a device or breaks a graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -25,6 +25,8 @@ SeqLen: TypeAlias = "int | Sequence[int] | torch.Tensor | None"
 # One int per row, or one for all rows; or a tensor ``(rows,)`` or ``(1,)`` that nothing may read.
 Lengths: TypeAlias = "tuple[int, ...] | torch.Tensor"
 
+_NO_ROWS = (str, bytes, bytearray, Mapping, Set)
+
 # No tensor has more tokens, and as a float64 it is exact.
 _LONGEST = 2**62
 
@@ -38,6 +40,7 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
     >>> read(5), read(torch.tensor([3, 4]))
     ((5,), (3, 4))
     """
+    seq_len = _traced(seq_len)
     if isinstance(seq_len, torch.Tensor):
         _check_tensor(seq_len)
         # Rows before position 0 are short, too.
@@ -46,9 +49,7 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
         if not is_readable(seq_len):
             return lengths
         return tuple(lengths.to(torch.int64).tolist())
-    if isinstance(seq_len, Iterable):
-        return tuple(length(value) for value in seq_len)
-    return (length(seq_len),)
+    return tuple(map(length, _each(seq_len)))
 
 
 def check(seq_len: SeqLen) -> None:
@@ -59,14 +60,28 @@ def check(seq_len: SeqLen) -> None:
 
     >>> check(5)
     """
+    seq_len = _traced(seq_len)
     if isinstance(seq_len, torch.Tensor):
         _check_tensor(seq_len)
-    elif isinstance(seq_len, Iterable):
-        for value in seq_len:
-            length(value)
     elif seq_len is not None and not (torch.compiler.is_compiling() and type(seq_len) is int):
         # What a number is would be a guard of the graph.
-        length(seq_len)
+        for value in _each(seq_len):
+            length(value)
+
+
+def _traced(seq_len: Any) -> Any:
+    """Arrays of numpy as tensors, where a compiler has put its own in their place."""
+    # Asked in this order, as no compiler tells what its symbols have.
+    if not torch.compiler.is_dynamo_compiling() or isinstance(seq_len, (int, torch.SymInt)):
+        return seq_len
+    return torch.as_tensor(seq_len) if hasattr(seq_len, "__array__") else seq_len
+
+
+def _each(seq_len: object) -> Iterable[object]:
+    """The lengths of the rows, or the one of all."""
+    # Numbers of numpy have a method for iterating, too; what has no order says nothing of rows.
+    is_one = not isinstance(seq_len, Iterable) or getattr(seq_len, "shape", None) == ()
+    return [seq_len] if is_one or isinstance(seq_len, _NO_ROWS) else seq_len  # type: ignore[return-value]
 
 
 def _check_tensor(seq_len: torch.Tensor) -> None:
