@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle_acts
 import tolerances
@@ -391,6 +392,35 @@ def test_in_place_under_grad_and_compiled_and_mapped() -> None:
         assert torch.allclose(one, other, atol=1e-13)
 
 
+NORMS = {"none": None, "of all heads": (8,), "per head": (2, 8)}
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("shape", NORMS)
+@every_dtype
+def test_norms_tell_shapes_without_numbers(
+    dtype: torch.dtype, shape: str, offset: bool, fake: bool
+) -> None:
+    with FakeTensorMode() if fake else torch.device("meta"):
+        size = NORMS[shape]
+        leaves = [torch.randn(2, 2, 3, 8, dtype=dtype, requires_grad=True)]
+        if size is not None:
+            leaves.append(torch.ones(size, dtype=dtype, requires_grad=True))
+        x = leaves[0]
+        act = RMSNorm(*leaves[1:], unit_offset=offset)
+        for y in (rotate(x, RopeSpec(8), 7, act=act), rotate_qk(x, x, RopeSpec(8), act=act)[1]):
+            assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+            for grad, leaf in zip(torch.autograd.grad(y.sum(), leaves), leaves, strict=True):
+                assert (grad.shape, grad.dtype, grad.device) == (
+                    leaf.shape,
+                    leaf.dtype,
+                    leaf.device,
+                )
+        with torch.no_grad():
+            assert rotate_(x, RopeSpec(8).at(7, x.device), act=act) is x
+
+
 X = torch.zeros(1, 2, 3, 8)
 ERRORS = {
     "[rotate] act must be one of none, relu": lambda: rotate(X, RopeSpec(8), act="swish"),
@@ -407,6 +437,9 @@ ERRORS = {
     ),
     "[rotate] the weight of RMSNorm for x must have shape (8,) or (2, 8)": lambda: rotate(
         X, RopeSpec(8), act=RMSNorm(torch.ones(7))
+    ),
+    "[rotate] the weight of RMSNorm is on meta but x is on cpu": lambda: rotate(
+        X, RopeSpec(8), act=RMSNorm(torch.ones(8, device="meta"))
     ),
     "[RMSNorm] weight must be a floating tensor": lambda: RMSNorm(torch.ones(3, dtype=torch.int64)),
     "[RMSNorm] weight must have shape": lambda: RMSNorm(torch.ones(1, 2, 3)),

@@ -254,6 +254,12 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "[rotate] positions must hold numbers but are on the meta device, and what rotates is on cpu; "
         "say device='cpu' where they are made (positions: int64[1, 1, 5]).",
     ),
+    "learnable ids where nothing has numbers": (
+        lambda: rotate(X.to("meta"), SPEC, IDS.float().requires_grad_()),
+        ValueError,
+        "[rotate] positions must be on the meta device, where what rotates is and no gradient comes "
+        "back from (positions: float32[1, 1, 5]).",
+    ),
     "an array": (
         lambda: rotate([[0.0] * 99] * 9, SPEC),  # type: ignore[arg-type]
         TypeError,

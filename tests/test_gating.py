@@ -1,8 +1,12 @@
 """Gates on their way to the operator: what a prepared rotation hands over at once is what the long way
 makes of it, and nothing of it grows old."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from matrix import needs_kernel
 from tightrope import RopeSpec, calls, gates
@@ -188,3 +192,85 @@ def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
     y, _ = rotate_qk(leaf, k, rope, gate=gate)
     y.sum().backward()
     assert_same_bits(y.detach(), wanted[0])
+
+
+# --- without numbers ------------------------------------------------------------------------------
+
+WITH_TENSORS = [kind for kind in KINDS if kind not in ("number", "xpos")]
+
+
+def without_numbers(kind: str, device: str):
+    """Gates whose tensors are learnable and on that device; and these tensors."""
+    made, tensors = gates_of(kind, WIDTH // 2)
+    moved = [t.to(device).requires_grad_() for t in tensors]
+    each = list(made) if isinstance(made, tuple) else [made]
+    for gate, tensor in zip(each, moved):
+        name = next(iter(vars(gate)))
+        object.__setattr__(gate, name, tensor)
+    return (tuple(each) if isinstance(made, tuple) else each[0]), moved
+
+
+@pytest.mark.parametrize("mode", ["meta", "fake"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_tell_shapes_without_numbers(kind, mode):
+    device = "meta" if mode == "meta" else "cpu"
+    spec = SPECS["halves"]
+    with nullcontext() if mode == "meta" else FakeTensorMode():
+        gate, tensors = without_numbers(kind, device)
+        q = torch.randn(2, HEADS, TOKENS, WIDTH, device=device, requires_grad=True)
+        k = torch.randn(2, KV_HEADS, TOKENS, WIDTH, device=device)
+        for where in (
+            *(None, 3, torch.arange(TOKENS, device=device)),
+            torch.rand(2, TOKENS, device=device).requires_grad_(),
+        ):
+            made = rotate_qk(q, k, spec, where, act="silu", gate=gate)
+            for y, x in zip(made, (q, k), strict=True):
+                assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+            found = torch.autograd.grad(made[0].sum() + made[1].sum(), [q, *tensors])
+            for grad, x in zip(found, [q, *tensors], strict=True):
+                assert (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, x.device)
+        with torch.no_grad():
+            assert rotate_qk_(q, k, spec.at(3, device), gate=gate) == (q, k)
+            assert rotate_qk(q, k, spec, gate=gate, inverse=True)[1].shape == k.shape
+
+
+@pytest.mark.parametrize("kind", WITH_TENSORS)
+def test_a_gate_without_numbers_is_refused_where_there_are_some(kind):
+    gate, _ = without_numbers(kind, "meta")
+    q, k = noise(2, HEADS, TOKENS, WIDTH), noise(2, KV_HEADS, TOKENS, WIDTH, seed=1)
+    kept, spec = q.clone(), SPECS["halves"]
+    ids = torch.arange(TOKENS).float().requires_grad_()
+    which = {"scalar": "value", "exp": "gamma", "slope": "slope", "given": "log"}[kind.split()[0]]
+    text = f"{which} of the gate {kind.split()[0].title()} is on meta but q is on cpu; put both on one."
+    for name, call in {
+        "rotate_qk": lambda: rotate_qk(q, k, spec, gate=gate),
+        "rotate_qk of ids": lambda: rotate_qk(q, k, spec, ids, gate=gate),
+        "rotate_qk_": lambda: rotate_qk_(q, k, spec, gate=gate),
+        "rotate_qk_ prepared": lambda: prepared_once(q, k, spec, gate),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(f'[{name.split()[0]}] {text}')}$"):
+            call()
+    assert_same_bits(q, kept)
+
+
+def prepared_once(q, k, spec, gate):
+    """A call in place whose rotation has been called before, as the second layer has it."""
+    rotation = spec.at(3)
+    rotate_qk_(q.clone(), k.clone(), rotation)
+    with torch.no_grad():
+        return rotate_qk_(q, k, rotation, gate=gate)
+
+
+@pytest.mark.parametrize("kind", WITH_TENSORS)
+def test_a_gate_with_numbers_is_moved_to_where_there_are_none_but_gets_no_gradient_back(kind):
+    gate, tensors = without_numbers(kind, "cpu")
+    q = torch.empty(2, HEADS, TOKENS, WIDTH, device="meta")
+    k = torch.empty(2, KV_HEADS, TOKENS, WIDTH, device="meta")
+    with pytest.raises(ValueError, match=r"is on cpu but q is on meta; put both on one\.$"):
+        rotate_qk(q, k, SPECS["halves"], gate=gate)
+    for tensor in tensors:
+        tensor.requires_grad_(False)
+    ids = torch.rand(TOKENS, device="meta").requires_grad_()
+    for where in (None, ids):
+        made = rotate_qk(q, k, SPECS["halves"], where, gate=gate)
+        assert all(y.is_meta for y in made)

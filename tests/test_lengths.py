@@ -725,6 +725,16 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "[seq_len] a length must be an int, or one per row, but got 'long'.",
     ),
+    "lengths without numbers": (
+        lambda: rotate(
+            torch.zeros(5, 12),
+            spec_of("dynamic"),
+            layout="sd",
+            seq_len=torch.tensor(5, device="meta"),
+        ),
+        ValueError,
+        "[seq_len] lengths must hold numbers but are on the meta device, and what rotates is on cpu.",
+    ),
     "a negative length": (
         lambda: spec_of("longrope").at(seq_len=[5, -5]),
         ValueError,

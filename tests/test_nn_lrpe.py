@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightrope import RopeSpec
+from tightrope.activations import ACTS, RMS_NORM
 from tightrope.functional import lrpe_rotate_1d, rotate
 from tightrope.nn import LrpeRotate1d
 from tolerances import assert_near, assert_same_bits
@@ -92,6 +94,29 @@ def test_saving_copying_and_building_without_memory(
     empty = LrpeRotate1d(12, **options, device="meta").to_empty(device="cpu")
     empty.reset_parameters()
     assert torch.equal(empty.theta, begun)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("per", ["pair", "head", "head and pair"])
+@pytest.mark.parametrize("act", ACTS[:RMS_NORM])
+def test_it_is_built_and_runs_without_numbers(act: str, per: str, fake: bool) -> None:
+    options: dict[str, Any] = {"num_heads": 3, "per": per, "act": act, "start": 2, "rotary_dim": 6}
+    if act == "softmax":
+        options["dim"] = 1
+    with FakeTensorMode() if fake else torch.device("meta"):
+        empty = LrpeRotate1d(12, **options)
+        x = torch.randn(2, 5, 3, 12, requires_grad=True)
+        offsets = (0,) if act == "softmax" else (0, 7, torch.zeros(2, dtype=torch.int64))
+        for offset in offsets:
+            y = empty(x, offset)
+            assert (y.shape, y.device) == (x.shape, x.device)
+            found = torch.autograd.grad(y.sum(), [x, empty.theta])
+            assert [g.shape for g in found] == [x.shape, empty.theta.shape]
+    if not fake:
+        full = LrpeRotate1d(12, **options)
+        empty.load_state_dict(full.state_dict(), assign=True)
+        x = torch.randn(2, 5, 3, 12)
+        assert torch.equal(empty(x), full(x))
 
 
 def test_frozen_and_of_another_dtype() -> None:

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightrope import RopeSpec
 from tightrope.axes import Axes
@@ -208,6 +209,43 @@ def test_it_copies_saves_and_casts() -> None:
     meta.load_state_dict(attention.state_dict(), assign=True)
     assert torch.equal(meta.eval()(X), attention(X))
     assert attention.to(torch.bfloat16)(X.bfloat16()).dtype == torch.bfloat16
+
+
+WITHOUT_NUMBERS: dict[str, dict[str, Any]] = {
+    "plain": {"use_spd": False},
+    "gated": {},
+    "grouped": {"num_kv_heads": 2, "causal": True},
+    "slope": {"gate": "slope", "num_kv_heads": 2},
+    "tied": {"gate": "slope", "tied": "pair"},
+    "xpos": {"gate": XPos(2.0), "causal": True},
+    "by length": {"spec": RopeSpec(8, scaling=DynamicNTK(2.0, 4))},
+}
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("case", WITHOUT_NUMBERS)
+def test_it_is_built_and_runs_without_numbers(case: str, fake: bool) -> None:
+    options = WITHOUT_NUMBERS[case]
+    with FakeTensorMode() if fake else torch.device("meta"):
+        empty = PolarRoPEAttention(12, 4, 8, **options)
+        x = torch.randn(2, 6, 12, requires_grad=True)
+        mask = torch.ones(2, 6, dtype=torch.bool)
+        ids = torch.arange(6).expand(2, 6)
+        cache = KVCache() if options.get("causal") else None
+        for y in (empty(x), empty(x, positions=ids, padding_mask=mask, cache=cache)):
+            assert (y.shape, y.device) == (x.shape, x.device)
+            for grad, leaf in zip(
+                torch.autograd.grad(y.sum(), [x, *empty.parameters()]), [x, *empty.parameters()]
+            ):
+                assert (grad.shape, grad.device) == (leaf.shape, leaf.device)
+        with torch.no_grad():
+            assert empty(x).shape == x.shape
+        head = PolarRoPEHead(12, 8)
+        assert head(x, *build_freqs_cis(6, 8, device=x.device)).shape == (2, 6, 8)
+    if not fake:
+        full = made(12, 4, 8, **options)
+        empty.load_state_dict(full.state_dict(), assign=True)
+        assert torch.equal(empty.eval()(X), full(X))
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -440,6 +478,35 @@ def filled(rows: int) -> KVCache:
 
 
 CASES = {
+    "parameters without numbers": (
+        lambda: PolarRoPEAttention(12, 4, 8, use_spd=False, device="meta")(X),
+        ValueError,
+        "[PolarRoPEAttention] x is on cpu but the parameters are on meta.",
+    ),
+    "a head without numbers": (
+        lambda: PolarRoPEHead(12, 8, device="meta")(X, *build_freqs_cis(X.shape[1], 8)),
+        ValueError,
+        "[PolarRoPEHead] x is on cpu but the parameters are on meta.",
+    ),
+    "x without numbers": (
+        lambda: PolarRoPEAttention(12, 4, 8)(X.to("meta")),
+        ValueError,
+        "[PolarRoPEAttention] x is on meta but the parameters are on cpu.",
+    ),
+    "padding without numbers": (
+        lambda: PolarRoPEAttention(12, 4, 8, dtype=X.dtype)(
+            X, padding_mask=torch.ones(X.shape[:2], dtype=torch.bool, device="meta")
+        ),
+        ValueError,
+        "[PolarRoPEAttention] padding_mask is on meta but x is on cpu.",
+    ),
+    "a mask without numbers": (
+        lambda: PolarRoPEAttention(12, 4, 8, dtype=X.dtype)(
+            X, attn_mask=torch.ones(X.shape[1], X.shape[1], device="meta")
+        ),
+        ValueError,
+        "[PolarRoPEAttention] attn_mask is on meta but x is on cpu.",
+    ),
     "odd tables": (
         lambda: build_freqs_cis(4, 7),
         ValueError,

@@ -100,7 +100,7 @@ class Gate:
             x: what is gated.
             channels, positions: as of :meth:`log_factor`.
         """
-        return self.log_factor(channels, positions, x.dtype).to(x.device)
+        return onto(self.log_factor(channels, positions, x.dtype), x.device)
 
     def for_keys(self) -> Gate:
         """What keys are multiplied by where this gate is said for queries and keys at once."""
@@ -144,7 +144,7 @@ class Scalar(Gate):
         positions: torch.Tensor | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
         """As of :meth:`Gate.log_on`."""
-        return self._log(x.dtype, x.device).to(x.device)
+        return onto(self._log(x.dtype, x.device), x.device)
 
     def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The logarithm: of a number on that device, of a tensor on its own."""
@@ -212,7 +212,7 @@ class Slope(Gate):
     ) -> torch.Tensor:
         """As of :meth:`Gate.log_factor`."""
         where = _needed("Slope", positions).to(_inside(dtype))[:, None, :, None]
-        return self.rates(channels, dtype)[None, :, None] * where
+        return onto(self.rates(channels, dtype), where.device)[None, :, None] * where
 
     def rates(self, channels: Channels, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """What the logarithm is per position, ``[heads|1, channels|1]``; arguments as of
@@ -398,21 +398,41 @@ def total(
     """
     sum_: torch.Tensor | None = None
     for gate in gates:
-        check_own(operation, gate)
+        check_own(operation, name, x, gate)
         log = gate.log_on(x, channels, positions)
         check_fit(operation, name, x, gate, log.shape)
         sum_ = log if sum_ is None else sum_ + log
     return sum_
 
 
-def check_own(operation: str, gate: Gate) -> None:
-    """Refuse a gate whose tensors no kernel can read."""
+def onto(log: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A logarithm on a device; where it stands if it has no numbers, for :func:`check_own`."""
+    return log if log.is_meta else log.to(device)
+
+
+def check_own(operation: str, name: str, x: torch.Tensor, gate: Gate) -> None:
+    """Refuse a gate whose tensors no kernel can read, or that gets no gradient back from there.
+
+    Args:
+        operation, name: named in errors.
+        x: what is gated.
+        gate: any.
+    """
     # Those of the library are dataclasses; torch 2.10 compiles no look into an object's own names.
     names = getattr(type(gate), "__dataclass_fields__", None)
-    for name in vars(gate) if names is None else names:
-        value = getattr(gate, name)
-        if isinstance(value, torch.Tensor):
-            check_local(operation, f"{name} of the gate {type(gate).__name__}", value)
+    for field in vars(gate) if names is None else names:
+        value = getattr(gate, field)
+        if not isinstance(value, torch.Tensor):
+            continue
+        which = f"{field} of the gate {type(gate).__name__}"
+        check_local(operation, which, value)
+        if value.is_meta is not x.is_meta and (value.is_meta or value.requires_grad):
+            raise ValueError(
+                sentence(
+                    operation,
+                    f"{which} is on {value.device} but {name} is on {x.device}; put both on one",
+                )
+            )
 
 
 def check_fit(operation: str, name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:

@@ -54,7 +54,7 @@ def lower(
             where = _where(operation, rotation, x.shape[2], x.device)
         first = own[0] if len(own) == 1 else None
         if isinstance(first, Slope) and not _moves(rotation):
-            gates_.check_own(operation, first)
+            gates_.check_own(operation, name, x, first)
             rates = first.rates(channels, x.dtype).to(x.device)
             gates_.check_fit(operation, name, x, first, (1, rates.shape[0], 1))
             found.append((SLOPE, rates))

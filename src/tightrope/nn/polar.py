@@ -112,7 +112,7 @@ class PolarRoPEHead(_QueryHead):
             ``(batch, tokens, d_head)``.
         """
         name, width = type(self).__name__, self.q_proj.out_features
-        _check_input(name, x, self.q_proj.in_features)
+        _check_input(name, x, self.q_proj.weight)
         want = (x.shape[1], width // 2)
         if any(not isinstance(t, torch.Tensor) or t.shape != want for t in (cos, sin)):
             raise ValueError(
@@ -263,7 +263,7 @@ class PolarRoPEAttention(torch.nn.Module):
             TypeError, ValueError: arguments that do not fit, each with its sentence.
         """
         name = type(self).__name__
-        _check_input(name, x, self.d_model)
+        _check_input(name, x, self._every()[0].q_proj.weight)
         if cache is not None:
             self._check_cache(name, x, cache)
             if positions is None:
@@ -369,11 +369,13 @@ class PolarRoPEAttention(torch.nn.Module):
                         f"{describe(padding)}",
                     )
                 )
+            _check_place(name, "padding_mask", padding, "x is", q.device)
             seen = padding[:, None, None]
             mask = seen if mask is None else mask & seen
         if given is None:
             return mask, False
         _check_mask(name, given, (rows, heads, tokens, keys))
+        _check_place(name, "attn_mask", given, "x is", q.device)
         if given.dtype == torch.bool:
             return given if mask is None else mask & given, False
         added = given.to(q.dtype)
@@ -452,11 +454,19 @@ def _check_options(
         raise TypeError(sentence(name, f"dtype must be floating but got {dtype}"))
 
 
-def _check_input(name: str, x: object, width: int) -> None:
+def _check_input(name: str, x: object, weight: torch.Tensor) -> None:
+    width = weight.shape[1]
     if not isinstance(x, torch.Tensor):
         raise TypeError(sentence(name, f"x must be a tensor but got {describe(x)}"))
     if x.dim() != 3 or x.shape[-1] != width:
         raise ValueError(sentence(name, f"x must have shape (batch, tokens, {width})", x=x))
+    # Torch multiplies by what has no numbers, without a word.
+    _check_place(name, "x", x, "the parameters are", weight.device)
+
+
+def _check_place(name: str, what: str, x: torch.Tensor, other: str, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(sentence(name, f"{what} is on {x.device} but {other} on {device}"))
 
 
 def _check_mask(name: str, mask: object, full: tuple[int, int, int, int]) -> None:

@@ -174,6 +174,15 @@ def prepare(
                     positions=ids,
                 )
             )
+        if device.type == "meta" and ids.requires_grad:
+            raise ValueError(
+                sentence(
+                    operation,
+                    "positions must be on the meta device, where what rotates is and no gradient comes "
+                    "back from",
+                    positions=ids,
+                )
+            )
         ids = ids.to(device)
     awaits = read = told = None
     own = seq_len is None

@@ -81,6 +81,14 @@ class Tables:
         if lengths is None:
             return self._table(device)
         if isinstance(lengths, torch.Tensor):
+            if lengths.is_meta and device.type != "meta":
+                raise ValueError(
+                    sentence(
+                        "seq_len",
+                        "lengths must hold numbers but are on the meta device, and what rotates is on "
+                        f"{device}",
+                    )
+                )
             return self._unread_table(lengths.to(device), device)
         regimes = [self._regime(length) for length in lengths]
         if len(set(regimes)) <= 1:
