@@ -100,6 +100,67 @@ def test_each_form_is_the_double_sum(kind: str, form: str) -> None:
     assert bool(((got.double() - exact).abs() <= tolerances.value("scan") * size).all())
 
 
+def scan_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, g: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Output and gradients by q, k, v and decay ``(2, 2, 37, 8)``, term by term in float64, and the sums
+    of the sizes of these terms."""
+    turned = rotated(q).unflatten(1, (2, 2)), rotated(k)
+    since = decay.cumsum(2)
+    later = torch.ones(37, 37, dtype=torch.bool).tril()[..., None]
+    weight = (since[:, :, :, None] - since[:, :, None]).masked_fill(~later, -torch.inf).exp()
+
+    def sums(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Output, gradients by rotated q and k, by v, and by the decay of each token."""
+        out = torch.einsum("rhgtc,rhtic,rhic,rhid->rhgtd", q, weight, k, v)
+        of_q = torch.einsum("rhtic,rhic,rhid,rhgtd->rhgtc", weight, k, v, g)
+        of_k = torch.einsum("rhgtc,rhtic,rhid,rhgtd->rhic", q, weight, v, g)
+        of_v = torch.einsum("rhgtc,rhtic,rhic,rhgtd->rhid", q, weight, k, g)
+        terms = torch.einsum("rhgtc,rhtic,rhic,rhid,rhgtd->rhtic", q, weight, k, v, g)
+        # The decay of token j weighs what tokens from j on make of those before it.
+        of_decay = [terms[:, :, j:, :j].sum((2, 3)) for j in range(37)]
+        return out.flatten(1, 2), of_q.flatten(1, 2), of_k, of_v, torch.stack(of_decay, 2)
+
+    g = g.unflatten(1, (2, 2))
+    exact = list(sums(*turned, v, g))
+    size = list(sums(*(x.abs() for x in turned), v.abs(), g.abs()))
+    for i, x in ((1, q), (2, k)):
+        _, back = torch.func.vjp(rotated, x)
+        (exact[i],) = back(exact[i])
+        both = size[i].unflatten(-1, (4, 2)).sum(-1, keepdim=True)
+        size[i] = both.expand(*both.shape[:-1], 2).flatten(-2)
+    return exact, size
+
+
+@pytest.mark.parametrize("narrow_decay", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [kind for kind in DECAYS if kind.startswith("of")])
+def test_16_bits_are_rounded_at_the_end_and_nowhere_else(
+    kind: str, form: str, dtype: torch.dtype, narrow_decay: bool
+) -> None:
+    """Sums that cancel show whether something on the way to them was rounded."""
+    q, k, v = inputs(dtype=dtype)
+    decay = DECAYS[kind].to(dtype if narrow_decay else torch.float32)  # type: ignore[union-attr]
+    g = noise(2, 4, 37, 5, seed=4, dtype=dtype)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
+    out, _ = polar_scan(*leaves[:3], SPEC, leaves[3], form=form, chunk=20)
+    got = [out, *torch.autograd.grad(out, leaves, g)]
+    exact, size = scan_gradients(
+        q.double(), k.double(), v.double(), spread(decay.double()), g.double()
+    )
+    full = decay if decay.dim() == 4 else decay[None, :, None]
+    exact[4], size[4] = (
+        x.sum_to_size(full.shape).reshape(decay.shape) for x in (exact[4], size[4])
+    )
+    for name, found, want, terms in zip(("out", *"qkv", "decay"), got, exact, size, strict=True):
+        last = torch.finfo(found.dtype)
+        bound = tolerances.value("scan") * terms + want.abs() * last.eps / 2 + last.tiny * last.eps
+        assert bool(((found.double() - want).abs() <= bound).all()), name
+
+
 def test_the_form_of_the_seed() -> None:
     """q_tᵀ P R_{i−t} P k_i, with one gate for both channels of a pair and no decay."""
     q, k, v = inputs(2, 2, 9)
@@ -286,15 +347,17 @@ def test_autocast_changes_nothing(
         assert_same_bits(got, want)
 
 
-def test_autocast_changes_nothing_when_compiled() -> None:
-    q, k, v = (x.float() for x in inputs())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing_when_compiled(dtype: torch.dtype) -> None:
+    q, k, v = inputs(dtype=dtype)
     decay = DECAYS["of each token and head"].float()  # type: ignore[union-attr]
     wanted, last = polar_scan(q, k, v, SPEC, decay)
     torch.compiler.reset()
     run = torch.compile(polar_scan, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got, state = run(q, k, v, SPEC, decay)
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    last_place = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(got, wanted, rtol=last_place, atol=1e-5)
     torch.testing.assert_close(state.memory, last.memory, rtol=1e-5, atol=1e-5)
     with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
         out, _ = polar_scan(*(torch.empty(1, 2, 9, 8) for _ in range(3)), SPEC)
@@ -383,6 +446,24 @@ CASES = {
         lambda: polar_scan(Q, K, V, SPEC, form="parallel"),
         ValueError,
         "[polar_scan] form must be one of chunked, quadratic, step but got 'parallel'.",
+    ),
+    "narrow keys of other tokens": (
+        lambda: polar_scan(Q.bfloat16(), K[:, :, 1:].bfloat16(), V, SPEC),
+        ValueError,
+        "[polar_scan] q and k must have the same number of tokens but got 37 and 36; rotate them one "
+        "by one (q: bfloat16[2, 4, 37, 8], k: bfloat16[2, 2, 36, 8]).",
+    ),
+    "queries and keys of two widths": (
+        lambda: polar_scan(Q.bfloat16(), K.half(), V, SPEC),
+        ValueError,
+        "[polar_scan] q and k must share dtype and device but got torch.bfloat16 on cpu and "
+        "torch.float16 on cpu; rotate them one by one (q: bfloat16[2, 4, 37, 8], k: float16[2, 2, 37, "
+        "8]).",
+    ),
+    "narrow values of another width": (
+        lambda: polar_scan(Q.bfloat16(), K.bfloat16(), V.float(), SPEC),
+        TypeError,
+        "[polar_scan] v must be a tensor of torch.bfloat16 on cpu (v: float32[2, 2, 37, 5]).",
     ),
     "chunk": (
         lambda: polar_scan(Q, K, V, SPEC, chunk=0),

@@ -12,7 +12,7 @@ from .activations import Act, ActLike
 from .gates import Gate
 from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
 from .ops import reangle, tables as given_tables
-from .ops.checks import check_floating, layout_named
+from .ops.checks import check_floating, layout_named, prepare
 from .positions import PositionsLike
 from .spec import PreparedRotation, RopeSpec, SeqLen
 
@@ -597,12 +597,18 @@ def polar_scan(
                 )
             )
         positions = state.tokens if positions is None else positions
+    given_q, given_k = q, k
+    if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
+        # In 16 bits rotated queries and keys would be rounded before sums that cancel.
+        spec = prepare(name, _QK, (q, k), spec, positions, seq_len, where)
+        q, k, positions, seq_len = q.float(), k.float(), None, None
     q, k = calls.out_of_place(
         *(name, _QK, q, k, spec, positions, layout, False, None),
         *(None, None, seq_len, False, calls.outer(name, None, gate)),
     )
+    given_q, given_k = where.to_bhsd(given_q), where.to_bhsd(given_k)
+    v = scan.values_of(name, given_q, given_k, v, where.to_bhsd)
     q, k = where.to_bhsd(q), where.to_bhsd(k)
-    v = scan.values_of(name, q, k, v, where.to_bhsd)
     out, state = scan.run(name, q, k, v, log_decay, state, form, chunk)
     return where.from_bhsd(out), state
 

@@ -245,12 +245,12 @@ def run(
 ) -> tuple[torch.Tensor, PolarState]:
     """Scan, from tensors ``(rows, heads, tokens, channels)`` of any floating type.
 
-    16-bit tensors are computed with in float32, and the result rounded once.
+    Those of 16 bits are computed with in float32, and the result rounded once, to the type of v.
     """
     inside = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows, heads, tokens, channels = q.shape
     kv_heads, values = k.shape[1], v.shape[3]
-    dtype, seen = q.dtype, 0
+    dtype, seen = v.dtype, 0
     q, k, v = (x.to(inside) for x in (q, k, v))
     each = decays(operation, decay, k)
     if state is None:
