@@ -450,9 +450,12 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         "qk_rope_head_dim = 192.",
     ),
     "no sections": (
-        {**QWEN2_VL, "rope_scaling": None}, {}, ValueError,
-        "[from_config] model_type 'qwen2_vl' has positions of three coordinates, so the config must "
-        "say mrope_section.",
+        {
+            "general.architecture": "qwen2vl", "qwen2vl.embedding_length": 1536,
+            "qwen2vl.attention.head_count": 12, "qwen2vl.rope.freq_base": 1000000.0,
+        }, {}, ValueError,
+        "[from_config] general.architecture 'qwen2vl' has positions of three coordinates, so the config "
+        "must say mrope_section.",
     ),
     "sections that the family weaves otherwise": (
         {**QWEN2_VL, "mrope_interleaved": True}, {}, ValueError,

@@ -21,8 +21,10 @@ import transformers
 
 from model_configs import MODELS, Model
 from tightrope import RopeSpec
+from tightrope.axes import Axes
 from tightrope.config import LayerSpecs
 from tightrope.config.families import FAMILIES
+from tightrope.workbench.audit._targets import of_model
 
 PACKAGE = Path(transformers.__file__).parent / "models"
 
@@ -211,3 +213,59 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
         if model.config["model_type"] != "phimoe":  # whose factor is chosen when it is called
             scaling = getattr(module, f"{prefix}attention_scaling")
             assert scaling == pytest.approx(made.attention_scaling, rel=1e-6)
+
+
+# --- what a configuration leaves to the code -----------------------------------------------------
+
+SECTIONED = [name for name, family in FAMILIES.items() if family.sections is not None]
+
+
+@pytest.mark.parametrize("name", SECTIONED)
+def test_sections_that_no_key_says_are_those_of_the_code(name: str) -> None:
+    folder = FAMILIES[name].source.split(": ")[0]
+    code = (PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8")
+    found = re.findall(r'\.get\("mrope_section", \[([\d, ]+)\]\)', code)
+    assert {tuple(map(int, sizes.split(","))) for sizes in found} == {FAMILIES[name].sections}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", *(name for name in SECTIONED if name.endswith("text") and "glm" not in name)],
+)
+def test_a_configuration_of_defaults_is_read_as_its_code_reads_it(name: str) -> None:
+    config = transformers.CONFIG_MAPPING[name]()
+    spec = RopeSpec.from_config(config)
+    assert spec == RopeSpec.from_config(config.to_dict())
+    module = rotary_module(config)
+    assert module is not None
+    omega = spec.frequencies().inv_freq
+    found = module.inv_freq.double()
+    if name.startswith("ernie"):  # which keeps the rows' frequencies before the columns'
+        found, omega = found.sort().values, omega.sort().values
+    torch.testing.assert_close(found, omega, rtol=1e-6, atol=0.0)
+    assert spec.axes is None or spec.axes.count == 3
+
+
+def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
+    config = transformers.CONFIG_MAPPING["qwen2_vl"]()
+    target = of_model(config, None)
+    assert not target.unread
+    assert target.spec == RopeSpec.from_config(config, section="text_config")
+    assert target.spec.axes == Axes.sections((16, 24, 24))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "glm4v_text",
+            "rotates a part of each head, so the config must say one of partial_rotary_factor",
+        ),
+        ("glm4_moe", "hidden_size must be a multiple of num_attention_heads but got 4096 and 96"),
+        ("clvp_encoder", "the config must say how fast channels turn, by one of rope_theta"),
+        ("granitemoehybrid", "has RoPE only if position_embedding_type says so"),
+    ],
+)
+def test_defaults_that_leave_a_gap_are_refused_by_the_name_of_the_key(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"^\[from_config\] .*{re.escape(text)}"):
+        RopeSpec.from_config(transformers.CONFIG_MAPPING[name]())

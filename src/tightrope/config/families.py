@@ -9,6 +9,7 @@ transformers and compares their pairing with this table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Family:
         hidden: the key of the width that heads share, where ``hidden_size`` is something else.
         start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
         axes: how positions of several coordinates turn the pairs, by name; see ``axes_of`` in heads.py.
+        sections: how many pairs each coordinate turns where no key says it: a constant of the code.
         layers: how layers differ, by name; see layers.py.
         needs_position_type: whether RoPE is one choice of ``position_embedding_type``.
         scaling: ``"turns"``: coordinates are counted in turns, so a frequency is 2π times the row's.
@@ -42,6 +44,7 @@ class Family:
     hidden: str | None = None
     start: str = "first"
     axes: str | None = None
+    sections: tuple[int, ...] | None = None
     layers: str | None = None
     needs_position_type: bool = False
     scaling: str | None = None
@@ -70,6 +73,10 @@ _DEEPSEEK_V3 = _pairs("deepseek_v3", "apply_rotary_pos_emb_interleave", **_MLA_C
 # Vision towers of the Qwen line and its relatives: half the pairs turn with the row, half with the
 # column; older configurations have no key for the base, and the code has 10000.
 _VISION = {"axes": "blocks", "base": 10000.0}
+
+_QWEN2_VL: dict[str, Any] = {"axes": "sections", "sections": (16, 24, 24)}
+_QWEN3_VL: dict[str, Any] = {"axes": "interleaved sections", "sections": (24, 20, 20)}
+_QWEN3_5: dict[str, Any] = {"axes": "interleaved sections", "sections": (11, 11, 10)}
 
 FAMILIES: dict[str, Family] = {
     # --- all channels, first half with second half ---
@@ -117,7 +124,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _half("qwen2"),
     "qwen2_moe": _half("qwen2_moe"),
     "qwen3": _half("qwen3", **_HEAD),
-    "qwen3_moe": _half("qwen3_moe", **_HEAD),
+    "qwen3_moe": _half("qwen3_moe"),
     "seed_oss": _half("seed_oss", **_HEAD),
     "solar": Family(False, "modeling_solar.py in the hub repository: rotate_half"),
     "starcoder2": _half("starcoder2"),
@@ -170,18 +177,20 @@ FAMILIES: dict[str, Family] = {
     "olmo3": _half("olmo3", layers="scaled where full"),
     "smollm3": _half("smollm3", layers="no_rope_layers"),
     # --- several axes: text with images ---
-    "qwen2_vl": _half("qwen2_vl", axes="sections"),
-    "qwen2_vl_text": _half("qwen2_vl", axes="sections"),
-    "qwen2_5_vl": _half("qwen2_5_vl", axes="sections"),
-    "qwen2_5_vl_text": _half("qwen2_5_vl", axes="sections"),
-    "qwen2_5_omni_text": _half("qwen2_5_omni", axes="sections"),
-    "qwen3_vl_text": _half("qwen3_vl", axes="interleaved sections", **_HEAD),
-    "qwen3_vl_moe_text": _half("qwen3_vl_moe", axes="interleaved sections", **_HEAD),
-    "qwen3_5_text": _half("qwen3_5", axes="interleaved sections", **_PART, **_HEAD),
-    "qwen3_5_moe_text": _half("qwen3_5_moe", axes="interleaved sections", **_PART, **_HEAD),
-    "glm4v": _pairs("glm4v", axes="sections", **_PART),
-    "glm4v_text": _pairs("glm4v", axes="sections", **_PART),
-    "ernie4_5_vl_moe_text": _pairs("ernie4_5_vl_moe", axes="rows and columns, then time"),
+    "qwen2_vl": _half("qwen2_vl", **_QWEN2_VL),
+    "qwen2_vl_text": _half("qwen2_vl", **_QWEN2_VL),
+    "qwen2_5_vl": _half("qwen2_5_vl", **_QWEN2_VL),
+    "qwen2_5_vl_text": _half("qwen2_5_vl", **_QWEN2_VL),
+    "qwen2_5_omni_text": _half("qwen2_5_omni", **_QWEN2_VL),
+    "qwen3_vl_text": _half("qwen3_vl", **_QWEN3_VL, **_HEAD),
+    "qwen3_vl_moe_text": _half("qwen3_vl_moe", **_QWEN3_VL, **_HEAD),
+    "qwen3_5_text": _half("qwen3_5", **_QWEN3_5, **_PART, **_HEAD),
+    "qwen3_5_moe_text": _half("qwen3_5_moe", **_QWEN3_5, **_PART, **_HEAD),
+    "glm4v": _pairs("glm4v", axes="sections", sections=(8, 12, 12), **_PART),
+    "glm4v_text": _pairs("glm4v", axes="sections", sections=(8, 12, 12), **_PART),
+    "ernie4_5_vl_moe_text": _pairs(
+        "ernie4_5_vl_moe", axes="rows and columns, then time", sections=(22, 22, 20)
+    ),
     # --- several axes: images ---
     "dinov3_vit": _half("dinov3_vit", axes="blocks", scaling="turns"),
     "glm4v_vision": _half("glm4v", "apply_rotary_pos_emb_vision", **_VISION),

@@ -185,6 +185,8 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     axial = [path for path, name in part.said(keys.TYPE) if name == "axial"]
     if axial:
         fail(f"{axial[0]} is 'axial', but {source.name} is not known to have axes")
+    if said is None and family is not None and family.sections is not None:
+        said = f"constant of the code of {source.name}", list(family.sections)
     if kind is None and said is None:
         return None, "one coordinate per position"
     if said is None:
