@@ -454,7 +454,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
             "general.architecture": "qwen2vl", "qwen2vl.embedding_length": 1536,
             "qwen2vl.attention.head_count": 12, "qwen2vl.rope.freq_base": 1000000.0,
         }, {}, ValueError,
-        "[from_config] general.architecture 'qwen2vl' has positions of three coordinates, so the config "
+        "[from_config] GGUF architecture 'qwen2vl' has positions of three coordinates, so the config "
         "must say mrope_section.",
     ),
     "sections that the family weaves otherwise": (

@@ -750,6 +750,46 @@ def test_sentences(case: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("kind", [numpy.int64, numpy.int32, numpy.float32, numpy.float64])
+@pytest.mark.parametrize("inference", [False, True])
+@every_rule
+def test_ids_that_numpy_changes_are_refused(rule: str, inference: bool, kind: Any) -> None:
+    """Numpy shares their memory, and counts no version of theirs."""
+    spec, x = spec_of(rule), torch.randn(1, 2, TAIL, 12)
+    text = (
+        "positions must not change after spec.at read the lengths of their rows from them, on which "
+        "the frequencies depend; call spec.at again"
+    )
+    with torch.inference_mode(inference):
+        shared = numpy.arange(TAIL, dtype=kind)
+        ids = torch.from_numpy(shared)
+        rotation = spec.at(ids)
+        for _ in range(2):
+            assert_same_bits(rotate(x, rotation), rotate(x, spec_of(rule), ids.clone()))
+        shared += 6000
+        with pytest.raises(ValueError, match=re.escape(text)):
+            rotate(x, rotation)
+        with pytest.raises(ValueError, match=re.escape(text)):
+            rotate_(x.clone(), rotation)
+        told = spec.at(ids, seq_len=6000 + TAIL)
+        rotate(x, told)
+        shared += 1
+        with pytest.raises(ValueError, match="seq_len must be at least 6004"):
+            rotate(x, told)
+        starts = numpy.array([3], dtype=kind)
+        rows = spec.at(positions.per_row(torch.from_numpy(starts)))
+        rotate(x, rows)
+        starts += 6000
+        assert_same_bits(rotate(x, rows), rotate(x, spec_of(rule), 6003))
+
+
+def test_lost_ids_are_what_they_were() -> None:
+    spec, ids = spec_of("dynamic"), torch.tensor([0.0, torch.nan, 6000.0])
+    rotation = spec.at(ids)
+    for _ in range(2):
+        assert rotate(torch.ones(1, 1, 3, 12), rotation).isnan().any()
+
+
 PLAIN: dict[str, Rule | None] = {
     "none": None,
     "yarn": YaRN(4.0, TRAINED),

@@ -210,7 +210,7 @@ def _ready(
     if (
         call is None
         or rotation.rows != 1
-        or (rotation.read is not None and rotation.is_stale)
+        or rotation.is_stale
         or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or (rotation.said is not None and _passes(rotation, q, layout))

@@ -9,7 +9,7 @@ import torch
 
 from .. import positions as positions_
 from .._errors import sentence
-from .._tracing import is_tracing
+from .._tracing import is_readable, is_tracing
 from ..positions import Positions
 from . import _lengths
 from ._channels import Channels
@@ -35,9 +35,10 @@ class PreparedRotation:
         calls: what the operator is called with, by layout and direction, once it was.
         by_tokens: what :meth:`for_tokens` returned.
         read: the version of the ids that lengths were read from; None where none were.
+        seen: the bits of these ids, where they can be looked at: numpy counts no versions.
         logs: of gates by position, which all layers share: see :mod:`tightrope.gating`.
         said: lengths that the caller said, where positions can be compared with them.
-        fits: the version of the ids and the number of tokens that were, under the key 0.
+        fits: the version and bits of the ids and the number of tokens that were, under the key 0.
     """
 
     channels: Channels
@@ -58,7 +59,8 @@ class PreparedRotation:
         default_factory=dict, repr=False
     )
     said: Said | None = None
-    fits: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)
+    fits: dict[int, tuple[int, int, torch.Tensor | None]] = field(default_factory=dict, repr=False)
+    seen: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def amplitude(self) -> float:
@@ -95,6 +97,7 @@ class PreparedRotation:
             calls={},
             by_tokens={},
             read=_version(self.ids),
+            seen=_bits(self.ids, kept=True),
             logs={},
         )
 
@@ -107,11 +110,13 @@ class PreparedRotation:
         if self.said is None or is_tracing():
             return None
         version = 0 if self.said.ids is None else _version(self.said.ids)
-        if version is not None and self.fits.get(0) == (version, tokens):
-            return None
+        before = self.fits.get(0)
+        if before is not None and before[:2] == (version, tokens):
+            if _are_bits(self.said.ids, before[2]):
+                return None
         found = _lengths.passed(self.said, self.offset, self.ramp, tokens)
         if found is None and version is not None:
-            self.fits[0] = version, tokens
+            self.fits[0] = version, tokens, _bits(self.said.ids, kept=True)
         return found
 
     def check_passed(self, operation: str, tokens: int, said: str = "seq_len") -> None:
@@ -140,7 +145,9 @@ class PreparedRotation:
     @property
     def is_stale(self) -> bool:
         """Whether ids changed in place after words were made of their lengths."""
-        return self.read is not None and not is_tracing() and _version(self.ids) != self.read
+        if (self.read is None and self.seen is None) or is_tracing():
+            return False
+        return _version(self.ids) != self.read or not _are_bits(self.ids, self.seen)
 
 
 def prepare(
@@ -184,13 +191,13 @@ def prepare(
                 )
             )
         ids = ids.to(device)
-    awaits = read = told = None
+    awaits = read = seen = told = None
     own = seq_len is None
     if tables.by_length and own:
         if ids is None or where.ramp:
             awaits = tables
         else:
-            read = _version(ids)
+            read, seen = _version(ids), _bits(ids, kept=True)
             seq_len = _lengths.of_ids(where, ids, tables.rule, operation)  # type: ignore[arg-type]
     lengths = tables.read(seq_len, device)
     if not own:
@@ -213,7 +220,33 @@ def prepare(
         made_from,
         read=read,
         said=told,
+        seen=seen,
     )
+
+
+_OF_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _bits(ids: torch.Tensor | None, kept: bool = False) -> torch.Tensor | None:
+    """Ids as integers, NaN included; None where nothing may look at them.
+
+    Args:
+        kept: whether they are copied, to be compared with later.
+    """
+    if type(ids) not in (torch.Tensor, torch.nn.Parameter) or not is_readable(ids):  # type: ignore[arg-type]
+        return None
+    bits = ids.detach()  # type: ignore[union-attr]
+    if bits.dtype in _OF_WIDTH:
+        bits = bits.view(_OF_WIDTH[bits.dtype])
+    return bits.clone() if kept else bits
+
+
+def _are_bits(ids: torch.Tensor | None, seen: torch.Tensor | None) -> bool:
+    """Whether ids are what they were when they were seen, as far as anybody can tell."""
+    if seen is None:
+        return True
+    bits = _bits(ids)
+    return bits is not None and torch.equal(bits, seen)
 
 
 def _version(ids: torch.Tensor | None) -> int | None:

@@ -299,7 +299,9 @@ class RopeSpec:
 
         Args:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
-                :class:`tightrope.positions.Positions`. Ids are not copied: do not change them.
+                :class:`tightrope.positions.Positions`. Ids are not copied: do not change them. Where
+                frequencies depend on the length, ids that were changed since are refused, by numpy
+                too; on a device, as far as torch counts changes.
             device: where the rotated tensors live; by default where the ids are, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
                 an int, one per row, or a tensor of them. By default it is the row's own: its last
