@@ -82,12 +82,12 @@ TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename 
   using S = Span<F>;
   const int64_t end = p.start + 2 * p.pairs;
   int64_t row = 0;
-  V squares = all(0.0f), shared = all(0.0f);
+  V square = all(0.0f), shared = all(0.0f);
   const auto keep = [&](const V* y, const V* at, int registers) {
     for (int i = 0; i < registers; ++i, row += 16) {
       _mm512_storeu_ps(g + row, y[i]);
       _mm512_storeu_ps(x + row, at[i]);
-      squares = fused(at[i], at[i], squares);
+      square = fused(at[i], at[i], square);
       shared = fused(times(y[i], _mm512_loadu_ps(line.weight + row)), at[i], shared);
     }
   };
@@ -120,7 +120,7 @@ TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename 
   }
   pass(end, p.head_dim);
   const float n = float(p.head_dim);
-  const float scale = 1.0f / root(add_lanes(squares) / n + float(eps));
+  const float scale = 1.0f / root(add_lanes(square) / n + float(eps));
   const V scaled = all(scale), share = all(add_lanes(shared) * scale / n);
   for (int64_t k = 0; k < row; k += 16) {
     const V unit = times(_mm512_loadu_ps(x + k), scaled), y = _mm512_loadu_ps(g + k);
