@@ -10,9 +10,17 @@ import torch
 
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
-from tightrope.functional import apply_rotary_pos_emb_, lrpe_rotate_1d, polar_scan, rotate, rotate_
+from tightrope.functional import (
+    apply_rotary_pos_emb_,
+    lrpe_rotate_1d,
+    polar_scan,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
 from tightrope.nn import LrpeRotate1d
-from tolerances import assert_near
+from tolerances import assert_near, assert_same_bits
 
 SPEC = RopeSpec(8)
 
@@ -108,3 +116,58 @@ def test_gradients_in_place(name: str) -> None:
         assert (one is None) == (other is None)
         if one is not None:
             assert_near(one, other, "float64 ways")
+
+
+# What k alone takes of a tensor shaped as q, so that its call is another than that of q.
+OF_K: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "a weight": lambda source: {"act": ("silu", RMSNorm(source[0, 0, 0]))},
+    "a gate": lambda source: {"gate": (None, gates.Given(source.transpose(1, 2)))},
+    "a gate and positions": lambda source: {
+        "gate": (None, gates.Given(source.transpose(1, 2))),
+        "positions": source[:, 1, :, 0],
+    },
+    "a slope": lambda source: {"gate": (None, gates.Slope(source[0, :, 0]))},
+    "positions": lambda source: {"act": ("silu", None), "positions": source[:, 0, :, 0]},
+    "frequencies": lambda source: {"act": ("silu", None), "inv_freq": source[0, 0, 0, :4]},
+}
+
+
+def apart(kind: str, how: str, source: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
+    """A call whose q is written before k is rotated, by what k takes of source."""
+    more = OF_K[kind](source)
+    if how == "in place":
+        return rotate_qk_(q, k, SPEC, **more)
+    if how == "out":
+        # What is written is the memory of q, and what is rotated another.
+        return rotate_qk(q.clone(), k, SPEC, out=(q, torch.empty_like(k)), **more)
+    q, k = q * 1, k * 1
+    return rotate_qk_(q, k, SPEC, **(OF_K[kind](q) if source is not q else more))
+
+
+every_way = pytest.mark.parametrize("how", ["in place", "out"])
+every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
+
+
+@pytest.mark.parametrize("source", ["a view", "an argument"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@every_way
+@every_kind_of_k
+def test_what_k_takes_from_the_memory_of_q(
+    kind: str, how: str, backend: str, source: str
+) -> None:
+    """Its numbers are those from before the call, as in eager mode."""
+    memory, k = X.float() / 4, X.float().flip(-1)
+    wanted = apart(kind, how, memory.clone(), memory.clone(), k.clone())
+    if source == "a view":
+        run = torch.compile(lambda q, k: apart(kind, how, q, q, k), backend=backend, fullgraph=True)
+        got = run(memory, k.clone())
+    else:
+        run = torch.compile(
+            lambda s, q, k: apart(kind, how, s.transpose(0, 1), q, k),
+            backend=backend,
+            fullgraph=True,
+        )
+        got = run(memory.transpose(0, 1), memory, k.clone())
+    for one, other in zip(got, wanted, strict=True):
+        assert_same_bits(one, other)
+    assert_same_bits(memory, wanted[0])

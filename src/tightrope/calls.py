@@ -425,17 +425,20 @@ def _with_outer(
 
 def _apart(launches: list[_Launch], written: Sequence[torch.Tensor]) -> list[_Launch]:
     """Launches of which none reads what one before it has written, but a copy from before."""
-    if len(launches) == 1 or torch.compiler.is_compiling() or autograd.in_functorch():
+    if len(launches) == 1:
         return launches
+    # Behind a transform, and while compiling, nobody knows whose memory is whose.
+    blind = torch.compiler.is_compiling() or autograd.in_functorch()
 
     def own(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [own(one) for one in value]
-        is_read = isinstance(value, torch.Tensor) and is_written(value, written)
+            return tuple([own(one) for one in value])
+        is_read = isinstance(value, torch.Tensor) and (blind or is_written(value, written))
         return value.clone() if is_read else value
 
     first, *later = launches
-    return [first, *(it._replace(arguments=tuple(map(own, it.arguments))) for it in later)]
+    # Words and turns are the library's own.
+    return [first, *[it._replace(arguments=it.arguments[:2] + own(it.arguments[2:])) for it in later]]
 
 
 def _check_outs(
