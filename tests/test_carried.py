@@ -157,6 +157,34 @@ def test_what_k_takes_from_the_memory_of_q(what: str, into: bool) -> None:
         assert_same_bits(got, want)
 
 
+# What both take, k of a tensor shaped as q: one call without gradients, and with them two.
+OF_BOTH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "a weight": lambda source: {"act": (RMSNorm(VALUES[0]), RMSNorm(source[0, 0, 0]))},
+    "a gate": lambda source: {"gate": (gates.Exp(VALUES), gates.Given(source.transpose(1, 2)))},
+    "a slope": lambda source: {"gate": (gates.Slope(VALUES), gates.Slope(source[0, :, 0]))},
+    "positions": lambda source: {"positions": source[:, 0, :, 0]},
+    "positions and a norm": lambda source: {
+        "positions": source[:, 0, :, 0],
+        "act": RMSNorm(VALUES[0]),
+    },
+    "frequencies": lambda source: {"inv_freq": source[0, 0, 0, :4]},
+}
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
+@pytest.mark.parametrize("kind", OF_BOTH)
+def test_gradients_of_what_lies_in_the_memory_of_q(kind: str, detached: bool) -> None:
+    found = []
+    for call in (rotate_qk, rotate_qk_):
+        leaves = (X / 4).requires_grad_(), X.flip(-1).requires_grad_()
+        q, k = (leaf * 1 for leaf in leaves)
+        y, z = call(q, k, SPEC, **OF_BOTH[kind](q.detach() if detached else q))
+        loss = y.square()[0].sum() + z.sin().sum()
+        found.append((y, z, *torch.autograd.grad(loss, leaves)))
+    for one, other in zip(*found, strict=True):
+        assert_near(other, one, "float64 ways")
+
+
 @pytest.fixture
 def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
     if not torch.distributed.is_available():

@@ -23,7 +23,7 @@ from .ops.checks import (
     check_in_place_grad,
     check_out,
     check_out_memory,
-    is_written,
+    copied_before,
     layout_named,
     prepare,
 )
@@ -427,18 +427,10 @@ def _apart(launches: list[_Launch], written: Sequence[torch.Tensor]) -> list[_La
     """Launches of which none reads what one before it has written, but a copy from before."""
     if len(launches) == 1:
         return launches
-    # Behind a transform, and while compiling, nobody knows whose memory is whose.
     blind = torch.compiler.is_compiling() or autograd.in_functorch()
-
-    def own(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return tuple([own(one) for one in value])
-        is_read = isinstance(value, torch.Tensor) and (blind or is_written(value, written))
-        return value.clone() if is_read else value
-
+    told = None if blind else written
     first, *later = launches
-    # Words and turns are the library's own.
-    return [first, *[it._replace(arguments=it.arguments[:2] + own(it.arguments[2:])) for it in later]]
+    return [first, *[it._replace(arguments=copied_before(it.arguments, told)) for it in later]]
 
 
 def _check_outs(

@@ -10,7 +10,7 @@ import torch
 from ..activations import NONE
 from . import gradients, schema
 from .arguments import Call, Carried, carried_of
-from .checks import check_in_place, check_in_place_grad
+from .checks import check_in_place, check_in_place_grad, copied_before
 from .definition import compose
 from .schema import FORWARD, NO_GATE, TRANSPOSE, library, present
 
@@ -68,6 +68,8 @@ def in_place(
     xs = present(q, k)
     check_in_place(operation, names, xs)
     check_in_place_grad(operation, names, xs)
+    # Gradients may be made of arguments, and k is rotated after q has changed.
+    arguments = copied_before(arguments, xs)
     parts = _parts(arguments)
     if needs_angles(arguments) or any(gate.requires_grad for gate in parts.gates):
         # Gradients by positions, tables and gates need what a rotation in place overwrites.
