@@ -26,7 +26,7 @@ Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Argument
 }
 
 // The boxing of a function into the dispatcher wants its parameters spelled out. Calls that carry
-// tensors are overloads of their own: even an empty list takes a third of a microsecond.
+// tensors are overloads of their own: even an empty list takes half a microsecond.
 #define TIGHTROPE_PARAMETERS                                                         \
   Tensor primary, std::optional<Tensor> secondary, std::optional<Tensor> positions, \
       int64_t offset, int64_t form, double amplitude

@@ -108,8 +108,7 @@ def form_of(packed: int) -> Form:
 # offset      added to every position
 # form        see Form
 # amplitude   a, on the rotated channels only
-# carried     tensors that only some calls have, and those take another overload: a list costs a third
-#             of a microsecond, and the dispatcher sees into one only if it is not optional; in this order, each part for q and then for k:
+# carried     tensors that only some calls have, in this order, each part for q and then for k:
 #             the frequencies that words were made of, floating [axes, rows|1, heads|1, pairs] (where
 #                 they are learned; one for both)
 #             the weights of a norm, floating [heads|1, channels] (act is a norm)
@@ -118,6 +117,9 @@ def form_of(packed: int) -> Form:
 #             x of the forward call (direction is TRANSPOSE and there is an act)
 # eps         of a norm
 #
+# Calls that carry something are an overload of their own. The dispatcher sees into a list only if it is
+# not optional, and one that is not costs half a microsecond even if it is empty.
+#
 # rotate returns the results, and after them, where direction is TRANSPOSE and act is a norm, the
 # gradients by its weights: shaped as they are, float32 (float64 for float64).
 _ARGUMENTS = (
@@ -125,7 +127,7 @@ _ARGUMENTS = (
 )
 _CARRIED = ", Tensor[] carried, float eps"
 
-#: Of name.overload: each operator, and after it the overload that carries tensors.
+#: Schemas by name and overload: of each operator, and of that which carries tensors.
 ROTATIONS = {
     name + overload: f"{name}{overload}({xs}, {_ARGUMENTS}{more}) -> {result}"
     for name, xs, result in (
@@ -174,7 +176,6 @@ rotate_carried_ = torch.ops.tightrope.rotate_.carried
 rotate_carried_into = torch.ops.tightrope.rotate_into.carried
 angle_gradients = torch.ops.tightrope.angle_gradients.default
 gate_gradients = torch.ops.tightrope.gate_gradients.default
-
 
 #: How many arguments follow q and k, or the outs, where nothing is carried.
 PLAIN = 6
