@@ -73,7 +73,7 @@ def read_torch(path: Path) -> Weights:
 
 
 def _without_data(path: Path) -> Any:
-    if torch.__version__ >= (2, 11):
+    if torch.__version__ >= "2.11":
         return torch.load(path, map_location="meta", weights_only=True)
     # torch 2.10 would read the data, and says where it lies of fake tensors alone.
     from torch._subclasses.fake_tensor import FakeTensorMode
