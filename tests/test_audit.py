@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -586,6 +587,30 @@ def test_a_config_file(tmp_path: Path) -> None:
         assert report.ok, str(report)
         assert report.facts["frequencies"] == "geometric, base 500000"
         assert report.facts["declared"] == "RopeSpec(head_dim=64, base=500000.0)"
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers makes of its functions where the kernels package is installed."""
+    pytest.importorskip("transformers")
+    from transformers.models.llama import modeling_llama
+
+    both = inspect.unwrap(
+        getattr(modeling_llama.apply_rotary_pos_emb, "forward", modeling_llama.apply_rotary_pos_emb)
+    )
+    call: Callable[..., Any] = (lambda x, cos, sin: both(x, x, cos, sin)[0]) if one else both
+
+    class Func(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+    said = inspect.signature(call)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    Func.forward.__signature__ = said.replace(parameters=[itself, *said.parameters.values()])  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", Func())
+    report = audit("llama", dtypes=[torch.float32])
+    assert report.ok, str(report)
+    assert "apply_rotary_pos_emb" in report.target
 
 
 def test_a_config_that_the_library_reads_otherwise() -> None:

@@ -235,17 +235,19 @@ def test_what_is_patched_later_in_the_module_is_still_seen(
 def test_deepcopy_and_pickle_keep_the_patch(
     llama: Any, inputs: dict[str, torch.Tensor], angles: str
 ) -> None:
+    # Where transformers calls its functions through the kernels package, its models cannot be pickled.
+    pickles = not isinstance(modeling_llama.apply_rotary_pos_emb, torch.nn.Module)
     patch(llama, angles=angles)
     with torch.no_grad():
         want = outputs(llama, inputs)
-    buffer = io.BytesIO()
-    torch.save(llama, buffer)
-    buffer.seek(0)
-    for twin in (
-        copy.deepcopy(llama),
-        pickle.loads(pickle.dumps(llama)),
-        torch.load(buffer, weights_only=False),
-    ):
+    twins = [copy.deepcopy(llama)]
+    if pickles:
+        twins.append(pickle.loads(pickle.dumps(llama)))
+        buffer = io.BytesIO()
+        torch.save(llama, buffer)
+        buffer.seek(0)
+        twins.append(torch.load(buffer, weights_only=False))
+    for twin in twins:
         assert type(twin.model.layers[0].self_attn) is type(llama.model.layers[0].self_attn)
         assert type(twin.model.rotary_emb) is type(llama.model.rotary_emb)
         with torch.no_grad():

@@ -425,6 +425,8 @@ def test_rows_made_in_inference_mode_can_be_saved_by_autograd() -> None:
         lambda: RopeSpec(8, scaling=Given((1.0, 0.5, 0.25, 9.0))),
         lambda: RopeSpec(8, scaling=RULED["longrope"].scaling),
         lambda: RopeSpec(8, axes=RULED["longrope sections"].axes),
+        lambda: RopeSpec(8, scaling=LongRoPE((1.0,) * 4, (1.0, 1.1, 2.0, 32.0), 100, factor=32.0)),
+        lambda: RopeSpec(8, scaling=DynamicNTK(2.0, 100), axes=Axes.sections((2, 1, 1))),
     ],
 )
 def test_a_spec_made_inside_a_compiled_function(make: Callable[[], RopeSpec]) -> None:
@@ -435,6 +437,13 @@ def test_a_spec_made_inside_a_compiled_function(make: Callable[[], RopeSpec]) ->
         return make().words_for()[0] + 0
 
     assert torch.equal(words(), make().words_for()[0])
+    lengths = torch.tensor([7, 150, 90])
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def words_of_lengths(lengths: torch.Tensor) -> torch.Tensor:
+        return make().words_for(lengths)[0] + 0
+
+    assert torch.equal(words_of_lengths(lengths), unread(make(), lengths)[0])
 
 
 def test_attention_scaling() -> None:

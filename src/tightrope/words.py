@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from . import frequencies
 from .angles import words_of
 from .axes import Axes
 from .frequencies import Frequencies, Rule
+
+T = TypeVar("T")
 
 
 class Made(NamedTuple):
@@ -23,30 +25,38 @@ class Made(NamedTuple):
     attention_scaling: float
 
 
+# A value of a spec, or its class and fields.
+Said: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
+
+
 def made(
-    rule: Rule | tuple[type[Rule], tuple[Any, ...]] | None,
+    rule: Said[Rule | None],
     rotary_dim: int,
     base: float,
-    axes: Axes | None,
+    axes: Said[Axes | None],
     regime: int | None,
 ) -> Made:
     """Words and turns of the fields of a spec at a regime of its rule. A pure function.
 
     Args:
-        rule: a rule, or its class and fields.
-        rotary_dim, base, axes: as of :class:`tightrope.RopeSpec`.
+        rule, rotary_dim, base, axes: as of :class:`tightrope.RopeSpec`.
         regime: as :meth:`tightrope.frequencies.Rule.regime` gives it.
     """
-    if isinstance(rule, tuple):
-        kind, values = rule
-        rule = kind(*values)
-    return _cached(rule, rotary_dim, base, axes, regime)
+    return _cached(_heard(rule), rotary_dim, base, _heard(axes), regime)
 
 
-def inv_freq(rule: Rule | None, dim: int, base: float) -> list[float]:
+def inv_freq(rule: Said[Rule | None], dim: int, base: float) -> list[float]:
     """The frequencies of one row of a rule, within its original length."""
+    rule = _heard(rule)
     row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
     return [float(omega) for omega in row.exact]
+
+
+def _heard(said: Said[T]) -> T:
+    if isinstance(said, tuple):
+        kind, values = said
+        return kind(*values)
+    return said
 
 
 # A spec may be made inside a compiled function; its words are constants there, since dynamo cannot

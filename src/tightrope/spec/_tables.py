@@ -39,11 +39,15 @@ class Tables:
         self.rule = rule
         self.by_length = rule is not None and rule.by_length
         self._of = rotary_dim, base.hex(), axes
-        said: Any = rule
-        if rule is not None and torch.compiler.is_dynamo_compiling():
-            # A rule made inside a compiled function is none yet that could be handed to a constant.
-            said = type(rule), rule._values()
-        self._within = words_.made(said, rotary_dim, base, axes, None)
+        self._said: tuple[Any, Any] = rule, axes
+        if torch.compiler.is_dynamo_compiling():
+            # What is made inside a compiled function is nothing yet that could be handed to a constant,
+            # and torch 2.11 hands over no object at all there.
+            self._said = (
+                None if rule is None else (type(rule), rule._values()),
+                None if axes is None else (Axes, (axes.count, axes.pairs)),
+            )
+        self._within = words_.made(self._said[0], rotary_dim, base, self._said[1], None)
         self.axis_count = self._within.shape[0]
         self.amplitude_hex = self._within.attention_scaling.hex()
         self._kept: dict[Any, Table] = {}
@@ -143,8 +147,9 @@ class Tables:
     def _made(self, regime: int | None) -> words_.Made:
         if regime is None:
             return self._within
-        rotary_dim, base, axes = self._of
-        return words_.made(self.rule, rotary_dim, float.fromhex(base), axes, regime)
+        rotary_dim, base, _ = self._of
+        rule, axes = self._said
+        return words_.made(rule, rotary_dim, float.fromhex(base), axes, regime)
 
     def _table(self, device: torch.device, regime: int | None = None) -> Table:
         """Words and turns on a device, ``[axes, 1, heads|1, pairs]``.
@@ -228,7 +233,7 @@ class Tables:
         with nullcontext() if tracing else torch.inference_mode(False):
             rows = {
                 dim: torch.tensor(
-                    words_.inv_freq(self.rule, dim, float.fromhex(base)),
+                    words_.inv_freq(self._said[0], dim, float.fromhex(base)),
                     dtype=torch.float64,
                     device=cpu,
                 )

@@ -246,7 +246,9 @@ class Pair(nn.Module):
 
 def one_at_a_time(apply: Callable[..., Any]) -> bool:
     """Whether an apply function takes (x, cos, sin) and not (q, k, cos, sin), as Gemma's new one."""
-    return [*inspect.signature(apply).parameters][1:2] == ["cos"]
+    # Where the kernels package is installed, transformers has modules in place of its functions.
+    said = inspect.signature(getattr(apply, "forward", apply))
+    return [*said.parameters][1:2] == ["cos"]
 
 
 def of_model(config: Any, layer_type: str | None) -> Target:
@@ -254,14 +256,15 @@ def of_model(config: Any, layer_type: str | None) -> Target:
     inner = _text_of(config)
     spec, unread = _meant(config, layer_type)
     try:
-        module, rotary, apply = _parts(inner, spec)
+        module, rotary, called = _parts(inner, spec)
     except ValueError:
         if unread is not None:
             # Without RoPE there is no rotary module either; the reason is the better sentence.
             raise unread from None
         raise
+    apply = getattr(module, called)
     name = module.__name__.rsplit(".", 1)[1].removeprefix("modeling_")
-    name = f"{name}: {rotary.__name__}, {apply.__name__}"
+    name = f"{name}: {rotary.__name__}, {called}"
     types: list[str | None] = [None]
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         every = dict.fromkeys(getattr(inner, "layer_types", None) or ())
@@ -282,7 +285,7 @@ def of_model(config: Any, layer_type: str | None) -> Target:
             if spec is not None and (cut or spec.start):
                 head_dim = spec.rotary_dim
                 spec = replace(spec, head_dim=head_dim, start=0)
-            header = _model_header(inner, module.__name__, rotary.__name__, apply, chosen)
+            header = _model_header(inner, module, rotary.__name__, called, chosen)
             unsaid = "" if unread is None else str(unread)
             form = "q, k, positions"
             return Target(name, fn, make, header, spec, form, "bhsd", head_dim, unsaid)
@@ -350,8 +353,8 @@ def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueE
     return read, None
 
 
-def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, Any]:
-    """(module, rotary class, apply function) of a model type."""
+def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
+    """(module, rotary class, name of the apply function) of a model type."""
     where = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
         module = importlib.import_module(where)
@@ -366,7 +369,7 @@ def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, Any]:
     functions = ["apply_rotary_pos_emb"]
     if getattr(config, "rope_interleave", False) or (spec is not None and spec.interleaved):
         functions.insert(0, "apply_rotary_pos_emb_interleave")
-    found = [getattr(module, name) for name in functions if hasattr(module, name)]
+    found = [name for name in functions if hasattr(module, name)]
     if not classes or not found:
         raise ValueError(
             sentence(
@@ -378,12 +381,9 @@ def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, Any]:
     return module, getattr(module, classes[0]), found[0]
 
 
-def _model_header(
-    config: Any, module: str, rotary: str, apply: Callable[..., Any], layer_type: str | None
-) -> str:
-    name = apply.__name__
+def _model_header(config: Any, module: Any, rotary: str, name: str, layer_type: str | None) -> str:
     result = f"{name}(q, k, cos, sin)"
-    if one_at_a_time(apply):
+    if one_at_a_time(getattr(module, name)):
         result = f"{name}(q, cos, sin), {name}(k, cos, sin)"
     kind = type(config)
     differing: Mapping[str, Any] = config.to_diff_dict()
@@ -401,7 +401,7 @@ def _model_header(
     return (
         "import torch\n"
         f"from {kind.__module__} import {kind.__name__}\n"
-        f"from {module} import {name}, {rotary}\n\n"
+        f"from {module.__name__} import {name}, {rotary}\n\n"
         f"rotary = {rotary}({made})\n\n\n"
         "def fn(q, k, positions):\n"
         f"    cos, sin = rotary(q, positions{more})\n"

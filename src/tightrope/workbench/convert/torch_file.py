@@ -41,7 +41,7 @@ def read_torch(path: Path) -> Weights:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the pickle's protocol, where it is damaged
-            loaded = torch.load(path, map_location="meta", weights_only=True)
+            loaded = _without_data(path)
     except pickle.UnpicklingError as error:
         first = str(error).strip().splitlines()[0]
         fail(f"{path} must load with weights_only but does not: {first}")
@@ -64,19 +64,31 @@ def read_torch(path: Path) -> Weights:
             continue  # nothing of it is in the file
         if offset not in starts:
             fail(f"{path} holds {name} at an offset where no record of it begins")
-        entry = _entry(name, tensor, path, offset)
-        if entry.offset + entry.nbytes > starts[offset].stop:
+        record = starts[offset]
+        entry = _entry(name, tensor, path, record)
+        if entry.offset + entry.nbytes > record.stop:
             fail(f"{path} must be a sound torch checkpoint, but {name} is larger than its record")
         entries.append(entry)
     return Weights(path, tuple(entries), tuple(records.values()), "torch", of_comment(comment))
 
 
-def _entry(name: str, tensor: torch.Tensor, path: Path, offset: int) -> Entry:
+def _without_data(path: Path) -> Any:
+    if torch.__version__ >= "2.11":
+        return torch.load(path, map_location="meta", weights_only=True)
+    # torch 2.10 would read the data, and says where it lies of fake tensors alone.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.load(path, weights_only=True)
+
+
+def _entry(name: str, tensor: torch.Tensor, path: Path, record: Record) -> Entry:
     size = tensor.element_size()
     contiguous = tensor.is_contiguous()
-    numel = tensor.numel() if contiguous else int(tensor.untyped_storage().nbytes()) // size
+    # Else all of its record. What torch 2.10 says of a fake storage is in other units.
+    numel = tensor.numel() if contiguous else (record.stop - record.start) // size
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    first = offset + (int(tensor.storage_offset()) * size if contiguous else 0)
+    first = record.start + (int(tensor.storage_offset()) * size if contiguous else 0)
     return Entry(name, dtype, tuple(tensor.shape), path, first, numel * size, contiguous)
 
 

@@ -122,12 +122,19 @@ def normal_tail(x):
 
 @triton.jit
 def normal_exponential(x):
-    """exp(-x² / 2): what the square rounds is put back, as e^-80 would show it."""
-    square = x * x
-    rest = tl.fma(x, x, -square)
-    rest = tl.where(square < 1000.0, rest, 0.0)
-    y = exp(-0.5 * square)
-    return tl.fma(y, -0.5 * rest, y)
+    """exp(-x² / 2), through subnormals to 0; some number of NaN.
+
+    What the square of x rounds would show beside e^-80. A multiply-add would give it back, but only one that
+    rounds once, which that of Triton's interpreter does not before 3.9: so the square is of a number near x.
+    """
+    t = tl.minimum(tl.abs(x), 14.5)
+    # A multiple of 2^-8 has 12 digits here, and its square the 24 of a float32.
+    near = (t + 49152.0) - 49152.0
+    # 2^32 times as large, so normal until the last step.
+    bits, _, r = _reduced(-0.5 * near * near, 32.0)
+    r = tl.fma(near - t, 0.5 * (near + t), r)
+    y = tl.fma(tl.fma(_beyond_first(r), r, 1.0), r, 1.0)
+    return _raised(y, bits) * 2.3283064365386963e-10
 
 
 @triton.jit
