@@ -434,6 +434,12 @@ def filled(rows: int) -> KVCache:
     return cache
 
 
+def half_empty(values: Any = None) -> KVCache:
+    cache = filled(2)
+    cache.v = values
+    return cache
+
+
 CASES = {
     "odd tables": (
         lambda: build_freqs_cis(4, 7),
@@ -582,6 +588,17 @@ CASES = {
         lambda: PolarRoPEAttention(12, 4, 8, dtype=torch.int64),
         TypeError,
         "[PolarRoPEAttention] dtype must be floating but got torch.int64.",
+    ),
+    "a cache without its values": (
+        lambda: C(Y, cache=half_empty()),
+        ValueError,
+        "[PolarRoPEAttention] cache must hold both keys and values, or neither (cache.k: "
+        "float32[2, 4, 3, 8], cache.v: None).",
+    ),
+    "a cache of something": (
+        lambda: C(Y, cache=half_empty([])),
+        TypeError,
+        "[PolarRoPEAttention] cache.v must be a tensor or None but got [].",
     ),
     "a cache of other heads": (
         lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2, causal=True)(Y, cache=filled(2)),

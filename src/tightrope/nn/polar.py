@@ -395,6 +395,19 @@ class PolarRoPEAttention(torch.nn.Module):
                     spec=self.spec,
                 )
             )
+        for of, held in (("k", cache.k), ("v", cache.v)):
+            if held is not None and not isinstance(held, torch.Tensor):
+                raise TypeError(
+                    sentence(name, f"cache.{of} must be a tensor or None but got {describe(held)}")
+                )
+        if (cache.k is None) != (cache.v is None):
+            raise ValueError(
+                sentence(
+                    name,
+                    "cache must hold both keys and values, or neither",
+                    **{"cache.k": cache.k, "cache.v": cache.v},
+                )
+            )
         if cache.k is not None and cache.k.shape[0] != x.shape[0]:
             raise ValueError(
                 sentence(
