@@ -589,6 +589,11 @@ CASES = {
         TypeError,
         "[PolarRoPEAttention] dtype must be floating but got torch.int64.",
     ),
+    "a dtype by its name": (
+        lambda: PolarRoPEHead(12, 8, dtype="float32"),
+        TypeError,
+        "[PolarRoPEHead] dtype must be floating but got 'float32'.",
+    ),
     "a cache without its values": (
         lambda: C(Y, cache=half_empty()),
         ValueError,
