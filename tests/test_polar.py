@@ -108,6 +108,23 @@ def test_tables_are_those_of_the_seed() -> None:
     assert build_freqs_cis(0, 16)[0].shape == (0, 8)
 
 
+def test_tables_are_where_torch_makes_new_tensors() -> None:
+    with torch.device("meta"):
+        cos, sin = build_freqs_cis(5, 8)
+    assert cos.device.type == sin.device.type == "meta"
+    assert build_freqs_cis(5, 8, device="meta")[0].device.type == "meta"
+    assert build_freqs_cis(5, 8)[0].device.type == "cpu"
+
+
+def test_tables_are_made_in_a_graph_of_any_length() -> None:
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(build_freqs_cis(x.shape[0], 8)) + build_freqs_cis(1, 8, base=100.0)[0]
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 6):
+        assert torch.equal(compiled(torch.zeros(tokens)), both(torch.zeros(tokens)))
+
+
 SHAPES = [
     ((2, 3, 7, 8), (7, 4)),
     ((2, 3, 7, 8), (1, 1, 7, 4)),
