@@ -196,7 +196,7 @@ inline std::vector<Tensor> run_outer(Problem& p, const Operands& xs, const Argum
   }
   if (empty) return by_weight;
   const OuterLoop loop = loops().outer;
-  const int64_t bytes = scratch_values(p) * value_bytes(p);
+  const int64_t bytes = scratch_values(p, o) * value_bytes(p);
   share(p, items, p.tile * o.tiles, [&](int64_t begin, int64_t end) {
     Memory memory(bytes);
     loop(p, o, memory.at(), begin, end);

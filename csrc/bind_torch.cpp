@@ -10,7 +10,9 @@
 namespace tightrope::binding {
 namespace {
 
-std::vector<Tensor> run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
+using Tensors = std::vector<Tensor>;
+
+Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
   Problem p = problem_of(xs, outs, a);
   const bool plain = a.form.is_plain();
   if (plain && is_empty(p)) return {};
@@ -23,14 +25,14 @@ std::vector<Tensor> run(const Operands& xs, const Operands& outs, Outs whose, co
   return {};
 }
 
-using Tensors = std::optional<std::vector<Tensor>>;
+// The boxing of a function into the dispatcher wants its parameters spelled out. Calls that carry
+// tensors are overloads of their own: even an empty list takes half a microsecond.
+#define TIGHTROPE_PARAMETERS                                                         \
+  Tensor primary, std::optional<Tensor> secondary, std::optional<Tensor> positions, \
+      int64_t offset, int64_t form, double amplitude
+#define TIGHTROPE_CARRIED Tensors carried, double eps
 
-// The boxing of a function into the dispatcher wants its parameters spelled out.
-#define TIGHTROPE_PARAMETERS                                                                  \
-  Tensor primary, std::optional<Tensor> secondary, std::optional<Tensor> positions,          \
-      int64_t offset, int64_t form, double amplitude, Tensors carried, double eps
-
-#define TIGHTROPE_ARGUMENTS \
+#define TIGHTROPE_ARGUMENTS(carried, eps) \
   arguments_of(primary, secondary, positions, offset, form, amplitude, carried, eps, xs.count)
 
 Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secondary,
@@ -40,50 +42,76 @@ Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secon
   const bool norm = what.act == int64_t(Act::kRmsNorm);
   const bool back = what.act != 0 && what.direction != kForward;
   const int64_t each = norm + (what.gate != 0) + back;
-  const int64_t count = carried.has_value() ? int64_t(carried->size()) : 0;
+  const int64_t count = int64_t(carried.size());
   STD_TORCH_CHECK(count == int64_t(what.learned) + operands * each && (norm || eps == 0),
                   "tightrope: carried and eps must be what the form says");
-  // The dispatcher asks no tensor in a list what it is.
+  // Storage may have been freed, as shards of parameters are between layers.
   for (int64_t i = what.learned; i < count; ++i)
-    STD_TORCH_CHECK((*carried)[i].numel() == 0 || (*carried)[i].const_data_ptr() != nullptr,
+    STD_TORCH_CHECK(carried[i].numel() == 0 || carried[i].const_data_ptr() != nullptr,
                     "tightrope: what is carried must have memory");
-  const Tensor* first = count == 0 ? nullptr : carried->data() + what.learned;
+  const Tensor* first = count == 0 ? nullptr : carried.data() + what.learned;
   return {primary, secondary, positions, offset, what, amplitude, first, eps};
 }
 
-std::vector<Tensor> rotate(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
-  const Operands xs(q, k);
-  std::vector<Tensor> outs;
+Tensors rotate_xs(const Operands& xs, const Arguments& a) {
+  Tensors outs;
   outs.reserve(xs.count);
   for (int32_t i = 0; i < xs.count; ++i) outs.push_back(torch::stable::empty_like(*xs.tensor[i]));
   Operands to = xs;
   for (int32_t i = 0; i < xs.count; ++i) to.tensor[i] = &outs[i];
-  for (Tensor& weight : run(xs, to, Outs::kNew, TIGHTROPE_ARGUMENTS))
-    outs.push_back(std::move(weight));
+  for (Tensor& weight : run(xs, to, Outs::kNew, a)) outs.push_back(std::move(weight));
   return outs;
+}
+
+void rotate_xs_into(const Operands& xs, const Operands& outs, const Arguments& a) {
+  STD_TORCH_CHECK(xs.count == outs.count, "tightrope: one out for each of q and k");
+  for (int32_t i = 0; i < outs.count; ++i)
+    STD_TORCH_CHECK(outs.tensor[i]->is_cpu() && code_of(*outs.tensor[i]) == code_of(*xs.tensor[0]),
+                    "tightrope: outs must have the dtype and device of q and k");
+  run(xs, outs, Outs::kGiven, a);
+}
+
+Tensors rotate(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
+  const Operands xs(q, k);
+  return rotate_xs(xs, TIGHTROPE_ARGUMENTS({}, 0));
+}
+
+Tensors rotate_carried(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
+  const Operands xs(q, k);
+  return rotate_xs(xs, TIGHTROPE_ARGUMENTS(carried, eps));
 }
 
 void rotate_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
   const Operands xs(q, k);
-  run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS);
+  run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS({}, 0));
+}
+
+void rotate_carried_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
+  const Operands xs(q, k);
+  run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS(carried, eps));
 }
 
 void rotate_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<Tensor> out_k,
                  TIGHTROPE_PARAMETERS) {
   const Operands xs(q, k), outs(out_q, out_k);
-  STD_TORCH_CHECK(xs.count == outs.count, "tightrope: one out for each of q and k");
-  for (int32_t i = 0; i < outs.count; ++i)
-    STD_TORCH_CHECK(outs.tensor[i]->is_cpu() && code_of(*outs.tensor[i]) == code_of(q),
-                    "tightrope: outs must have the dtype and device of q and k");
-  run(xs, outs, Outs::kGiven, TIGHTROPE_ARGUMENTS);
+  rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS({}, 0));
+}
+
+void rotate_carried_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<Tensor> out_k,
+                         TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
+  const Operands xs(q, k), outs(out_q, out_k);
+  rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS(carried, eps));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
   m.impl("rotate", TORCH_BOX(&rotate));
+  m.impl("rotate.carried", TORCH_BOX(&rotate_carried));
   m.impl("rotate_", TORCH_BOX(&rotate_));
+  m.impl("rotate_.carried", TORCH_BOX(&rotate_carried_));
   m.impl("rotate_into", TORCH_BOX(&rotate_into));
+  m.impl("rotate_into.carried", TORCH_BOX(&rotate_carried_into));
 }
 
 }  // namespace tightrope::binding

@@ -237,15 +237,18 @@ inline void read_logs(const Part& part, int64_t at, T* __restrict out, int64_t n
   for (int64_t k = 0; k < n; ++k) out[k] = T(F::load(from[k * step]));
 }
 
+// What slopes are multiplied by.
+inline double distance_of(const Problem& p, int64_t row, int64_t token) {
+  const Split at = position_at(p, 0, row, token);
+  return at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
+}
+
 // P of one token and head.
 template <class T>
 inline void factors_of(const Problem& p, const Outer& o, const Part& part, int64_t row, int64_t head,
                        int64_t token, T* out) {
   if (part.slope != nullptr) {
-    const Split at = position_at(p, 0, row, token);
-    const double position =
-        at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
-    by_slope(part.slope + head * part.slope_head, position, out, p.head_dim);
+    by_slope(part.slope + head * part.slope_head, distance_of(p, row, token), out, p.head_dim);
     return;
   }
   const Strides& s = part.log_stride;
@@ -544,7 +547,7 @@ void run_outer(const Problem& p, const Outer& o, void* memory, int64_t begin, in
   if (p.dtype == Dtype::kBFloat16) turns.dtype = Dtype::kFloat;
 #if defined(__AVX512F__)
   const bool registers = in_registers(o);
-  Rows rows(p, reinterpret_cast<float*>(w.weight + padded(p.head_dim)));
+  Rows rows(p, o, reinterpret_cast<float*>(w.weight + padded(p.head_dim)));
 #endif
   const int64_t tiles = p.rows * p.tiles_per_row;
   for (int64_t run = begin; run < end; ++run) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "outer_avx512.h"
+#include "powers_avx512.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -10,19 +11,24 @@ namespace {
 
 // Rows of one thread, arranged; see scratch_values().
 struct Rows {
-  Rows(const Problem& p, float* memory) : width(row_values(p)) {
+  Rows(const Problem& p, const Outer& o, float* memory) : width(row_values(p)) {
     const auto take = [&](int64_t rows) {
       float* from = memory;
       memory += rows * width;
       return from;
     };
-    for (int32_t i = 0; i < p.operands; ++i)
-      gate[i] = take(p.operand[i].heads), weight[i] = take(p.operand[i].heads);
+    for (int32_t i = 0; i < p.operands; ++i) {
+      const int64_t heads = p.operand[i].heads;
+      gate[i] = take(heads), weight[i] = take(heads);
+      slope[i] = o.gate == Gate::kSlope ? take(2 * heads) : nullptr;
+    }
     g = take(1), x = take(1), by_weight = take(1);
   }
 
   int64_t width;
   float *gate[kMaxOperands], *weight[kMaxOperands];  // one for each head
+  float* slope[kMaxOperands];                        // two for each head, if there are slopes
+  Slopes slopes[kMaxOperands] = {};                  // in those
   float *g, *x, *by_weight;
   int64_t row = -1;  // that `gate` is of
 };
@@ -39,6 +45,8 @@ inline void arrange_constants(const Problem& p, const Outer& o, int64_t row, Row
     if (part.weight != nullptr && rows.row < 0) all_heads(part.weight, part.weight_head, rows.weight[i]);
     if (part.factor != nullptr && (rows.row < 0 || part.factor_row != 0))
       all_heads(static_cast<const float*>(part.factor) + row * part.factor_row, part.factor_head, rows.gate[i]);
+    if (part.slope != nullptr && part.per_head && rows.row < 0)
+      rows.slopes[i] = arrange_slopes<F>(p, part.slope, part.slope_head, p.operand[i].heads, rows.slope[i], rows.width);
   }
   rows.row = row;
 }
@@ -134,6 +142,10 @@ inline void register_tile(const Problem& p, const Outer& o, const Scratch<float>
         } else if (by_token && !part.per_head) {
           arrange<F>(p, w.shared[index] + t * width, rows.gate[index]);
           line.gate = rows.gate[index];
+        } else if (by_token && rows.slopes[index].count != 0) {
+          powers_of<Span<F>::kBrief>(rows.slopes[index], first, count, distance_of(p, row, at), rows.gate[index],
+                                     rows.width);
+          line.gate = rows.gate[index], line.gate_step = rows.width;
         } else if (by_token) {
           for (int64_t head = 0; head < count; ++head) {
             factors_of(p, o, part, row, first + head, at, w.own);

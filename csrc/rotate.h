@@ -123,7 +123,7 @@ struct Outer {
   int64_t tiles;  // of a run: work items are runs of so many tiles, of which each row has its own
 };
 
-// As Loop, over runs; `scratch` are scratch_values(p) values of this thread's own, from a multiple of 64 bytes.
+// As Loop, over runs; `scratch` are scratch_values() values of this thread's own, from a multiple of 64 bytes.
 using OuterLoop = void (*)(const Problem& p, const Outer& outer, void* scratch, int64_t begin,
                            int64_t end);
 
@@ -152,10 +152,10 @@ constexpr int64_t kAngles = 2048;
 inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
 // Of a head whose rotated halves and what is around them are padded each.
 inline int64_t row_values(const Problem& p) { return padded(p.head_dim) + 160; }
-inline int64_t scratch_values(const Problem& p) {
+inline int64_t scratch_values(const Problem& p, const Outer& o) {
   const int64_t width = padded(p.head_dim);
   int64_t rows = 3;
-  for (int32_t i = 0; i < p.operands; ++i) rows += 2 * p.operand[i].heads;
+  for (int32_t i = 0; i < p.operands; ++i) rows += (o.gate == Gate::kSlope ? 4 : 2) * p.operand[i].heads;
   return 2 * p.tile * padded(p.pairs) + kMaxOperands * p.tile * width + 5 * width + rows * row_values(p);
 }
 

@@ -1,5 +1,7 @@
 """f and P of the operator, forward and back, against formulas in float64."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -228,6 +230,61 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
     assert_outer(back, x.double(), dtype)
 
 
+def by_slopes(slopes, ids, dtype, backend="cpu"):
+    """What slopes of heads make of ones at these positions, without any rotation: (tokens, heads, D)."""
+    width = slopes.shape[1]
+    x = torch.ones(1, len(ids), len(slopes), width, dtype=dtype)
+    still = torch.zeros(width // 2, dtype=torch.float64)
+    gate = gates.Slope(slopes)
+    spec = RopeSpec(width)
+    return rotate(x, spec, ids, inv_freq=still, gate=gate, layout="bshd", backend=backend)[0]
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@settings(max_examples=40, deadline=None)
+@given(
+    position=st.one_of(
+        st.integers(-(2**31), 2**31),
+        st.integers(-300, 300),
+        st.floats(-1e6, 1e6, allow_subnormal=False),
+    ),
+    heads=st.integers(1, 3),
+    half=st.integers(1, 70),
+    same=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_slopes_of_heads_lose_no_digit_of_the_position(dtype, position, heads, half, same, seed):
+    most = 80.0 if dtype != torch.float16 else 8.0
+    logs = (most / 2 * noise(heads, 1 if same else 2 * half, seed=seed)).clamp(-most, most)
+    slopes = (logs / max(1.0, abs(position))).float().double().expand(heads, 2 * half)
+    kind = torch.int64 if isinstance(position, int) else torch.float64
+    found = by_slopes(slopes, torch.tensor([position], dtype=kind), dtype)[0].double()
+    want = torch.exp(slopes * position)
+    fits = want < torch.finfo(dtype).max / 2
+    bound = tolerances.value("f, float32") * want
+    if dtype != torch.float32:
+        bound = (
+            bound + want.to(dtype).double() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny
+        )
+    assert ((found - want).abs() <= bound)[fits].all()
+
+
+@every_backend
+@every_dtype
+def test_slopes_without_end(dtype, backend) -> None:
+    """Numbers past the exponent, infinities and NaN; in heads of one slope and of several."""
+    edges = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 1e20, -1e20, 3e38, -3e38]
+    several = torch.tensor(edges, dtype=torch.float64).repeat(4)
+    for strange in ([], [math.inf], [-math.inf], [math.nan]):
+        slopes = torch.stack([several, several.flip(0), torch.full_like(several, -1e4)])
+        slopes[1, : len(strange)] = torch.tensor(strange, dtype=torch.float64)
+        ids = torch.tensor([-3, 0, 1, 2**31 - 1])
+        found = by_slopes(slopes.float(), ids, dtype, backend)
+        want = torch.exp(slopes.float().double() * ids[:, None, None])
+        torch.testing.assert_close(found, want.to(dtype), equal_nan=True)
+
+
 @every_backend
 @pytest.mark.parametrize("name", ["exp", "slope", "given"])
 def test_a_gate_that_divides_has_its_gradient_where_x_has_none(name, backend) -> None:
@@ -304,7 +361,8 @@ def test_bits_depend_on_the_token_alone(act, heads, tokens, half, interleaved, d
     x = noise(2, heads, tokens, 2 * half, dtype=dtype)
     weight = noise(2 * half, seed=3)
     slope = gates.Slope(0.01 * noise(2 * half, seed=4))
-    for f, gate in ((act, None), (RMSNorm(weight), slope)):
+    own = gates.Slope(0.01 * noise(heads, 2 * half, seed=4))
+    for f, gate in ((act, None), (RMSNorm(weight), slope), (act, own)):
         y = rotate(x, spec, OFFSET, act=f, gate=gate)
         for layout, turned in (("bshd", x.transpose(1, 2)), ("sbhd", x.permute(2, 0, 1, 3))):
             got = rotate(turned.contiguous(), spec, OFFSET, layout=layout, act=f, gate=gate)
@@ -313,9 +371,10 @@ def test_bits_depend_on_the_token_alone(act, heads, tokens, half, interleaved, d
         spread = x.repeat_interleave(2, -1)[..., ::2]
         assert torch.equal(rotate(spread, spec, OFFSET, act=f, gate=gate), y)
         assert torch.equal(rotate_(x.clone(), spec, OFFSET, act=f, gate=gate), y)
-        both = rotate_qk(x, x[:, :1], spec, OFFSET, act=f, gate=gate)
+        few = 1 if gate is not own else heads
+        both = rotate_qk(x, x[:, :few], spec, OFFSET, act=f, gate=gate)
         assert torch.equal(both[0], y)
-        assert torch.equal(both[1], y[:, :1])
+        assert torch.equal(both[1], y[:, :few])
         if tokens:
             one = rotate(x[1:, :, -1:], spec, OFFSET + tokens - 1, act=f, gate=gate)
             assert torch.equal(one, y[1:, :, -1:])

@@ -1,6 +1,6 @@
 """Weights, gates and θ that are no plain tensors: negated views, wrappers, shards, other layouts.
 
-The dispatcher asks no tensor in a list what it is, so nothing but the library can.
+The dispatcher asks of each what it is, as the list that carries them is not optional.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from matrix import needs_kernel
@@ -155,6 +157,34 @@ def test_what_k_takes_from_the_memory_of_q(what: str, into: bool) -> None:
         assert_same_bits(got, want)
 
 
+# What both take, k of a tensor shaped as q: one call without gradients, and with them two.
+OF_BOTH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "a weight": lambda source: {"act": (RMSNorm(VALUES[0]), RMSNorm(source[0, 0, 0]))},
+    "a gate": lambda source: {"gate": (gates.Exp(VALUES), gates.Given(source.transpose(1, 2)))},
+    "a slope": lambda source: {"gate": (gates.Slope(VALUES), gates.Slope(source[0, :, 0]))},
+    "positions": lambda source: {"positions": source[:, 0, :, 0]},
+    "positions and a norm": lambda source: {
+        "positions": source[:, 0, :, 0],
+        "act": RMSNorm(VALUES[0]),
+    },
+    "frequencies": lambda source: {"inv_freq": source[0, 0, 0, :4]},
+}
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
+@pytest.mark.parametrize("kind", OF_BOTH)
+def test_gradients_of_what_lies_in_the_memory_of_q(kind: str, detached: bool) -> None:
+    found = []
+    for call in (rotate_qk, rotate_qk_):
+        leaves = (X / 4).requires_grad_(), X.flip(-1).requires_grad_()
+        q, k = (leaf * 1 for leaf in leaves)
+        y, z = call(q, k, SPEC, **OF_BOTH[kind](q.detach() if detached else q))
+        loss = y.square()[0].sum() + z.sin().sum()
+        found.append((y, z, *torch.autograd.grad(loss, leaves)))
+    for one, other in zip(*found, strict=True):
+        assert_near(other, one, "float64 ways")
+
+
 @pytest.fixture
 def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
     if not torch.distributed.is_available():
@@ -213,17 +243,155 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text:
         make(VALUES.to_sparse())
 
 
+# What the raw operator carries, and the form that says so; all of it float64 and (3, 8).
+RAW: dict[str, tuple[schema.Form, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a weight": (schema.Form(act=ACTS.index("rms_norm")), lambda values: values),
+    "a gate": (schema.Form(gate=schema.LOG), lambda values: values[None, :, None]),
+    "a slope": (schema.Form(gate=schema.SLOPE), lambda values: values),
+    "frequencies": (schema.Form(learned=True), lambda values: values[None, None, :, :4]),
+    "an input": (
+        schema.Form(act=ACTS.index("silu"), direction=schema.TRANSPOSE),
+        lambda values: values.expand(2, 5, 3, 8).transpose(1, 2),
+    ),
+}
+
+
+def raw(kind: str, values: torch.Tensor, how: str = "new", *, share: bool = True) -> torch.Tensor:
+    """The operator by its name, where of all tensors only the carried one is no plain one.
+
+    Args:
+        kind: what is carried.
+        values: it, (3, 8).
+        how: whose memory is written: "new", "in place" or "into".
+        share: whether the same is carried for k.
+    """
+    return carrying(kind, RAW[kind][1](values), how, share=share)
+
+
+def carrying(kind: str, one: torch.Tensor, how: str = "new", *, share: bool = True) -> torch.Tensor:
+    """As :func:`raw`, of what has its shape already."""
+    form, x = RAW[kind][0], X.clone()
+    k, carried = (None, [one]) if kind == "frequencies" or not share else (x.clone(), [one, one])
+    end = (SPEC.at().words, None, None, 3, form.pack(), 1.0, carried, 0.0)
+    if how == "new":
+        made: list[torch.Tensor] = schema.rotate_carried(x, k, *end)
+        return made[0]
+    if how == "in place":
+        schema.rotate_carried_(x, k, *end)
+        return x
+    outs = [torch.zeros_like(X), None if k is None else torch.zeros_like(X)]
+    schema.rotate_carried_into(x, k, *outs, *end)
+    assert outs[0] is not None
+    return outs[0]
+
+
+every_raw = pytest.mark.parametrize("kind", RAW)
+every_way = pytest.mark.parametrize("how", ["new", "in place", "into"])
+
+
+@every_way
+@every_raw
+@pytest.mark.parametrize("make", [negated, Wrapper])
+def test_the_dispatcher_sees_what_is_carried(
+    make: Callable[[torch.Tensor], torch.Tensor], kind: str, how: str
+) -> None:
+    """Views that are materialised, and wrappers that run the operator themselves."""
+    wanted = raw(kind, VALUES, how)
+    assert torch.equal(raw(kind, make(VALUES), how), wanted)
+    assert torch.equal(raw(kind, make(VALUES), how, share=False), wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@every_raw
+def test_a_map_over_what_is_carried_alone(kind: str, compiled: bool) -> None:
+    stack = torch.stack([VALUES * (1 + i / 8) for i in range(4)], 1)
+    run = torch.vmap(lambda values: raw(kind, values), in_dims=1)
+    if compiled:
+        torch.compiler.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(stack), torch.stack([raw(kind, one) for one in stack.unbind(1)]))
+
+
+@every_raw
+def test_a_map_over_what_is_carried_cannot_go_into_one_x(kind: str) -> None:
+    stack = torch.stack([VALUES, 2 * VALUES])
+    with pytest.raises(RuntimeError, match=r"\[rotate_\] vmap: x is not mapped"):
+        torch.vmap(lambda values: raw(kind, values, "in place"))(stack)
+    with pytest.raises(RuntimeError, match=r"\[rotate_into\] vmap: out is not mapped"):
+        torch.vmap(lambda values: raw(kind, values, "into"))(stack)
+
+
+@every_way
+@every_raw
+def test_fakes_among_what_is_carried(kind: str, how: str) -> None:
+    """A kernel would read what they have not, or say that it has none."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = mode.from_tensor(VALUES)
+    y = raw(kind, fake, how)
+    if how == "new":
+        assert isinstance(y, FakeTensor)
+        assert (y.shape, y.dtype, y.stride()) == (X.shape, X.dtype, X.stride())
+    else:
+        assert torch.equal(y, X if how == "in place" else torch.zeros_like(X))
+    with pytest.raises(RuntimeError, match="several devices"):
+        raw(kind, VALUES.to("meta"), how)
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator of this library runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "tightrope":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_calls_that_carry_tensors_have_a_list() -> None:
+    """A list costs half a microsecond on its way, even an empty one."""
+    with Counted() as mode:
+        rotate(X, SPEC)
+        rotate_(X.clone(), SPEC.at(3), act="silu")
+        rotate(X, SPEC, out=torch.empty_like(X))
+        for outer in OUTER.values():
+            rotate(X, SPEC, **outer(VALUES))
+            rotate_(X.clone(), SPEC.at(3), **outer(VALUES))
+            rotate(X, SPEC, **outer(VALUES), out=torch.empty_like(X))
+        rotate(X, SPEC, inv_freq=VALUES[:, :4])
+    plain = [
+        "tightrope.rotate.default",
+        "tightrope.rotate_.default",
+        "tightrope.rotate_into.default",
+    ]
+    carried = [name.replace("default", "carried") for name in plain]
+    assert mode.names == [*plain, *carried * len(OUTER), carried[0]]
+
+
+def test_a_list_may_be_empty() -> None:
+    """Whoever calls the operator by its name need not choose."""
+    end = (SPEC.at().words, None, None, 3, schema.Form().pack(), 1.0)
+    x = X.clone().requires_grad_()
+    (wanted,), (got,) = schema.rotate(x, None, *end), schema.rotate_carried(x, None, *end, [], 0.0)
+    assert torch.equal(got, wanted)
+    one, other = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, wanted))
+    assert torch.equal(one, other)
+    torch.library.opcheck(schema.rotate_carried, (x, None, *end, [], 0.0))
+    both = torch.vmap(lambda x: schema.rotate_carried(x, None, *end, [], 0.0)[0])(X[None])
+    assert torch.equal(both[0], wanted)
+    with pytest.raises(RuntimeError, match="tightrope"):
+        schema.rotate(X, None, *end[:4], RAW["a weight"][0].pack(), 1.0)
+
+
 @needs_kernel
-@pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope"])
+@pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
 def test_a_kernel_refuses_what_has_no_memory(kind: str) -> None:
-    """Rather than read at address 0: what calls the operator by its name has no other guard."""
-    form, values = schema.Form(gate=schema.LOG), VALUES[None, :, None]
-    if "slope" in kind:
-        form, values = schema.Form(gate=schema.SLOPE), VALUES
-    elif "weight" in kind:
-        form, values = schema.Form(act=ACTS.index("rms_norm")), VALUES
-    call = SPEC.at(None)
-    arguments = (call.words, call.turns, None, 0, form.pack(), 1.0)
-    assert schema.rotate(X, None, *arguments, [values])[0].shape == X.shape
+    """Rather than read at address 0, where a shard was freed."""
+    freed = RAW[kind][1](VALUES.clone())
+    freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="what is carried must have memory"):
-        schema.rotate(X, None, *arguments, [Wrapper(values)])
+        carrying(kind, freed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +13,17 @@ import torch
 
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
-from tightrope.functional import apply_rotary_pos_emb_, lrpe_rotate_1d, polar_scan, rotate, rotate_
+from tightrope.functional import (
+    apply_rotary_pos_emb_,
+    lrpe_rotate_1d,
+    polar_scan,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
 from tightrope.nn import LrpeRotate1d
-from tolerances import assert_near
+from tolerances import assert_near, assert_same_bits
 
 SPEC = RopeSpec(8)
 
@@ -108,3 +119,120 @@ def test_gradients_in_place(name: str) -> None:
         assert (one is None) == (other is None)
         if one is not None:
             assert_near(one, other, "float64 ways")
+
+
+# What k alone takes of a tensor shaped as q, so that its call is another than that of q.
+OF_K: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "a weight": lambda source: {"act": ("silu", RMSNorm(source[0, 0, 0]))},
+    "a gate": lambda source: {"gate": (None, gates.Given(source.transpose(1, 2)))},
+    "a gate and positions": lambda source: {
+        "gate": (None, gates.Given(source.transpose(1, 2))),
+        "positions": source[:, 1, :, 0],
+    },
+    "a slope": lambda source: {"gate": (None, gates.Slope(source[0, :, 0]))},
+    "positions": lambda source: {"act": ("silu", None), "positions": source[:, 0, :, 0]},
+    "frequencies": lambda source: {"act": ("silu", None), "inv_freq": source[0, 0, 0, :4]},
+}
+
+
+def in_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
+    """Writes q before it rotates k, by what k takes of source."""
+    return rotate_qk_(*xs, SPEC, **OF_K[kind](source), **more)
+
+
+def into(kind: str, source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, **more: Any) -> Any:
+    """The same of a call that reads another q than it writes."""
+    outs = q, torch.empty_like(k)
+    return rotate_qk(q * 1, k, SPEC, out=outs, **OF_K[kind](source), **more)
+
+
+def out_of_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
+    """The same, writing nothing of theirs."""
+    return rotate_qk(*xs, SPEC, **OF_K[kind](source), **more)
+
+
+# Inductor's CPU code needs a C++ compiler.
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
+
+
+@pytest.mark.parametrize("source", ["a view", "an argument"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if CXX else [])])
+@pytest.mark.parametrize("call", [in_place, into])
+@every_kind_of_k
+def test_what_k_takes_from_the_memory_of_q(
+    kind: str, call: Callable[..., Any], compiler: str, source: str
+) -> None:
+    """Its numbers are those from before the call, as in eager mode."""
+    memory, k = X.float() / 4, X.float().flip(-1)
+    wanted = out_of_place(kind, memory, memory, k)
+
+    def of_a_view(_: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
+        return call(kind, q, q, k)
+
+    def of_an_argument(s: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
+        return call(kind, s.transpose(0, 1), q, k)
+
+    run = of_a_view if source == "a view" else of_an_argument
+    compiled = torch.compile(run, backend=compiler, fullgraph=True)
+    got = compiled(memory.transpose(0, 1), memory, k.clone())
+    for one, other in zip(got, wanted, strict=True):
+        assert_same_bits(one, other)
+    assert_same_bits(memory, wanted[0])
+
+
+@pytest.mark.parametrize("way", ["aot_eager", "eager", "vmap", "functionalize"])
+@every_kind_of_k
+def test_what_k_takes_from_the_memory_of_q_where_others_follow(kind: str, way: str) -> None:
+    """Autograd, with the compiler and without, and transforms, behind which memory is not what it
+    seems."""
+    x, k = X / 4, X.flip(-1)
+    derived = way.endswith("eager")
+
+    def results(call: Callable[..., Any], x: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
+        q, k = x * 1, k * 1
+        q, k = call(kind, q, q, k)
+        return (q, k, q.square().sum() + k.sin().sum())
+
+    run = functools.partial(results, in_place)
+    if derived:
+        x, k = x.requires_grad_(), k.requires_grad_()
+    wanted = results(out_of_place, x, k)
+    if way == "aot_eager":
+        run = torch.compile(run, backend=way, fullgraph=True)
+    elif way == "functionalize":
+        run = torch.func.functionalize(run)
+    elif way == "vmap":
+        stacks = torch.stack([x, x / 2]), torch.stack([k, 2 * k])
+        wanted = tuple(map(torch.stack, zip(wanted, results(out_of_place, x / 2, 2 * k))))
+        x, k = stacks
+        run = torch.vmap(run)
+
+    def both() -> list[tuple[Any, ...]]:
+        ys = run(x, k), wanted
+        return [(*y, *torch.autograd.grad(y[2], (x, k))) if derived else y for y in ys]
+
+    if way == "aot_eager" and kind not in ("a weight", "a gate", "a slope"):
+        # What q too is rotated by autograd wants again; the compiler says that it is gone.
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            both()
+        return
+    for one, other in zip(*both(), strict=True):
+        assert_near(one, other, "float64 ways")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("call", [in_place, into])
+@every_kind_of_k
+def test_what_the_definition_takes_for_k_from_the_memory_of_q(
+    kind: str, call: Callable[..., Any], compiled: bool
+) -> None:
+    wanted = out_of_place(kind, X, X, X.flip(-1), backend="reference")
+
+    def run(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return call(kind, q, q, k, backend="reference")
+
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for one, other in zip(run(X.clone(), X.flip(-1)), wanted, strict=True):
+        assert_near(one, other, "float64 ways")

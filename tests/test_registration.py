@@ -84,11 +84,25 @@ def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interlea
     ids = torch.rand(2, 2, 5, dtype=torch.float64, requires_grad=True) if fractional else None
     form = schema.Form(0, 1, interleaved, ramp=ids is None, learned=True).pack()
     for k in (None, noise(2, 5, heads, 8).transpose(1, 2)):
-        call = (noise(2, 3, 5, 8).requires_grad_(), k, words, turns, ids, 3, form, 1.25, [theta])
-        torch.library.opcheck(schema.rotate, call)
+        call = (
+            noise(2, 3, 5, 8).requires_grad_(),
+            k,
+            words,
+            turns,
+            ids,
+            3,
+            form,
+            1.25,
+            [theta],
+            0.0,
+        )
+        torch.library.opcheck(schema.rotate_carried, call)
         fixed = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
-        torch.library.opcheck(schema.rotate, (*fixed[:-1], [theta.detach()]))
-        torch.library.opcheck(schema.rotate_, (*fixed[:-1], [theta.detach()]))
+        fixed[-2] = [theta.detach()]
+        torch.library.opcheck(schema.rotate_carried, fixed)
+        torch.library.opcheck(schema.rotate_carried_, fixed)
+        outs = [None if x is None else torch.empty_like(x) for x in fixed[:2]]
+        torch.library.opcheck(schema.rotate_carried_into, (*fixed[:2], *outs, *fixed[2:]))
 
 
 @pytest.mark.parametrize("layout, shape", list(enumerate(
@@ -141,13 +155,22 @@ def outer_call(
     )
     eps = 1e-5 if act == "rms_norm" else 0.0
     fixed = (primary, secondary, None, 3, form.pack(), 1.25)
-    return (*fixed, [one.detach() for one in carried] or None, eps)
+    return (*fixed, [one.detach() for one in carried], eps) if carried else fixed
 
 
 def with_gradients(call: tuple[object, ...]) -> tuple[object, ...]:
     """The same, with every carried tensor a leaf that wants a gradient."""
-    carried = call[6] and [one.clone().requires_grad_() for one in call[6]]
-    return (*call[:6], carried, *call[7:])
+    carried = [one.clone().requires_grad_() for one in schema.carried(call)]
+    return (*call[:6], carried, call[7]) if carried else call
+
+
+def rotated(q, k, *arguments):
+    return schema.rotation(arguments)(q, k, *arguments)
+
+
+def carrying(carried, call: tuple[object, ...]) -> tuple[object, ...]:
+    """The end of a call with other tensors than its own."""
+    return (list(carried), call[7]) if carried else ()
 
 
 OUTER = [
@@ -164,12 +187,14 @@ def test_opcheck_with_acts_and_gates(act: str, gate: int, direction: int) -> Non
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     for other in (None, k):
         call = outer_call(act, gate, direction, x, other)
-        torch.library.opcheck(schema.rotate, (x, other, *call))
+        torch.library.opcheck(schema.rotation(call), (x, other, *call))
         if direction == schema.FORWARD:
             leaf = x.clone().requires_grad_()
-            torch.library.opcheck(schema.rotate, (leaf, other, *with_gradients(call)))
+            torch.library.opcheck(schema.rotation(call), (leaf, other, *with_gradients(call)))
         if act != "rms_norm" or direction == schema.FORWARD:
-            torch.library.opcheck(schema.rotate_, (x.clone(), other, *call))
+            torch.library.opcheck(schema.rotation_(call), (x.clone(), other, *call))
+            outs = [None if one is None else torch.empty_like(one) for one in (x, other)]
+            torch.library.opcheck(schema.rotation_into(call), (x, other, *outs, *call))
 
 
 @pytest.mark.parametrize("gate", [schema.LOG, schema.SLOPE])
@@ -202,9 +227,9 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         )
         call = (how(call[0]), how(call[1]), *call[2:])
     wide = [one.double() if isinstance(one, torch.Tensor) else one for one in call]
-    wide[6] = call[6] and [one.double() for one in call[6]]
+    wide[6:7] = [[one.double() for one in carried] for carried in call[6:7]]
     right = reference.compose(x.double(), k.double(), *wide)
-    got = schema.rotate(x, k, *call)
+    got = rotated(x, k, *call)
     assert len(got) == len(right)
     for a, b in zip(got, right, strict=True):
         # Of the largest of a head vector.
@@ -212,44 +237,51 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         assert_near(a.double() / scale, b / scale, "f and P, float32")
     if direction != schema.FORWARD:
         return
-    leaves = [one.clone().requires_grad_() for one in (x, k, *call[:2], *(call[6] or ()))]
+    leaves = [one.clone().requires_grad_() for one in (x, k, *call[:2], *schema.carried(call))]
     doubles = [one.detach().double().requires_grad_() for one in leaves]
 
     def gradients(run, tensors):
-        carried = list(tensors[4:]) or None
-        ys = run(*tensors[:4], *call[2:6], carried, call[7])
+        ys = run(*tensors[:4], *call[2:6], *carrying(tensors[4:], call))
         return torch.autograd.grad([y.sin().sum() for y in ys], tensors)
 
-    for a, b in zip(
-        gradients(schema.rotate, leaves), gradients(reference.compose, doubles), strict=True
-    ):
+    for a, b in zip(gradients(rotated, leaves), gradients(reference.compose, doubles), strict=True):
         # Of the largest of a head vector.
         scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
         assert_near(a.double() / scale, b / scale, "f and P, float32")
 
 
-@pytest.mark.parametrize("mapped", ["x", "both"])
-@pytest.mark.parametrize("act, gate, direction", OUTER)
+@pytest.mark.parametrize(
+    "act, gate, direction, mapped",
+    [
+        (act, gate, direction, mapped)
+        for act, gate, direction in OUTER
+        for mapped in ("x", "both", "carried")
+        if mapped == "x" or act == "rms_norm" or gate or direction == schema.TRANSPOSE
+    ],
+)
 def test_vmap_of_the_operator_with_acts_and_gates(
     act: str, gate: int, direction: int, mapped: str
 ) -> None:
     """Functions go by the definition in a transform; the operator itself, in compiled code say, has a
-    rule: one launch, or one for each where a norm or slopes are mapped. torch itself fails where a
-    list alone is mapped."""
+    rule: one launch, or one for each where a norm or slopes are mapped."""
     x, k = noise(4, 2, 3, 5, 8), noise(4, 2, 5, 5, 8)
     call = outer_call(act, gate, direction, x[0], k[0])
-    carried = call[6] or []
+    carried = schema.carried(call)
     stacks = [torch.stack([one * (1 + i / 8) for i in range(4)], 1) for one in carried]
+    in_x = None if mapped == "carried" else 0
     in_carried = None if mapped == "x" else 1
+    if mapped == "carried":
+        x, k = x[0], k[0]
 
     def run(q, k, *own):
-        return tuple(schema.rotate(q, k, *call[:6], list(own) or None, call[7]))
+        return tuple(rotated(q, k, *call[:6], *carrying(own, call)))
 
     own = carried if in_carried is None else stacks
-    got = torch.vmap(run, in_dims=(0, 0, *[in_carried] * len(own)))(x, k, *own)
+    got = torch.vmap(run, in_dims=(in_x, in_x, *[in_carried] * len(own)))(x, k, *own)
     for i in range(4):
         own_i = [one if in_carried is None else one[:, i] for one in own]
-        for a, b in zip(got, run(x[i], k[i], *own_i), strict=True):
+        xs = (x, k) if in_x is None else (x[i], k[i])
+        for a, b in zip(got, run(*xs, *own_i), strict=True):
             assert torch.equal(a[i], b)
 
 
@@ -257,11 +289,11 @@ def test_raw_operators_see_gradients_in_lists_too() -> None:
     """Learned frequencies come in a list, and their gradient would be lost."""
     x, theta = noise(2, 3, 5, 8), noise(1, 1, 1, 3, dtype=torch.float64).requires_grad_()
     words, turns = angles.words_from(theta.detach())
-    call = (words, turns, None, 0, schema.Form(start=1, learned=True).pack(), 1.0, [theta])
+    call = (words, turns, None, 0, schema.Form(start=1, learned=True).pack(), 1.0, [theta], 0.0)
     before = x.clone()
     for run in (
-        lambda: schema.rotate_(x, None, *call),
-        lambda: schema.rotate_into(x, None, torch.empty_like(x), None, *call),
+        lambda: schema.rotate_carried_(x, None, *call),
+        lambda: schema.rotate_carried_into(x, None, torch.empty_like(x), None, *call),
     ):
         with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
             run()
@@ -270,7 +302,7 @@ def test_raw_operators_see_gradients_in_lists_too() -> None:
         x.copy_(before)
 
 
-@pytest.mark.parametrize("operator", [schema.rotate, reference.compose])
+@pytest.mark.parametrize("operator", [schema.rotate_carried, reference.compose])
 def test_what_a_form_does_not_say_is_refused_and_not_ignored(operator) -> None:
     x = noise(2, 3, 5, 8)
     words, *_ = arguments()
@@ -281,25 +313,25 @@ def test_what_a_form_does_not_say_is_refused_and_not_ignored(operator) -> None:
 
     norm = ACTS.index("rms_norm")
     for form, carried, eps in (
-        (code(numerics=1), None, 0.0),
-        (code(act=len(ACTS)), None, 0.0),
+        (code(numerics=1), [], 0.0),
+        (code(act=len(ACTS)), [], 0.0),
         (code(gate=3), [log], 0.0),
         (code(), [x], 0.0),
-        (code(), None, 1.0),
-        (code(act=1), None, 1.0),
+        (code(), [], 1.0),
+        (code(act=1), [], 1.0),
         (code(act=1), [x], 0.0),
-        (code(act=1, direction=schema.TRANSPOSE), None, 0.0),
+        (code(act=1, direction=schema.TRANSPOSE), [], 0.0),
         (code(act=1, direction=schema.TRANSPOSE), [x[:1]], 0.0),
         (code(act=1, direction=schema.INVERSE), [x], 0.0),
-        (code(act=norm), None, 0.0),
+        (code(act=norm), [], 0.0),
         (code(act=norm), [weight[:, :7]], 0.0),
         (code(act=norm), [weight, weight], 0.0),
-        (code(gate=schema.LOG), None, 0.0),
+        (code(gate=schema.LOG), [], 0.0),
         (code(gate=schema.LOG), [log[0]], 0.0),
         (code(gate=schema.LOG), [noise(1, 2, 1, 1)], 0.0),
         (code(gate=schema.SLOPE), [weight[0]], 0.0),
         (code(gate=schema.SLOPE), [noise(2, 8)], 0.0),
-        (code(learned=True), None, 0.0),
+        (code(learned=True), [], 0.0),
         (code(learned=True), [], 0.0),
         (code(learned=True), [x, x], 0.0),
     ):
@@ -656,7 +688,7 @@ CARRIED = {
 def test_transforms_of_what_the_operator_carries(
     what: str, transform: str, backend: str | None
 ) -> None:
-    """torch cannot map a list alone through an operator, nor, while it compiles, find its formula."""
+    """While it compiles torch finds no formula of an operator from Python."""
     x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
 
     def one(row: torch.Tensor) -> torch.Tensor:

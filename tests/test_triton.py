@@ -94,7 +94,7 @@ def check(made: Made) -> None:
             else made.wide().arguments[6][len(made.xs) * (form.act == RMS_NORM) :][: len(made.xs)]
         )
         arguments = list(made.wide().arguments)
-        arguments[4], arguments[6], arguments[7] = plain.pack(), carried or None, 0.0
+        arguments[4], arguments[6], arguments[7] = plain.pack(), carried, 0.0
         through = compose(made.wide().q, made.wide().k, *arguments)
     else:
         through = want[: len(made.xs)]
@@ -332,11 +332,11 @@ def test_acts_over_their_whole_range(act: str) -> None:
     for direction in (0, 1):
         form = Form(act=ACTS.index(act), direction=direction).pack()
         grad = torch.ones_like(x)
-        carried = [x] if direction else None
+        carried = [x] if direction else []
         (y,) = operators().rotate(
             grad if direction else x, None, still, None, None, 0, form, 1.0, carried
         )
-        wide = None if carried is None else [x.double().cpu()]
+        wide = [one.double().cpu() for one in carried]
         (want,) = compose(
             (grad if direction else x).double().cpu(),
             None,
@@ -485,7 +485,7 @@ def test_sums_are_the_same_every_time() -> None:
 def test_edge_shapes(shape: tuple[int, ...]) -> None:
     x = noise(*shape, seed=1).float().to(DEVICE)
     for form in (Form(), Form(gate=LOG)):
-        carried = [torch.zeros(1, 1, 1, 1, device=DEVICE)] if form.gate else None
+        carried = [torch.zeros(1, 1, 1, 1, device=DEVICE)] if form.gate else []
         (y,) = operators().rotate(
             x, None, words(1, 1, 1, 4), None, None, 3, form.pack(), 1.0, carried
         )

@@ -104,8 +104,8 @@ def on_this_device() -> Iterator[None]:
     library = torch.library.Library("tightrope", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in registration.OPERATORS:
-            library.impl(name, getattr(operators, name), "CPU", allow_override=True)
+        for name, function in registration.OPERATORS.items():
+            library.impl(name, getattr(operators, function), "CPU", allow_override=True)
     yield
     library._destroy()
 

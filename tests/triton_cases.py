@@ -304,7 +304,7 @@ def make(case: Mapping[str, Any]) -> Made:
             offset,
             form.pack(),
             case["amplitude"],
-            carried or None,
+            carried,
             1e-6 if act == RMS_NORM else 0.0,
         ),
         case["where"],

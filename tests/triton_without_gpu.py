@@ -58,7 +58,7 @@ def calls() -> dict[str, Any]:
 
     def call(form: Form, *carried: torch.Tensor, axes: int = 1) -> tuple[Any, ...]:
         at = None if form.ramp else ids[:axes]
-        return words(64, axes), None, at, 3, form.pack(), 1.0, list(carried) or None, 1e-6
+        return words(64, axes), None, at, 3, form.pack(), 1.0, list(carried), 1e-6
 
     def apart(n: int) -> torch.Tensor:
         return torch.empty(2, 64, n, 256, dtype=torch.bfloat16)[..., ::2].transpose(1, 2)

@@ -71,7 +71,7 @@ class _Spy(TorchDispatchMode):
     calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func is torch.ops.tightrope.rotate.default
+        self.calls += func.overloadpacket is torch.ops.tightrope.rotate
         return func(*args, **(kwargs or {}))
 
 

@@ -23,7 +23,7 @@ from .ops.checks import (
     check_in_place_grad,
     check_out,
     check_out_memory,
-    is_written,
+    copied_before,
     layout_named,
     prepare,
 )
@@ -32,7 +32,7 @@ from .positions import PositionsLike
 from .spec import PreparedRotation, RopeSpec, SeqLen
 
 # Where in what follows q and k in the schema.
-_FORM, _AMPLITUDE, _CARRIED = 4, 5, 6
+_FORM, _AMPLITUDE = 4, 5
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -121,7 +121,7 @@ def run(
     """The operator, once its arguments are checked: ``arguments`` is what follows q and k in the schema."""
     if backend is not None:
         _insist(operation, backend, q)
-    if backend == "reference" or _has_tangents(q, k, arguments) or _carries_others(q, arguments):
+    if backend == "reference" or _has_tangents(q, k, arguments):
         return reference.compose(q, k, *arguments)
     return autograd.differentiable(q, k, arguments)
 
@@ -138,10 +138,10 @@ def _run_into(
         _insist(operation, backend, q)
     compiling, transformed = torch.compiler.is_compiling(), autograd.in_functorch()
     if compiling and not transformed and backend != "reference":
-        schema.rotate_into(q, k, *autograd.pair(outs), *arguments)
+        schema.rotation_into(arguments)(q, k, *autograd.pair(outs), *arguments)
     elif compiling or transformed:
         autograd.overwrite(outs, run(operation, q, k, arguments, backend))
-    elif backend == "reference" or _has_tangents(q, k, arguments) or _carries_others(q, arguments):
+    elif backend == "reference" or _has_tangents(q, k, arguments):
         check_out_memory(operation, schema.present(q, k), outs)
         autograd.overwrite(outs, reference.compose(q, k, *arguments))
     else:
@@ -270,10 +270,11 @@ def _ready_outer(
         gate, logs = found
         carried += logs
     device = q.device
-    if any(type(t) not in _PLAIN or t.device != device or t.is_neg() for t in carried):
+    if any(type(t) not in _PLAIN or t.device != device for t in carried):
         return None
     form = _form_with(call[_FORM], act, gate)
-    return (*call[:_FORM], form, call[_AMPLITUDE], carried or None, eps)
+    fixed = (*call[:_FORM], form, call[_AMPLITUDE])
+    return (*fixed, carried, eps) if carried else fixed
 
 
 @lru_cache(maxsize=1024)
@@ -300,10 +301,10 @@ def run_in_place(
             autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
         elif autograd.needs_grad(q, k, arguments):
             before = autograd.copies(q, k) if autograd.keeps_inputs(arguments) else (q, k)
-            autograd.overwrite(xs, schema.rotate(*before, *arguments))
+            autograd.overwrite(xs, schema.rotation(arguments)(*before, *arguments))
         else:
-            schema.rotate_(q, k, *arguments)
-    elif backend == "reference" or _has_tangents(q, k, arguments) or _carries_others(q, arguments):
+            schema.rotation_(arguments)(q, k, *arguments)
+    elif backend == "reference" or _has_tangents(q, k, arguments):
         # Behind a transform memory is not what it seems; the transform sees to it.
         if not transformed:
             check_in_place(operation, names, xs)
@@ -362,8 +363,8 @@ def _launches(
     rotation = prepare(operation, names, xs, spec, positions, seq_len, where, wider)
     if inv_freq is not None:
         source = learned.source(operation, names, q, k, inv_freq, rotation, where)
-        _, _, ids, offset, form, amplitude, _ = _call(rotation, where, inverse, learned=True)
-        call: tuple[Any, ...] = (*source[:2], ids, offset, form, amplitude, source[2])
+        rest = _call(rotation, where, inverse, learned=True)[2:]
+        call: tuple[Any, ...] = (*source[:2], *rest, source[2], 0.0)
     elif torch.compiler.is_compiling():
         call = _call(rotation, where, inverse)
     else:
@@ -411,12 +412,12 @@ def _with_outer(
         some_weights = [weights[i] for i in which]
         some_gates = [gates[i][1] for i in which]
         carried = Carried(
-            call[_CARRIED] or (),
-            tuple([w.resolve_neg() for w in some_weights if w is not None]),
-            tuple([g.resolve_neg() for g in some_gates if g is not None]),
+            tuple(schema.carried(call)),
+            tuple([w for w in some_weights if w is not None]),
+            tuple([g for g in some_gates if g is not None]),
         )
         form = schema.form_of(call[_FORM])._replace(act=code, gate=gate)
-        arguments = (*call[:_FORM], form.pack(), call[_AMPLITUDE], carried.flat(), eps)
+        arguments = (*call[:_FORM], form.pack(), call[_AMPLITUDE], *carried.packed(eps))
         some = autograd.pair([xs[i] for i in which])
         launches.append(_Launch(which, *some, arguments))
     return launches
@@ -424,17 +425,12 @@ def _with_outer(
 
 def _apart(launches: list[_Launch], written: Sequence[torch.Tensor]) -> list[_Launch]:
     """Launches of which none reads what one before it has written, but a copy from before."""
-    if len(launches) == 1 or torch.compiler.is_compiling() or autograd.in_functorch():
+    if len(launches) == 1:
         return launches
-
-    def own(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [own(one) for one in value]
-        is_read = isinstance(value, torch.Tensor) and is_written(value, written)
-        return value.clone() if is_read else value
-
+    blind = torch.compiler.is_compiling() or autograd.in_functorch()
+    told = None if blind else written
     first, *later = launches
-    return [first, *(it._replace(arguments=tuple(map(own, it.arguments))) for it in later)]
+    return [first, *[it._replace(arguments=copied_before(it.arguments, told)) for it in later]]
 
 
 def _check_outs(
@@ -465,7 +461,7 @@ def _call(
     )
     return (
         *(rotation.words, rotation.turns, rotation.ids, rotation.offset),
-        *(form.pack(), rotation.amplitude, None),
+        *(form.pack(), rotation.amplitude),
     )
 
 
@@ -478,19 +474,7 @@ def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any,
         return False
     return autograd.in_functorch() or any(
         isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
-        for t in (q, k, *arguments, *(arguments[_CARRIED] or ()))
-    )
-
-
-def _carries_others(q: torch.Tensor, arguments: tuple[Any, ...]) -> bool:
-    """Whether a carried tensor wants to run the operator itself, which the dispatcher does not ask of
-    tensors in a list. Where q does too, it is asked."""
-    if arguments[_CARRIED] is None or torch.compiler.is_compiling() or type(q) not in _PLAIN:
-        return False
-    plain = torch.Tensor.__torch_dispatch__
-    return any(
-        type(t) not in _PLAIN and type(t).__torch_dispatch__ is not plain
-        for t in arguments[_CARRIED]
+        for t in (q, k, *arguments, *schema.carried(arguments))
     )
 
 

@@ -30,13 +30,14 @@ class Carried(NamedTuple):
     gates: _Tensors = ()
     inputs: _Tensors = ()
 
-    def flat(self) -> _Tensors | None:
-        """As the schema has it.
+    def packed(self, eps: float) -> tuple[Any, ...]:
+        """What follows the amplitude in the schema: nothing where nothing is carried.
 
-        >>> Carried().flat() is None
-        True
+        >>> Carried().packed(0.0), Carried(("theta",), (), ("gate",)).packed(0.0)
+        ((), (('theta', 'gate'), 0.0))
         """
-        return self.frequencies + self.weights + self.gates + self.inputs or None
+        carried = self.frequencies + self.weights + self.gates + self.inputs
+        return (carried, eps) if carried else ()
 
     def of(self, which: Sequence[int]) -> Carried:
         """What is left where only some of q (0) and k (1) are."""
@@ -47,7 +48,7 @@ class Carried(NamedTuple):
         return Carried(self.frequencies, *map(kept, self[1:]))
 
 
-def carried_of(form: Form, carried: Sequence[Any] | None) -> Carried:
+def carried_of(form: Form, carried: Sequence[Any]) -> Carried:
     """The parts of ``carried``.
 
     Args:
@@ -57,7 +58,7 @@ def carried_of(form: Form, carried: Sequence[Any] | None) -> Carried:
     Raises:
         RuntimeError: it does not hold what the form says.
     """
-    there = tuple(carried or ())
+    there = tuple(carried)
     if form.act != NONE and form.direction == INVERSE:
         raise RuntimeError("tightrope::rotate: an act has no inverse")
     kinds = (
@@ -96,7 +97,7 @@ class Call(NamedTuple):
     def packed(self) -> tuple[Any, ...]:
         """As the schema has it."""
         *fixed, form, amplitude, carried, eps = self
-        return (*fixed, form.pack(), amplitude, carried.flat(), eps)
+        return (*fixed, form.pack(), amplitude, *carried.packed(eps))
 
     def without_gates(self, which: Sequence[int]) -> Call:
         """The same for some of q (0) and k (1), with P the identity."""

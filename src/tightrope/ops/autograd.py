@@ -10,13 +10,13 @@ import torch
 from ..activations import NONE
 from . import gradients, schema
 from .arguments import Call, Carried, carried_of
-from .checks import check_in_place, check_in_place_grad
+from .checks import check_in_place, check_in_place_grad, copied_before
 from .definition import compose
 from .schema import FORWARD, NO_GATE, TRANSPOSE, library, present
 
-# `arguments` below is what follows q and k in the schema, up to `carried` or `eps`.
-_PRIMARY, _SECONDARY, _POSITIONS, _FIXED, _FORM, _CARRIED = 0, 1, 2, 3, 4, 6
-# Flat, as autograd wants tensors: up to `carried`, then `eps`, then what is carried.
+# `arguments` below is what follows q and k in the schema of one overload or the other.
+_PRIMARY, _SECONDARY, _POSITIONS, _FIXED, _FORM, _CARRIED = 0, 1, 2, 3, 4, schema.PLAIN
+# Flat, as autograd wants tensors: up to `carried`, then `eps`, then what is carried, if anything.
 _EPS, _FLAT_CARRIED = 6, 7
 
 
@@ -26,13 +26,13 @@ def differentiable(
     """The functional operator, by the shortest way that keeps every gradient."""
     if torch.compiler.is_compiling():
         if in_functorch():
-            # While compiling torch knows no formula of an operator from Python within `grad`, and in
-            # `vmap` none that a list alone is mapped for. Plain torch it can follow and fuse.
+            # While compiling torch knows no formula of an operator from Python within `grad`. Plain
+            # torch it can follow and fuse.
             return compose(q, k, *arguments)
-        return schema.rotate(q, k, *arguments)  # type: ignore[no-any-return]
+        return schema.rotation(arguments)(q, k, *arguments)  # type: ignore[no-any-return]
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Functionalize:
-        return schema.rotate(q, k, *arguments)  # type: ignore[no-any-return]
+        return schema.rotation(arguments)(q, k, *arguments)  # type: ignore[no-any-return]
     form = schema.form_of(arguments[_FORM]) if transform is not None else None
     if form is not None and (form.act != NONE or form.gate != NO_GATE):
         # Transforms follow plain torch wherever they are, and a weight that is mapped too.
@@ -47,7 +47,7 @@ def raw(
 ) -> Sequence[torch.Tensor]:
     """The operator where nothing needs a gradient: its formula, which is Python, is not asked."""
     with torch._C._AutoDispatchBelowAutograd():
-        return schema.rotate(q, k, *arguments)  # type: ignore[no-any-return]
+        return schema.rotation(arguments)(q, k, *arguments)  # type: ignore[no-any-return]
 
 
 def in_place(
@@ -68,6 +68,8 @@ def in_place(
     xs = present(q, k)
     check_in_place(operation, names, xs)
     check_in_place_grad(operation, names, xs)
+    # Gradients may be made of arguments, and k is rotated after q has changed.
+    arguments = copied_before(arguments, xs)
     parts = _parts(arguments)
     if needs_angles(arguments) or any(gate.requires_grad for gate in parts.gates):
         # Gradients by positions, tables and gates need what a rotation in place overwrites.
@@ -75,14 +77,14 @@ def in_place(
         return
     # Autograd refuses one function that returns two views, so each is a call of its own.
     for i, x in enumerate(xs):
-        own = (*arguments[:_CARRIED], parts.of([i]).flat(), *arguments[_CARRIED + 1 :])
+        own = (*arguments[:_CARRIED], *parts.of([i]).packed(_eps(arguments)))
         InPlace.apply(x, *_flat(own))  # type: ignore[no-untyped-call]
 
 
 def raw_in_place(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> None:
     """The operator in place where nothing needs a gradient."""
     with torch._C._AutoDispatchBelowAutograd():
-        schema.rotate_(q, k, *arguments)
+        schema.rotation_(arguments)(q, k, *arguments)
     torch.autograd.graph.increment_version(q if k is None else (q, k))
 
 
@@ -94,7 +96,7 @@ def into(
 ) -> None:
     """The operator into given memory, in an ordinary eager call that needs no gradient."""
     with torch._C._AutoDispatchBelowAutograd():
-        schema.rotate_into(q, k, *pair(outs), *arguments)
+        schema.rotation_into(arguments)(q, k, *pair(outs), *arguments)
     torch.autograd.graph.increment_version(outs)
 
 
@@ -127,7 +129,7 @@ def _any_needs(arguments: Sequence[Any]) -> bool:
         primary.requires_grad
         or (secondary is not None and secondary.requires_grad)
         or (positions is not None and positions.requires_grad)
-        or (arguments[_CARRIED] is not None and any(t.requires_grad for t in arguments[_CARRIED]))
+        or any(t.requires_grad for t in schema.carried(arguments))
     )
 
 
@@ -148,7 +150,11 @@ def needs_outer(arguments: Sequence[Any]) -> bool:
 
 
 def _parts(arguments: Sequence[Any]) -> Carried:
-    return carried_of(schema.form_of(arguments[_FORM]), arguments[_CARRIED])
+    return carried_of(schema.form_of(arguments[_FORM]), schema.carried(arguments))
+
+
+def _eps(arguments: Sequence[Any]) -> float:
+    return arguments[_CARRIED + 1] if len(arguments) > _CARRIED else 0.0
 
 
 def wanted(arguments: Sequence[Any]) -> list[str]:
@@ -163,14 +169,13 @@ def wanted(arguments: Sequence[Any]) -> list[str]:
 
 def _flat(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments with what is carried at the end, one by one."""
-    carried = arguments[_CARRIED] if len(arguments) > _CARRIED else None
-    eps = arguments[_CARRIED + 1] if len(arguments) > _CARRIED + 1 else 0.0
-    return (*arguments[:_CARRIED], eps, *(carried or ()))
+    return (*arguments[:_CARRIED], _eps(arguments), *schema.carried(arguments))
 
 
 def _nested(flat: Sequence[Any]) -> tuple[Any, ...]:
     """The inverse of :func:`_flat`."""
-    return (*flat[:_CARRIED], tuple(flat[_FLAT_CARRIED:]) or None, flat[_EPS])
+    carried = tuple(flat[_FLAT_CARRIED:])
+    return (*flat[:_CARRIED], *((carried, flat[_EPS]) if carried else ()))
 
 
 def in_functorch() -> bool:
@@ -187,7 +192,8 @@ class OutOfPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> Any:
-        return tuple(schema.rotate(q, k, *_nested(arguments)))
+        nested = _nested(arguments)
+        return tuple(schema.rotation(nested)(q, k, *nested))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -213,8 +219,9 @@ class InPlace(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         form = schema.form_of(arguments[_FORM])
         before = x if form.act == NONE else x.clone()
+        nested = _nested(arguments)
         with torch._C._AutoDispatchBelowAutograd():
-            schema.rotate_(x, None, *_nested(arguments))
+            schema.rotation_(nested)(x, None, *nested)
         ctx.mark_dirty(x)
         _remember(ctx, arguments, ctx.needs_input_grad[1:], (before,), ())
         return x
@@ -409,12 +416,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) ->
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     by_q, by_k, *found = _gradients(ctx, grads, ctx.needs_input_grad)
-    # The dispatcher drops arguments that equal their defaults, so how many there were varies.
-    rest = (list(found[_FLAT_CARRIED:]) or None, None)[: len(ctx.needs_input_grad) - 2 - _CARRIED]
+    is_plain = len(ctx.needs_input_grad) == 2 + schema.PLAIN
+    rest = () if is_plain else (list(found[_FLAT_CARRIED:]), None)
     return (by_q, by_k, *found[:_CARRIED], *rest)
 
 
-def _raw(operator: Any, instead: str, written: slice = slice(0)) -> Callable[..., Any]:
+def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
     """The Autograd kernel of a raw operator that has no gradient.
 
     Without it a tensor that requires grad would be changed under an identity gradient, and no
@@ -456,13 +463,17 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def register() -> None:
     """Register the gradients; once, at import."""
-    torch.library.register_autograd("tightrope::rotate", _backward, setup_context=_setup)
+    for operator in (schema.rotate, schema.rotate_carried):
+        torch.library.register_autograd(operator, _backward, setup_context=_setup)
     own = "tightrope.functional.rotate or rotate_, which have"
     again = "torch.autograd.grad with create_graph=True"
-    for name, kernel in {
-        "rotate_": _raw(schema.rotate_, own, slice(0, 2)),
-        "rotate_into": _raw(schema.rotate_into, own, slice(2, 4)),
-        "angle_gradients": _raw(schema.angle_gradients, again),
-        "gate_gradients": _raw(schema.gate_gradients, again),
-    }.items():
-        library.impl(name, kernel, "Autograd", with_keyset=True)
+    for operator, instead, written in (
+        (schema.rotate_, own, slice(0, 2)),
+        (schema.rotate_carried_, own, slice(0, 2)),
+        (schema.rotate_into, own, slice(2, 4)),
+        (schema.rotate_carried_into, own, slice(2, 4)),
+        (schema.angle_gradients, again, slice(0)),
+        (schema.gate_gradients, again, slice(0)),
+    ):
+        kernel = _raw(operator, instead, written)
+        library.impl(operator, kernel, "Autograd", with_keyset=True)

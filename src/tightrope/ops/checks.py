@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -479,6 +480,29 @@ def is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
         and (out.element_size() != x.element_size() or may_overlap(out, x))
         for out in outs
     )
+
+
+def copied_before(
+    arguments: tuple[Any, ...], written: Sequence[torch.Tensor] | None
+) -> tuple[Any, ...]:
+    """Arguments of a call, with copies in place of tensors that are about to change.
+
+    Args:
+        arguments: what follows q and k in the schema.
+        written: what changes; None where nobody knows whose memory is whose, as behind a transform
+            and while compiling.
+    """
+
+    def own(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple([own(one) for one in value])
+        if isinstance(value, torch.Tensor) and (written is None or is_written(value, written)):
+            return value.clone()
+        return value
+
+    # Where nobody knows, words and turns at least are the library's own: calls of tables are one.
+    kept = 2 if written is None else 0
+    return (*arguments[:kept], *map(own, arguments[kept:]))
 
 
 def may_overlap_itself(x: torch.Tensor) -> bool:

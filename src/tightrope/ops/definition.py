@@ -34,7 +34,7 @@ def compose(
     offset: int,
     form: int,
     amplitude: float,
-    carried: Sequence[torch.Tensor] | None = None,
+    carried: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> list[torch.Tensor]:
     """The operator out of ordinary torch functions; arguments as in :mod:`tightrope.ops.schema`.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import gradients
+from . import gradients, schema
 from .arguments import carried_of
 from .layouts import BY_CODE
 from .schema import TRANSPOSE, form_of, present
@@ -21,10 +21,10 @@ def _rotate(
     offset: int,
     form: int,
     amplitude: float,
-    carried: Sequence[torch.Tensor] | None = None,
+    carried: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> list[torch.Tensor]:
-    _check_devices("rotate", q, k, primary, secondary, positions, *(carried or ()))
+    _check_devices("rotate", q, k, primary, secondary, positions, carried)
     what = form_of(form)
     outs = [torch.empty_like(x) for x in present(q, k)]
     if what.direction == TRANSPOSE:
@@ -36,7 +36,8 @@ def _rotate(
 
 def _check_devices(operator: str, *arguments: object) -> None:
     """A single meta tensor brings the dispatcher here, whatever the others are."""
-    devices = {x.device for x in arguments if isinstance(x, torch.Tensor)}
+    lists = [x if isinstance(x, (list, tuple)) else [x] for x in arguments]
+    devices = {x.device for some in lists for x in some if isinstance(x, torch.Tensor)}
     if len(devices) > 1:
         raise RuntimeError(f"tightrope::{operator}: tensors on several devices")
 
@@ -88,8 +89,14 @@ def _gate_gradients(
 
 def register() -> None:
     """Register the fake kernels; once, at import."""
-    torch.library.register_fake("tightrope::rotate", _rotate)
-    torch.library.register_fake("tightrope::rotate_", _in_memory)
-    torch.library.register_fake("tightrope::rotate_into", _in_memory)
-    torch.library.register_fake("tightrope::angle_gradients", _angle_gradients)
-    torch.library.register_fake("tightrope::gate_gradients", _gate_gradients)
+    for operator, kernel in (
+        (schema.rotate, _rotate),
+        (schema.rotate_carried, _rotate),
+        (schema.rotate_, _in_memory),
+        (schema.rotate_carried_, _in_memory),
+        (schema.rotate_into, _in_memory),
+        (schema.rotate_carried_into, _in_memory),
+        (schema.angle_gradients, _angle_gradients),
+        (schema.gate_gradients, _gate_gradients),
+    ):
+        torch.library.register_fake(operator, kernel)

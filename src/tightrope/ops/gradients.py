@@ -38,8 +38,7 @@ def transposed(call: Call, inputs: Sequence[torch.Tensor], which: Sequence[int])
     if form.direction == FORWARD:
         direction = TRANSPOSE
         if form.act != NONE:
-            # Kernels do not see in a list that memory holds the negative.
-            some = some._replace(inputs=tuple(inputs[i].resolve_neg() for i in which))
+            some = some._replace(inputs=tuple(inputs[i] for i in which))
     else:
         direction = FORWARD
         some = some._replace(gates=tuple(-gate for gate in some.gates))

@@ -6,8 +6,9 @@ dispatch key, and may be absent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -116,20 +117,26 @@ def form_of(packed: int) -> Form:
 #             x of the forward call (direction is TRANSPOSE and there is an act)
 # eps         of a norm
 #
+# Calls that carry something are an overload of their own. The dispatcher sees into a list only if it is
+# not optional, and one that is not costs half a microsecond even if it is empty.
+#
 # rotate returns the results, and after them, where direction is TRANSPOSE and act is a norm, the
 # gradients by its weights: shaped as they are, float32 (float64 for float64).
 _ARGUMENTS = (
-    "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int form, "
-    "float amplitude, Tensor[]? carried=None, float eps=0."
+    "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int form, float amplitude"
 )
+_CARRIED = ", Tensor[] carried, float eps"
 
-ROTATE = f"rotate(Tensor q, Tensor? k, {_ARGUMENTS}) -> Tensor[]"
-ROTATE_ = f"rotate_(Tensor(a!) q, Tensor(b!)? k, {_ARGUMENTS}) -> ()"
-ROTATE_INTO = (
-    "rotate_into(Tensor q, Tensor? k, Tensor(a!) out_q, Tensor(b!)? out_k, "
-    + _ARGUMENTS
-    + ") -> ()"
-)
+#: Schemas by name and overload: of each operator, and of that which carries tensors.
+ROTATIONS = {
+    name + overload: f"{name}{overload}({xs}, {_ARGUMENTS}{more}) -> {result}"
+    for name, xs, result in (
+        ("rotate", "Tensor q, Tensor? k", "Tensor[]"),
+        ("rotate_", "Tensor(a!) q, Tensor(b!)? k", "()"),
+        ("rotate_into", "Tensor q, Tensor? k, Tensor(a!) out_q, Tensor(b!)? out_k", "()"),
+    )
+    for overload, more in (("", ""), (".carried", _CARRIED))
+}
 
 # The gradients by angles, in float64 (float32 where a device has no other): sums over heads and pairs
 # for positions, [axes, rows, tokens], and over tokens, and rows and heads that share them, for
@@ -158,17 +165,41 @@ GATE_GRADIENTS = (
 )
 
 library = torch.library.Library("tightrope", "DEF")
-library.define(ROTATE, tags=(torch.Tag.pt2_compliant_tag,))
-library.define(ROTATE_, tags=(torch.Tag.pt2_compliant_tag,))
-library.define(ROTATE_INTO, tags=(torch.Tag.pt2_compliant_tag,))
-library.define(ANGLE_GRADIENTS, tags=(torch.Tag.pt2_compliant_tag,))
-library.define(GATE_GRADIENTS, tags=(torch.Tag.pt2_compliant_tag,))
+for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS):
+    library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
 
 rotate = torch.ops.tightrope.rotate.default
 rotate_ = torch.ops.tightrope.rotate_.default
 rotate_into = torch.ops.tightrope.rotate_into.default
+rotate_carried = torch.ops.tightrope.rotate.carried
+rotate_carried_ = torch.ops.tightrope.rotate_.carried
+rotate_carried_into = torch.ops.tightrope.rotate_into.carried
 angle_gradients = torch.ops.tightrope.angle_gradients.default
 gate_gradients = torch.ops.tightrope.gate_gradients.default
+
+#: How many arguments follow q and k, or the outs, where nothing is carried.
+PLAIN = 6
+
+
+def rotation(arguments: Sequence[Any]) -> Any:
+    """The overload of ``rotate`` that takes these after q and k."""
+    return rotate if len(arguments) == PLAIN else rotate_carried
+
+
+def rotation_(arguments: Sequence[Any]) -> Any:
+    """As :func:`rotation`, in place."""
+    return rotate_ if len(arguments) == PLAIN else rotate_carried_
+
+
+def rotation_into(arguments: Sequence[Any]) -> Any:
+    """As :func:`rotation`, into given memory."""
+    return rotate_into if len(arguments) == PLAIN else rotate_carried_into
+
+
+def carried(arguments: Sequence[Any]) -> Sequence[Any]:
+    """The tensors that only some calls have, of what follows q and k."""
+    found: Sequence[Any] = () if len(arguments) == PLAIN else arguments[PLAIN]
+    return found
 
 
 def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:

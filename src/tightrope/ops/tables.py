@@ -80,7 +80,7 @@ def arguments(
         ramp=ids is None,
         source=schema.SOURCES.index(tables),
     )
-    return c, s, ids, 0, form.pack(), 1.0, None
+    return c, s, ids, 0, form.pack(), 1.0
 
 
 def _layout(operation: str, q: torch.Tensor, unsqueeze_dim: int) -> Layout:

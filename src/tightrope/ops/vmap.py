@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,6 @@ from . import schema
 from .arguments import Carried, carried_of
 from .autograd import pair
 from .layouts import BY_CODE, BY_NAME
-
-# Where in what follows q and k in the schema.
-_CARRIED = 6
 
 
 def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
@@ -41,18 +39,18 @@ def _rotate(
     offset: int,
     form: int,
     amplitude: float,
-    carried: list[torch.Tensor] | None = None,
+    carried: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> tuple[list[torch.Tensor], list[int]]:
     size, dims = info.batch_size, in_dims[2:]
     what = schema.form_of(form)
     parts = carried_of(what, carried)
-    mapped = carried_of(what, (dims[_CARRIED] if len(dims) > _CARRIED else None) or ())
+    mapped = carried_of(what, schema.carried(dims) or ())
     norm_back = bool(parts.weights) and what.direction == schema.TRANSPOSE
     slopes = mapped.gates if what.gate == schema.SLOPE else ()
     if norm_back or any(dim is not None for dim in (*mapped.weights, *slopes)):
         fixed = (q, k, primary, secondary, positions, offset, form, amplitude)
-        return _one_by_one(size, in_dims, (*fixed, carried), eps)
+        return _one_by_one(size, in_dims, (*fixed, carried, eps))
     layout = BY_CODE[what.layout]
 
     def in_rows(x: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -71,17 +69,16 @@ def _rotate(
         else _each(parts.gates, mapped.gates, size, rows, gate_axis),
         tuple(in_rows(x, dim) for x, dim in zip(parts.inputs, mapped.inputs)),
     )
-    ys = schema.rotate(
-        *pair(xs),
+    arguments = (
         _in_rows(primary, dims[0], size, rows, axis),
         _in_rows(secondary, dims[1], size, rows, axis),
         _in_rows(positions, dims[2], size, rows, 1),
         offset,
         what._replace(layout=BY_NAME["bhsd"].code).pack(),
         amplitude,
-        there.flat(),
-        eps,
+        *there.packed(eps),
     )
+    ys = schema.rotation(arguments)(*pair(xs), *arguments)
     return [layout.from_bhsd(y.unflatten(0, (size, rows))) for y in ys], [0] * len(ys)
 
 
@@ -92,7 +89,7 @@ def _each(
 
 
 def _one_by_one(
-    size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], eps: float
+    size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
 ) -> tuple[list[torch.Tensor], list[int]]:
     """A call for each, where a weight or a slope is mapped, of which the operator takes one."""
 
@@ -105,7 +102,7 @@ def _one_by_one(
         )
 
     calls = [
-        schema.rotate(*(of(a, dim, i) for a, dim in zip(arguments, in_dims)), eps)
+        schema.rotate_carried(*(of(a, dim, i) for a, dim in zip(arguments, in_dims)))
         for i in range(size)
     ]
     return [torch.stack(ys) for ys in zip(*calls)], [0] * len(calls[0])
@@ -152,6 +149,12 @@ def _rotate_into(
 
 def register() -> None:
     """Register the vmap rules; once, at import."""
-    torch.library.register_vmap("tightrope::rotate", _rotate)
-    torch.library.register_vmap("tightrope::rotate_", _rotate_)
-    torch.library.register_vmap("tightrope::rotate_into", _rotate_into)
+    for operator, rule in (
+        (schema.rotate, _rotate),
+        (schema.rotate_carried, _rotate),
+        (schema.rotate_, _rotate_),
+        (schema.rotate_carried_, _rotate_),
+        (schema.rotate_into, _rotate_into),
+        (schema.rotate_carried_into, _rotate_into),
+    ):
+        torch.library.register_vmap(operator, rule)

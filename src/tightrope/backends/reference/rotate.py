@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...ops import gradients
+from ...ops import gradients, schema
 from ...ops.autograd import overwrite
 from ...ops.checks import shares_memory
 from ...ops.definition import compose as compose
@@ -91,12 +91,22 @@ def gate_gradients(
 
 def register() -> None:
     """Make this the kernel of every device that has no other."""
-    library.impl("rotate", rotate, "CompositeExplicitAutograd")
+    for operator, kernel in (
+        (schema.rotate, rotate),
+        (schema.rotate_carried, rotate),
+        (schema.rotate_, rotate_),
+        (schema.rotate_carried_, rotate_),
+        (schema.rotate_into, rotate_into),
+        (schema.rotate_carried_into, rotate_into),
+        (schema.angle_gradients, angle_gradients),
+        (schema.gate_gradients, gate_gradients),
+    ):
+        library.impl(operator, kernel, "CompositeExplicitAutograd")
     # The vmap under is_grads_batched and vectorised jacobians, which knows no rules of ours.
-    library.impl("rotate", compose, "Batched")
-    library.impl("rotate_", rotate_, "CompositeExplicitAutograd")
-    library.impl("rotate_into", rotate_into, "CompositeExplicitAutograd")
-    library.impl("angle_gradients", angle_gradients, "CompositeExplicitAutograd")
-    library.impl("angle_gradients", angle_gradients, "Batched")
-    library.impl("gate_gradients", gate_gradients, "CompositeExplicitAutograd")
-    library.impl("gate_gradients", gate_gradients, "Batched")
+    for operator, kernel in (
+        (schema.rotate, compose),
+        (schema.rotate_carried, compose),
+        (schema.angle_gradients, angle_gradients),
+        (schema.gate_gradients, gate_gradients),
+    ):
+        library.impl(operator, kernel, "Batched")

@@ -23,7 +23,7 @@ def rotate(
     offset: int,
     form: int,
     amplitude: float,
-    carried: Sequence[torch.Tensor] | None = None,
+    carried: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> list[torch.Tensor]:
     """As ``rotate`` of :mod:`tightrope.ops.schema`."""
@@ -44,7 +44,7 @@ def rotate_(
     offset: int,
     form: int,
     amplitude: float,
-    carried: Sequence[torch.Tensor] | None = None,
+    carried: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> None:
     """As ``rotate_`` of the schema."""
@@ -64,7 +64,7 @@ def rotate_into(
     offset: int,
     form: int,
     amplitude: float,
-    carried: Sequence[torch.Tensor] | None = None,
+    carried: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> None:
     """As ``rotate_into`` of the schema."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...ops.schema import library
+from ...ops.schema import ROTATIONS, library
 
 #: The kinds of device whose tensors it rotates, and the dispatcher's key of each.
 DEVICES = {"cuda": "CUDA", "xpu": "XPU"}
@@ -19,8 +19,10 @@ OLDEST = (3, 4)
 
 _registered = False
 
-#: What is registered, by name.
-OPERATORS = ("rotate", "rotate_", "rotate_into", "angle_gradients", "gate_gradients")
+#: What is registered: operators of every overload, and the functions that are their kernels.
+OPERATORS = {
+    name: name.partition(".")[0] for name in (*ROTATIONS, "angle_gradients", "gate_gradients")
+}
 
 
 def _missing() -> str | None:
@@ -74,7 +76,7 @@ def takes(x: torch.Tensor) -> bool:
 
 
 def _kernel(name: str) -> Any:
-    """The kernel of an operator, which imports Triton when it is first called."""
+    """A kernel by the name of its function, which imports Triton when it is first called."""
     found: Any = None
 
     def call(*arguments: Any, **named: Any) -> Any:
@@ -94,6 +96,6 @@ def register() -> None:
     if _missing() is not None:
         return
     _registered = True
-    for name in OPERATORS:
+    for name, function in OPERATORS.items():
         for key in DEVICES.values():
-            library.impl(name, _kernel(name), key)
+            library.impl(name, _kernel(function), key)

@@ -83,7 +83,7 @@ def run(
         with torch.accelerator.device_index(index):
             return run(q, k, outs, whose, arguments)
     primary, secondary, positions, offset, form, amplitude, carried, eps = arguments
-    if carried and whose != NEW and any(is_written(t, outs) for t in carried):
+    if whose != NEW and any(is_written(t, outs) for t in carried):
         carried = [t.clone() if is_written(t, outs) else t for t in carried]
         arguments = (*arguments[:-2], carried, eps)
     q_at = where = q.data_ptr()
@@ -101,7 +101,7 @@ def run(
         primary.shape, primary.stride(), primary.dtype, words_at % ACCESS, primary.get_device(),
         None if secondary is None else _said(secondary),
         None if positions is None else _said(positions),
-        tuple(map(_said, carried)) if carried else None,
+        tuple(map(_said, carried)),
         tuple(map(_said, outs)) if whose == GIVEN else None,
     )  # fmt: skip
     plan = _plans.get(key, _UNKNOWN)
