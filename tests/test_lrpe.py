@@ -538,6 +538,9 @@ def test_as_many_numbers_as_heads_are_one_for_each() -> None:
          {"theta_axis": "heads"}),
         (ValueError, "act must be one of none, relu,", {"act": "swish"}),
         (TypeError, "act must be None, one of none, relu,", {"act": 3}),
+        (TypeError, "act must be one, not a pair, for one tensor", {"act": ("relu", "relu")}),
+        (TypeError, "act must be one, not a pair, for one tensor",
+         {"act": ("softmax", "relu"), "dim": 1}),
         (ValueError, "dim must be None for act 'relu' but got -1", {"act": "relu", "dim": -1}),
         (ValueError, "dim must be None for act 'none' but got 1", {"dim": 1}),
         (ValueError, "dim must be -1, the channels of a head, or 1, the tokens, for act 'softmax' but "

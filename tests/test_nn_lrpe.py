@@ -180,9 +180,13 @@ def test_what_it_prints() -> None:
         (ValueError, "dim must be None for act 'relu' but got -1", {"act": "relu", "dim": -1}),
         (ValueError, "dim must be -1 or 1 for act 'softmax' but got None", {"act": "softmax"}),
         (ValueError, "dim must be -1 or 1 for act 'softmax' but got 2", {"act": "softmax", "dim": 2}),
+        (TypeError, "dim must be an int but got True", {"act": "softmax", "dim": True}),
+        (TypeError, "dim must be an int but got 1.0", {"act": "softmax", "dim": 1.0}),
         (TypeError, "base must be a number but got '1e4'", {"base": "1e4"}),
         (ValueError, "base must be positive and finite but got 0", {"base": 0}),
         (TypeError, "dtype must be floating but got torch.int64", {"dtype": torch.int64}),
+        (TypeError, "dtype must be floating but got 'float32'", {"dtype": "float32"}),
+        (TypeError, "learnable must be a bool but got 'no'", {"learnable": "no"}),
     ],
 )  # fmt: skip
 def test_what_is_refused(error: type[Exception], words: str, options: dict[str, Any]) -> None:

@@ -114,6 +114,23 @@ def test_tables_are_those_of_the_seed() -> None:
         assert torch.equal(got, wanted)
 
 
+def test_tables_are_where_torch_makes_new_tensors() -> None:
+    with torch.device("meta"):
+        cos, sin = build_freqs_cis(5, 8)
+    assert cos.device.type == sin.device.type == "meta"
+    assert build_freqs_cis(5, 8, device="meta")[0].device.type == "meta"
+    assert build_freqs_cis(5, 8)[0].device.type == "cpu"
+
+
+def test_tables_are_made_in_a_graph_of_any_length() -> None:
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(build_freqs_cis(x.shape[0], 8)) + build_freqs_cis(1, 8, base=100.0)[0]
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 6):
+        assert torch.equal(compiled(torch.zeros(tokens)), both(torch.zeros(tokens)))
+
+
 SHAPES = [
     ((2, 3, 7, 8), (7, 4)),
     ((2, 3, 7, 8), (1, 1, 7, 4)),
@@ -477,6 +494,12 @@ def filled(rows: int) -> KVCache:
     return cache
 
 
+def half_empty(values: Any = None) -> KVCache:
+    cache = filled(2)
+    cache.v = values
+    return cache
+
+
 CASES = {
     "parameters without numbers": (
         lambda: PolarRoPEAttention(12, 4, 8, use_spd=False, device="meta")(X),
@@ -654,6 +677,22 @@ CASES = {
         lambda: PolarRoPEAttention(12, 4, 8, dtype=torch.int64),
         TypeError,
         "[PolarRoPEAttention] dtype must be floating but got torch.int64.",
+    ),
+    "a dtype by its name": (
+        lambda: PolarRoPEHead(12, 8, dtype="float32"),
+        TypeError,
+        "[PolarRoPEHead] dtype must be floating but got 'float32'.",
+    ),
+    "a cache without its values": (
+        lambda: C(Y, cache=half_empty()),
+        ValueError,
+        "[PolarRoPEAttention] cache must hold both keys and values, or neither (cache.k: "
+        "float32[2, 4, 3, 8], cache.v: None).",
+    ),
+    "a cache of something": (
+        lambda: C(Y, cache=half_empty([])),
+        TypeError,
+        "[PolarRoPEAttention] cache.v must be a tensor or None but got [].",
     ),
     "a cache of other heads": (
         lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2, causal=True)(Y, cache=filled(2)),

@@ -487,6 +487,21 @@ CASES = {
         TypeError,
         "[polar_scan] v must be a tensor of torch.float64 on cpu (v: float32[2, 2, 37, 5]).",
     ),
+    "sparse v": (
+        lambda: polar_scan(Q, K, V.to_sparse(), SPEC),
+        TypeError,
+        "[polar_scan] v must be a dense tensor but got one that is sparse_coo.",
+    ),
+    "sparse decay": (
+        lambda: polar_scan(Q, K, V, SPEC, torch.zeros(2, 1).to_sparse()),
+        TypeError,
+        "[polar_scan] log_decay must be a dense tensor but got one that is sparse_coo.",
+    ),
+    "sparse state": (
+        lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 5).to_sparse(), 1)),
+        TypeError,
+        "[polar_scan] the memory of state must be a dense tensor but got one that is sparse_coo.",
+    ),
     "v of other tokens": (
         lambda: polar_scan(Q, K, V[:, :, 1:], SPEC),
         ValueError,

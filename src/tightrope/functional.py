@@ -454,7 +454,7 @@ def build_freqs_cis(
         d: channels of a head; even.
         base: base of the frequencies.
         dtype: float32 or float64. Entries are exact to 1.2e-7, or 1e-12, at any position.
-        device: where the tables shall be.
+        device: where the tables shall be; by default where torch makes new tensors.
 
     Returns:
         Cosines and sines, ``(seq_len, d / 2)``.
@@ -477,7 +477,11 @@ def build_freqs_cis(
         raise ValueError(sentence(name, f"d must be even but got {d}"))
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(sentence(name, f"dtype must be float32 or float64 but got {dtype}"))
-    rotation = RopeSpec(d, base).at(None, device)
+    # As torch's own factories: a device that somebody set as the default is heeded.
+    device = torch.empty(0).device if device is None else device
+    # Under dynamic=True the default of a function is a symbol, of which no frequencies can be made.
+    spec = RopeSpec(d) if base == 10000.0 else RopeSpec(d, base)
+    rotation = spec.at(None, device)
     phase = angles.phases(rotation.words, rotation.turns, None, 0, True, seq_len)
     cos, sin = angles.cos_sin(phase, dtype)
     return cos[0, 0], sin[0, 0]

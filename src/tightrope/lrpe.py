@@ -7,7 +7,7 @@ import torch
 from . import calls, positions
 from ._errors import check_dense, check_local, describe, integer, sentence
 from ._tracing import broadcasts
-from .activations import ACTS, SOFTMAX, Act, pair
+from .activations import ACTS, SOFTMAX, Act
 from .ops.checks import check_floating
 from .positions import Positions, PositionsLike
 from .spec import Channels, RopeSpec
@@ -142,8 +142,8 @@ def _check(name: str, x: torch.Tensor, act: Act, dim: int | None, offset: object
                 x=x,
             )
         )
-    first, _ = pair(name, act)
-    if first != ACTS[SOFTMAX]:
+    outer = calls.outer(name, act, None, 1)
+    if outer is None or outer.acts[0] != ACTS[SOFTMAX]:
         if dim is not None:
             raise ValueError(
                 sentence(name, f"dim must be None for act {describe(act)} but got {describe(dim)}")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ._errors import describe, sentence
+from ._errors import check_dense, check_local, describe, sentence
 from ._tracing import broadcasts, is_readable
 
 # Tokens whose decays differ by channel are weighed pair by pair, in (block, block, channels) numbers.
@@ -151,6 +151,7 @@ def decays(operation: str, given: torch.Tensor | float | None, k: torch.Tensor) 
     if given is None:
         return k.new_zeros(1, 1, tokens, 1)
     if isinstance(given, torch.Tensor):
+        _check_plain(operation, "log_decay", given)
         if not given.is_floating_point():
             raise TypeError(
                 sentence(operation, f"log_decay must be floating but got {given.dtype}")
@@ -221,6 +222,7 @@ def values_of(
         )
     if not isinstance(v, torch.Tensor) or v.dtype != k.dtype or v.device != k.device:
         raise TypeError(sentence(operation, f"v must be a tensor of {k.dtype} on {k.device}", v=v))
+    _check_plain(operation, "v", v)
     view = to_bhsd(v) if v.dim() == 4 else v
     if v.dim() != 4 or view.shape[:3] != k.shape[:3]:
         raise ValueError(
@@ -307,6 +309,13 @@ def check_state(operation: str, state: object) -> None:
                 operation, f"state must be what {operation} returned but got {describe(state)}"
             )
         )
+    _check_plain(operation, "the memory of state", state.memory)
+
+
+def _check_plain(operation: str, name: str, x: torch.Tensor) -> None:
+    """Refuse what is no dense tensor of this process."""
+    check_dense(operation, name, x)
+    check_local(operation, name, x)
 
 
 def _check_fit(

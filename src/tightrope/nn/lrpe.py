@@ -9,7 +9,7 @@ import torch
 from .. import functional
 from .._errors import describe, sentence
 from ..activations import ACTS, RMS_NORM, SOFTMAX
-from ..ops.checks import check_count
+from ..ops.checks import check_count, check_dtype, check_flag
 from ..positions import Positions
 from ..spec import Channels
 
@@ -83,8 +83,8 @@ class LrpeRotate1d(torch.nn.Module):
             "pair": (self.pairs,),
             "head": (num_heads,),
         }
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(sentence(name, f"dtype must be floating but got {dtype}"))
+        check_dtype(name, dtype)
+        check_flag(name, "learnable", learnable)
         self.theta = torch.nn.Parameter(
             torch.empty(shapes[per], device=device, dtype=dtype), requires_grad=learnable
         )
@@ -183,6 +183,8 @@ def _check_options(
                 name, f"act must be one of {', '.join(ACTS[:RMS_NORM])} but got {describe(act)}"
             )
         )
+    if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+        raise TypeError(sentence(name, f"dim must be an int but got {describe(dim)}"))
     if dim not in ((-1, 1) if act == ACTS[SOFTMAX] else (None,)):
         wanted = "-1 or 1" if act == ACTS[SOFTMAX] else "None"
         raise ValueError(sentence(name, f"dim must be {wanted} for act {act!r} but got {dim!r}"))

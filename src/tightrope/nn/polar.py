@@ -11,7 +11,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from .. import calls, functional, gates as gates_
 from .._errors import describe, sentence
 from ..gates import Channels, Exp, Gate, Slope
-from ..ops.checks import check_count, check_flag
+from ..ops.checks import check_count, check_dtype, check_flag
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 
@@ -397,6 +397,19 @@ class PolarRoPEAttention(torch.nn.Module):
                     spec=self.spec,
                 )
             )
+        for of, held in (("k", cache.k), ("v", cache.v)):
+            if held is not None and not isinstance(held, torch.Tensor):
+                raise TypeError(
+                    sentence(name, f"cache.{of} must be a tensor or None but got {describe(held)}")
+                )
+        if (cache.k is None) != (cache.v is None):
+            raise ValueError(
+                sentence(
+                    name,
+                    "cache must hold both keys and values, or neither",
+                    **{"cache.k": cache.k, "cache.v": cache.v},
+                )
+            )
         if cache.k is not None and cache.k.shape[0] != x.shape[0]:
             raise ValueError(
                 sentence(
@@ -441,7 +454,7 @@ def _check_options(
     d_head: Any,
     use_spd: object,
     tied: object,
-    dtype: torch.dtype | None,
+    dtype: object,
 ) -> None:
     check_count(name, "d_model", d_model)
     check_count(name, "d_head", d_head)
@@ -450,8 +463,7 @@ def _check_options(
     check_flag(name, "use_spd", use_spd)
     if tied not in (None, "pair"):
         raise ValueError(sentence(name, f"tied must be None or 'pair' but got {tied!r}"))
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(sentence(name, f"dtype must be floating but got {dtype}"))
+    check_dtype(name, dtype)
 
 
 def _check_input(name: str, x: object, weight: torch.Tensor) -> None:

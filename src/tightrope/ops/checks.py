@@ -163,6 +163,12 @@ def check_flag(operation: str, name: str, value: object) -> None:
         raise TypeError(sentence(operation, f"{name} must be a bool but got {describe(value)}"))
 
 
+def check_dtype(operation: str, dtype: object) -> None:
+    """Refuse what is no dtype of parameters; None is the default one."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(sentence(operation, f"dtype must be floating but got {describe(dtype)}"))
+
+
 def check_count(operation: str, name: str, value: object) -> None:
     """Refuse what is no positive int."""
     try:
