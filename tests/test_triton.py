@@ -693,7 +693,7 @@ def test_infinities_are_those_of_the_definition(act: str) -> None:
     for direction in (0, 1):
         form = Form(act=ACTS.index(act), direction=direction, start=3).pack()
         given = torch.ones_like(x) if direction else x
-        arguments = (still, None, None, 0, form, 1.0, [x] if direction else None)
+        arguments = (still, None, None, 0, form, 1.0, [x] if direction else [])
         (got,) = operators().rotate(given, None, *arguments)
         (want,) = compose(given, None, *arguments)
         assert torch.equal(got[..., :3].isnan(), want[..., :3].isnan())

@@ -210,8 +210,9 @@ def interpret() -> None:
         _library.append(torch.library.Library("tightrope", "IMPL"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in OPERATORS:
-                _library[0].impl(name, getattr(operators, name), "CPU", allow_override=True)
+            for name, function in OPERATORS.items():
+                kernel = getattr(operators, function)
+                _library[0].impl(name, kernel, "CPU", allow_override=True)
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ class _Call:
         if assumed and not (twice(cos, assumed) and twice(sin, assumed)):
             return None
         cos, sin = _placed(cos, place, q.dim(), heads), _placed(sin, place, q.dim(), heads)
-        ys = autograd.differentiable(q, k, (cos, sin, None, 0, form_code, 1.0, None))
+        ys = autograd.differentiable(q, k, (cos, sin, None, 0, form_code, 1.0))
         if len(form.rotated) == 1 or (k is None and self.candidate.alone == "one"):
             return ys[0]
         return ys[0], None if k is None else ys[1]
