@@ -877,7 +877,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: packed(ENDS, total=5.0),  # type: ignore[arg-type]
         TypeError,
-        "[packed] total must be int but got 5.0.",
+        "[packed] total must be an int but got 5.0.",
     ),
     (
         lambda: packed(ENDS.to("meta")),
@@ -964,12 +964,12 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: grid((4, 2)),  # type: ignore[arg-type]
         TypeError,
-        "[grid] a size must be int but got (4, 2).",
+        "[grid] a size must be an int but got (4, 2).",
     ),
     (
         lambda: grid(torch.tensor(4)),  # type: ignore[arg-type]
         TypeError,
-        "[grid] a size must be int but got int64[].",
+        "[grid] a size must be an int but got int64[].",
     ),
     (
         lambda: grid(4, 3, merge=2),
@@ -1039,7 +1039,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: mrope([2.5]),  # type: ignore[list-item]
         TypeError,
-        "[mrope] a number of text tokens must be int but got 2.5.",
+        "[mrope] a number of text tokens must be an int but got 2.5.",
     ),
     (
         lambda: mrope([(1, 0, 4)]),
@@ -1061,7 +1061,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "[mrope] next_from must be 'all' or 'space' but got 'time'.",
     ),
-    (lambda: mrope([2], start=0.5), TypeError, "[mrope] start must be int but got 0.5."),  # type: ignore[arg-type]
+    (lambda: mrope([2], start=0.5), TypeError, "[mrope] start must be an int but got 0.5."),  # type: ignore[arg-type]
     (
         lambda: explicit(5),
         ValueError,

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from .. import _tracing
-from .._errors import describe, sentence
+from .._errors import describe, integer, sentence
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -158,17 +158,6 @@ def check_integers(operation: str, name: str, values: object) -> None:
         raise TypeError(
             sentence(operation, f"{name} must be int32 or int64 but got {describe(values)}")
         )
-
-
-def integer(operation: str, name: str, value: object) -> int:
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        return value  # type: ignore[return-value]
-    if not isinstance(value, (bool, torch.Tensor)):
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise TypeError(sentence(operation, f"{name} must be int but got {describe(value)}"))
 
 
 def count(operation: str, name: str, value: object) -> int:

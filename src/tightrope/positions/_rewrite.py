@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from .._errors import describe, sentence
-from ._form import Positions, PositionsLike, canonical, count, integer, is_readable, widened
+from .._errors import describe, integer, sentence
+from ._form import Positions, PositionsLike, canonical, count, is_readable, widened
 from ._line import check_cu_seqlens, sequences
 
 

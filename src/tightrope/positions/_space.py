@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import torch
 
-from .._errors import sentence
-from ._form import Positions, PositionsLike, canonical, check_dtype, count, integer, number
+from .._errors import integer, sentence
+from ._form import Positions, PositionsLike, canonical, check_dtype, count, number
 
 _Number: TypeAlias = "int | float"
 
