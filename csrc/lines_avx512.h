@@ -197,12 +197,6 @@ inline void each_span(const Problem& p, const Use& use) {
   for (int64_t k = end; k < p.head_dim; k += kChannels) span(k, p.head_dim);
 }
 
-// Where the k-th channel of a span stands whose registers begin at value `at`.
-template <class F>
-inline int64_t place_of(int64_t at, int64_t k) {
-  return at + (Span<F>::kRegisters == 2 ? k / 2 + k % 2 * 16 : k);
-}
-
 // From channels to registers. One NaN for all: see BFloat16.
 template <class F>
 inline void arrange(const Problem& p, const float* from, float* to) {
@@ -226,7 +220,8 @@ inline void arrange(const Problem& p, const float* from, float* to) {
 template <class F>
 inline void restore(const Problem& p, const float* from, float* to) {
   each_span<F>(p, [&](int64_t channel, int64_t n, int64_t at) {
-    for (int64_t k = 0; k < n; ++k) to[channel + k] = from[place_of<F>(at, k)];
+    for (int64_t k = 0; k < n; ++k)
+      to[channel + k] = from[at + (Span<F>::kRegisters == 2 ? k / 2 + k % 2 * 16 : k)];
   });
 }
 

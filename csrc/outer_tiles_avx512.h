@@ -35,7 +35,7 @@ struct Rows {
 
 // What all tokens of a row share.
 template <class F>
-inline void arrange_constants(const Problem& p, const Outer& o, int64_t row, Rows& rows) {
+inline void arrange_constants(const Problem& p, const Outer& o, const Scratch<float>& w, int64_t row, Rows& rows) {
   for (int32_t i = 0; i < p.operands; ++i) {
     const Part& part = o.part[i];
     const auto all_heads = [&](const void* from, int64_t step, float* to) {
@@ -46,7 +46,8 @@ inline void arrange_constants(const Problem& p, const Outer& o, int64_t row, Row
     if (part.factor != nullptr && (rows.row < 0 || part.factor_row != 0))
       all_heads(static_cast<const float*>(part.factor) + row * part.factor_row, part.factor_head, rows.gate[i]);
     if (part.slope != nullptr && part.per_head && rows.row < 0)
-      rows.slopes[i] = arrange_slopes<F>(p, part.slope, part.slope_head, p.operand[i].heads, rows.slope[i], rows.width);
+      rows.slopes[i] =
+          arrange_slopes<F>(p, part, p.operand[i].heads, rows.slope[i], rows.width, w.a, w.b);
   }
   rows.row = row;
 }
@@ -97,7 +98,7 @@ inline void register_tile(const Problem& p, const Outer& o, const Scratch<float>
   using Stored = typename F::Stored;
   const int64_t width = padded(p.head_dim), bytes = int64_t(sizeof(Stored));
   const bool shared = !p.angles_per_head;
-  if (rows.row != row) arrange_constants<F>(p, o, row, rows);
+  if (rows.row != row) arrange_constants<F>(p, o, w, row, rows);
   if (shared) angles_of_tile(p, row, 0, token, tokens, w);
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& operand = p.operand[index];

@@ -21,26 +21,40 @@ struct Slopes {
   int64_t own;    // of a head before they repeat: of one and the same slope only the first 16 are its own
 };
 
-template <class F>
-inline Slopes arrange_slopes(const Problem& p, const double* from, int64_t from_step, int64_t heads, float* to,
-                             int64_t width) {
-  Slopes slopes{to, to + width, 2 * width, 0, 16};
-  bool fit = true;
-  for (int64_t head = 0; head < heads; ++head, from += from_step) {
-    each_span<F>(p, [&](int64_t channel, int64_t n, int64_t at) {
-      slopes.count = at + Span<F>::kChannels;
-      for (int64_t k = 0; k < Span<F>::kChannels; ++k) {
-        const double slope = from[k < n ? channel + k : 0] * 1.4426950408889634;
-        const Sum sum(slope == slope ? slope : __builtin_nan(""));
-        const int64_t place = head * slopes.step + place_of<F>(at, k);
-        slopes.high[place] = sum.high, slopes.low[place] = sum.low;
-        fit = fit && !(magnitude(slope) > 1e15);
-        if (from[k < n ? channel + k : 0] != from[0]) slopes.own = 0;
-      }
-    });
+// Slopes of a head as sums, each of powers of two. What is asked of all of them goes to `fit` and `same`.
+TIGHTROPE_LOOP void split_slopes(const double* __restrict slope, float* __restrict high, float* __restrict low,
+                                 int64_t n, bool* fit, bool* same) {
+  int64_t large = 0, other = 0;
+  for (int64_t k = 0; k < n; ++k) {
+    const double x = slope[k] * 1.4426950408889634;
+    const Sum sum(x);
+    high[k] = sum.high, low[k] = sum.low;
+    large |= magnitude(x) > 1e15;
+    other |= slope[k] != slope[0];
   }
-  if (slopes.own == 0) slopes.own = slopes.count;
-  if (!fit) slopes.count = 0;
+  *fit = *fit && large == 0;
+  *same = *same && other == 0;
+}
+
+// `high` and `low` are rows to work in.
+template <class F>
+inline Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, float* to, int64_t width, float* high,
+                             float* low) {
+  Slopes slopes{to, to + width, 2 * width, 0, 16};
+  bool fit = true, same = true;
+  for (int64_t head = 0; head < heads; ++head) {
+    split_slopes(part.slope + head * part.slope_head, high, low, p.head_dim, &fit, &same);
+    arrange<F>(p, high, slopes.high + head * slopes.step);
+    arrange<F>(p, low, slopes.low + head * slopes.step);
+  }
+  for (int64_t head = 0; same && head < heads; ++head) {
+    // Channels that only fill a register are none of the head's.
+    const Sum sum(part.slope[head * part.slope_head] * 1.4426950408889634);
+    for (int64_t k = 0; k < 16; ++k)
+      slopes.high[head * slopes.step + k] = sum.high, slopes.low[head * slopes.step + k] = sum.low;
+  }
+  if (fit) each_span<F>(p, [&](int64_t, int64_t, int64_t at) { slopes.count = at + Span<F>::kChannels; });
+  if (!same) slopes.own = slopes.count;
   return slopes;
 }
 
