@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,3 +105,12 @@ class Call(NamedTuple):
             form=self.form._replace(gate=NO_GATE),
             carried=self.carried.of(which)._replace(gates=()),
         )
+
+
+def tensors_of(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in lists among them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from tensors_of(argument)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from ..activations import NONE
 from . import gradients, schema
-from .arguments import Call, Carried, carried_of
+from .arguments import Call, Carried, carried_of, tensors_of
 from .checks import check_in_place, check_in_place_grad, copied_before
 from .definition import compose
 from .schema import FORWARD, NO_GATE, TRANSPOSE, library, present
@@ -435,7 +435,7 @@ def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
 
     def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and any(
-            t.requires_grad for t in _tensors((*arguments, *named.values()))
+            t.requires_grad for t in tensors_of((*arguments, *named.values()))
         ):
             raise RuntimeError(
                 f"[{operator.name()}] the raw operator has no gradient; call {instead}."
@@ -444,21 +444,12 @@ def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
             result = operator.redispatch(
                 keyset & torch._C._after_autograd_keyset, *arguments, **named
             )
-        changed = tuple(_tensors(arguments[written]))
+        changed = tuple(tensors_of(arguments[written]))
         if changed and not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(changed)
         return result
 
     return kernel
-
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and in lists among them."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _tensors(argument)
 
 
 def register() -> None:

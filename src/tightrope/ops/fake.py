@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import gradients, schema
-from .arguments import carried_of
+from .arguments import carried_of, tensors_of
 from .layouts import BY_CODE
 from .schema import TRANSPOSE, form_of, present
 
@@ -36,8 +36,7 @@ def _rotate(
 
 def _check_devices(operator: str, *arguments: object) -> None:
     """A single meta tensor brings the dispatcher here, whatever the others are."""
-    lists = [x if isinstance(x, (list, tuple)) else [x] for x in arguments]
-    devices = {x.device for some in lists for x in some if isinstance(x, torch.Tensor)}
+    devices = {x.device for x in tensors_of(arguments)}
     if len(devices) > 1:
         raise RuntimeError(f"tightrope::{operator}: tensors on several devices")
 
