@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import functional
-from .._errors import describe, sentence
+from .._errors import describe, integer, sentence
 from ..activations import ACTS, RMS_NORM, SOFTMAX
 from ..ops.checks import check_count, check_dtype, check_flag
 from ..positions import Positions
@@ -183,8 +183,8 @@ def _check_options(
                 name, f"act must be one of {', '.join(ACTS[:RMS_NORM])} but got {describe(act)}"
             )
         )
-    if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-        raise TypeError(sentence(name, f"dim must be an int but got {describe(dim)}"))
+    if dim is not None:
+        integer(name, "dim", dim)
     if dim not in ((-1, 1) if act == ACTS[SOFTMAX] else (None,)):
         wanted = "-1 or 1" if act == ACTS[SOFTMAX] else "None"
         raise ValueError(sentence(name, f"dim must be {wanted} for act {act!r} but got {dim!r}"))
