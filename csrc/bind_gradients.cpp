@@ -71,7 +71,8 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
   STD_TORCH_CHECK(slopes || what.gate == int64_t(Gate::kLog), "tightrope: act and gate must be known");
   Problem all = operands_of(ys, grads, what);
   all.axes = 1;
-  read_positions(positions, offset, what.ramp, all);
+  // Only slopes multiply positions; those of other gates may have several axes.
+  if (slopes) read_positions(positions, offset, what.ramp, all);
 
   std::vector<Tensor> found;
   for (int32_t i = 0; i < ys.count; ++i) {

@@ -13,17 +13,18 @@ import pytest
 import torch
 
 import oracle
+import pairwise
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.ops import gradients
 from tightrope.ops.definition import compose
 from tightrope.ops.layouts import BY_CODE
 from tightrope.ops.schema import LOG, SLOPE, WORDS, Form, form_of
 from tolerances import Case, assert_near, assert_rotated, assert_same_bits, value
-from triton_cases import AXES, DEVICE, HAS_GPU, Made, covering, make, needs_triton, noise, words
+from triton_cases import AXES, DEVICE, HAS_GPU, Made, allowed, make, needs_triton, noise, words
 
 pytestmark = needs_triton
 
-CASES = covering(AXES)
+CASES = pairwise.covering(AXES, allowed)
 # Cases a test runs at a time: a test of its own for each would cost more than the case.
 GROUP = 12
 

@@ -7,10 +7,8 @@ on the CPU. What Triton does is settled when the kernels are first imported, whi
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,57 +82,6 @@ def allowed(case: Mapping[str, Any]) -> bool:
         and case.get("act") == "rms_norm"
         and case.get("direction") == 1
     )
-
-
-def covering(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Cases in which every pair of values of two axes, if it is allowed at all, occurs."""
-    names = list(axes)
-    rng = random.Random(seed)
-    left = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(axes[a]))
-        for j in range(len(axes[b]))
-        if allowed({a: axes[a][i], b: axes[b][j]})
-    }
-    cases = []
-    while left:
-        best: dict[str, int] = {}
-        gain = -1
-        for _ in range(12):
-            chosen = dict(rng.choice(sorted(left)))
-            for name in rng.sample(names, len(names)):
-                if name in chosen:
-                    continue
-                fits = []
-                for i in range(len(axes[name])):
-                    whole = {n: axes[n][at] for n, at in {**chosen, name: i}.items()}
-                    if allowed(whole):
-                        new = sum(
-                            tuple(sorted(((name, i), o), key=_order(names))) in left
-                            for o in chosen.items()
-                        )
-                        fits.append((new, rng.random(), i))
-                if not fits:
-                    break
-                chosen[name] = max(fits)[2]
-            else:
-                found = len(left & set(_pairs(names, chosen)))
-                if found > gain:
-                    best, gain = chosen, found
-        if gain <= 0:
-            raise AssertionError(f"no case has {sorted(left)[0]}")
-        left -= set(_pairs(names, best))
-        cases.append({name: axes[name][best[name]] for name in names})
-    return cases
-
-
-def _order(names: Sequence[str]) -> Any:
-    return lambda value: names.index(value[0])
-
-
-def _pairs(names: Sequence[str], chosen: Mapping[str, int]) -> Iterator[Any]:
-    return itertools.combinations([(name, chosen[name]) for name in names], 2)
 
 
 class Made(NamedTuple):

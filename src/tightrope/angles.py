@@ -214,6 +214,7 @@ def put_back(
         Shaped and typed as the table; what duplicates hold is not read and gets zeros.
     """
     tokens, pairs = grad.shape[2:]
+    # The vmap under is_grads_batched knows reshape and narrow, but neither flatten nor a slice of all.
     if not _is_whole(table, positions, offset, ramp, tokens):
         at, inside = _rows_of(table, positions, offset, ramp, tokens)
         grad = torch.where(inside[:, None, :, None], grad, 0.0)
@@ -222,16 +223,17 @@ def put_back(
         if at.shape[0] == 1:
             grad = zeros.index_add(2, at[0], grad if rows != 1 else grad.sum(0, keepdim=True))
         elif rows == 1:
-            grad = zeros.index_add(2, at.flatten(), grad.movedim(0, 1).flatten(1, 2)[None])
+            whole = grad.movedim(0, 1).reshape(1, heads, -1, pairs)
+            grad = zeros.index_add(2, at.flatten(), whole)
         else:
             grad = zeros.scatter_add(2, at[:, None, :, None].expand_as(grad), grad)
-        grad = grad[:, :, :length]
+        grad = grad.narrow(2, 0, length)
     elif table.shape[0] == 1:
         grad = grad.sum(0, keepdim=True)
     if form == "cat":
         grad = torch.cat((grad, torch.zeros_like(grad)), -1)
     elif form == "repeat":
-        grad = torch.stack((grad, torch.zeros_like(grad)), -1).flatten(-2)
+        grad = torch.stack((grad, torch.zeros_like(grad)), -1).reshape(*grad.shape[:3], -1)
     return grad.to(table.dtype)
 
 

@@ -76,9 +76,11 @@ def in_place(
         overwrite(xs, differentiable(*copies(q, k), arguments))
         return
     # Autograd refuses one function that returns two views, so each is a call of its own.
+    is_linear = schema.form_of(arguments[_FORM]).act == NONE
     for i, x in enumerate(xs):
         own = (*arguments[:_CARRIED], *parts.of([i]).packed(_eps(arguments)))
-        InPlace.apply(x, *_flat(own))  # type: ignore[no-untyped-call]
+        # The copy is made out here, so that it is part of the graph: the slope of an act depends on it.
+        InPlace.apply(x, None if is_linear else x.clone(), *_flat(own))  # type: ignore[no-untyped-call]
 
 
 def raw_in_place(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> None:
@@ -213,23 +215,23 @@ class OutOfPlace(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """``rotate_`` of one tensor, of which nothing is kept but, for an act, a copy."""
+    """``rotate_`` of one tensor, and of a copy of it where an act needs what was there before."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        form = schema.form_of(arguments[_FORM])
-        before = x if form.act == NONE else x.clone()
+    def forward(
+        ctx: Any, x: torch.Tensor, before: torch.Tensor | None, *arguments: Any
+    ) -> torch.Tensor:
         nested = _nested(arguments)
         with torch._C._AutoDispatchBelowAutograd():
             schema.rotation_(nested)(x, None, *nested)
         ctx.mark_dirty(x)
-        _remember(ctx, arguments, ctx.needs_input_grad[1:], (before,), ())
+        _remember(ctx, arguments, ctx.needs_input_grad[2:], (before,), ())
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         by_x, _, *by_arguments = _gradients(ctx, [grad], ctx.needs_input_grad[:1])
-        return (by_x, *by_arguments)
+        return (by_x, None, *by_arguments)
 
 
 def _remember(

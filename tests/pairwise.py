@@ -1,0 +1,69 @@
+"""Pairwise covers: few cases in which every pair of values of two axes occurs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+Allowed: TypeAlias = Callable[[Mapping[str, Any]], bool]
+
+
+def covering(
+    axes: Mapping[str, Sequence[Any]], allowed: Allowed, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Cases that together hold every allowed pair of values of two axes.
+
+    Args:
+        axes: the values of each axis, by its name.
+        allowed: tells whether values go together, of a case that may have only some of the axes.
+        seed: of the random choices, so that the cases are always the same.
+    """
+    names = list(axes)
+    rng = random.Random(seed)
+    left = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(axes[a]))
+        for j in range(len(axes[b]))
+        if allowed({a: axes[a][i], b: axes[b][j]})
+    }
+    cases = []
+    while left:
+        best: dict[str, int] = {}
+        gain = -1
+        for _ in range(12):
+            chosen = dict(rng.choice(sorted(left)))
+            for name in rng.sample(names, len(names)):
+                if name in chosen:
+                    continue
+                fits = []
+                for i in range(len(axes[name])):
+                    whole = {n: axes[n][at] for n, at in {**chosen, name: i}.items()}
+                    if allowed(whole):
+                        new = sum(
+                            tuple(sorted(((name, i), o), key=_order(names))) in left
+                            for o in chosen.items()
+                        )
+                        fits.append((new, rng.random(), i))
+                if not fits:
+                    break
+                chosen[name] = max(fits)[2]
+            else:
+                found = len(left & set(_pairs(names, chosen)))
+                if found > gain:
+                    best, gain = chosen, found
+        if gain <= 0:
+            raise AssertionError(f"no case has {sorted(left)[0]}")
+        left -= set(_pairs(names, best))
+        cases.append({name: axes[name][best[name]] for name in names})
+    return cases
+
+
+def _order(names: Sequence[str]) -> Any:
+    return lambda value: names.index(value[0])
+
+
+def _pairs(names: Sequence[str], chosen: Mapping[str, int]) -> Iterator[Any]:
+    return itertools.combinations([(name, chosen[name]) for name in names], 2)
