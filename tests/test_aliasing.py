@@ -1,10 +1,19 @@
 """What is changed in place, what is not, and what autograd is told about it."""
 
+import re
+
 import pytest
 import torch
 
 from tightrope import RopeSpec
-from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import (
+    apply_rotary_pos_emb_,
+    rerotate_,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
 from tightrope.ops import schema
 
 SPEC = RopeSpec(8)
@@ -181,6 +190,35 @@ def test_inference_mode() -> None:
     z = rotate(x.requires_grad_(), fresh)
     z.sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
+    """As torch has it for its own functions: no version would tell what was saved before."""
+    with torch.inference_mode():
+        frozen = noise(1, 2, 5, 8)
+    x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)
+    before = x.clone(), frozen.clone()
+    made = {"backend": backend}
+    calls = {
+        "rotate_] x": lambda: rotate_(frozen, SPEC, 3, **made),
+        "rotate_] x ": lambda: rotate_(frozen[:, 1:], SPEC.at(3), **made),
+        "rotate_] x  ": lambda: rotate_(frozen, SPEC, act="silu", **made),
+        "rotate_qk_] k": lambda: rotate_qk_(x, frozen, SPEC, **made),
+        "rotate_qk_] k ": lambda: rotate_qk_(x, frozen, SPEC, act=("silu", None), **made),
+        "rotate_qk_] q": lambda: rotate_qk_(frozen, x, SPEC.at(None), **made),
+        "rerotate_] k": lambda: rerotate_(frozen, SPEC, SPEC, 0, 3, **made),
+        "apply_rotary_pos_emb_] q": lambda: apply_rotary_pos_emb_(frozen, None, cos, cos, **made),
+        "rotate] out": lambda: rotate(x, SPEC, out=frozen, **made),
+        "rotate_qk] out": lambda: rotate_qk(x, x, SPEC, out=(x.clone(), frozen), **made),
+    }
+    for name, call in calls.items():
+        text = f"[{name.rstrip()} is an inference tensor, which cannot change outside of inference mode"
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}; give a clone of it "):
+            call()
+        assert torch.equal(x, before[0]), name
+        assert torch.equal(frozen, before[1]), name
+    assert not rotate(frozen, SPEC, 3, **made).is_inference()
 
 
 def test_autocast_changes_nothing() -> None:

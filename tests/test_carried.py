@@ -17,9 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from matrix import needs_kernel
-from tightrope import RopeSpec, gates
+from tightrope import RopeSpec, gates, positions
 from tightrope.activations import ACTS, RMSNorm
-from tightrope.functional import lrpe_rotate_1d, rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.frequencies import DynamicNTK
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    lrpe_rotate_1d,
+    rerotate,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
 from tightrope.ops import schema
 from tolerances import assert_near, assert_same_bits
 
@@ -215,6 +224,26 @@ def test_shards_are_refused(sharded: torch.Tensor) -> None:
         "[rotate] slope of the gate Slope": lambda: rotate(X, SPEC, gate=gates.Slope(sharded)),
         "[lrpe_rotate_1d] theta": lambda: lrpe_rotate_1d(y, sharded[:, :4]),
         "[rotate] inv_freq": lambda: rotate(X, SPEC, inv_freq=sharded[:, :4]),
+    }
+    ids = sharded[0, :5].to(torch.int64)
+    cos = torch.ones(5, 8)
+    by_length = RopeSpec(8, scaling=DynamicNTK(4.0, 4))
+    calls |= {
+        "[rotate] positions": lambda: rotate(X, SPEC, ids),
+        "[at] positions": lambda: SPEC.at(ids),
+        "[per_row] positions": lambda: positions.per_row(ids),
+        "[packed] cu_seqlens": lambda: positions.packed(ids),
+        "[left_padded] attention_mask": lambda: positions.left_padded(ids[None]),
+        "[left_padded] lengths": lambda: positions.left_padded(lengths=ids, total=5),
+        "[multi_axis] positions": lambda: positions.multi_axis(ids[None]),
+        "[concatenate] positions": lambda: positions.concatenate([ids]),
+        "[Positions] positions": lambda: positions.Positions(ids[None, None], ramp=False),
+        "[seq_len] lengths": lambda: rotate(X, by_length, seq_len=ids[:1]),
+        "[rerotate] positions": lambda: rerotate(X, SPEC, SPEC, 0, ids),
+        "[apply_rotary_pos_emb] position_ids": lambda: apply_rotary_pos_emb(
+            X, None, cos, cos, position_ids=ids
+        ),
+        "[rotate] out": lambda: rotate(X, SPEC, out=sharded.new_zeros(X.shape)),
     }
     for what, call in calls.items():
         with pytest.raises(TypeError, match=f"^{re.escape(f'{what} {advice}')}$"):

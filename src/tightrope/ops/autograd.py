@@ -10,7 +10,7 @@ import torch
 from ..activations import NONE
 from . import gradients, schema
 from .arguments import Call, Carried, carried_of, tensors_of
-from .checks import check_in_place, check_in_place_grad, copied_before
+from .checks import check_in_place, check_in_place_grad, copied_before, is_frozen
 from .definition import compose
 from .schema import FORWARD, NO_GATE, TRANSPOSE, library, present
 
@@ -85,6 +85,8 @@ def in_place(
 
 def raw_in_place(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any, ...]) -> None:
     """The operator in place where nothing needs a gradient."""
+    if q.is_inference() or (k is not None and k.is_inference()):
+        _refuse_frozen(present(q, k))
     with torch._C._AutoDispatchBelowAutograd():
         schema.rotation_(arguments)(q, k, *arguments)
     torch.autograd.graph.increment_version(q if k is None else (q, k))
@@ -97,9 +99,16 @@ def into(
     arguments: tuple[Any, ...],
 ) -> None:
     """The operator into given memory, in an ordinary eager call that needs no gradient."""
+    _refuse_frozen(outs)
     with torch._C._AutoDispatchBelowAutograd():
         schema.rotation_into(arguments)(q, k, *pair(outs), *arguments)
     torch.autograd.graph.increment_version(outs)
+
+
+def _refuse_frozen(written: Sequence[torch.Tensor]) -> None:
+    """Torch refuses such tensors in a key that our operators have no kernel for."""
+    if any(map(is_frozen, written)):
+        raise RuntimeError("tightrope: an inference tensor cannot change outside of inference mode")
 
 
 def pair(outs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._errors import check_dense, describe, sentence
+from .._errors import check_dense, check_local, describe, sentence
 from .._tracing import broadcasts
 from ..positions import PositionsLike, canonical
 from ..spec import PreparedRotation, RopeSpec, SeqLen
@@ -328,6 +328,7 @@ def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tens
     Kernels refuse them too, before they change anything; this says so to the user.
     """
     for name, x in zip(names, xs, strict=True):
+        _check_not_frozen(operation, name, x)
         if x.is_neg():
             raise ValueError(
                 sentence(
@@ -388,6 +389,7 @@ def check_out(
             raise TypeError(
                 sentence(operation, f"out must be a tensor for {name} but got {describe(out)}")
             )
+        check_local(operation, "out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             raise ValueError(
                 sentence(
@@ -411,6 +413,8 @@ def check_out_memory(
     operation: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> None:
     """Say of memory that kernels refuse why they do."""
+    for out in outs:
+        _check_not_frozen(operation, "out", out)
     if shares_memory(outs, xs):
         raise ValueError(
             sentence(
@@ -418,6 +422,23 @@ def check_out_memory(
                 "out must not overlap itself or what is rotated in memory; to rotate in place call "
                 f"{operation}_",
                 **{f"out[{i}]": out for i, out in enumerate(outs)},
+            )
+        )
+
+
+def is_frozen(x: torch.Tensor) -> bool:
+    """Whether torch lets nothing change a tensor: one of inference mode, outside of it."""
+    return x.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _check_not_frozen(operation: str, name: str, x: torch.Tensor) -> None:
+    if is_frozen(x):
+        raise ValueError(
+            sentence(
+                operation,
+                f"{name} is an inference tensor, which cannot change outside of inference mode; give a "
+                "clone of it",
+                **{name: x},
             )
         )
 

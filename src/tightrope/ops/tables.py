@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._errors import describe, integer, sentence
+from .._errors import check_local, describe, integer, sentence
 from .._tracing import broadcasts, is_readable
 from . import schema
 from .checks import check_flag, check_floating, check_partner, shape_of
@@ -277,6 +277,7 @@ def _ids(
                 f"position_ids must be int32 or int64 but got {describe(position_ids)}",
             )
         )
+    check_local(operation, "position_ids", position_ids)
     rows = 1 if layout.row is None else q.shape[layout.row]
     fits = ((tokens,), (1, tokens), (rows, tokens))
     if tuple(position_ids.shape) not in fits:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from .. import _tracing
-from .._errors import describe, integer, sentence
+from .._errors import check_dense, check_local, describe, integer, sentence
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -146,11 +146,8 @@ def check_dtype(operation: str, ids: object) -> None:
         raise TypeError(
             sentence(operation, "positions must be int32, int64, float32 or float64", positions=ids)
         )
-    if ids.layout is not torch.strided or ids.is_nested:
-        kind = "nested" if ids.is_nested else str(ids.layout).removeprefix("torch.")
-        raise TypeError(
-            sentence(operation, f"positions must be a dense tensor but got one that is {kind}")
-        )
+    check_dense(operation, "positions", ids)
+    check_local(operation, "positions", ids)
 
 
 def check_integers(operation: str, name: str, values: object) -> None:
@@ -158,6 +155,7 @@ def check_integers(operation: str, name: str, values: object) -> None:
         raise TypeError(
             sentence(operation, f"{name} must be int32 or int64 but got {describe(values)}")
         )
+    check_local(operation, name, values)
 
 
 def count(operation: str, name: str, value: object) -> int:

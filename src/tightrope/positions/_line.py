@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from .._errors import describe, sentence
+from .._errors import check_local, describe, sentence
 from ._form import (
     Positions,
     canonical,
@@ -145,6 +145,7 @@ def left_padded(
         raise TypeError(
             sentence(name, f"attention_mask must be bool or integers but got {describe(mask)}")
         )
+    check_local(name, "attention_mask", mask)
     if mask.dim() != 2:
         raise ValueError(
             sentence(name, "attention_mask must have shape (rows, tokens)", attention_mask=mask)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .._errors import sentence
+from .._errors import check_local, sentence
 from .._rules import length
 from .._tracing import is_readable, is_tracing
 from ..angles import is_lost
@@ -85,6 +85,7 @@ def _each(seq_len: object) -> Iterable[object]:
 
 
 def _check_tensor(seq_len: torch.Tensor) -> None:
+    check_local("seq_len", "lengths", seq_len)
     if seq_len.dtype not in (torch.int32, torch.int64, torch.float64):
         raise TypeError(
             sentence("seq_len", "lengths must be int32, int64 or float64", seq_len=seq_len)
