@@ -19,7 +19,3 @@ def main() -> None:
     except typer.BadParameter as error:
         saved = {"wrong use": error.message}
     write_whole(out, json.dumps(saved).encode())
-
-
-if __name__ == "__main__":
-    main()

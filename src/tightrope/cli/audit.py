@@ -23,6 +23,14 @@ from ._console import make_console
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 # What a process that runs out of all patience is allowed, as a multiple of what one call is.
 _PATIENCE = 30.0
+# The other process ends on Ctrl-C without a traceback: this one says that it was interrupted.
+_APART = """
+import signal
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from tightrope.cli._audit_apart import main
+main()
+"""
 
 
 class Severity(str, Enum):
@@ -183,7 +191,7 @@ def _apart(target: str, options: dict[str, Any]) -> Report:
     """The audit in a process of its own, which may crash."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "tightrope.cli._audit_apart", str(out)]
+        command = [sys.executable, "-c", _APART, str(out)]
         work = json.dumps([target, options])
         seconds = max(_PATIENCE * options["timeout"], _PATIENCE)
         try:
