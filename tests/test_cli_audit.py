@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +187,32 @@ def test_an_audit_that_never_ends_is_given_up(
     monkeypatch.setattr(sys.modules[print_report.__module__], "_PATIENCE", 0.1)
     assert call(monkeypatch, "--isolate", "audited_rope:hangs", "--timeout", "1") == 1
     assert "The audit did not end within 0.1 s." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
+    Path("slow_rope.py").write_text(
+        "import sys, time\nsys.stderr.write('begun\\n')\nsys.stderr.flush()\ntime.sleep(60)\n",
+        encoding="utf-8",
+    )
+    # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+    script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import sys; from tightrope.cli import main; sys.exit(main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "audit", "slow_rope:f"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "begun\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in error
 
 
 WRONG: dict[str, tuple[list[str], str]] = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from model_configs import MODELS, QWEN3_VL, REFUSED, Refused, llama3, v4
@@ -433,13 +434,71 @@ def test_damaged_files_are_one_line_or_a_report(
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-def test_no_colour_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    console = Console(force_terminal=True, width=80)
-    with console.capture() as captured:
-        console.print("x", style="bold yellow")
-    assert "33m" not in captured.get()
+# On a terminal: help, a table with bold words, and a bar of progress.
+ON_A_TERMINAL = """
+import sys, time
+from tightrope.cli import app
+from tightrope.cli._console import Ticker, make_console
+for arguments in (["inspect", "--help"], ["inspect", sys.argv[1]]):
+    sys.argv[1:] = arguments
+    app.run()
+with Ticker(make_console(), "work") as ticker:
+    ticker.update(0.5, "half")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
+@pytest.mark.parametrize("no_colour, plain", [("1", True), ("", False)])
+def test_no_escape_codes_when_asked(folder: Path, no_colour: str, plain: bool) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    call = [sys.executable, "-c", ON_A_TERMINAL, str(folder / "llama-3")]
+    environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": no_colour, "COLUMNS": "80"}
+    with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        said = b""
+        # A terminal whose last writer has left gives an error on Linux, and nothing elsewhere.
+        with contextlib.suppress(OSError):
+            while part := os.read(ours, 4096):
+                said += part
+    os.close(ours)
+    assert process.returncode == 0
+    for words in (b"Exit codes", b"rope_theta", b"work"):
+        assert words in said
+    assert (b"\x1b" not in said) == plain
+
+
+@pytest.mark.parametrize("size", ["0", "00", "", "-1", "x", "²", "9" * 5000])
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{folder}/llama-3"]])
+def test_a_width_that_no_terminal_has(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    size: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tightrope", *(w.format(folder=folder) for w in arguments)])
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, size)
+    assert app.run() == 0
+    words = capsys.readouterr().out
+    assert len(words.splitlines()) > 20
+    assert max(map(len, words.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("width", [24, 40])
+def test_a_narrow_terminal_gets_a_list(folder: Path, width: int) -> None:
+    code, words, _ = run(folder / "llama-3.1", width=width)
+    assert code == 0
+    lines = [line.rstrip() for line in words.splitlines()]
+    assert "  value: 128" == lines[lines.index("field: rotary_dim") + 1]
+    assert "  said by: rope_theta" in lines
+    at = lines.index("pair: 0")
+    assert lines[at + 1 : at + 4] == ["  channels: 0, 64", "  wavelength: 6.28", "  unscaled: 6.28"]
+    assert "…" not in words
+    _, words, _ = run(folder / "llama-3.1", folder / "llama-3", width=width)
+    assert "  A: Llama3" in [line.rstrip() for line in words.splitlines()]
 
 
 @pytest.mark.parametrize("columns, width", [("72", 72), (None, 110)])

@@ -19,6 +19,7 @@ from rich.text import Text
 from .. import RopeSpec
 from ..workbench.audit import SEVERITIES, Finding, Report, audit as run_audit, verdict
 from ._console import make_console
+from ._tables import StackedTable, facts
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 # What a process that runs out of all patience is allowed, as a multiple of what one call is.
@@ -221,13 +222,9 @@ def _lost(target: str, code: str, sentence: str) -> Report:
 def print_report(console: Console, report: Report) -> None:
     """The report for a reader; programs are printed so that they can be copied."""
     console.print(Text(f"audit of {report.target}", style="bold"))
-    facts = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="dim")
-    facts.add_column(overflow="fold")
-    for name, value in report.facts.items():
-        facts.add_row(name, Text(str(value)))
     if report.facts:
-        console.print(Padding(facts, (0, 0, 0, 2), expand=False))
+        rows = facts(((name, str(value)) for name, value in report.facts.items()), "dim")
+        console.print(Padding(rows, (0, 0, 0, 2), expand=False))
     if report.angle_errors:
         console.print()
         console.print(Padding(_errors(report), (0, 0, 0, 2), expand=False))
@@ -264,7 +261,7 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def _errors(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table = StackedTable(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("error of cos and sin below", justify="right")
     for name in ("float32 x", "bfloat16 x", "float32 costs at most"):
         table.add_column(name, justify="right")
