@@ -234,6 +234,9 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "timeout must be positive and below 1e6 seconds but got nan",
     ),
     "device": (["audited_rope:good", "--device", "mars"], "device must be one that torch has here"),
+    "short": (["audited_rope:good", "--longest", "-5"], "longest must be at least 128 but got -5"),
+    "long": (["audited_rope:good", "--longest", str(10**30)], "longest must be at most 2147483648"),
+    "no GGUF": (["audited_rope:good", "--meant", "binary.gguf"], "must be a GGUF file"),
     "option": (["audited_rope:good", "--nothing"], "No such option"),
     "binary": (["binary.json"], "binary.json must be a configuration but: UnicodeDecodeError"),
 }
@@ -246,6 +249,7 @@ def test_wrong_use_is_2_and_one_line(
     (folder / "broken.json").write_text('{"model_type": ', encoding="utf-8")
     (folder / "list.json").write_text("[]", encoding="utf-8")
     (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (folder / "binary.gguf").write_bytes(b"\xff\xfe\x00")
     arguments, words = WRONG[name]
     assert call(monkeypatch, *arguments) == 2
     out, err = capsys.readouterr()

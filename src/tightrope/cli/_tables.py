@@ -26,7 +26,7 @@ class StackedTable(Table):
             yield from super().__rich_console__(console, options)
             return
         if self.title:
-            yield Text(str(self.title), style=self.title_style)
+            yield Text(str(self.title), style=self.title_style or "")
         for row in zip(*(column.cells for column in self.columns), strict=True):
             for index, (column, cell) in enumerate(zip(self.columns, row, strict=True)):
                 line = _as_text(console, cell)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import RopeSpec
+from ..config.files import load
 from ..workbench.audit import SEVERITIES, Finding, Report, audit as run_audit, verdict
 from ._console import make_console
 from ._tables import StackedTable, facts
@@ -163,11 +164,10 @@ def _declared(
 
 
 def _read(path: Path) -> RopeSpec:
-    if path.is_file():
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(values, dict) and values.keys() >= {"version", "head_dim"}:
-            return RopeSpec.from_dict(values)
-    spec = RopeSpec.from_config(path)
+    values = load(path)
+    if values.keys() >= {"version", "head_dim"}:
+        return RopeSpec.from_dict(values)
+    spec = RopeSpec.from_config(values)
     if not isinstance(spec, RopeSpec):
         raise ValueError(f"{path} has layers that differ: save the spec of one of them as JSON.")
     return spec
