@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import tightrope
@@ -24,8 +27,14 @@ from tightrope.cli._model import ModelSize
 from tightrope.cli._rotations import EagerRotation, TightropeRotation
 from tightrope.cli._words import duration
 
+PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 PNG = b"\x89PNG\r\n\x1a\n"
 COMMAND = [sys.executable, "-m", "tightrope.cli"]
+# The installed `tightrope` runs this.
+ENTRY = re.search(
+    r'^tightrope = "(\w+(?:\.\w+)*):main"', PYPROJECT.read_text("utf-8"), re.MULTILINE
+)
+SCRIPT = f"import sys; from {ENTRY and ENTRY[1]} import main; sys.exit(main())"
 # `--size tiny` is hidden: a toy model and short timings, so that every part of the demo runs.
 TINY = ["demo", "--size", "tiny"]
 
@@ -344,12 +353,93 @@ def test_without_the_extra() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that only Linux has")
-def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["inspect"], ["audit", "llama", "--no-isolate", "--json", "--meant"]]
+)
+def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, arguments: list[str]) -> None:
     spec = tmp_path / "spec.json"
-    spec.write_text(json.dumps(RopeSpec(64).to_dict()), encoding="utf-8")
+    spec.write_text(json.dumps(RopeSpec(128).to_dict()), encoding="utf-8")
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*COMMAND, "inspect", str(spec)], stdout=full, stderr=subprocess.PIPE, text=True
+            [*COMMAND, *arguments, str(spec)], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 1
     assert done.stderr == "Error: the output could not be written: No space left on device.\n"
+
+
+def test_version_imports_nothing_heavy() -> None:
+    script = (
+        "import atexit, sys; atexit.register(lambda: sys.stderr.write(' '.join(sys.modules)));"
+        f"sys.argv[1:] = ['--version']; {SCRIPT}"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"tightrope {tightrope.__version__}\n")
+    assert {"torch", "numpy", "typer", "rich", "tightrope"}.isdisjoint(done.stderr.split())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)\n", encoding="utf-8"
+    )
+    # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+    script = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {SCRIPT}"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "Interrupted.\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        ["inspect", "{spec}"],
+        ["inspect", "{spec}", "--json"],
+        ["audit", "llama", "--no-isolate", "--json"],
+        ["audit", "llama", "--no-isolate"],
+        ["info"],
+        ["info", "--json"],
+        ["bench", "--list"],
+        ["bench", "--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1", "--json"],
+        ["demo", "--size", "tiny", "--steps", "1", "--out", "{folder}/demo"],
+        ["detect", "{folder}/model.safetensors", "--head-dim", "8", "--naming", "llama"],
+        [
+            *(
+                "convert",
+                "{folder}/model.safetensors",
+                "{folder}/out.safetensors",
+                "--naming",
+                "llama",
+            ),
+            *("--head-dim", "8", "--from", "half", "--to", "interleaved"),
+        ],
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_is_no_finding(tmp_path: Path, arguments: list[str]) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(RopeSpec(64).to_dict()), encoding="utf-8")
+    names = [f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qk"]
+    save_file({name: torch.zeros(16, 16) for name in names}, tmp_path / "model.safetensors")
+    given = [word.format(spec=spec, folder=tmp_path) for word in arguments]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *given], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert done.returncode == 141, done.stderr
+    assert "rror" not in done.stderr
+    assert not any(path.name.endswith("partial") for path in tmp_path.iterdir())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -187,6 +189,32 @@ def test_an_audit_that_never_ends_is_given_up(
     assert "The audit did not end within 0.1 s." in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
+    Path("slow_rope.py").write_text(
+        "import sys, time\nsys.stderr.write('begun\\n')\nsys.stderr.flush()\ntime.sleep(60)\n",
+        encoding="utf-8",
+    )
+    # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+    script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import sys; from tightrope.cli import main; sys.exit(main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "audit", "slow_rope:f"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "begun\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "no module": (["nowhere:f"], "module 'nowhere' must be importable from"),
     "no function": (["audited_rope:f"], "module 'audited_rope' must have 'f' but has none"),
@@ -206,6 +234,9 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "timeout must be positive and below 1e6 seconds but got nan",
     ),
     "device": (["audited_rope:good", "--device", "mars"], "device must be one that torch has here"),
+    "short": (["audited_rope:good", "--longest", "-5"], "longest must be at least 128 but got -5"),
+    "long": (["audited_rope:good", "--longest", str(10**30)], "longest must be at most 2147483648"),
+    "no GGUF": (["audited_rope:good", "--meant", "binary.gguf"], "must be a GGUF file"),
     "option": (["audited_rope:good", "--nothing"], "No such option"),
     "binary": (["binary.json"], "binary.json must be a configuration but: UnicodeDecodeError"),
 }
@@ -218,6 +249,7 @@ def test_wrong_use_is_2_and_one_line(
     (folder / "broken.json").write_text('{"model_type": ', encoding="utf-8")
     (folder / "list.json").write_text("[]", encoding="utf-8")
     (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (folder / "binary.gguf").write_bytes(b"\xff\xfe\x00")
     arguments, words = WRONG[name]
     assert call(monkeypatch, *arguments) == 2
     out, err = capsys.readouterr()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import random
+import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from model_configs import MODELS, QWEN3_VL, REFUSED, Refused, llama3, v4
@@ -21,6 +25,8 @@ from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.cli._console import make_console
 from tightrope.cli._mistakes import as_mistakes
+from tightrope.frequencies import YaRN
+from tightrope.workbench.convert import Said, convert
 
 LLAMA31 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=131072, rope_scaling=llama3(8.0))
 LLAMA3 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=8192)
@@ -268,6 +274,34 @@ def test_files_that_are_no_configuration(tmp_path: Path, content: bytes, about: 
     assert str(path) in error or content == b"{}"
 
 
+def test_a_gguf_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "model.GGUF"
+    for content in (b"", b"{}", b"GGU", b"\x00\xff\xfe\x80" * 99):
+        path.write_bytes(content)
+        assert f"{path} must be a GGUF file, as its name says, but does not begin with 'GGUF'" in (
+            one_line([path])
+        )
+
+
+@pytest.mark.parametrize("url", ["https://huggingface.co/x/config.json", "hf://x", "s3://a//b"])
+def test_a_url_is_not_taken_for_a_path(url: str, tmp_path: Path) -> None:
+    scheme = url.partition(":")[0]
+    about = f"must be on this machine but got a URL ({scheme}://…); download it first"
+    assert f"a configuration {about}" in one_line([url])
+    with pytest.raises(ValueError, match=re.escape(about)):
+        RopeSpec.from_config(url)
+    with pytest.raises(ValueError, match=re.escape(f"the checkpoint {about}")):
+        convert(url, tmp_path / "out", to="half")
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"the configuration {about}")):
+        convert(tmp_path, tmp_path / "out", to="half", said=Said(config=url))
+    # A folder may be called so.
+    there = tmp_path / "odd:" / "config.json"
+    there.parent.mkdir()
+    there.write_text(json.dumps(LLAMA3), encoding="utf-8")
+    assert run(there)[0] == 0
+
+
 def test_places_that_are_no_configuration(tmp_path: Path) -> None:
     assert "No such file or directory" in one_line([tmp_path / "nowhere.json"])
     assert "has neither" in one_line([tmp_path])
@@ -305,6 +339,37 @@ def test_models_that_no_spec_describes(tmp_path: Path, case: Refused) -> None:
     else:
         assert code == 2
         assert error.startswith("Error: [from_config] ")
+
+
+@pytest.mark.parametrize(
+    "length, why",
+    [
+        (-5, "must be at least 1 but got -5"),
+        (0, "must be at least 1 but got 0"),
+        (1.5, "must be an int but got 1.5"),
+        (True, "must be an int but got True"),
+        ("8192", "must be an int but got '8192'"),
+        (10**30, f"must be at most 2147483648 but got {10**30}"),
+    ],
+)
+def test_lengths_that_no_context_has(tmp_path: Path, length: Any, why: str) -> None:
+    path = tmp_path / "config.json"
+    scaling = LLAMA31["rope_scaling"]
+    mine = "original_max_position_embeddings"
+    linear = {"rope_type": "linear", "factor": 2.0}
+    for changed, name in (
+        ({"max_position_embeddings": length}, "max_position_embeddings"),
+        ({"n_positions": length}, "n_positions"),
+        ({mine: length, "rope_scaling": linear}, mine),
+        ({"rope_scaling": {**scaling, mine: length}}, f"rope_scaling.{mine}"),
+        ({"rope_scaling": {**linear, mine: length}}, f"rope_scaling.{mine}"),
+    ):
+        path.write_text(json.dumps({**LLAMA31, **changed}), encoding="utf-8")
+        assert one_line([path]) == f"Error: [from_config] {name} {why}.\n"
+    spec = RopeSpec(64, scaling=YaRN(4.0, 4096)).to_dict()
+    spec["scaling"]["original_max_position"] = length
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    assert one_line([path]) == f"Error: [YaRN] original_max_position {why}.\n"
 
 
 def test_layers_that_do_not_rotate_are_a_mistake_to_ask_for(tmp_path: Path) -> None:
@@ -433,13 +498,71 @@ def test_damaged_files_are_one_line_or_a_report(
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-def test_no_colour_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    console = Console(force_terminal=True, width=80)
-    with console.capture() as captured:
-        console.print("x", style="bold yellow")
-    assert "33m" not in captured.get()
+# On a terminal: help, a table with bold words, and a bar of progress.
+ON_A_TERMINAL = """
+import sys, time
+from tightrope.cli import app
+from tightrope.cli._console import Ticker, make_console
+for arguments in (["inspect", "--help"], ["inspect", sys.argv[1]]):
+    sys.argv[1:] = arguments
+    app.run()
+with Ticker(make_console(), "work") as ticker:
+    ticker.update(0.5, "half")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
+@pytest.mark.parametrize("no_colour, plain", [("1", True), ("", False)])
+def test_no_escape_codes_when_asked(folder: Path, no_colour: str, plain: bool) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    call = [sys.executable, "-c", ON_A_TERMINAL, str(folder / "llama-3")]
+    environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": no_colour, "COLUMNS": "80"}
+    with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        said = b""
+        # A terminal whose last writer has left gives an error on Linux, and nothing elsewhere.
+        with contextlib.suppress(OSError):
+            while part := os.read(ours, 4096):
+                said += part
+    os.close(ours)
+    assert process.returncode == 0
+    for words in (b"Exit codes", b"rope_theta", b"work"):
+        assert words in said
+    assert (b"\x1b" not in said) == plain
+
+
+@pytest.mark.parametrize("size", ["0", "00", "", "-1", "x", "²", "9" * 5000])
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{folder}/llama-3"]])
+def test_a_width_that_no_terminal_has(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    size: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tightrope", *(w.format(folder=folder) for w in arguments)])
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, size)
+    assert app.run() == 0
+    words = capsys.readouterr().out
+    assert len(words.splitlines()) > 20
+    assert max(map(len, words.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("width", [24, 40])
+def test_a_narrow_terminal_gets_a_list(folder: Path, width: int) -> None:
+    code, words, _ = run(folder / "llama-3.1", width=width)
+    assert code == 0
+    lines = [line.rstrip() for line in words.splitlines()]
+    assert "  value: 128" == lines[lines.index("field: rotary_dim") + 1]
+    assert "  said by: rope_theta" in lines
+    at = lines.index("pair: 0")
+    assert lines[at + 1 : at + 4] == ["  channels: 0, 64", "  wavelength: 6.28", "  unscaled: 6.28"]
+    assert "…" not in words
+    _, words, _ = run(folder / "llama-3.1", folder / "llama-3", width=width)
+    assert "  A: Llama3" in [line.rstrip() for line in words.splitlines()]
 
 
 @pytest.mark.parametrize("columns, width", [("72", 72), (None, 110)])

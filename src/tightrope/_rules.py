@@ -27,6 +27,9 @@ TWO_PI = Decimal(
     "6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
 )
 
+#: The longest context: below it, positions have the error bound that docs/numerics.md states.
+LONGEST = 2**31
+
 # A pair that turned faster would not fit in CONTEXT together with the 64 bits of its word.
 _FASTEST = 1e18
 
@@ -291,6 +294,8 @@ class Rule:
             raise TypeError(sentence(name, f"{field} must be an int but got {value!r}"))
         if length < least:
             raise ValueError(sentence(name, f"{field} must be at least {least} but got {length}"))
+        if length > LONGEST:
+            raise ValueError(sentence(name, f"{field} must be at most {LONGEST} but got {length}"))
         return length
 
 

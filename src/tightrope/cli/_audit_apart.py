@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from ..workbench.place import write_whole
 from .audit import here
 
 
@@ -17,8 +18,4 @@ def main() -> None:
         saved = here(target, options).to_dict()
     except typer.BadParameter as error:
         saved = {"wrong use": error.message}
-    out.write_text(json.dumps(saved), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    write_whole(out, json.dumps(saved).encode())

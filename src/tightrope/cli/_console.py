@@ -1,21 +1,45 @@
 """The console, and progress that is a bar on a terminal and plain lines elsewhere."""
 
 import os
+import re
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import rich_utils
 
 _PLAIN_WIDTH = 110
 _PLAIN_LINES = 10
+# From 1 to 9999: rich prints nothing into 0 columns, and fills the memory with a line of 10^9.
+_SIZE = re.compile(r"0*[1-9][0-9]{0,3}")
+
+
+def settle_terminal() -> None:
+    """Ignore sizes that no terminal has, and make help plain where `NO_COLOR` is set."""
+    for name in ("COLUMNS", "LINES"):
+        if not _SIZE.fullmatch(os.environ.get(name, "")):
+            os.environ.pop(name, None)
+    rich_utils.COLOR_SYSTEM = None if _is_plain() else "auto"
 
 
 def make_console(*, stderr: bool = False) -> Console:
     """A console without automatic highlighting; of a fixed width where nothing gives one."""
-    console = Console(stderr=stderr, highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    plain = _is_plain()
+    console = Console(
+        stderr=stderr,
+        highlight=False,
+        color_system=None if plain else "auto",
+        # rich leaves bold text under NO_COLOR, and a bar of progress moves the cursor.
+        force_terminal=False if plain else None,
+    )
+    has_width = console.is_terminal or console.file.isatty() or "COLUMNS" in os.environ
+    if not has_width:
         console.width = _PLAIN_WIDTH
     return console
+
+
+def _is_plain() -> bool:
+    return bool(os.environ.get("NO_COLOR"))
 
 
 class Ticker:

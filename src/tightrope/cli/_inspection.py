@@ -3,13 +3,12 @@
 import math
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..workbench.inspect import Comparison, Inspection, Pair, PartReport
 from ..workbench.inspect.compare import LOST, NOTICED, Difference, PartComparison
 from ..workbench.inspect.exactness import EXACT, FLOAT32, MEANING, WORDS
-from ._tables import titled
+from ._tables import facts, titled
 from ._words import printable
 
 _SHOWN = 14
@@ -30,12 +29,10 @@ def print_inspection(console: Console, found: Inspection, *, every: bool) -> Non
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """What differs between two configurations, and by how much their angles do."""
     one, other = comparison.one, comparison.other
-    names = Table.grid(padding=(0, 2, 0, 0))
-    names.add_column(style="bold", no_wrap=True)
-    names.add_column(overflow="fold")
-    for mark, each in (("A", one), ("B", other)):
-        names.add_row(mark, Text(printable(f"{each.name} ({each.form})")))
-    console.print(names)
+    names = [
+        (mark, printable(f"{each.name} ({each.form})")) for mark, each in zip("AB", (one, other))
+    ]
+    console.print(facts(names))
     for part in comparison.parts:
         console.print()
         _print_part_comparison(console, part)
@@ -65,10 +62,10 @@ def _print_part(console: Console, part: PartReport, *, every: bool) -> None:
         key, length = part.part.context
         fields.add_row("context", f"{length:,}", Text(printable(key)))
     console.print(fields)
-    facts = [f"attention scaling {part.attention_scaling:.6g} on rotated channels"]
+    said = [f"attention scaling {part.attention_scaling:.6g} on rotated channels"]
     if part.softmax_scaling != 1.0:
-        facts.append(f"softmax scale times {part.softmax_scaling:.6g}, in the model")
-    _line(console, "; ".join(facts) + ".")
+        said.append(f"softmax scale times {part.softmax_scaling:.6g}, in the model")
+    _line(console, "; ".join(said) + ".")
     console.print()
     _print_pairs(console, part, every=every)
     console.print()
@@ -230,11 +227,7 @@ def _line(console: Console, text: str, style: str = "") -> None:
 
 
 def _bullet(console: Console, name: str, text: str, *, style: str) -> None:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style=style, no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row(name, Text(text))
-    console.print(grid)
+    console.print(facts([(name, text)], style))
 
 
 def _value(value: object) -> str:

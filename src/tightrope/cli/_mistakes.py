@@ -10,8 +10,9 @@ import typer
 from ._console import make_console
 from ._words import printable
 
-#: What exit codes mean, the same for every command.
-FINDING, MISTAKE = 1, 2
+#: What exit codes mean, the same for every command. CLOSED is what a shell says of a process that wrote to
+#: a closed pipe (`| head -1`).
+FINDING, MISTAKE, CLOSED = 1, 2, 141
 
 # Nothing that the user wrote is wrong; the machine could not do it.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EFBIG)

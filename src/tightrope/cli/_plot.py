@@ -10,7 +10,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .. import RopeSpec
-from ..workbench.figures import GRID, INK, MUTED, styled
+from ..workbench.figures import GRID, INK, MUTED, save, styled
 from ._polar import TIMES_LONGER, Contest, means
 from ._timings import Timing
 from ._train import Race
@@ -49,7 +49,7 @@ def draw(
         _contest(bottom[0], contest)
         _half_distances(bottom[1], contest)
         _by_position(bottom[2], contest)
-        figure.savefig(path)
+        save(figure, path)
 
 
 def _losses(axes: Axes, race: Race, entropy: float) -> None:

@@ -4,13 +4,12 @@ from statistics import median
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from ._model import ModelSize
 from ._polar import PEAK_RATE, TIMES_LONGER, Contest
 from ._results import Results
-from ._tables import titled
+from ._tables import facts, titled
 from ._timings import BOTH_WAYS, METHOD, Timing
 from ._train import Race
 from ._words import duration
@@ -38,7 +37,7 @@ def print_setting(console: Console, results: Results) -> None:
     }
     if here.why_not_faster is not None:
         lines["not faster"] = here.why_not_faster
-    console.print(_pairs(lines))
+    console.print(facts(lines.items()))
     console.print()
 
 
@@ -81,7 +80,7 @@ def print_training(console: Console, results: Results) -> None:
         )
     elif results.in_model is not None:
         lines["rotation"] = "its share of a step was not measurable: other processes had the cores"
-    console.print(_pairs(lines))
+    console.print(facts(lines.items()))
     console.print()
 
 
@@ -142,7 +141,7 @@ def print_contest(console: Console, contest: Contest) -> None:
     context = size.context
     console.print("Polar attention beside plain RoPE attention", style="bold")
     console.print(
-        _pairs(
+        facts(
             {
                 "compared": "tightrope.nn.PolarRoPEAttention with its gates, and without: then it is "
                 "plain RoPE attention; the same text, weights, batches and rates",
@@ -152,7 +151,7 @@ def print_contest(console: Console, contest: Contest) -> None:
                 "model": f"{contest.parameters / 1e6:.2f} M parameters, {size.layers} layers, width "
                 f"{size.width}, {size.heads} heads x {size.head_dim}, batch {size.batch} x "
                 f"{context} bytes, highest rate {PEAK_RATE:g}",
-            }
+            }.items()
         )
     )
     console.print()
@@ -184,7 +183,7 @@ def print_contest(console: Console, contest: Contest) -> None:
         f"distance, {median(halves):.0f} in the median; over {contest.first_half_distance:.0f} before "
         "training"
     )
-    console.print(_pairs(lines))
+    console.print(facts(lines.items()))
     console.print()
 
 
@@ -221,15 +220,6 @@ def _of(size: ModelSize, race: Race) -> str:
 
 def _threads(count: int) -> str:
     return f"{count} thread" + ("s" if count != 1 else "")
-
-
-def _pairs(lines: dict[str, str]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in lines.items():
-        table.add_row(name, Text(text))
-    return table
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from .. import RopeSpec
 from ..workbench.environment import Environment
+from ..workbench.place import write_whole
 from ._model import ModelSize
 from ._polar import PEAK_RATE as POLAR_RATE, Contest
 from ._sample import Sample
@@ -92,7 +93,7 @@ class Results:
             },
             "polar": _contest(self.contest),
         }
-        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, (json.dumps(document, indent=2) + "\n").encode())
 
 
 def _wavelengths(spec: RopeSpec) -> list[float]:

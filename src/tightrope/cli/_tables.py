@@ -3,13 +3,61 @@
 from collections.abc import Iterable
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Column, Table
 from rich.text import Text
+
+# A column of texts that fold is readable from this width on.
+_READABLE = 20
+
+
+class StackedTable(Table):
+    """A table that becomes a list where the terminal is too narrow for its columns.
+
+    A row is then its first cell in bold, and one indented line ``heading: cell`` for each other cell.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        between = self.padding[1] + self.padding[3] + (1 if self.box else 0)
+        widths = [_least_width(console, options, column) for column in self.columns]
+        if sum(widths) + between * (len(widths) - 1) <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        if self.title:
+            yield Text(str(self.title), style=self.title_style or "")
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            for index, (column, cell) in enumerate(zip(self.columns, row, strict=True)):
+                line = _as_text(console, cell)
+                if not line:
+                    continue
+                if column.header:
+                    line = Text.assemble(_as_text(console, column.header), ": ", line)
+                if index == 0:
+                    line.stylize(column.style or "bold")
+                yield line if index == 0 else Padding(line, (0, 0, 0, 2))
+
+
+def _least_width(console: Console, options: ConsoleOptions, column: Column) -> int:
+    """The width from which on a column is readable: numbers and names whole, texts folded."""
+    cells = [Measurement.get(console, options, cell) for cell in column.cells]
+    longest = max((cell.maximum for cell in cells), default=0)
+    if column.overflow == "fold":
+        return min(longest, _READABLE)
+    header = Measurement.get(console, options, column.header)
+    if column.no_wrap:
+        return max(longest, header.maximum)
+    return max([header.minimum, *(cell.minimum for cell in cells)])
+
+
+def _as_text(console: Console, cell: RenderableType) -> Text:
+    return cell.copy() if isinstance(cell, Text) else console.render_str(str(cell))
 
 
 def titled(title: str) -> Table:
     """A table with a bold title and a line below its header."""
-    return Table(
+    return StackedTable(
         title=title,
         title_justify="left",
         title_style="bold",
@@ -20,11 +68,11 @@ def titled(title: str) -> Table:
     )
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names in bold, each with its text, which folds."""
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
+def facts(rows: Iterable[tuple[str, str]], style: str = "bold") -> Table:
+    """Names in a style, each with its text, which folds."""
+    table = StackedTable(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style=style, no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, Text(text))
+        table.add_row(Text(name), Text(text))
     return table

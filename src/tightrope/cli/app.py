@@ -1,13 +1,16 @@
 """The typer application: options shared by all commands, and how errors are worded."""
 
 import io
+import os
 import sys
+from contextlib import suppress
 from typing import Annotated, cast
 
 import typer
 
 from .. import __version__
-from ._console import make_console
+from ._console import make_console, settle_terminal
+from ._mistakes import CLOSED, FINDING, MISTAKE
 from .audit import audit
 from .bench import bench
 from .convert import convert
@@ -75,17 +78,44 @@ def _root(
 
 def run() -> int:
     """Run the command line on `sys.argv`; a wrong option is one line and exit code 2."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    settle_terminal()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end a two-minute run.
             stream.reconfigure(errors="replace")
     try:
         code = app(prog_name="tightrope", standalone_mode=False)
+        sys.stdout.flush()
     except _UsageError as error:
         text = str(getattr(error, "format_message", error.__str__)())
         make_console(stderr=True).print(f"Error: {text}", markup=False, soft_wrap=True)
-        return 2
+        return MISTAKE
+    except BrokenPipeError:
+        return _closed()
+    except SystemExit as left:
+        # rich and typer leave with 1 where a pipe is closed, which here would mean a finding.
+        if isinstance(left.__context__, BrokenPipeError):
+            return _closed()
+        raise
     except OSError as error:  # what was to be printed could not be written: a full disk behind `>`
         sys.stderr.write(f"Error: the output could not be written: {error.strerror or error}.\n")
-        return 1
+        _drop_output()
+        return FINDING
     return code if isinstance(code, int) else 0
+
+
+def _closed() -> int:
+    _drop_output()
+    return CLOSED
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, so that Python does not fail on it while it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a stream that is no file
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

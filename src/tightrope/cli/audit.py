@@ -17,12 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import RopeSpec
+from ..config.files import load
 from ..workbench.audit import SEVERITIES, Finding, Report, audit as run_audit, verdict
 from ._console import make_console
+from ._tables import StackedTable, facts
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 # What a process that runs out of all patience is allowed, as a multiple of what one call is.
 _PATIENCE = 30.0
+# The other process ends on Ctrl-C without a traceback: this one says that it was interrupted.
+_APART = """
+import signal
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from tightrope.cli._audit_apart import main
+main()
+"""
 
 
 class Severity(str, Enum):
@@ -154,11 +164,10 @@ def _declared(
 
 
 def _read(path: Path) -> RopeSpec:
-    if path.is_file():
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(values, dict) and values.keys() >= {"version", "head_dim"}:
-            return RopeSpec.from_dict(values)
-    spec = RopeSpec.from_config(path)
+    values = load(path)
+    if values.keys() >= {"version", "head_dim"}:
+        return RopeSpec.from_dict(values)
+    spec = RopeSpec.from_config(values)
     if not isinstance(spec, RopeSpec):
         raise ValueError(f"{path} has layers that differ: save the spec of one of them as JSON.")
     return spec
@@ -183,7 +192,7 @@ def _apart(target: str, options: dict[str, Any]) -> Report:
     """The audit in a process of its own, which may crash."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "tightrope.cli._audit_apart", str(out)]
+        command = [sys.executable, "-c", _APART, str(out)]
         work = json.dumps([target, options])
         seconds = max(_PATIENCE * options["timeout"], _PATIENCE)
         try:
@@ -213,13 +222,9 @@ def _lost(target: str, code: str, sentence: str) -> Report:
 def print_report(console: Console, report: Report) -> None:
     """The report for a reader; programs are printed so that they can be copied."""
     console.print(Text(f"audit of {report.target}", style="bold"))
-    facts = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="dim")
-    facts.add_column(overflow="fold")
-    for name, value in report.facts.items():
-        facts.add_row(name, Text(str(value)))
     if report.facts:
-        console.print(Padding(facts, (0, 0, 0, 2), expand=False))
+        rows = facts(((name, str(value)) for name, value in report.facts.items()), "dim")
+        console.print(Padding(rows, (0, 0, 0, 2), expand=False))
     if report.angle_errors:
         console.print()
         console.print(Padding(_errors(report), (0, 0, 0, 2), expand=False))
@@ -256,7 +261,7 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def _errors(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table = StackedTable(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("error of cos and sin below", justify="right")
     for name in ("float32 x", "bfloat16 x", "float32 costs at most"):
         table.add_column(name, justify="right")

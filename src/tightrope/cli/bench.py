@@ -13,6 +13,7 @@ import typer
 
 from ..workbench.bench import CONTENDERS, SUITE, Case, measure
 from ..workbench.environment import Environment, read_environment
+from ..workbench.place import write_whole
 from . import _benchmark as report
 from ._console import Ticker, make_console
 from ._interrupt import Interrupt
@@ -95,7 +96,7 @@ def bench(
     with as_mistakes():
         text = json.dumps(document, indent=2, allow_nan=False)
         if out is not None:
-            out.write_text(text + "\n", encoding="utf-8")
+            write_whole(out, (text + "\n").encode())
         if plot is not None and results:
             from ..workbench.bench.picture import draw
 

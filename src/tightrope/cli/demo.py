@@ -17,6 +17,7 @@ from ..workbench.environment import read_environment
 from . import _report as report
 from ._console import Ticker, make_console
 from ._interrupt import Interrupt
+from ._mistakes import as_mistakes
 from ._model import MakeAttention, ModelSize, RotatedAttention
 from ._plot import draw
 from ._polar import PEAK_RATE, read_longer, set_up
@@ -266,18 +267,19 @@ def _contest(
 
 def _write(console: Console, results: Results, out: Path) -> None:
     picture, numbers = out / "demo.png", out / "demo.json"
-    results.write_json(numbers)
-    draw(
-        picture,
-        race=results.race,
-        entropy=results.entropy,
-        spec=results.spec,
-        context=results.size.context,
-        timings=results.timings,
-        contest=results.contest,
-        title="tightrope beside eager rotation, and polar attention beside plain RoPE",
-        caption=report.caption(results),
-    )
+    with as_mistakes():
+        results.write_json(numbers)
+        draw(
+            picture,
+            race=results.race,
+            entropy=results.entropy,
+            spec=results.spec,
+            context=results.size.context,
+            timings=results.timings,
+            contest=results.contest,
+            title="tightrope beside eager rotation, and polar attention beside plain RoPE",
+            caption=report.caption(results),
+        )
     if results.interrupted:
         console.print("Stopped by Ctrl-C; this is what there is so far.")
     console.print(f"picture  {picture}\nnumbers  {numbers}", markup=False, soft_wrap=True)

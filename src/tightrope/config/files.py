@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,29 @@ def load(path: Path) -> Mapping[str, Any]:
     elif path.exists() and not path.is_file():
         fail(f"a configuration must be a file or a folder but {path} is a device or a pipe")
     elif not path.exists():
+        url = url_in(path)
+        if url is not None:
+            fail(f"a configuration {url}")
         raise FileNotFoundError(
             errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {_ELSEWHERE}", str(path)
         )
     with path.open("rb") as file:
         if file.read(len(gguf_file.MAGIC)) == gguf_file.MAGIC:
             return gguf_file.read(path)
+    if path.suffix.lower() == ".gguf":
+        fail(f"{path} must be a GGUF file, as its name says, but does not begin with 'GGUF'")
     if path.stat().st_size > _LARGEST:
         fail(f"a configuration must be a JSON or GGUF file but {path} is neither, or all too large")
     return _json(path)
+
+
+def url_in(path: Path) -> str | None:
+    """The end of a sentence about a URL that was given as a path; None for a path."""
+    # pathlib makes one slash of the two.
+    found = re.match(r"[A-Za-z][A-Za-z0-9+.-]+:(?=/)", str(path))
+    if found is None:
+        return None
+    return f"must be on this machine but got a URL ({found[0]}//…); download it first"
 
 
 def _inside(folder: Path) -> Path:

@@ -11,16 +11,17 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from .._errors import sentence
+from .._rules import LONGEST
 from ..frequencies import NTK, RULES, YaRN
 from ..spec import RopeSpec
 from . import keys
 from .heads import axes_of, base_of, pairing_of, slice_of
 from .layers import parts_of
 from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
-from .source import OPERATION, Found, Part, Source, fail
+from .source import OPERATION, Found, Part, Source, fail, whole
 from .specs import LayerSpecs, Provenance, Row
 
 # Nothing is near it; and whoever misspells a size should not wait for so many frequencies.
@@ -45,6 +46,7 @@ def read(
             unknown += [path for path in _unknown_inside(part) if path not in unknown]
     if unknown:
         _complain(unknown, strict)
+    context = _context(source, parts)
     for part in parts:
         if not part.rope:
             made[part.name] = None
@@ -54,14 +56,16 @@ def read(
         made[part.name] = spec
         rows += [Row(part.name, *fact) for fact in facts]
     told = _choose(made, rows, layers, layer_type)
-    return dataclasses.replace(told, name=source.name, context=_context(source))
+    return dataclasses.replace(told, name=source.name, context=context)
 
 
-def _context(source: Source) -> Found | None:
-    for path, value in source.outer(keys.MAX_POSITION):
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return path, value
-    return None
+def _context(source: Source, parts: Iterable[Part]) -> Found | None:
+    """The length of the context, once every length that the configuration says can be one."""
+    said = source.outer(keys.MAX_POSITION)
+    others = source.outer(keys.ORIGINAL_MAX_POSITION)
+    for part in parts:
+        others += part.said((*keys.MAX_POSITION, *keys.ORIGINAL_MAX_POSITION))
+    return next(iter(whole([*said, *others], LONGEST)[: len(said)]), None)
 
 
 def _choose(

@@ -89,11 +89,13 @@ def agreed(what: str, found: list[Found]) -> Found | None:
     return first
 
 
-def whole(found: list[Found]) -> list[Found]:
-    """The same, once every value is known to be an int that can be a size."""
+def whole(found: list[Found], most: int | None = None) -> list[Found]:
+    """The same, once every value is known to be an int that can be a size, of at most ``most``."""
     for path, value in found:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(sentence(OPERATION, f"{path} must be an int but got {value!r}"))
         if value < 1:
             fail(f"{path} must be at least 1 but got {value}")
+        if most is not None and value > most:
+            fail(f"{path} must be at most {most} but got {value}")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from .place import write_whole
 
 INK = "#1d2733"
 MUTED = "#66717d"
@@ -69,10 +72,12 @@ def styled() -> Any:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure, in the format that its name ends in.
+    """Write a figure, in the format that its name ends in: png where it has no ending.
 
     Raises:
         OSError: a place that cannot be written.
         ValueError: a format that matplotlib does not have.
     """
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.removeprefix(".") or "png")
+    write_whole(path, drawn.getvalue())

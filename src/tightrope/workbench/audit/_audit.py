@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 import torch
 
 from ..._errors import sentence
+from ..._rules import LONGEST
 from ...spec import RopeSpec
 from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
 from ._calls import Call, parse
@@ -151,6 +152,8 @@ def _check_options(
         )
     if longest < 128:
         raise ValueError(sentence("audit", f"longest must be at least 128 but got {longest}"))
+    if longest > LONGEST:
+        raise ValueError(sentence("audit", f"longest must be at most {LONGEST} but got {longest}"))
     if not 0 < timeout < 1e6:
         raise ValueError(
             sentence("audit", f"timeout must be positive and below 1e6 seconds but got {timeout}")

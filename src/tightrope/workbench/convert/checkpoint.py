@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...config.files import url_in
 from ._fail import fail, shown
 from .safetensors_file import read_safetensors
 from .tensors import Weights, each
@@ -74,7 +75,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         OSError: files that cannot be read.
     """
     if not path.exists():
-        fail(f"the checkpoint must exist but {path} does not")
+        fail(f"the checkpoint {url_in(path) or f'must exist but {path} does not'}")
     if path.is_dir():
         return _folder(path, None)
     if path.name.endswith(".index.json"):

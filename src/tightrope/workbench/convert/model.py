@@ -15,6 +15,7 @@ from typing import Any
 from ... import config as reader
 from ...config import formats, keys
 from ...config.families import FAMILIES
+from ...config.files import url_in
 from ...config.source import Source
 from ...config.specs import LayerSpecs
 from ...spec import RopeSpec
@@ -106,7 +107,7 @@ def read_model(checkpoint: Checkpoint, said: Said, *, pairing: bool = True) -> M
     if isinstance(found, str | Path):
         path = Path(found)
         if not path.exists():
-            fail(f"the configuration must exist but {path} does not")
+            fail(f"the configuration {url_in(path) or f'must exist but {path} does not'}")
     if found is None:
         model = _from_flags(said)
     else:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import IO
 
 from ... import __version__
+from ..place import placed_file, placed_folder
 from ._fail import fail, pairing_name
-from .checkpoint import RECORD, Checkpoint, open_checkpoint
+from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
 from .detect import weigh
 from .marking import marked
 from .model import Model, Said, describe, read_model
-from .place import check_target, placed_file, placed_folder
 from .plan import Plan, make_plan
 from .rewrite import Change, rewrite
+from .target import check_target
 from .tensors import Weights
 from .verify import Copied, Verified, verify
 
@@ -83,7 +84,7 @@ def convert(
     Rows of projection weights and biases, of norms of queries and keys and of scales by row change
     places; every other byte of every file is copied as it is, so converting back gives the same file.
     What is paired how is recorded: in a folder beside the weights; in a single file within it, in the
-    metadata of safetensors or the comment of a zip. Memory does not grow with the checkpoint. The result
+    metadata of safetensors or the comment of a zip. Converting back removes the record. Memory does not grow with the checkpoint. The result
     gets its name when it is whole.
 
     Args:
@@ -118,7 +119,7 @@ def convert(
     given = said is not None and said.source is not None
     if not given:
         _check_weights(plan, model)
-    files = _result_files(found)
+    files = _result_files(found, model, to)
     check_target(target, folder=found.folder is not None, force=force, writes={*files, RECORD})
     made = _conversion(found, target, model, plan, interleaved, files)
     if dry_run:
@@ -157,12 +158,22 @@ def _check_apart(found: Checkpoint, target: Path) -> None:
         fail(f"OUT must not be in the checkpoint's folder, nor around it, but is {target}")
 
 
-def _result_files(found: Checkpoint) -> tuple[str, ...]:
+def _result_files(found: Checkpoint, model: Model, to: str) -> tuple[str, ...]:
     if found.folder is None:
         return (found.path.name,)
     weights = [str(each.path.relative_to(found.folder)) for each in found.files]
     index = [found.index.name] if found.index is not None else []
-    return (*weights, *map(str, found.others), *index, RECORD)
+    record = [] if _is_way_back(found.folder, model, to) else [RECORD]
+    return (*weights, *map(str, found.others), *index, *record)
+
+
+def _is_way_back(folder: Path, model: Model, to: str) -> bool:
+    """Whether the result is paired as the first of a chain of conversions was, which had no record."""
+    if not (folder / RECORD).is_file():
+        return False
+    record = load_json(folder / RECORD)
+    source = None if model.interleaved is None else pairing_name(model.interleaved)
+    return record.get("pairing") == source and record.get("was") == to
 
 
 def _conversion(
@@ -274,7 +285,8 @@ class _Work:
             if made.marked is not None:
                 text = marked(text, self.model.at, made.marked, self.interleaved)
             _write(folder / "config.json", text)
-        _write(folder / RECORD, json.dumps(_record(made, proof), indent=2) + "\n")
+        if RECORD in made.files:
+            _write(folder / RECORD, json.dumps(_record(made, proof), indent=2) + "\n")
         return proof
 
 

@@ -8,6 +8,7 @@ records: whatever else a checkpoint holds stays as it is.
 from __future__ import annotations
 
 import pickle
+import re
 import struct
 import warnings
 import zipfile
@@ -43,8 +44,7 @@ def read_torch(path: Path) -> Weights:
             warnings.simplefilter("ignore")  # about the pickle's protocol, where it is damaged
             loaded = _without_data(path)
     except pickle.UnpicklingError as error:
-        first = str(error).strip().splitlines()[0]
-        fail(f"{path} must load with weights_only but does not: {first}")
+        fail(f"{path} must load with weights_only but does not: {_why_refused(str(error))}")
     except _DAMAGED as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"{path} must be a sound torch checkpoint but is not: {first}")
@@ -70,6 +70,14 @@ def read_torch(path: Path) -> Weights:
             fail(f"{path} must be a sound torch checkpoint, but {name} is larger than its record")
         entries.append(entry)
     return Weights(path, tuple(entries), tuple(records.values()), "torch", of_comment(comment))
+
+
+def _why_refused(text: str) -> str:
+    """Why torch refuses a pickle, without its advice to load it in a way that runs code."""
+    asked = re.search(r"GLOBAL (\S+)", text)
+    if asked is None:
+        return "its pickle is damaged or holds more than weights"
+    return f"its pickle asks for {asked[1]}, which could run code; save the weights alone"
 
 
 def _without_data(path: Path) -> Any:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ... import angles
+from ..._rules import LONGEST
 from ...spec import RopeSpec
 
 #: The largest rounding of a cosine, which is below 1, by type: half of its last bit.
 ROUNDINGS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 
 #: Positions below this have the error bound that docs/numerics.md states.
-EXACT = 2**31
+EXACT = LONGEST
 
 _PER_OCTAVE = 192
 _TOGETHER = 256  # pairs at once: some 12 MB for each array of float64

@@ -170,8 +170,6 @@ def _report(part: Part, context: int | None) -> PartReport:
     stated = None if part.context is None else part.context[1]
     length = context if context is not None else stated
     trained = getattr(spec.scaling, "original_max_position", None) or stated or context
-    if length is not None and not 1 <= length <= EXACT:
-        length = None  # a stated length that nothing could have
     pairs = pairs_of(spec, length, trained)
     at = {*_LENGTHS, *(() if length is None else (length,))}
     exactness = exactness_of(spec, at, length)

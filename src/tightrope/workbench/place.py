@@ -1,0 +1,162 @@
+"""Results that appear under their names whole or not at all.
+
+A result is written in a folder beside its target, whose name says what it is, then flushed to the disk,
+then renamed. A lock in that folder tells a process that is writing from one that was killed: what a
+killed one left is removed by the next that writes to the same target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+SUFFIX = ".tightrope-partial"
+_LOCK = "lock"
+# What stands for a stream of this process, even where the stream is a file.
+_STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
+_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def partial_path(target: Path) -> Path:
+    """The folder in which a result is written before it has its name."""
+    return target.with_name(f".{target.name}{SUFFIX}")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, or leave what was there. A device or a pipe is written to as it is.
+
+    Raises:
+        OSError: with ``path`` as its file.
+    """
+    try:
+        if str(path).startswith(_STREAMS) or (path.exists() and not path.is_file()):
+            path.write_bytes(data)
+        else:
+            # A link stays a link: the file that it leads to is replaced.
+            with placed_file(Path(os.path.realpath(path)), force=True) as stream:
+                stream.write(data)
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
+def placed_file(target: Path, force: bool) -> Iterator[IO[bytes]]:
+    """A file to write; it gets its name when the block ends well, and goes when it does not."""
+    with _partial(target) as temporary, open(temporary, "x+b") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+        if not force and os.path.lexists(target):
+            raise _appeared(target)
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def placed_folder(target: Path, force: bool) -> Iterator[Path]:
+    """A folder to fill; it gets its name when the block ends well, and goes when it does not."""
+    with _partial(target) as temporary:
+        temporary.mkdir()
+        yield temporary
+        for where, _, _ in os.walk(temporary):
+            _sync_folder(Path(where))
+        if not os.path.lexists(target):
+            os.rename(temporary, target)
+        elif not os.listdir(target):
+            os.rmdir(target)
+            os.rename(temporary, target)
+        elif force:
+            _exchange(temporary, target)
+        else:
+            raise _appeared(target)
+        _sync_folder(target.parent)
+
+
+def _appeared(target: Path) -> OSError:
+    return FileExistsError(
+        errno.EEXIST, "it appeared while the result was being written", str(target)
+    )
+
+
+@contextlib.contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    """A path for the result, in a folder that is this process's alone and is removed at the end."""
+    folder = partial_path(target)
+    folder.mkdir(exist_ok=True)
+    try:
+        with open(folder / _LOCK, "wb") as lock:
+            if not _lock(lock):
+                raise BlockingIOError(errno.EAGAIN, "another process is writing it", str(target))
+            try:
+                _clear(folder)
+                yield folder / "result"
+            finally:
+                _clear(folder)
+                with contextlib.suppress(OSError):
+                    (folder / _LOCK).unlink()
+    finally:
+        # It stays where another process has a lock in it.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != _LOCK:
+            _remove(path)
+
+
+def _lock(stream: IO[bytes]) -> bool:
+    try:
+        import fcntl
+    except (
+        ImportError
+    ):  # no such locks on this system: two writers of one target are not told apart
+        return True
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A lock on a file that has lost its name meanwhile keeps nobody out.
+        return os.fstat(stream.fileno()).st_ino == os.stat(stream.name).st_ino
+    except OSError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
+
+
+def _exchange(temporary: Path, target: Path) -> None:
+    """Replace a folder by another: in one step where the system can, else through a third name."""
+    if sys.platform == "linux":
+        rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        names = os.fsencode(temporary), os.fsencode(target)
+        if rename is not None and not rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE):
+            return  # what was there has the temporary name now, and is removed under it
+    old = target.with_name(f".{target.name}.tightrope-old")
+    _remove(old)
+    os.rename(target, old)
+    os.rename(temporary, target)
+    _remove(old)
+
+
+def _sync_folder(path: Path) -> None:
+    """Flush the names in a folder to the disk, where a file system has such a thing."""
+    try:
+        number = os.open(path, os.O_RDONLY)
+    except OSError:
+        return  # a system on which folders cannot be opened
+    with contextlib.suppress(OSError):
+        os.fsync(number)
+    os.close(number)

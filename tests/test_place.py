@@ -1,0 +1,102 @@
+"""What commands write appears under its name whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tightrope import RopeSpec
+from tightrope.cli import app
+from tightrope.workbench.place import partial_path, placed_file, write_whole
+
+BENCH = ["bench", "--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1"]
+DEMO = ["demo", "--size", "tiny", "--steps", "1", "--seconds", "1"]
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes, as where a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    "command, name",
+    [
+        (["inspect", "{spec}", "--plot"], "picture.png"),
+        (["inspect", "{spec}", "--plot"], "picture.svg"),
+        ([*BENCH, "--out"], "numbers.json"),
+        ([*BENCH, "--plot"], "picture.pdf"),
+        ([*DEMO, "--out"], "demo.json"),
+    ],
+)
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: Path, command: list[str], name: str, older: bool
+) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(RopeSpec(64).to_dict()), encoding="utf-8")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    out = folder / name
+    if older:
+        out.write_text("older", encoding="utf-8")
+    arguments = [*(word.format(spec=spec) for word in command)]
+    with full_disk(500):
+        result = CliRunner().invoke(
+            app.app, [*arguments, str(folder if "demo" in command else out)]
+        )
+    assert result.exit_code == 1, result.output
+    assert result.stderr.splitlines()[-1] == f"Error: {out}: File too large."
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == (
+        {name: "older"} if older else {}
+    )
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    link = tmp_path / "link.json"
+    link.symlink_to("below/real.json")
+    for text in (b"first", b"second"):
+        write_whole(link, text)
+        assert link.is_symlink()
+        assert (tmp_path / "below" / "real.json").read_bytes() == text
+    assert [path.name for path in (tmp_path / "below").iterdir()] == ["real.json"]
+
+
+def test_devices_and_pipes_are_written_as_they_are(tmp_path: Path) -> None:
+    write_whole(Path(os.devnull), b"x")
+    assert not Path(os.devnull).is_file()
+    script = (
+        "import sys; from pathlib import Path; from tightrope.workbench.place import write_whole\n"
+        "write_whole(Path('/dev/stdout'), b'x')"
+    )
+    with open(tmp_path / "words", "wb") as words:
+        subprocess.run([sys.executable, "-c", script], stdout=words, check=True)
+        assert (tmp_path / "words").stat().st_ino == os.fstat(words.fileno()).st_ino
+    assert (tmp_path / "words").read_bytes() == b"x"
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        write_whole(tmp_path, b"x")
+
+
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    with placed_file(out, force=True) as stream:
+        stream.write(b"first")
+        with pytest.raises(BlockingIOError, match="another process is writing it"):
+            write_whole(out, b"second")
+    assert out.read_bytes() == b"first"
+    assert not partial_path(out).exists()
