@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,11 @@ _SMALL = (3, 1, 7, 2, 12, 40)
 _ANGLE, _VALUE = 6e-7, 4e-6
 # What a cast to bfloat16, or of the smallest frequencies to float16, may change.
 _CAST, _CAST_TINY = 2**-8, 2**-24
+
+# Attributes that the original forward reads at every call: of the module; and of its config, where
+# frequencies depend on the length.
+_OF_MODULE = re.compile(r"rope_type$|attention_scaling$")
+_OF_CONFIG = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,81 @@ def _laid_out(table: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "cat":
         return torch.cat((table, table), dim=-1)
     return table.repeat_interleave(2, dim=-1) if layout == "repeat" else table
+
+
+# --- an object and its angles ---------------------------------------------------------------------
+
+# The attribute in which an object keeps its angles.
+KEPT = "_tightrope_angles"
+
+
+class _Library:
+    """The state of the patch of the whole library.
+
+    Attributes:
+        serves: whether it is active, with exact angles.
+    """
+
+    serves = False
+
+
+library = _Library()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The exact angles of one object, and the attributes for which they are right.
+
+    Objects of one class can have different configs, so angles belong to an object and not to its
+    class. They hold until an attribute changes that the original forward reads.
+
+    Attributes:
+        angles: the cosines and sines that the object makes.
+        config: the config of the object, or None.
+        of_module, of_config: values of attributes of both, see _OF_MODULE and _OF_CONFIG.
+        by_library: whether the patch of the whole library made them; they end with it.
+    """
+
+    angles: Angles
+    config: Any
+    of_module: tuple[tuple[str, Any], ...]
+    of_config: tuple[tuple[str, Any], ...]
+    by_library: bool
+
+    def hold(self, module: Any) -> bool:
+        """Whether a module still has the attributes for which these angles are right."""
+        return (
+            (library.serves or not self.by_library)
+            and getattr(module, "config", None) is self.config
+            and all(getattr(module, name, None) == value for name, value in self.of_module)
+            and all(getattr(self.config, name, None) == value for name, value in self.of_config)
+        )
+
+
+def keep(module: torch.nn.Module, angles: Angles, by_library: bool) -> None:
+    """Store the angles of a module in it, for the forward of its class to serve."""
+    config = getattr(module, "config", None)
+    by_length = any(spec.by_length for _, spec in angles.specs)
+    read = [name for name in _OF_CONFIG if by_length and hasattr(config, name)]
+    vars(module)[KEPT] = Kept(
+        angles,
+        config,
+        tuple(copy.deepcopy(_read_at_calls(module)).items()),
+        tuple((name, copy.deepcopy(getattr(config, name))) for name in read),
+        by_library,
+    )
+
+
+def forget(module: torch.nn.Module) -> None:
+    """Remove the angles of a module, so that its original forward runs."""
+    vars(module).pop(KEPT, None)
+
+
+def _read_at_calls(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if _OF_MODULE.search(name)}
+
+
+# --- finding out what a module makes --------------------------------------------------------------
 
 
 def may_make_angles(cls: type) -> bool:
@@ -194,8 +276,7 @@ def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
             now.detach().cpu().float(), began.cpu().float(), rtol=_CAST, atol=_CAST_TINY
         ):
             return False
-    scalings = [name for name in vars(fresh) if name.endswith("attention_scaling")]
-    return all(getattr(module, name, None) == getattr(fresh, name) for name in scalings)
+    return _read_at_calls(module) == _read_at_calls(fresh)
 
 
 def _layer_types(module: torch.nn.Module) -> list[str | None]:
@@ -218,7 +299,9 @@ def _specs(
     config = getattr(module, "config", None)
     if config is not None:
         try:
-            spec: Any = RopeSpec.from_config(config, strict=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the tables decide, whatever else the config says
+                spec: Any = RopeSpec.from_config(config, strict=False)
             if isinstance(spec, LayerSpecs):
                 spec = spec.get(layer_type) if layer_type else None
             if isinstance(spec, RopeSpec):
@@ -329,13 +412,42 @@ def _same(theirs: Any, ids: torch.Tensor, ours: Angles, layer_type: str | None) 
     )
 
 
-def forward_of(original: Callable[..., Any], made: Angles) -> Callable[..., Any]:
-    """A forward with exact angles; the original where it is asked for what was not tried."""
+# --- members of the class that serves them --------------------------------------------------------
+
+
+def members_of(base: Any) -> dict[str, Any]:
+    """Members of the subclass of a base whose objects serve the angles that they keep."""
+    return {
+        "forward": _forward_of(base.forward),
+        "__init__": _initialiser_of(base),
+        KEPT: None,
+    }
+
+
+def _initialiser_of(base: Any) -> Callable[..., None]:
+    """The ``__init__`` of a base, after which an object has no angles of an earlier config."""
+
+    @functools.wraps(base.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        forget(self)
+        base.__init__(self, *args, **kwargs)
+
+    return __init__
+
+
+def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward with the exact angles that an object keeps.
+
+    The original runs for an object without angles that hold, and for calls that were not tried.
+    """
     names = list(inspect.signature(original).parameters)[1:]
-    types = {layer_type for layer_type, _ in made.specs}
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept: Kept | None = getattr(self, KEPT)
+        if kept is None or not kept.hold(self):
+            return original(self, *args, **kwargs)
+        made = kept.angles
         values = {"layer_type": None, **dict(zip(names, args)), **kwargs}
         x, ids = values.get(names[0]), values.get("position_ids")
         if (
@@ -345,7 +457,7 @@ def forward_of(original: Callable[..., Any], made: Angles) -> Callable[..., Any]
             or not isinstance(ids, torch.Tensor)
             or ids.dtype not in (torch.int64, torch.int32)
             or ids.dim() not in made.ranks
-            or values["layer_type"] not in types
+            or values["layer_type"] not in dict(made.specs)
             or not x.is_floating_point()
         ):
             return original(self, *args, **kwargs)
@@ -356,7 +468,7 @@ def forward_of(original: Callable[..., Any], made: Angles) -> Callable[..., Any]
 
 
 def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
-    """A line of the report."""
+    """A line of the report for a module that was read."""
     cls = base_of(type(module))
     words = None
     if made is not None:

@@ -75,6 +75,7 @@ def patch(angles: str) -> Report:
             return _state.report
         unpatch()
     _state.report, _state.angles = Report(), angles
+    _exact.library.serves = angles == "exact"
     sys.meta_path.insert(0, _finder)
     for name, module in sorted(sys.modules.items()):
         if _MODELING.match(name) and isinstance(module, ModuleType):
@@ -91,6 +92,7 @@ def unpatch() -> None:
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     _state.report = None
+    _exact.library.serves = False
     _state.results.clear()
 
 
@@ -153,12 +155,14 @@ def _initialiser(cls: type, wide: bool, note: Callable[[Entry], None]) -> Callab
 
     @functools.wraps(old)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        _exact.forget(self)
         old(self, *args, **kwargs)
         if _exact.is_probing() or base_of(type(self)) is not cls:
             return
         made, reason = _exact.read(self, wide)
         note(_exact.entry(self, made, reason))
         if made is not None:
-            _graft.apply(self, _graft.grafted(cls, (made,)))
+            _graft.apply(self, _graft.grafted(cls, _graft.Recipe(angles=True)))
+            _exact.keep(self, made, by_library=True)
 
     return __init__

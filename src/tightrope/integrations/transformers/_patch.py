@@ -12,7 +12,7 @@ from ._classes import base_of
 from ._find import Found
 from ._form import unwrapped
 from ._recognise import Recognition, recognise
-from ._report import Report, entry_of
+from ._report import Entry, Report, entry_of
 
 ANGLES = ("model", "exact")
 
@@ -61,16 +61,18 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
         if recognition.candidate is not None
     )
     report = Report([entry_of(each.module, each.name, recognition) for each, recognition in found])
+    lines: list[Entry] = []
+    unpatch(model)  # angles are read from modules as their authors wrote them
     for module in model.modules():
-        base = base_of(type(module))
-        recipe: _graft.Recipe = swaps
-        if angles == "exact" and _exact.may_make_angles(base):
+        made = None
+        if angles == "exact" and _exact.may_make_angles(type(module)):
             made, reason = _exact.read(module, wide)
-            recipe = swaps if made is None else (*swaps, made)
-            line = _exact.entry(module, made, reason)
-            if line not in report.entries:
-                report.entries.append(line)
-        _graft.apply(module, _graft.grafted(base, recipe))
+            lines.append(_exact.entry(module, made, reason))
+        recipe = _graft.Recipe(swaps, angles=made is not None)
+        _graft.apply(module, _graft.grafted(type(module), recipe))
+        if made is not None:
+            _exact.keep(module, made, by_library=False)
+    report.entries.extend(dict.fromkeys(lines))
     return report
 
 
@@ -82,6 +84,7 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
         return
     for module in model.modules():
         _graft.apply(module, base_of(type(module)))
+        _exact.forget(module)
 
 
 def _check(operation: str, model: object) -> None:

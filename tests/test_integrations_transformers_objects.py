@@ -1,0 +1,338 @@
+"""`patch` and objects: each serves the config that it was made from, or the original code runs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3 import modeling_phi3
+
+from small_models import TEXT, small_inputs, small_model
+from test_integrations_transformers import assert_outputs
+from tightrope.integrations.transformers import Report, patch, unpatch
+from tolerances import assert_same_bits
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("clean"),
+]
+
+X, SHORT, LONG = torch.zeros(1), torch.arange(24)[None], torch.arange(96)[None]
+PAIRS = TEXT["head_dim"] // 2
+
+# What configs say; the longest position that they were made for is 64.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "default, another base": {"rope_theta": 5e5},
+    "linear": {"rope_type": "linear", "factor": 10.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 10.0},
+    "yarn": {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "rope_type": "longrope", "original_max_position_embeddings": 32, "factor": 2.0,
+        "short_factor": [1.0] * PAIRS, "long_factor": [2.0 + k for k in range(PAIRS)],
+    },
+}  # fmt: skip
+MODES = ("model", "exact", "library", "library, exact")
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library is the file of Llama alone; what a test does to it and to defaults is undone."""
+    for name in list(sys.modules):
+        if ".modeling_" in name and name.startswith("transformers.models."):
+            if not name.endswith(".modeling_llama"):
+                monkeypatch.delitem(sys.modules, name)
+    yield
+    unpatch()
+    torch.set_default_dtype(torch.float32)
+
+
+def rope(name: str) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, **ROPES[name]}
+
+
+def config_of(name: str) -> LlamaConfig:
+    settings = {**TEXT, "max_position_embeddings": 64}
+    return LlamaConfig(**settings, rope_parameters=rope(name))
+
+
+def tables(module: Any, *more: Any) -> list[torch.Tensor]:
+    """Cosines and sines near and far, of a module that has seen nothing yet."""
+    return [table for ids in (SHORT, LONG) for table in module(X, ids, *more)]
+
+
+def assert_tables(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert_outputs(a, b, "exact angles outputs")
+
+
+def patched(mode: str, make: Callable[[], Any]) -> tuple[Any, Report]:
+    """A model under one of MODES."""
+    angles = "exact" if "exact" in mode else "model"
+    if mode.startswith("library"):
+        report = patch(angles=angles)
+        return make(), report
+    model = make()
+    return model, patch(model, angles=angles)
+
+
+def llama(name: str) -> Any:
+    return small_model("Llama", rope_parameters=rope(name), max_position_embeddings=64)
+
+
+def is_served(module: Any) -> bool:
+    """Whether angles are this library's: buffers of frequencies are not read then."""
+    twin = copy.deepcopy(module)
+    for buffer in twin.buffers():
+        buffer.fill_(torch.nan)
+    cos, _ = twin(X, SHORT[:, :3])
+    return not bool(cos.isnan().any())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("first", ROPES)
+def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str) -> None:
+    """And so does one that is initialised again."""
+    want = {name: tables(LlamaRotaryEmbedding(config_of(name))) for name in ROPES}
+    model, _ = patched(mode, lambda: llama(first))
+    module = model.model.rotary_emb
+    assert is_served(module) == ("exact" in mode)
+    assert_tables(tables(module), want[first])
+    for name in ROPES:
+        assert_tables(tables(type(module)(config_of(name))), want[name])
+        assert_tables(tables(type(module)(config=config_of(name))), want[name])
+        module.__init__(config_of(name))
+        assert_tables(tables(module), want[name])
+    unpatch()
+    unpatch(model)
+    assert type(module) is LlamaRotaryEmbedding
+    for name in ROPES:
+        for a, b in zip(tables(type(module)(config_of(name))), want[name], strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_objects_made_of_one_config_that_changes(mode: str) -> None:
+    """transformers' own test_model_rope_scaling_frequencies makes them so."""
+
+    def make(cls: type, check: Callable[[str, Any], None]) -> dict[str, Any]:
+        config, made = config_of("linear"), {}
+        for name in ("default", "linear", "dynamic", "yarn", "longrope", "default, another base"):
+            config.rope_parameters = getattr(config, "rope_parameters", {}) or {}
+            config.rope_parameters.update(rope(name))
+            made[name] = cls(config=config).to("cpu")
+            check(name, made[name])
+        return made
+
+    want = {}
+    make(LlamaRotaryEmbedding, lambda name, module: want.update({name: tables(module)}))
+    model, _ = patched(mode, lambda: llama("default"))
+    cls = type(model.model.rotary_emb)
+    made = make(cls, lambda name, module: assert_tables(tables(module), want[name]))
+    # What reads its config only while it is made has what it said then.
+    for name in set(made) - {"dynamic", "longrope"}:
+        assert_tables(tables(made[name]), want[name])
+
+
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+@pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
+@pytest.mark.parametrize(
+    "change", ["config", "rope_parameters", "one of them", "attention_scaling", "rope_type"]
+)
+def test_the_original_runs_where_what_it_reads_was_assigned(
+    mode: str, name: str, change: str
+) -> None:
+    def changed(module: Any) -> Any:
+        other = {**rope(name), "rope_theta": 77.0, "factor": 3.0}
+        if change == "config":
+            module.config = copy.deepcopy(module.config)
+            module.config.rope_parameters = other
+        elif change == "rope_parameters":
+            module.config.rope_parameters = other
+        elif change == "one of them":
+            module.config.rope_parameters["rope_theta"] = 77.0
+        elif change == "attention_scaling":
+            module.attention_scaling = 0.5
+        else:
+            module.rope_type = "yarn" if name == "default" else "default"
+        return module
+
+    want = tables(changed(LlamaRotaryEmbedding(config_of(name))))
+    model, _ = patched(mode, lambda: llama(name))
+    before = tables(LlamaRotaryEmbedding(config_of(name)))
+    assert_tables(tables(model.model.rotary_emb), before)
+    assert_tables(tables(changed(model.model.rotary_emb)), want)
+
+
+def test_a_class_of_longrope_given_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of issue 15: the report said "left", and the angles of LongRoPE were served."""
+    monkeypatch.setitem(sys.modules, modeling_phi3.__name__, modeling_phi3)
+    settings = {**TEXT, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    long = Phi3Config(**settings, original_max_position_embeddings=32)
+    long.rope_parameters = rope("longrope")
+    dynamic = copy.deepcopy(long)
+    dynamic.rope_parameters = rope("dynamic")
+    make = modeling_phi3.Phi3RotaryEmbedding
+    want = [tables(make(config)) for config in (long, dynamic)]
+    report = patch(angles="exact")
+    first = make(long)
+    second = type(first)(dynamic)
+    assert is_served(first)
+    assert_tables(tables(first), want[0])
+    assert_tables(tables(second), want[1])
+    served = [entry.replaced for entry in report if entry.name == "Phi3RotaryEmbedding"]
+    assert served == [True, *([] if is_served(second) else [False])]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layer_types_are_those_of_the_object(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, modeling_gemma3.__name__, modeling_gemma3)
+
+    def config(kinds: tuple[str, ...], base: float) -> Gemma3TextConfig:
+        return Gemma3TextConfig(
+            **TEXT,
+            layer_types=list(kinds),
+            rope_parameters={
+                kind: {"rope_type": "default", "rope_theta": base * (i + 1)}
+                for i, kind in enumerate(("sliding_attention", "full_attention"))
+            },
+        )
+
+    both = ("sliding_attention", "full_attention")
+    cases = [(both, 1e4), (both, 3e5), (("full_attention",) * 2, 1e4)]
+    make = modeling_gemma3.Gemma3RotaryEmbedding
+    want = [tables(make(config(*case)), "full_attention") for case in cases]
+    model, _ = patched(mode, lambda: AutoModelForCausalLM.from_config(config(*cases[0])))
+    module = model.model.rotary_emb
+    assert_tables(tables(module, "full_attention"), want[0])
+    for case, expected in zip(cases, want, strict=True):
+        new = type(module)(config(*case))
+        assert_tables(tables(new, "full_attention"), expected)
+    with pytest.raises(KeyError, match="sliding_attention"):
+        new(X, SHORT, "sliding_attention")
+
+
+# --- patched again, copied, undone ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["inv_freq", "attention_scaling"])
+def test_patching_again_takes_what_was_changed_by_hand(what: str) -> None:
+    model = llama("default")
+    patch(model, angles="exact")
+    module = model.model.rotary_emb
+    if what == "inv_freq":
+        module.inv_freq.mul_(0.25)
+    else:
+        module.attention_scaling = 0.5
+    unpatch(model)
+    want = tables(module)
+    patch(model, angles="exact")
+    assert_tables(tables(module), want)
+    if what == "inv_freq":
+        module.inv_freq.mul_(0.25)
+    else:
+        module.attention_scaling = 0.25
+    report = patch(model, angles="exact")
+    assert not report.left, str(report)
+    assert is_served(module)
+    got = tables(module)
+    unpatch(model)
+    assert_tables(got, tables(module))
+
+
+def test_a_rule_that_the_config_no_longer_says_is_the_modules_own() -> None:
+    """Frequencies of dynamic NTK begin as the plain ones, so that they alone tell nothing."""
+    model = llama("dynamic")
+    want = tables(LlamaRotaryEmbedding(config_of("dynamic")))
+    model.config.rope_parameters.update(rope("default"))  # the factor of dynamic NTK stays there
+    patch(model, angles="exact")
+    assert_tables(tables(model.model.rotary_emb), want)
+
+
+@pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+def test_copies_and_pickles_serve_what_they_were_made_from(mode: str, name: str) -> None:
+    model, _ = patched(mode, lambda: llama(name))
+    module = model.model.rotary_emb
+    want = tables(module)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for twin in (
+        copy.deepcopy(module),
+        copy.copy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert is_served(twin)
+        for a, b in zip(tables(twin), want, strict=True):
+            assert_same_bits(a, b)
+        other = type(twin)(config_of("default, another base"))
+        assert_tables(
+            tables(other), tables(LlamaRotaryEmbedding(config_of("default, another base")))
+        )
+    assert "tightrope" not in str(module.state_dict())
+
+
+def test_two_models_in_one_process_keep_their_angles() -> None:
+    one, two = llama("default"), llama("yarn")
+    want = [tables(model.model.rotary_emb) for model in (one, two)]
+    patch(one, angles="exact")
+    patch(two, angles="exact")
+    for model, expected in zip((one, two), want, strict=True):
+        assert is_served(model.model.rotary_emb)
+        assert_tables(tables(model.model.rotary_emb), expected)
+    unpatch(one)
+    assert not is_served(one.model.rotary_emb)
+    assert is_served(two.model.rotary_emb)
+    patch(two)
+    assert not is_served(two.model.rotary_emb)
+
+
+def test_what_the_library_served_ends_with_its_patch() -> None:
+    """Functions that are the model's again would widen everything by tables of float32."""
+    given = small_inputs("Llama")
+    plain = llama("dynamic").to(torch.bfloat16)
+    with torch.no_grad():
+        want = plain(**given).logits
+    patch(angles="exact")
+    model = llama("dynamic").to(torch.bfloat16)
+    twin = copy.deepcopy(model)
+    own = llama("dynamic")
+    patch(own, angles="exact")
+    assert is_served(model.model.rotary_emb)
+    unpatch()
+    assert is_served(own.model.rotary_emb)
+    for each in (model, twin):
+        assert not is_served(each.model.rotary_emb)
+        with torch.no_grad():
+            assert_same_bits(each(**given).logits, want)
+
+
+def test_compiled_models_follow_their_object() -> None:
+    model = llama("dynamic")
+    patch(model, angles="exact")
+    module = model.model.rotary_emb
+    want = module(X, SHORT)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    for a, b in zip(compiled(X, SHORT), want, strict=True):
+        assert_same_bits(a, b)
+    torch._dynamo.reset()
+    module.__init__(config_of("yarn"))
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    assert_tables(list(compiled(X, SHORT)), tables(module)[:2])
+    torch._dynamo.reset()
