@@ -7,6 +7,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3 import modeling_phi3
 
+import oracle
 from small_models import TEXT, small_inputs, small_model
 from test_integrations_transformers import assert_outputs
-from tightrope.integrations.transformers import Report, patch, unpatch
-from tolerances import assert_same_bits
+from tightrope.integrations.transformers import Entry, Report, patch, unpatch
+from tolerances import assert_same_bits, value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -336,3 +338,95 @@ def test_compiled_models_follow_their_object() -> None:
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     assert_tables(list(compiled(X, SHORT)), tables(module)[:2])
     torch._dynamo.reset()
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+FAR = torch.tensor([[0, 1, 4097, 123_457, 1_000_003]])
+
+
+def assert_exact(module: Any, dtype: torch.dtype) -> None:
+    """Tables at far positions are float32, and right to its last bits."""
+    cos, sin = module(torch.zeros(1, dtype=dtype), FAR)
+    exact = oracle.cos_sin(FAR, oracle.frequencies(1e4, 2 * PAIRS))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    name = "float64 angle" if dtype == torch.float64 else "float32 angle"
+    for table, expected in zip((cos, sin), exact, strict=True):
+        assert table.dtype == wide
+        off = (table.double() - torch.cat((expected, expected), -1)).abs().max().item()
+        assert off <= value(name), off
+    # And the original is not: the test can tell.
+    rough, _ = LlamaRotaryEmbedding.forward(module, torch.zeros(1), FAR)
+    assert (rough.double() - torch.cat((exact[0],) * 2, -1)).abs().max() > 1000 * value(name)
+
+
+def entry_of(report: Report, name: str) -> Entry:
+    (entry,) = [entry for entry in report if entry.name == name]
+    return entry
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+def test_loaded_models_are_served(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    llama("default").save_pretrained(tmp_path)
+    model, report = patched(
+        mode,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=dtype, attn_implementation="eager"
+        ),
+    )
+    assert model.dtype == dtype
+    entry = entry_of(report, "LlamaRotaryEmbedding")
+    assert entry.replaced
+    assert entry.recognised == "tables of RopeSpec(head_dim=16), cat, float32"
+    assert "LlamaRotaryEmbedding" not in [entry.name for entry in report.left]
+    assert_exact(model.model.rotary_emb, dtype)
+    with torch.no_grad():
+        logits = model(**small_inputs("Llama")).logits
+    assert logits.dtype == dtype
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+def test_loaded_models_are_still_served_after_use(mode: str, name: str, tmp_path: Path) -> None:
+    """Loading, generating and saving touch configs without changing what they mean."""
+    llama(name).save_pretrained(tmp_path)
+    model, _ = patched(
+        mode, lambda: AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    )
+    assert is_served(model.model.rotary_emb)
+    model.generate(**small_inputs("Llama"), max_new_tokens=2, do_sample=False)
+    model.save_pretrained(tmp_path)
+    model.float().train()
+    assert is_served(model.model.rotary_emb)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+def test_a_default_dtype_has_no_say(mode: str, default: torch.dtype) -> None:
+    def make() -> Any:
+        return AutoModelForCausalLM.from_config(config_of("default"), attn_implementation="eager")
+
+    torch.set_default_dtype(default)
+    model, report = patched(mode, make)
+    assert torch.get_default_dtype() == default
+    assert entry_of(report, "LlamaRotaryEmbedding").replaced, str(report)
+    assert not [entry for entry in report.left if "llama" in entry.module]
+    module = model.model.rotary_emb
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert_exact(module, dtype)
+    torch.set_default_dtype(torch.float32)
+    assert_exact(module, torch.bfloat16)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ROPES)
+def test_every_rule_is_served_whatever_the_default_dtype(name: str, default: torch.dtype) -> None:
+    want = tables(LlamaRotaryEmbedding(config_of(name)))
+    torch.set_default_dtype(default)
+    model = AutoModelForCausalLM.from_config(config_of(name))
+    report = patch(model, angles="exact")
+    torch.set_default_dtype(torch.float32)
+    assert not report.left, str(report)
+    assert_tables(tables(model.model.rotary_emb), want)

@@ -8,7 +8,8 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,10 +190,26 @@ class _Unserved(Exception):
 def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
     """What a module makes, found out and tried; or None and the reason."""
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            torch.device("cpu"),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            _float32_by_default(),
+        ):
             return _read(module, wide), "agrees with the module at all probes"
     except _Unserved as unserved:
         return None, str(unserved)
+
+
+@contextmanager
+def _float32_by_default() -> Iterator[None]:
+    """Probes are float32, but from_pretrained makes modules under the dtype of the model."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _read(module: torch.nn.Module, wide: bool) -> Angles:
@@ -242,10 +259,8 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
     cls = base_of(type(module))
     config = getattr(module, "config", None)
     if config is not None:
-        default = torch.get_default_dtype()
         _busy.now = True
         try:
-            torch.set_default_dtype(torch.float32)
             made: torch.nn.Module = cls(config)
             if _unchanged(module, made):
                 return made
@@ -253,7 +268,6 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
             pass
         finally:
             _busy.now = False
-            torch.set_default_dtype(default)
     if any(t.device.type == "meta" or t.dtype != torch.float32 for t in module.buffers()):
         raise _Unserved("its frequencies are on meta or were cast, and no config says them")
     return copy.deepcopy(module).cpu()
