@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config
 from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.gptj import modeling_gptj
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama4 import modeling_llama4
 from transformers.models.phi3 import modeling_phi3
 
 import oracle
@@ -430,3 +432,65 @@ def test_every_rule_is_served_whatever_the_default_dtype(name: str, default: tor
     torch.set_default_dtype(torch.float32)
     assert not report.left, str(report)
     assert_tables(tables(model.model.rotary_emb), want)
+
+
+# --- nothing to serve -----------------------------------------------------------------------------
+
+NONE = "none of its modules makes cosines and sines from positions, so angles stay as they are"
+
+
+@pytest.mark.parametrize("angles", ["model", "exact"])
+def test_a_model_without_a_module_that_makes_angles_is_listed(angles: str) -> None:
+    model = small_model("GPT-J")
+    report = patch(model, angles=angles)
+    if angles == "model":
+        assert not report.left
+        return
+    assert [(e.module, e.name, e.reason) for e in report.left] == [
+        ("transformers.models.gptj.modeling_gptj", "GPTJForCausalLM", NONE)
+    ]
+    assert f"left     modeling_gptj.GPTJForCausalLM: {NONE}" in str(report).splitlines()
+    (line,) = patch(torch.nn.Linear(2, 2), angles="exact")
+    assert (line.name, line.replaced, line.reason) == ("Linear", False, NONE)
+
+
+def test_a_file_without_a_class_that_makes_angles_is_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = modeling_gptj.__name__
+    monkeypatch.setitem(sys.modules, here, modeling_gptj)
+    assert not [entry for entry in patch().left if entry.module == here]
+    report = patch(angles="exact")
+    assert [(e.name, e.reason) for e in report.left if e.module == here] == [
+        (
+            "angles",
+            "no class here makes cosines and sines from positions, so angles stay as they are",
+        )
+    ]
+    assert not [e for e in report if e.name == "angles" and "llama" in e.module]
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_a_module_that_makes_angles_of_something_else_is_listed(
+    library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one that is served, it would pass for served."""
+    monkeypatch.setitem(sys.modules, modeling_llama4.__name__, modeling_llama4)
+
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = config_of("default")
+            config.image_size, config.patch_size = 8, 4
+            self.vision = modeling_llama4.Llama4VisionRotaryEmbedding(config)
+            self.text = LlamaRotaryEmbedding(config)
+
+    if library:
+        report = patch(angles="exact")
+        Both()
+    else:
+        report = patch(Both(), angles="exact")
+    assert entry_of(report, "LlamaRotaryEmbedding").replaced
+    entry = entry_of(report, "Llama4VisionRotaryEmbedding")
+    assert not entry.replaced
+    assert entry.reason == "its forward takes (hidden_states), not (x, position_ids)"

@@ -31,10 +31,16 @@ _ANGLE, _VALUE = 6e-7, 4e-6
 # What a cast to bfloat16, or of the smallest frequencies to float16, may change.
 _CAST, _CAST_TINY = 2**-8, 2**-24
 
+# Classes that are listed even if their forward takes something else than positions.
+_NAME = re.compile(r"(Rotary|Rope|RoPE)\w*Emb")
+
 # Attributes that the original forward reads at every call: of the module; and of its config, where
 # frequencies depend on the length.
 _OF_MODULE = re.compile(r"rope_type$|attention_scaling$")
 _OF_CONFIG = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
+
+# The reason for a model, or a file, in which there is no module to replace.
+NO_ANGLES = "makes cosines and sines from positions, so angles stay as they are"
 
 
 @dataclass(frozen=True)
@@ -173,14 +179,24 @@ def _read_at_calls(module: torch.nn.Module) -> dict[str, Any]:
 # --- finding out what a module makes --------------------------------------------------------------
 
 
-def may_make_angles(cls: type) -> bool:
-    """Whether objects of a class are worth a try: forward takes x and positions, and no more."""
+def makes_angles(cls: type) -> bool:
+    """Whether a class is tried, and listed: for what its forward takes, or for its name."""
+    return _names(cls) is not None or bool(_NAME.search(cls.__name__))
+
+
+def _names(cls: type) -> list[str] | None:
+    """The parameters of a forward that takes x, positions and at most a layer type; else None."""
+    names = _parameters(cls)
+    fits = len(names) in (2, 3) and names[1] == "position_ids"
+    return names if fits and names[2:] in ([], ["layer_type"]) else None
+
+
+def _parameters(cls: type) -> list[str]:
     forward = getattr(cls, "forward", None)
     try:
-        names = list(inspect.signature(forward).parameters)[1:]  # type: ignore[arg-type]
+        return list(inspect.signature(forward).parameters)[1:]  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return False
-    return len(names) in (2, 3) and names[1] == "position_ids" and names[2:] in ([], ["layer_type"])
+        return []
 
 
 class _Unserved(Exception):
@@ -213,6 +229,9 @@ def _float32_by_default() -> Iterator[None]:
 
 
 def _read(module: torch.nn.Module, wide: bool) -> Angles:
+    cls = base_of(type(module))
+    if _names(cls) is None:
+        raise _Unserved(f"its forward takes ({', '.join(_parameters(cls))}), not (x, position_ids)")
     probe = _fresh(module)
     types = _layer_types(module)
     found: list[tuple[str | None, RopeSpec, float]] = []

@@ -127,10 +127,20 @@ def _patch_module(module: ModuleType) -> None:
         if found.module == module.__name__:
             _note(entry_of(found.module, found.name, recognition))
     if exact:
-        for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == module.__name__:
-                if issubclass(value, torch.nn.Module) and _exact.may_make_angles(value):
-                    _set(value, "__init__", _initialiser(value, wide, _note))
+        classes = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, torch.nn.Module)
+            and _exact.makes_angles(value)
+        ]
+        for cls in classes:
+            if cls.__module__ == module.__name__:
+                _set(cls, "__init__", _initialiser(cls, wide, _note))
+        if not classes and any(found.module == module.__name__ for _, found, _ in swaps):
+            _note(
+                Entry(module.__name__, "angles", None, False, f"no class here {_exact.NO_ANGLES}")
+            )
 
 
 def _recognised(function: Any, owner: object = None) -> Recognition:

@@ -65,13 +65,16 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     unpatch(model)  # angles are read from modules as their authors wrote them
     for module in model.modules():
         made = None
-        if angles == "exact" and _exact.may_make_angles(type(module)):
+        if angles == "exact" and _exact.makes_angles(type(module)):
             made, reason = _exact.read(module, wide)
             lines.append(_exact.entry(module, made, reason))
         recipe = _graft.Recipe(swaps, angles=made is not None)
         _graft.apply(module, _graft.grafted(type(module), recipe))
         if made is not None:
             _exact.keep(module, made, by_library=False)
+    if angles == "exact" and not lines:
+        cls, reason = type(model), f"none of its modules {_exact.NO_ANGLES}"
+        lines.append(Entry(cls.__module__, cls.__qualname__, None, False, reason))
     report.entries.extend(dict.fromkeys(lines))
     return report
 
