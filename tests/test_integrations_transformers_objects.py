@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -494,3 +495,58 @@ def test_a_module_that_makes_angles_of_something_else_is_listed(
     entry = entry_of(report, "Llama4VisionRotaryEmbedding")
     assert not entry.replaced
     assert entry.reason == "its forward takes (hidden_states), not (x, position_ids)"
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    """Rotates by a method whose pairing is a matter of the object."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__()
+        self.interleaved = interleaved
+
+    @staticmethod
+    def _half(x: torch.Tensor) -> torch.Tensor:
+        u, v = x.chunk(2, -1)
+        return torch.cat((-v, u), -1)
+
+    def apply_rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        if self.interleaved:
+            turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+            return x * cos.repeat_interleave(2, -1) + turned * sin.repeat_interleave(2, -1)
+        return x * torch.cat((cos, cos), -1) + self._half(x) * torch.cat((sin, sin), -1)
+
+
+class HalfAttention(Attention):
+    """Rotates by a method that reads its class alone."""
+
+    def apply_rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return x * torch.cat((cos, cos), -1) + self._half(x) * torch.cat((sin, sin), -1)
+
+
+def test_a_method_that_reads_its_object_is_left() -> None:
+    """Which rotation it is differs from object to object, and a class has one replacement."""
+    x, angle = torch.randn(2, 3, 5, 16), torch.randn(5, 8)
+    model = torch.nn.ModuleList([Attention(False), Attention(True), HalfAttention(False)])
+    want = [each.apply_rotary(x, angle.cos(), angle.sin()) for each in model]
+    report = patch(model)
+    assert [e.replaced for e in report] == [False, True], str(report)
+    assert report.left[0].reason == (
+        "it does not run on tensors of any usual shape, on an object without attributes of its own"
+    )
+    for each, expected in zip(model, want, strict=True):
+        assert_outputs(each.apply_rotary(x, angle.cos(), angle.sin()), expected)
+
+
+def test_scaling_factors_are_those_of_the_object() -> None:
+    """YaRN scales tables; a class has no factor of its own."""
+    model = llama("yarn")
+    patch(model, angles="exact")
+    cos, _ = type(model.model.rotary_emb)(config_of("default"))(X, SHORT)
+    assert cos.max() == 1.0
+    cos, _ = model.model.rotary_emb(X, SHORT)
+    assert math.isclose(
+        cos.max().item(), 0.1 * math.log(10.0) + 1.0, rel_tol=value("float32 angle")
+    )

@@ -19,7 +19,7 @@ from . import _exact, _find, _graft
 from ._classes import base_of
 from ._find import Found
 from ._form import unwrapped
-from ._recognise import Recognition, recognise
+from ._recognise import Recognition, recognise, recognise_method
 from ._report import Entry, Report, entry_of
 from ._run import replacement
 
@@ -114,9 +114,7 @@ def _patch_module(module: ModuleType) -> None:
                     found = Found(
                         module.__name__, f"{value.__qualname__}.{method}", stands, not static
                     )
-                    swaps.append(
-                        (value, found, _recognised(function, None if static else object()))
-                    )
+                    swaps.append((value, found, _recognised(function, None if static else value)))
     exact = _state.angles == "exact"
     wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
     for holder, found, recognition in swaps:
@@ -143,9 +141,10 @@ def _patch_module(module: ModuleType) -> None:
             )
 
 
-def _recognised(function: Any, owner: object = None) -> Recognition:
+def _recognised(function: Any, cls: type | None = None) -> Recognition:
     if id(function) not in _state.results:
-        _state.results[id(function)] = function, recognise(function, owner)
+        tried = recognise(function) if cls is None else recognise_method(function, cls)
+        _state.results[id(function)] = function, tried
     return _state.results[id(function)][1]
 
 

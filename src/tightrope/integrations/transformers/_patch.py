@@ -11,7 +11,7 @@ from . import _exact, _find, _graft, _library
 from ._classes import base_of
 from ._find import Found
 from ._form import unwrapped
-from ._recognise import Recognition, recognise
+from ._recognise import Recognition, recognise, recognise_method
 from ._report import Entry, Report, entry_of
 
 ANGLES = ("model", "exact")
@@ -98,18 +98,15 @@ def _check(operation: str, model: object) -> None:
 def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
     """The rotary functions of a model, each once, with what they compute."""
     results: dict[tuple[str, str], tuple[Found, Recognition]] = {}
-    examples: dict[type, Any] = {}
-    for module in model.modules():
-        examples.setdefault(base_of(type(module)), module)
-    for cls, example in examples.items():
+    for cls in dict.fromkeys(base_of(type(module)) for module in model.modules()):
 
-        def accepts(found: Found, example: Any = example) -> bool:
+        def accepts(found: Found, cls: type = cls) -> bool:
             key = found.module, found.name
             if key not in results:
-                owner = example if found.method else None
-                recognition = recognise(
-                    unwrapped(found.value) if found.method else _callable(found.value), owner
-                )
+                if found.method:
+                    recognition = recognise_method(unwrapped(found.value), cls)
+                else:
+                    recognition = recognise(_callable(found.value))
                 results[key] = found, recognition
             return results[key][1].candidate is not None
 
