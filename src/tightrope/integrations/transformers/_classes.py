@@ -18,7 +18,7 @@ class Graft:
     """
 
     base: type
-    recipe: tuple[Any, ...]
+    recipe: Any
 
 
 def graft_of(cls: type) -> Graft | None:

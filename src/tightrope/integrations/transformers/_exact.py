@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +30,17 @@ _SMALL = (3, 1, 7, 2, 12, 40)
 _ANGLE, _VALUE = 6e-7, 4e-6
 # What a cast to bfloat16, or of the smallest frequencies to float16, may change.
 _CAST, _CAST_TINY = 2**-8, 2**-24
+
+# Classes that are listed even if their forward takes something else than positions.
+_NAME = re.compile(r"(Rotary|Rope|RoPE)\w*Emb")
+
+# Attributes that the original forward reads at every call: of the module; and of its config, where
+# frequencies depend on the length.
+_OF_MODULE = re.compile(r"rope_type$|attention_scaling$")
+_OF_CONFIG = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
+
+# The reason for a model, or a file, in which there is no module to replace.
+NO_ANGLES = "makes cosines and sines from positions, so angles stay as they are"
 
 
 @dataclass(frozen=True)
@@ -90,14 +104,99 @@ def _laid_out(table: torch.Tensor, layout: str) -> torch.Tensor:
     return table.repeat_interleave(2, dim=-1) if layout == "repeat" else table
 
 
-def may_make_angles(cls: type) -> bool:
-    """Whether objects of a class are worth a try: forward takes x and positions, and no more."""
+# --- an object and its angles ---------------------------------------------------------------------
+
+# The attribute in which an object keeps its angles.
+KEPT = "_tightrope_angles"
+
+
+class _Library:
+    """The state of the patch of the whole library.
+
+    Attributes:
+        serves: whether it is active, with exact angles.
+    """
+
+    serves = False
+
+
+library = _Library()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The exact angles of one object, and the attributes for which they are right.
+
+    Objects of one class can have different configs, so angles belong to an object and not to its
+    class. They hold until an attribute changes that the original forward reads.
+
+    Attributes:
+        angles: the cosines and sines that the object makes.
+        config: the config of the object, or None.
+        of_module, of_config: values of attributes of both, see _OF_MODULE and _OF_CONFIG.
+        by_library: whether the patch of the whole library made them; they end with it.
+    """
+
+    angles: Angles
+    config: Any
+    of_module: tuple[tuple[str, Any], ...]
+    of_config: tuple[tuple[str, Any], ...]
+    by_library: bool
+
+    def hold(self, module: Any) -> bool:
+        """Whether a module still has the attributes for which these angles are right."""
+        return (
+            (library.serves or not self.by_library)
+            and getattr(module, "config", None) is self.config
+            and all(getattr(module, name, None) == value for name, value in self.of_module)
+            and all(getattr(self.config, name, None) == value for name, value in self.of_config)
+        )
+
+
+def keep(module: torch.nn.Module, angles: Angles, by_library: bool) -> None:
+    """Store the angles of a module in it, for the forward of its class to serve."""
+    config = getattr(module, "config", None)
+    by_length = any(spec.by_length for _, spec in angles.specs)
+    read = [name for name in _OF_CONFIG if by_length and hasattr(config, name)]
+    vars(module)[KEPT] = Kept(
+        angles,
+        config,
+        tuple(copy.deepcopy(_read_at_calls(module)).items()),
+        tuple((name, copy.deepcopy(getattr(config, name))) for name in read),
+        by_library,
+    )
+
+
+def forget(module: torch.nn.Module) -> None:
+    """Remove the angles of a module, so that its original forward runs."""
+    vars(module).pop(KEPT, None)
+
+
+def _read_at_calls(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if _OF_MODULE.search(name)}
+
+
+# --- finding out what a module makes --------------------------------------------------------------
+
+
+def makes_angles(cls: type) -> bool:
+    """Whether a class is tried, and listed: for what its forward takes, or for its name."""
+    return _names(cls) is not None or bool(_NAME.search(cls.__name__))
+
+
+def _names(cls: type) -> list[str] | None:
+    """The parameters of a forward that takes x, positions and at most a layer type; else None."""
+    names = _parameters(cls)
+    fits = len(names) in (2, 3) and names[1] == "position_ids"
+    return names if fits and names[2:] in ([], ["layer_type"]) else None
+
+
+def _parameters(cls: type) -> list[str]:
     forward = getattr(cls, "forward", None)
     try:
-        names = list(inspect.signature(forward).parameters)[1:]  # type: ignore[arg-type]
+        return list(inspect.signature(forward).parameters)[1:]  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return False
-    return len(names) in (2, 3) and names[1] == "position_ids" and names[2:] in ([], ["layer_type"])
+        return []
 
 
 class _Unserved(Exception):
@@ -107,13 +206,32 @@ class _Unserved(Exception):
 def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
     """What a module makes, found out and tried; or None and the reason."""
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            torch.device("cpu"),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            _float32_by_default(),
+        ):
             return _read(module, wide), "agrees with the module at all probes"
     except _Unserved as unserved:
         return None, str(unserved)
 
 
+@contextmanager
+def _float32_by_default() -> Iterator[None]:
+    """Probes are float32, but from_pretrained makes modules under the dtype of the model."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
 def _read(module: torch.nn.Module, wide: bool) -> Angles:
+    cls = base_of(type(module))
+    if _names(cls) is None:
+        raise _Unserved(f"its forward takes ({', '.join(_parameters(cls))}), not (x, position_ids)")
     probe = _fresh(module)
     types = _layer_types(module)
     found: list[tuple[str | None, RopeSpec, float]] = []
@@ -160,10 +278,8 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
     cls = base_of(type(module))
     config = getattr(module, "config", None)
     if config is not None:
-        default = torch.get_default_dtype()
         _busy.now = True
         try:
-            torch.set_default_dtype(torch.float32)
             made: torch.nn.Module = cls(config)
             if _unchanged(module, made):
                 return made
@@ -171,7 +287,6 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
             pass
         finally:
             _busy.now = False
-            torch.set_default_dtype(default)
     if any(t.device.type == "meta" or t.dtype != torch.float32 for t in module.buffers()):
         raise _Unserved("its frequencies are on meta or were cast, and no config says them")
     return copy.deepcopy(module).cpu()
@@ -194,8 +309,7 @@ def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
             now.detach().cpu().float(), began.cpu().float(), rtol=_CAST, atol=_CAST_TINY
         ):
             return False
-    scalings = [name for name in vars(fresh) if name.endswith("attention_scaling")]
-    return all(getattr(module, name, None) == getattr(fresh, name) for name in scalings)
+    return _read_at_calls(module) == _read_at_calls(fresh)
 
 
 def _layer_types(module: torch.nn.Module) -> list[str | None]:
@@ -218,7 +332,9 @@ def _specs(
     config = getattr(module, "config", None)
     if config is not None:
         try:
-            spec: Any = RopeSpec.from_config(config, strict=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the tables decide, whatever else the config says
+                spec: Any = RopeSpec.from_config(config, strict=False)
             if isinstance(spec, LayerSpecs):
                 spec = spec.get(layer_type) if layer_type else None
             if isinstance(spec, RopeSpec):
@@ -329,13 +445,42 @@ def _same(theirs: Any, ids: torch.Tensor, ours: Angles, layer_type: str | None) 
     )
 
 
-def forward_of(original: Callable[..., Any], made: Angles) -> Callable[..., Any]:
-    """A forward with exact angles; the original where it is asked for what was not tried."""
+# --- members of the class that serves them --------------------------------------------------------
+
+
+def members_of(base: Any) -> dict[str, Any]:
+    """Members of the subclass of a base whose objects serve the angles that they keep."""
+    return {
+        "forward": _forward_of(base.forward),
+        "__init__": _initialiser_of(base),
+        KEPT: None,
+    }
+
+
+def _initialiser_of(base: Any) -> Callable[..., None]:
+    """The ``__init__`` of a base, after which an object has no angles of an earlier config."""
+
+    @functools.wraps(base.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        forget(self)
+        base.__init__(self, *args, **kwargs)
+
+    return __init__
+
+
+def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward with the exact angles that an object keeps.
+
+    The original runs for an object without angles that hold, and for calls that were not tried.
+    """
     names = list(inspect.signature(original).parameters)[1:]
-    types = {layer_type for layer_type, _ in made.specs}
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept: Kept | None = getattr(self, KEPT)
+        if kept is None or not kept.hold(self):
+            return original(self, *args, **kwargs)
+        made = kept.angles
         values = {"layer_type": None, **dict(zip(names, args)), **kwargs}
         x, ids = values.get(names[0]), values.get("position_ids")
         if (
@@ -345,7 +490,7 @@ def forward_of(original: Callable[..., Any], made: Angles) -> Callable[..., Any]
             or not isinstance(ids, torch.Tensor)
             or ids.dtype not in (torch.int64, torch.int32)
             or ids.dim() not in made.ranks
-            or values["layer_type"] not in types
+            or values["layer_type"] not in dict(made.specs)
             or not x.is_floating_point()
         ):
             return original(self, *args, **kwargs)
@@ -356,7 +501,7 @@ def forward_of(original: Callable[..., Any], made: Angles) -> Callable[..., Any]
 
 
 def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
-    """A line of the report."""
+    """A line of the report for a module that was read."""
     cls = base_of(type(module))
     words = None
     if made is not None:

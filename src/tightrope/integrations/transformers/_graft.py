@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ._classes import MARK, Graft
-from ._exact import Angles, forward_of
+from ._exact import members_of
 from ._find import PREFIX, is_near, methods, neighbours, original_of
 from ._form import Candidate
 from ._run import replacement
@@ -44,7 +44,17 @@ class Swap:
         return original_of(vars(value)[last])
 
 
-Recipe = tuple["Swap | Angles", ...]
+@dataclass(frozen=True)
+class Recipe:
+    """What is replaced in a class, as plain data: what a pickled model keeps of it.
+
+    Attributes:
+        swaps: functions and methods.
+        angles: whether forward serves the exact angles that an object keeps.
+    """
+
+    swaps: tuple[Swap, ...] = ()
+    angles: bool = False
 
 
 _replacements: dict[Swap, Any] = {}
@@ -86,7 +96,7 @@ def apply(module: torch.nn.Module, cls: type) -> None:
 
 
 def _make(base: type, recipe: Recipe) -> type:
-    originals = {id(swap.original()): swap for swap in recipe if isinstance(swap, Swap)}
+    originals = {id(swap.original()): swap for swap in recipe.swaps}
     copier = _Copier({key: replacement_of(swap) for key, swap in originals.items()})
     members: dict[str, Any] = {}
     for _owner, name, stands, function in methods(base):
@@ -100,9 +110,8 @@ def _make(base: type, recipe: Recipe) -> type:
         if copied is not None:
             kind = type(value) if isinstance(value, (staticmethod, classmethod)) else None
             members[name] = copied if kind is None else kind(copied)
-    for made in recipe:
-        if isinstance(made, Angles):
-            members["forward"] = forward_of(base.forward, made)  # type: ignore[attr-defined]
+    if recipe.angles:
+        members |= members_of(base)
     if not members:
         return base
     members |= {

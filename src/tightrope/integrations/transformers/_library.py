@@ -19,7 +19,7 @@ from . import _exact, _find, _graft
 from ._classes import base_of
 from ._find import Found
 from ._form import unwrapped
-from ._recognise import Recognition, recognise
+from ._recognise import Recognition, recognise, recognise_method
 from ._report import Entry, Report, entry_of
 from ._run import replacement
 
@@ -75,6 +75,7 @@ def patch(angles: str) -> Report:
             return _state.report
         unpatch()
     _state.report, _state.angles = Report(), angles
+    _exact.library.serves = angles == "exact"
     sys.meta_path.insert(0, _finder)
     for name, module in sorted(sys.modules.items()):
         if _MODELING.match(name) and isinstance(module, ModuleType):
@@ -91,6 +92,7 @@ def unpatch() -> None:
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     _state.report = None
+    _exact.library.serves = False
     _state.results.clear()
 
 
@@ -112,9 +114,7 @@ def _patch_module(module: ModuleType) -> None:
                     found = Found(
                         module.__name__, f"{value.__qualname__}.{method}", stands, not static
                     )
-                    swaps.append(
-                        (value, found, _recognised(function, None if static else object()))
-                    )
+                    swaps.append((value, found, _recognised(function, None if static else value)))
     exact = _state.angles == "exact"
     wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
     for holder, found, recognition in swaps:
@@ -125,15 +125,26 @@ def _patch_module(module: ModuleType) -> None:
         if found.module == module.__name__:
             _note(entry_of(found.module, found.name, recognition))
     if exact:
-        for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == module.__name__:
-                if issubclass(value, torch.nn.Module) and _exact.may_make_angles(value):
-                    _set(value, "__init__", _initialiser(value, wide, _note))
+        classes = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, torch.nn.Module)
+            and _exact.makes_angles(value)
+        ]
+        for cls in classes:
+            if cls.__module__ == module.__name__:
+                _set(cls, "__init__", _initialiser(cls, wide, _note))
+        if not classes and any(found.module == module.__name__ for _, found, _ in swaps):
+            _note(
+                Entry(module.__name__, "angles", None, False, f"no class here {_exact.NO_ANGLES}")
+            )
 
 
-def _recognised(function: Any, owner: object = None) -> Recognition:
+def _recognised(function: Any, cls: type | None = None) -> Recognition:
     if id(function) not in _state.results:
-        _state.results[id(function)] = function, recognise(function, owner)
+        tried = recognise(function) if cls is None else recognise_method(function, cls)
+        _state.results[id(function)] = function, tried
     return _state.results[id(function)][1]
 
 
@@ -153,12 +164,14 @@ def _initialiser(cls: type, wide: bool, note: Callable[[Entry], None]) -> Callab
 
     @functools.wraps(old)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        _exact.forget(self)
         old(self, *args, **kwargs)
         if _exact.is_probing() or base_of(type(self)) is not cls:
             return
         made, reason = _exact.read(self, wide)
         note(_exact.entry(self, made, reason))
         if made is not None:
-            _graft.apply(self, _graft.grafted(cls, (made,)))
+            _graft.apply(self, _graft.grafted(cls, _graft.Recipe(angles=True)))
+            _exact.keep(self, made, by_library=True)
 
     return __init__

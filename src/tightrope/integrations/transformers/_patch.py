@@ -11,8 +11,8 @@ from . import _exact, _find, _graft, _library
 from ._classes import base_of
 from ._find import Found
 from ._form import unwrapped
-from ._recognise import Recognition, recognise
-from ._report import Report, entry_of
+from ._recognise import Recognition, recognise, recognise_method
+from ._report import Entry, Report, entry_of
 
 ANGLES = ("model", "exact")
 
@@ -61,16 +61,21 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
         if recognition.candidate is not None
     )
     report = Report([entry_of(each.module, each.name, recognition) for each, recognition in found])
+    lines: list[Entry] = []
+    unpatch(model)  # angles are read from modules as their authors wrote them
     for module in model.modules():
-        base = base_of(type(module))
-        recipe: _graft.Recipe = swaps
-        if angles == "exact" and _exact.may_make_angles(base):
+        made = None
+        if angles == "exact" and _exact.makes_angles(type(module)):
             made, reason = _exact.read(module, wide)
-            recipe = swaps if made is None else (*swaps, made)
-            line = _exact.entry(module, made, reason)
-            if line not in report.entries:
-                report.entries.append(line)
-        _graft.apply(module, _graft.grafted(base, recipe))
+            lines.append(_exact.entry(module, made, reason))
+        recipe = _graft.Recipe(swaps, angles=made is not None)
+        _graft.apply(module, _graft.grafted(type(module), recipe))
+        if made is not None:
+            _exact.keep(module, made, by_library=False)
+    if angles == "exact" and not lines:
+        cls, reason = type(model), f"none of its modules {_exact.NO_ANGLES}"
+        lines.append(Entry(cls.__module__, cls.__qualname__, None, False, reason))
+    report.entries.extend(dict.fromkeys(lines))
     return report
 
 
@@ -82,6 +87,7 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
         return
     for module in model.modules():
         _graft.apply(module, base_of(type(module)))
+        _exact.forget(module)
 
 
 def _check(operation: str, model: object) -> None:
@@ -92,18 +98,15 @@ def _check(operation: str, model: object) -> None:
 def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
     """The rotary functions of a model, each once, with what they compute."""
     results: dict[tuple[str, str], tuple[Found, Recognition]] = {}
-    examples: dict[type, Any] = {}
-    for module in model.modules():
-        examples.setdefault(base_of(type(module)), module)
-    for cls, example in examples.items():
+    for cls in dict.fromkeys(base_of(type(module)) for module in model.modules()):
 
-        def accepts(found: Found, example: Any = example) -> bool:
+        def accepts(found: Found, cls: type = cls) -> bool:
             key = found.module, found.name
             if key not in results:
-                owner = example if found.method else None
-                recognition = recognise(
-                    unwrapped(found.value) if found.method else _callable(found.value), owner
-                )
+                if found.method:
+                    recognition = recognise_method(unwrapped(found.value), cls)
+                else:
+                    recognition = recognise(_callable(found.value))
                 results[key] = found, recognition
             return results[key][1].candidate is not None
 

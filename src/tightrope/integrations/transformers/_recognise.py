@@ -94,6 +94,20 @@ def recognise(function: Any, owner: object = None) -> Recognition:
     return Recognition(None, max(reasons, key=_RANK.index) if reasons else _RANK[0])
 
 
+def recognise_method(function: Any, cls: type) -> Recognition:
+    """Find out which rotation a method computes for every object of a class.
+
+    All objects share one replacement, so the method is called on an object that has the attributes
+    of the class and none of its own, except the sizes of heads. A method that reads more is not
+    recognised.
+    """
+    owner = torch.nn.Module.__new__(cls) if issubclass(cls, torch.nn.Module) else object()
+    tried = recognise(function, owner)
+    if tried.reason != _NO_CALL:
+        return tried
+    return replace(tried, reason=f"{_NO_CALL}, on an object without attributes of its own")
+
+
 _NO_CALL = "it does not run on tensors of any usual shape"
 _NO_MATCH = "it agrees with no candidate"
 _UNEVEN = "it agrees with a candidate at some shapes or widths and with none at others"

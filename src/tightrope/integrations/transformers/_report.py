@@ -11,7 +11,10 @@ from ._recognise import Recognition
 
 @dataclass(frozen=True)
 class Entry:
-    """One rotary function, or one module that makes angles.
+    """One rotary function, or one class of modules that make angles.
+
+    A model for which ``angles="exact"`` found no such class has an entry under its own name; a
+    modeling file has one named "angles".
 
     Attributes:
         module: the Python module that defines it.

@@ -1,0 +1,552 @@
+"""`patch` and objects: each serves the config that it was made from, or the original code runs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.gptj import modeling_gptj
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama4 import modeling_llama4
+from transformers.models.phi3 import modeling_phi3
+
+import oracle
+from small_models import TEXT, small_inputs, small_model
+from test_integrations_transformers import assert_outputs
+from tightrope.integrations.transformers import Entry, Report, patch, unpatch
+from tolerances import assert_same_bits, value
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("clean"),
+]
+
+X, SHORT, LONG = torch.zeros(1), torch.arange(24)[None], torch.arange(96)[None]
+PAIRS = TEXT["head_dim"] // 2
+
+# What configs say; the longest position that they were made for is 64.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "default, another base": {"rope_theta": 5e5},
+    "linear": {"rope_type": "linear", "factor": 10.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 10.0},
+    "yarn": {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "rope_type": "longrope", "original_max_position_embeddings": 32, "factor": 2.0,
+        "short_factor": [1.0] * PAIRS, "long_factor": [2.0 + k for k in range(PAIRS)],
+    },
+}  # fmt: skip
+MODES = ("model", "exact", "library", "library, exact")
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library is the file of Llama alone; what a test does to it and to defaults is undone."""
+    for name in list(sys.modules):
+        if ".modeling_" in name and name.startswith("transformers.models."):
+            if not name.endswith(".modeling_llama"):
+                monkeypatch.delitem(sys.modules, name)
+    yield
+    unpatch()
+    torch.set_default_dtype(torch.float32)
+
+
+def rope(name: str) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, **ROPES[name]}
+
+
+def config_of(name: str) -> LlamaConfig:
+    settings = {**TEXT, "max_position_embeddings": 64}
+    return LlamaConfig(**settings, rope_parameters=rope(name))
+
+
+def tables(module: Any, *more: Any) -> list[torch.Tensor]:
+    """Cosines and sines near and far, of a module that has seen nothing yet."""
+    return [table for ids in (SHORT, LONG) for table in module(X, ids, *more)]
+
+
+def assert_tables(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert_outputs(a, b, "exact angles outputs")
+
+
+def patched(mode: str, make: Callable[[], Any]) -> tuple[Any, Report]:
+    """A model under one of MODES."""
+    angles = "exact" if "exact" in mode else "model"
+    if mode.startswith("library"):
+        report = patch(angles=angles)
+        return make(), report
+    model = make()
+    return model, patch(model, angles=angles)
+
+
+def llama(name: str) -> Any:
+    return small_model("Llama", rope_parameters=rope(name), max_position_embeddings=64)
+
+
+def is_served(module: Any) -> bool:
+    """Whether angles are this library's: buffers of frequencies are not read then."""
+    twin = copy.deepcopy(module)
+    for buffer in twin.buffers():
+        buffer.fill_(torch.nan)
+    cos, _ = twin(X, SHORT[:, :3])
+    return not bool(cos.isnan().any())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("first", ROPES)
+def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str) -> None:
+    """And so does one that is initialised again."""
+    want = {name: tables(LlamaRotaryEmbedding(config_of(name))) for name in ROPES}
+    model, _ = patched(mode, lambda: llama(first))
+    module = model.model.rotary_emb
+    assert is_served(module) == ("exact" in mode)
+    assert_tables(tables(module), want[first])
+    for name in ROPES:
+        assert_tables(tables(type(module)(config_of(name))), want[name])
+        assert_tables(tables(type(module)(config=config_of(name))), want[name])
+        module.__init__(config_of(name))
+        assert_tables(tables(module), want[name])
+    unpatch()
+    unpatch(model)
+    assert type(module) is LlamaRotaryEmbedding
+    for name in ROPES:
+        for a, b in zip(tables(type(module)(config_of(name))), want[name], strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_objects_made_of_one_config_that_changes(mode: str) -> None:
+    """transformers' own test_model_rope_scaling_frequencies makes them so."""
+
+    def make(cls: type, check: Callable[[str, Any], None]) -> dict[str, Any]:
+        config, made = config_of("linear"), {}
+        for name in ("default", "linear", "dynamic", "yarn", "longrope", "default, another base"):
+            config.rope_parameters = getattr(config, "rope_parameters", {}) or {}
+            config.rope_parameters.update(rope(name))
+            made[name] = cls(config=config).to("cpu")
+            check(name, made[name])
+        return made
+
+    want = {}
+    make(LlamaRotaryEmbedding, lambda name, module: want.update({name: tables(module)}))
+    model, _ = patched(mode, lambda: llama("default"))
+    cls = type(model.model.rotary_emb)
+    made = make(cls, lambda name, module: assert_tables(tables(module), want[name]))
+    # What reads its config only while it is made has what it said then.
+    for name in set(made) - {"dynamic", "longrope"}:
+        assert_tables(tables(made[name]), want[name])
+
+
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+@pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
+@pytest.mark.parametrize(
+    "change", ["config", "rope_parameters", "one of them", "attention_scaling", "rope_type"]
+)
+def test_the_original_runs_where_what_it_reads_was_assigned(
+    mode: str, name: str, change: str
+) -> None:
+    def changed(module: Any) -> Any:
+        other = {**rope(name), "rope_theta": 77.0, "factor": 3.0}
+        if change == "config":
+            module.config = copy.deepcopy(module.config)
+            module.config.rope_parameters = other
+        elif change == "rope_parameters":
+            module.config.rope_parameters = other
+        elif change == "one of them":
+            module.config.rope_parameters["rope_theta"] = 77.0
+        elif change == "attention_scaling":
+            module.attention_scaling = 0.5
+        else:
+            module.rope_type = "yarn" if name == "default" else "default"
+        return module
+
+    want = tables(changed(LlamaRotaryEmbedding(config_of(name))))
+    model, _ = patched(mode, lambda: llama(name))
+    before = tables(LlamaRotaryEmbedding(config_of(name)))
+    assert_tables(tables(model.model.rotary_emb), before)
+    assert_tables(tables(changed(model.model.rotary_emb)), want)
+
+
+def test_a_class_of_longrope_given_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of issue 15: the report said "left", and the angles of LongRoPE were served."""
+    monkeypatch.setitem(sys.modules, modeling_phi3.__name__, modeling_phi3)
+    settings = {**TEXT, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    long = Phi3Config(**settings, original_max_position_embeddings=32)
+    long.rope_parameters = rope("longrope")
+    dynamic = copy.deepcopy(long)
+    dynamic.rope_parameters = rope("dynamic")
+    make = modeling_phi3.Phi3RotaryEmbedding
+    want = [tables(make(config)) for config in (long, dynamic)]
+    report = patch(angles="exact")
+    first = make(long)
+    second = type(first)(dynamic)
+    assert is_served(first)
+    assert_tables(tables(first), want[0])
+    assert_tables(tables(second), want[1])
+    served = [entry.replaced for entry in report if entry.name == "Phi3RotaryEmbedding"]
+    assert served == [True, *([] if is_served(second) else [False])]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layer_types_are_those_of_the_object(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, modeling_gemma3.__name__, modeling_gemma3)
+
+    def config(kinds: tuple[str, ...], base: float) -> Gemma3TextConfig:
+        return Gemma3TextConfig(
+            **TEXT,
+            layer_types=list(kinds),
+            rope_parameters={
+                kind: {"rope_type": "default", "rope_theta": base * (i + 1)}
+                for i, kind in enumerate(("sliding_attention", "full_attention"))
+            },
+        )
+
+    both = ("sliding_attention", "full_attention")
+    cases = [(both, 1e4), (both, 3e5), (("full_attention",) * 2, 1e4)]
+    make = modeling_gemma3.Gemma3RotaryEmbedding
+    want = [tables(make(config(*case)), "full_attention") for case in cases]
+    model, _ = patched(mode, lambda: AutoModelForCausalLM.from_config(config(*cases[0])))
+    module = model.model.rotary_emb
+    assert_tables(tables(module, "full_attention"), want[0])
+    for case, expected in zip(cases, want, strict=True):
+        new = type(module)(config(*case))
+        assert_tables(tables(new, "full_attention"), expected)
+    with pytest.raises(KeyError, match="sliding_attention"):
+        new(X, SHORT, "sliding_attention")
+
+
+# --- patched again, copied, undone ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["inv_freq", "attention_scaling"])
+def test_patching_again_takes_what_was_changed_by_hand(what: str) -> None:
+    model = llama("default")
+    patch(model, angles="exact")
+    module = model.model.rotary_emb
+    if what == "inv_freq":
+        module.inv_freq.mul_(0.25)
+    else:
+        module.attention_scaling = 0.5
+    unpatch(model)
+    want = tables(module)
+    patch(model, angles="exact")
+    assert_tables(tables(module), want)
+    if what == "inv_freq":
+        module.inv_freq.mul_(0.25)
+    else:
+        module.attention_scaling = 0.25
+    report = patch(model, angles="exact")
+    assert not report.left, str(report)
+    assert is_served(module)
+    got = tables(module)
+    unpatch(model)
+    assert_tables(got, tables(module))
+
+
+def test_a_rule_that_the_config_no_longer_says_is_the_modules_own() -> None:
+    """Frequencies of dynamic NTK begin as the plain ones, so that they alone tell nothing."""
+    model = llama("dynamic")
+    want = tables(LlamaRotaryEmbedding(config_of("dynamic")))
+    model.config.rope_parameters.update(rope("default"))  # the factor of dynamic NTK stays there
+    patch(model, angles="exact")
+    assert_tables(tables(model.model.rotary_emb), want)
+
+
+@pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+def test_copies_and_pickles_serve_what_they_were_made_from(mode: str, name: str) -> None:
+    model, _ = patched(mode, lambda: llama(name))
+    module = model.model.rotary_emb
+    want = tables(module)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for twin in (
+        copy.deepcopy(module),
+        copy.copy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert is_served(twin)
+        for a, b in zip(tables(twin), want, strict=True):
+            assert_same_bits(a, b)
+        other = type(twin)(config_of("default, another base"))
+        assert_tables(
+            tables(other), tables(LlamaRotaryEmbedding(config_of("default, another base")))
+        )
+    assert "tightrope" not in str(module.state_dict())
+
+
+def test_two_models_in_one_process_keep_their_angles() -> None:
+    one, two = llama("default"), llama("yarn")
+    want = [tables(model.model.rotary_emb) for model in (one, two)]
+    patch(one, angles="exact")
+    patch(two, angles="exact")
+    for model, expected in zip((one, two), want, strict=True):
+        assert is_served(model.model.rotary_emb)
+        assert_tables(tables(model.model.rotary_emb), expected)
+    unpatch(one)
+    assert not is_served(one.model.rotary_emb)
+    assert is_served(two.model.rotary_emb)
+    patch(two)
+    assert not is_served(two.model.rotary_emb)
+
+
+def test_what_the_library_served_ends_with_its_patch() -> None:
+    """Functions that are the model's again would widen everything by tables of float32."""
+    given = small_inputs("Llama")
+    plain = llama("dynamic").to(torch.bfloat16)
+    with torch.no_grad():
+        want = plain(**given).logits
+    patch(angles="exact")
+    model = llama("dynamic").to(torch.bfloat16)
+    twin = copy.deepcopy(model)
+    own = llama("dynamic")
+    patch(own, angles="exact")
+    assert is_served(model.model.rotary_emb)
+    unpatch()
+    assert is_served(own.model.rotary_emb)
+    for each in (model, twin):
+        assert not is_served(each.model.rotary_emb)
+        with torch.no_grad():
+            assert_same_bits(each(**given).logits, want)
+
+
+def test_compiled_models_follow_their_object() -> None:
+    model = llama("dynamic")
+    patch(model, angles="exact")
+    module = model.model.rotary_emb
+    want = module(X, SHORT)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    for a, b in zip(compiled(X, SHORT), want, strict=True):
+        assert_same_bits(a, b)
+    torch._dynamo.reset()
+    module.__init__(config_of("yarn"))
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    assert_tables(list(compiled(X, SHORT)), tables(module)[:2])
+    torch._dynamo.reset()
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+FAR = torch.tensor([[0, 1, 4097, 123_457, 1_000_003]])
+
+
+def assert_exact(module: Any, dtype: torch.dtype) -> None:
+    """Tables at far positions are float32, and right to its last bits."""
+    cos, sin = module(torch.zeros(1, dtype=dtype), FAR)
+    exact = oracle.cos_sin(FAR, oracle.frequencies(1e4, 2 * PAIRS))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    name = "float64 angle" if dtype == torch.float64 else "float32 angle"
+    for table, expected in zip((cos, sin), exact, strict=True):
+        assert table.dtype == wide
+        off = (table.double() - torch.cat((expected, expected), -1)).abs().max().item()
+        assert off <= value(name), off
+    # And the original is not: the test can tell.
+    rough, _ = LlamaRotaryEmbedding.forward(module, torch.zeros(1), FAR)
+    assert (rough.double() - torch.cat((exact[0],) * 2, -1)).abs().max() > 1000 * value(name)
+
+
+def entry_of(report: Report, name: str) -> Entry:
+    (entry,) = [entry for entry in report if entry.name == name]
+    return entry
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+def test_loaded_models_are_served(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    llama("default").save_pretrained(tmp_path)
+    model, report = patched(
+        mode,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=dtype, attn_implementation="eager"
+        ),
+    )
+    assert model.dtype == dtype
+    entry = entry_of(report, "LlamaRotaryEmbedding")
+    assert entry.replaced
+    assert entry.recognised == "tables of RopeSpec(head_dim=16), cat, float32"
+    assert "LlamaRotaryEmbedding" not in [entry.name for entry in report.left]
+    assert_exact(model.model.rotary_emb, dtype)
+    with torch.no_grad():
+        logits = model(**small_inputs("Llama")).logits
+    assert logits.dtype == dtype
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+def test_loaded_models_are_still_served_after_use(mode: str, name: str, tmp_path: Path) -> None:
+    """Loading, generating and saving touch configs without changing what they mean."""
+    llama(name).save_pretrained(tmp_path)
+    model, _ = patched(
+        mode, lambda: AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    )
+    assert is_served(model.model.rotary_emb)
+    model.generate(**small_inputs("Llama"), max_new_tokens=2, do_sample=False)
+    model.save_pretrained(tmp_path)
+    model.float().train()
+    assert is_served(model.model.rotary_emb)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+def test_a_default_dtype_has_no_say(mode: str, default: torch.dtype) -> None:
+    def make() -> Any:
+        return AutoModelForCausalLM.from_config(config_of("default"), attn_implementation="eager")
+
+    torch.set_default_dtype(default)
+    model, report = patched(mode, make)
+    assert torch.get_default_dtype() == default
+    assert entry_of(report, "LlamaRotaryEmbedding").replaced, str(report)
+    assert not [entry for entry in report.left if "llama" in entry.module]
+    module = model.model.rotary_emb
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert_exact(module, dtype)
+    torch.set_default_dtype(torch.float32)
+    assert_exact(module, torch.bfloat16)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ROPES)
+def test_every_rule_is_served_whatever_the_default_dtype(name: str, default: torch.dtype) -> None:
+    want = tables(LlamaRotaryEmbedding(config_of(name)))
+    torch.set_default_dtype(default)
+    model = AutoModelForCausalLM.from_config(config_of(name))
+    report = patch(model, angles="exact")
+    torch.set_default_dtype(torch.float32)
+    assert not report.left, str(report)
+    assert_tables(tables(model.model.rotary_emb), want)
+
+
+# --- nothing to serve -----------------------------------------------------------------------------
+
+NONE = "none of its modules makes cosines and sines from positions, so angles stay as they are"
+
+
+@pytest.mark.parametrize("angles", ["model", "exact"])
+def test_a_model_without_a_module_that_makes_angles_is_listed(angles: str) -> None:
+    model = small_model("GPT-J")
+    report = patch(model, angles=angles)
+    if angles == "model":
+        assert not report.left
+        return
+    assert [(e.module, e.name, e.reason) for e in report.left] == [
+        ("transformers.models.gptj.modeling_gptj", "GPTJForCausalLM", NONE)
+    ]
+    assert f"left     modeling_gptj.GPTJForCausalLM: {NONE}" in str(report).splitlines()
+    (line,) = patch(torch.nn.Linear(2, 2), angles="exact")
+    assert (line.name, line.replaced, line.reason) == ("Linear", False, NONE)
+
+
+def test_a_file_without_a_class_that_makes_angles_is_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = modeling_gptj.__name__
+    monkeypatch.setitem(sys.modules, here, modeling_gptj)
+    assert not [entry for entry in patch().left if entry.module == here]
+    report = patch(angles="exact")
+    assert [(e.name, e.reason) for e in report.left if e.module == here] == [
+        (
+            "angles",
+            "no class here makes cosines and sines from positions, so angles stay as they are",
+        )
+    ]
+    assert not [e for e in report if e.name == "angles" and "llama" in e.module]
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_a_module_that_makes_angles_of_something_else_is_listed(
+    library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one that is served, it would pass for served."""
+    monkeypatch.setitem(sys.modules, modeling_llama4.__name__, modeling_llama4)
+
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = config_of("default")
+            config.image_size, config.patch_size = 8, 4
+            self.vision = modeling_llama4.Llama4VisionRotaryEmbedding(config)
+            self.text = LlamaRotaryEmbedding(config)
+
+    if library:
+        report = patch(angles="exact")
+        Both()
+    else:
+        report = patch(Both(), angles="exact")
+    assert entry_of(report, "LlamaRotaryEmbedding").replaced
+    entry = entry_of(report, "Llama4VisionRotaryEmbedding")
+    assert not entry.replaced
+    assert entry.reason == "its forward takes (hidden_states), not (x, position_ids)"
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    """Rotates by a method whose pairing is a matter of the object."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__()
+        self.interleaved = interleaved
+
+    @staticmethod
+    def _half(x: torch.Tensor) -> torch.Tensor:
+        u, v = x.chunk(2, -1)
+        return torch.cat((-v, u), -1)
+
+    def apply_rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        if self.interleaved:
+            turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+            return x * cos.repeat_interleave(2, -1) + turned * sin.repeat_interleave(2, -1)
+        return x * torch.cat((cos, cos), -1) + self._half(x) * torch.cat((sin, sin), -1)
+
+
+class HalfAttention(Attention):
+    """Rotates by a method that reads its class alone."""
+
+    def apply_rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return x * torch.cat((cos, cos), -1) + self._half(x) * torch.cat((sin, sin), -1)
+
+
+def test_a_method_that_reads_its_object_is_left() -> None:
+    """Which rotation it is differs from object to object, and a class has one replacement."""
+    x, angle = torch.randn(2, 3, 5, 16), torch.randn(5, 8)
+    model = torch.nn.ModuleList([Attention(False), Attention(True), HalfAttention(False)])
+    want = [each.apply_rotary(x, angle.cos(), angle.sin()) for each in model]
+    report = patch(model)
+    assert [e.replaced for e in report] == [False, True], str(report)
+    assert report.left[0].reason == (
+        "it does not run on tensors of any usual shape, on an object without attributes of its own"
+    )
+    for each, expected in zip(model, want, strict=True):
+        assert_outputs(each.apply_rotary(x, angle.cos(), angle.sin()), expected)
+
+
+def test_scaling_factors_are_those_of_the_object() -> None:
+    """YaRN scales tables; a class has no factor of its own."""
+    model = llama("yarn")
+    patch(model, angles="exact")
+    cos, _ = type(model.model.rotary_emb)(config_of("default"))(X, SHORT)
+    assert cos.max() == 1.0
+    cos, _ = model.model.rotary_emb(X, SHORT)
+    assert math.isclose(
+        cos.max().item(), 0.1 * math.log(10.0) + 1.0, rel_tol=value("float32 angle")
+    )
