@@ -250,6 +250,8 @@ inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token
 template <class T>
 inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens,
                  int64_t first, int64_t n, Angles<T>& angles) {
+  // Without pairs there is nothing to read: tables and words may have any sizes and strides.
+  if (n == 0) return;
   for (int64_t t = 0; t < tokens; ++t) {
     T* c = angles.cosine + t * n;
     T* s = angles.sine + t * n;

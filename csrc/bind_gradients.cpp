@@ -23,11 +23,11 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
   STD_TORCH_CHECK(a.form.source == kWords, "tightrope: tables have gradients of their own");
   STD_TORCH_CHECK(a.form.is_plain(), "tightrope: gradients by angles are those of a rotation alone");
   Problem p = problem_of(ys, grads, a);
-  const bool empty = is_empty(p);
+  const bool empty = is_empty(p) || p.pairs == 0;
   const int64_t sequences = p.word_rows;
-  const int64_t sequence = p.word_rows == 1 ? p.rows * p.tokens : p.tokens;
+  const int64_t sequence = empty ? 0 : sequences == 1 ? p.rows * p.tokens : p.tokens;
   const int64_t run = run_of_tokens(sequence);
-  const int64_t runs = empty ? 0 : (sequence + run - 1) / run;
+  const int64_t runs = runs_of(sequence, run);
 
   Tensor of_positions = zeros(words, {by_positions ? p.axes : 0, p.rows, p.tokens});
   Tensor of_runs = zeros(words, {by_frequencies ? sequences * runs : 0, p.axes, p.word_heads, p.pairs});
@@ -90,6 +90,7 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
     Tensor total = zeros(y, std::vector<int64_t>(g.size, g.size + g.dims), value_type(p));
     found.push_back(total);
     if (is_empty(p)) continue;
+    STD_TORCH_CHECK(p.head_dim <= kFar, "tightrope: a head must fit into memory");
 
     GateSums sums{};
     sums.times_position = slopes;
@@ -97,7 +98,7 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
     sums.rows_share = rows == 1, sums.heads_share = heads == 1, sums.channels_share = channels == 1;
     sums.sequence = rows == 1 ? p.rows * p.tokens : p.tokens;
     sums.run = sums.by_token ? 1 : run_of_tokens(sums.sequence);
-    sums.runs = sums.by_token ? 1 : (sums.sequence + sums.run - 1) / sums.run;
+    sums.runs = sums.by_token ? 1 : runs_of(sums.sequence, sums.run);
     const int64_t sequences = sums.by_token ? rows * tokens : rows;
     const int64_t items = sequences * sums.runs, entries = heads * channels;
     Tensor parts = zeros(y, {items, entries});

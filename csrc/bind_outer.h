@@ -76,6 +76,7 @@ class Values {
     const char* to = from + run_of(extents, 0) * element;
     for (int32_t i = 0; i < p.operands; ++i) {
       const Operand& o = p.operand[i];
+      if (o.heads == 0) continue;
       const auto* out = static_cast<const char*>(o.out);
       const int64_t count = run_of(extents_of(p, o, o.out_stride), 0);
       if (from < out + count * bytes_of(p.dtype) && out < to) {
@@ -94,12 +95,16 @@ class Values {
 
 inline int64_t step(const View& view, int d) { return view.size[d] == 1 ? 0 : view.stride[d]; }
 
+// Whether no element of an operand is read; its weight and gate may then have any sizes and strides.
+inline bool is_unread(const Problem& p, int64_t heads) { return heads == 0 || is_empty(p); }
+
 inline void read_weight(const Tensor& x, int64_t heads, const Problem& p, Values& values, Part& part) {
   const View w(x);
   STD_TORCH_CHECK(w.dims == 2 && x.is_cpu() && (w.size[0] == 1 || w.size[0] == heads) &&
                       w.size[1] == p.head_dim,
                   "tightrope: weights of a norm must be [heads|1, channels]");
   part.weight_head = w.size[0] == 1 ? 0 : p.head_dim;
+  if (is_unread(p, heads)) return;
   part.weight = values.copy(x, {1, w.size[0], p.head_dim}, {0, w.stride[0], w.stride[1]}, 1.0,
                             values.is_double());
 }
@@ -111,6 +116,7 @@ inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool in
                       (s.size[1] == 1 || s.size[1] == p.head_dim) &&
                       (p.position_dtype == PositionDtype::kNone || p.axes == 1),
                   "tightrope: slopes must be [heads|1, channels|1], of positions of 1 axis");
+  if (is_unread(p, heads)) return;
   part.per_head = s.size[0] != 1;
   part.slope_head = part.per_head ? p.head_dim : 0;
   part.slope = static_cast<const double*>(values.copy(x, {1, s.size[0], p.head_dim},
@@ -125,6 +131,7 @@ inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool inve
   for (int d = 0; d < 4; ++d)
     STD_TORCH_CHECK(g.dims == 4 && x.is_cpu() && (g.size[d] == 1 || g.size[d] == fits[d]),
                     "tightrope: logarithms of a gate must be [rows|1, heads|1, tokens|1, channels|1]");
+  if (is_unread(p, heads)) return;
   part.per_head = g.size[1] != 1;
   if (g.size[2] == 1) {
     void* made = nullptr;
@@ -188,7 +195,7 @@ inline std::vector<Tensor> run_outer(Problem& p, const Operands& xs, const Argum
   std::vector<Tensor> partial, by_weight;
   std::vector<int64_t> entries;
   for (int32_t i = 0; sums && i < p.operands; ++i) {
-    const int64_t own = o.part[i].weight_head == 0 ? 1 : p.operand[i].heads;
+    const int64_t own = a.carried[i].size(0);
     entries.push_back(own * p.head_dim);
     partial.push_back(zeros(*xs.tensor[0], {items, own, p.head_dim}));
     by_weight.push_back(zeros(*xs.tensor[0], {own, p.head_dim}, value_type(p)));

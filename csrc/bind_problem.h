@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "rotate.h"
@@ -29,15 +30,19 @@ constexpr int64_t kForward = 0, kInverse = 2;
 // Fewer elements than this are rotated sooner than a second thread wakes.
 constexpr int64_t kElementsPerThread = 1 << 16;
 
+// Strides are cut to so many elements, which no memory reaches. Where a dimension has one element, or a
+// tensor none, torch accepts any stride, and what the loops compute from it would overflow.
+constexpr int64_t kFar = int64_t(1) << 52;
+
 // Sizes and strides of one tensor, fetched once: every question through the stable ABI is a call.
 struct View {
   explicit View(const Tensor& x) : dims(x.dim()), size(x.sizes().data()), stride(x.strides().data()) {}
 
   int64_t size_at(int d) const { return d < 0 ? 1 : size[d]; }
-  int64_t stride_at(int d) const { return d < 0 ? 0 : stride[d]; }
+  int64_t stride_at(int d) const { return d < 0 ? 0 : std::min(stride[d], kFar); }
   Strides strides(const Layout& layout) const {
     return {stride_at(layout.row), stride_at(layout.head), stride_at(layout.token),
-            stride[dims - 1]};
+            stride_at(int(dims) - 1)};
   }
 
   int64_t dims;
@@ -239,7 +244,7 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
   for (int32_t i = 0; i < p.operands; ++i)
     STD_TORCH_CHECK(p.word_heads == 1 || p.word_heads == p.operand[i].heads,
                     "tightrope: heads of angles");
-  STD_TORCH_CHECK(p.start + 2 * p.pairs <= p.head_dim,
+  STD_TORCH_CHECK(p.start <= p.head_dim && p.pairs <= (p.head_dim - p.start) / 2,
                   "tightrope: rotated channels lie outside the head");
   p.angles_per_head = p.word_heads != 1;
   read_positions(a.positions, a.offset, form.ramp, p);
@@ -249,9 +254,10 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
   return p;
 }
 
-inline int64_t heads_of(const Problem& p) {
-  int64_t heads = 0;
-  for (int32_t i = 0; i < p.operands; ++i) heads += p.operand[i].heads;
+// In double, as expanded or empty tensors may have more heads together than an integer counts.
+inline double heads_of(const Problem& p) {
+  double heads = 0;
+  for (int32_t i = 0; i < p.operands; ++i) heads += double(p.operand[i].heads);
   return heads;
 }
 
@@ -275,9 +281,9 @@ inline const Loops& loops() {
 // Calls work(begin, end) for all items, on several threads where there is enough to do.
 template <class Work>
 void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
-  const int64_t per_item = heads_of(p) * tokens_per_item * p.head_dim;
-  if (items * per_item <= kElementsPerThread) return work(0, items);
-  const int64_t grain = per_item >= kElementsPerThread ? 1 : kElementsPerThread / per_item;
+  const double per_item = heads_of(p) * double(tokens_per_item) * double(p.head_dim);
+  if (double(items) * per_item <= kElementsPerThread) return work(0, items);
+  const int64_t grain = per_item >= kElementsPerThread ? 1 : kElementsPerThread / int64_t(per_item);
   torch::stable::parallel_for(0, items, grain, work);
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "bind_problem.h"
@@ -16,7 +17,9 @@ inline int64_t value_bytes(const Problem& p) { return p.dtype == Dtype::kDouble 
 // Memory of one thread, from a multiple of 64 bytes.
 class Memory {
  public:
-  explicit Memory(int64_t bytes) : owned_(new char[bytes + 64]) {}
+  explicit Memory(int64_t bytes) : owned_(new (std::nothrow) char[bytes + 64]) {
+    STD_TORCH_CHECK(owned_ != nullptr, "tightrope: a head must fit into memory");
+  }
   void* at() {
     const auto address = reinterpret_cast<uintptr_t>(owned_.get());
     return owned_.get() + (64 - address % 64) % 64;
@@ -35,7 +38,10 @@ inline Tensor zeros(const Tensor& like, std::vector<int64_t> sizes,
 constexpr int64_t kRuns = 128, kTokensPerRun = 32;
 
 inline int64_t run_of_tokens(int64_t sequence) {
-  return std::max((sequence + kRuns - 1) / kRuns, kTokensPerRun);
+  return std::max((sequence - 1) / kRuns + 1, kTokensPerRun);
+}
+inline int64_t runs_of(int64_t sequence, int64_t run) {
+  return sequence / run + (sequence % run != 0);
 }
 
 // Adds `count` parts of n entries each, in order.

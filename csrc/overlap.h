@@ -68,10 +68,12 @@ inline bool memory_overlaps(const Problem& p, Outs outs) {
   const int64_t element = bytes_of(p.dtype);
   for (int32_t i = 0; i < p.operands; ++i) {
     const Operand& a = p.operand[i];
+    if (a.heads == 0) continue;
     const Extents out = extents_of(p, a, a.out_stride);
     if (may_overlap_itself(out)) return true;
     for (int32_t j = 0; j < p.operands; ++j) {
       const Operand& b = p.operand[j];
+      if (b.heads == 0) continue;
       if (j < i && may_overlap(a.out, out, b.out, extents_of(p, b, b.out_stride), element))
         return true;
       // In place each reads what it writes itself.

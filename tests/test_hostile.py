@@ -1,0 +1,462 @@
+"""The raw operators take any sizes, strides and forms: a right result, or an error and nothing written.
+
+Each call that is drawn here is compared with itself on ordinary memory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from matrix import DTYPES, needs_kernel
+from tightrope.activations import ACTS, NONE, RMS_NORM
+from tightrope.backends import cpu
+from tightrope.ops import schema
+from tolerances import assert_same_bits
+
+pytestmark = needs_kernel
+
+# No memory holds so many elements; torch still makes tensors of these sizes, empty or expanded ones.
+HUGE = (2**50, 2**62, 2**63 - 1)
+# Strides of dimensions in which nothing is stepped over.
+ANY_STRIDE = (0, 1, 7, 2**31, 2**52, *HUGE)
+# Tensors of fewer elements are compared.
+FEW = 2**16
+MARGIN = 64
+
+
+@pytest.fixture(autouse=True, params=cpu.instruction_sets())
+def _each_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = cpu.instruction_set()
+    cpu.use_instruction_set(request.param)
+    yield
+    if before is not None:
+        cpu.use_instruction_set(before)
+
+
+class Draw(random.Random):
+    """Draws sizes and makes tensors of them."""
+
+    def sometimes(self, share: float) -> bool:
+        return self.random() < share
+
+    def size(self, *, huge: float = 0.03) -> int:
+        return self.choice(HUGE) if self.sometimes(huge) else self.choice((1, 1, 2, 3, 5, 9))
+
+    def sizes(self, sizes: Sequence[int]) -> list[int]:
+        """The sizes; now and then one of them is another."""
+        found = list(sizes)
+        if self.sometimes(0.03):
+            found[self.randrange(len(found))] = self.choice((0, 1, 2, *HUGE))
+        return found
+
+    def tensor(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        written: bool = False,
+        low: int = -(2**62),
+    ) -> torch.Tensor:
+        """A tensor in the middle of its memory, permuted, expanded, with strides of any size."""
+        sizes, count = list(sizes), prod(sizes)
+        if count == 0 or count > FEW:
+            # Expanded from one element if there is one.
+            strides = [self.choice(ANY_STRIDE) if count == 0 or n == 1 else 0 for n in sizes]
+            return numbers(1, dtype, self, low).as_strided(sizes, strides)
+        order = list(range(len(sizes)))
+        if self.sometimes(0.5):
+            self.shuffle(order)
+        strides, step = [0] * len(sizes), 1
+        for d in reversed(order):
+            if not written and self.sometimes(0.05):
+                continue  # expanded
+            strides[d] = step
+            step *= sizes[d]
+        memory = numbers(step + 2 * MARGIN, dtype, self, low)
+        for d, n in enumerate(sizes):
+            if n == 1 and self.sometimes(0.5):
+                strides[d] = self.choice(ANY_STRIDE)
+        return memory.as_strided(sizes, strides, MARGIN)
+
+    def words(self, sizes: Sequence[int]) -> torch.Tensor:
+        """Contiguous, as phase words must be."""
+        count = prod(sizes)
+        if count > FEW:
+            return numbers(1, torch.int64, self).as_strided(sizes, [0] * len(sizes))
+        strides = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
+        for d, n in enumerate(sizes):
+            if count == 0 or n == 1:
+                strides[d] = self.choice(ANY_STRIDE)
+        return numbers(max(count, 1), torch.int64, self).as_strided(sizes, strides)
+
+
+def numbers(count: int, dtype: torch.dtype, draw: Draw, low: int = -(2**62)) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    if not dtype.is_floating_point:
+        low = max(low, torch.iinfo(dtype).min)
+        return torch.randint(low, -low, (count,), generator=generator, dtype=dtype)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def tame(value: Any) -> Any:
+    """The same numbers in ordinary memory."""
+    if isinstance(value, list):
+        return [tame(one) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+
+
+def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return [one for one in flat if isinstance(one, torch.Tensor)]
+
+
+def memory_of(x: torch.Tensor) -> torch.Tensor:
+    count = x.untyped_storage().nbytes() // x.element_size()
+    return x.as_strided((count,), (1,), 0)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+# Operator, arguments, and which of the arguments it writes.
+Call = tuple[Callable[..., Any], list[Any], list[int]]
+
+
+def shape(layout: int, rows: int, heads: int, tokens: int, head_dim: int) -> list[int]:
+    by_name = {"b": rows, "h": heads, "s": tokens, "t": tokens, "d": head_dim}
+    return [by_name[name] for name in schema.LAYOUTS[layout]]
+
+
+def problem(draw: Draw) -> tuple[int, list[int], list[int], int, int, int]:
+    """Layout, sizes (rows, tokens, channels), heads of each tensor, pairs and start."""
+    layout = draw.randrange(len(schema.LAYOUTS))
+    name = schema.LAYOUTS[layout]
+    rows, tokens = draw.size() if "b" in name else 1, draw.size()
+    head_dim = draw.choice(HUGE) if draw.sometimes(0.05) else draw.choice((1, 2, 5, 8, 24, 72, 130))
+    heads = [draw.size() if "h" in name else 1 for _ in range(draw.choice((1, 2)))]
+    if draw.sometimes(0.1):
+        heads[-1] = 0
+    if draw.sometimes(0.05):
+        rows = 0
+    if draw.sometimes(0.05):
+        tokens = 0
+    widest = min(head_dim // 2, 40)
+    pairs = draw.choice((0, widest, widest, draw.randint(0, widest)))
+    start = draw.randint(0, min(head_dim - 2 * pairs, 2**20 - 1))
+    return layout, [rows, tokens, head_dim], heads, pairs, start
+
+
+def angle_sizes(draw: Draw, rows: int, heads: Sequence[int]) -> list[int]:
+    alike = heads[0] if len(set(heads)) == 1 else 1
+    return [draw.choice((1, rows)), draw.choice((1, alike))]
+
+
+def positions_of(
+    draw: Draw, axes: int, rows: int, tokens: int, ramp: bool, tables: bool
+) -> torch.Tensor | None:
+    if ramp and draw.sometimes(0.5):
+        return None
+    sizes = draw.sizes([axes, draw.choice((1, rows)), 1 if ramp else tokens])
+    dtypes = [torch.int32, torch.int64] + [torch.float32, torch.float64] * (not tables)
+    return draw.tensor(sizes, draw.choice(dtypes), low=draw.choice((-4, -(2**62))))
+
+
+def offset_of(draw: Draw) -> int:
+    return draw.choice((0, 0, 3, -(2**62), 2**62, 2**63 - 1, -(2**63)))
+
+
+def packed(draw: Draw, form: schema.Form) -> int:
+    if draw.sometimes(0.1):
+        return draw.choice(
+            (form.pack() ^ 1 << draw.randrange(63), draw.getrandbits(63), -1, -(2**63))
+        )
+    return form.pack()
+
+
+def rotation(draw: Draw) -> Call:
+    layout, (rows, tokens, head_dim), heads, pairs, start = problem(draw)
+    dtype = draw.choice(DTYPES)
+    source = draw.randrange(len(schema.SOURCES))
+    act = draw.choice((NONE, NONE, draw.randrange(len(ACTS)), RMS_NORM))
+    gate = draw.choice((schema.NO_GATE, schema.LOG, schema.SLOPE))
+    direction = draw.choice((schema.FORWARD, schema.TRANSPOSE))
+    if act == NONE and draw.sometimes(0.3):
+        direction = schema.INVERSE
+    ramp, learned = draw.sometimes(0.7), draw.sometimes(0.2)
+    form = schema.Form(
+        layout, start, draw.sometimes(0.5), direction, ramp, source, learned, act, gate
+    )
+
+    def values(*sizes: int) -> torch.Tensor:
+        return draw.tensor(draw.sizes(sizes), draw.choice(DTYPES))
+
+    axes = 1 if source or gate == schema.SLOPE else draw.choice((1, 2))
+    angles = angle_sizes(draw, rows, heads)
+    if pairs == 0 and source == schema.WORDS and gate != schema.SLOPE and draw.sometimes(0.3):
+        axes = draw.choice(HUGE)
+    if source == schema.WORDS:
+        sizes = draw.sizes([axes, *angles, pairs])
+        turns = draw.words(sizes) if draw.sometimes(0.3) else None
+        primary, secondary = draw.words(sizes), turns
+    else:
+        width = pairs if source == schema.SOURCES.index("half") else 2 * pairs
+        sizes = draw.sizes([*angles, draw.choice((0, 1, 9)), width])
+        of = draw.choice(DTYPES)
+        primary, secondary = draw.tensor(sizes, of), draw.tensor(sizes, of)
+    end: list[Any] = [
+        primary,
+        secondary,
+        positions_of(draw, axes, rows, tokens, ramp, source != schema.WORDS),
+        offset_of(draw),
+        packed(draw, form),
+        draw.choice((1.0, 0.5)),
+    ]
+    carried = [draw.tensor([1, 1, 1, 1], torch.float32)] if learned else []
+    if act == RMS_NORM:
+        carried += [values(draw.choice((1, n)), head_dim) for n in heads]
+    for n in heads if gate else ():
+        own = [draw.choice((1, n)), draw.choice((1, head_dim))]
+        if gate == schema.LOG:
+            own = [draw.choice((1, rows)), own[0], draw.choice((1, tokens)), own[1]]
+        carried.append(values(*own))
+    xs = [shape(layout, rows, n, tokens, head_dim) for n in heads]
+    if act != NONE and direction != schema.FORWARD:
+        carried += [draw.tensor(draw.sizes(one), dtype) for one in xs]
+    if carried or draw.sometimes(0.2):
+        end += [carried, 1e-6 if act == RMS_NORM else 0.0]
+
+    def operands(*, written: bool) -> list[torch.Tensor | None]:
+        made = [draw.tensor(draw.sizes(one), dtype, written=written) for one in xs]
+        return [*made, *[None] * (2 - len(made))]
+
+    way = draw.choice((schema.rotation, schema.rotation_, schema.rotation_into))
+    first = operands(written=way is schema.rotation_)
+    if way is schema.rotation_into:
+        first += operands(written=True)
+    written = {schema.rotation: [], schema.rotation_: [0, 1], schema.rotation_into: [2, 3]}[way]
+    return way(end), first + end, written
+
+
+def results(
+    draw: Draw, layout: int, sizes: Sequence[int], heads: Sequence[int]
+) -> list[torch.Tensor | None]:
+    """y, z and their gradients."""
+    (rows, tokens, head_dim), dtype = sizes, draw.choice(DTYPES)
+    found: list[torch.Tensor | None] = []
+    for _ in range(2):
+        made = [
+            draw.tensor(draw.sizes(shape(layout, rows, n, tokens, head_dim)), dtype) for n in heads
+        ]
+        found += [*made, *[None] * (2 - len(made))]
+    return found
+
+
+def angle_gradients(draw: Draw) -> Call:
+    layout, (rows, tokens, head_dim), heads, pairs, start = problem(draw)
+    # Elsewhere the work is what the sizes say: none is done without pairs, or on what is empty.
+    if max(rows, tokens, *heads) in HUGE:
+        pairs, start = 0, 0
+    ramp, axes = draw.sometimes(0.7), draw.choice((1, 2))
+    if pairs == 0 and draw.sometimes(0.3):
+        axes = draw.choice(HUGE)
+    sizes = draw.sizes([axes, *angle_sizes(draw, rows, heads), pairs])
+    turns = draw.words(sizes) if draw.sometimes(0.3) else None
+    form = schema.Form(layout, start, draw.sometimes(0.5), draw.choice((0, 2)), ramp)
+    arguments = [
+        *results(draw, layout, (rows, tokens, head_dim), heads),
+        draw.words(sizes),
+        turns,
+        positions_of(draw, axes, rows, tokens, ramp, False),
+        offset_of(draw),
+        packed(draw, form),
+        draw.sometimes(0.5),
+        draw.sometimes(0.5),
+    ]
+    return schema.angle_gradients, arguments, []
+
+
+def gate_gradients(draw: Draw) -> Call:
+    layout, (rows, tokens, head_dim), heads, _, start = problem(draw)
+    # As above; but of a wide head alone there is no memory to work in.
+    if rows * tokens * max(heads) != 0:
+        rows, tokens, *heads = (3 if n in HUGE else n for n in (rows, tokens, *heads))
+    ramp, gate = draw.sometimes(0.7), draw.choice((schema.LOG, schema.SLOPE))
+    gates: list[torch.Tensor | None] = []
+    for n in heads:
+        own = [draw.choice((1, n)), draw.choice((1, head_dim))]
+        if gate == schema.LOG:
+            own = [draw.choice((1, rows)), own[0], draw.choice((1, tokens)), own[1]]
+        gates.append(draw.tensor(draw.sizes(own), draw.choice(DTYPES)))
+    form = schema.Form(layout, start, direction=draw.choice((0, 2)), ramp=ramp, gate=gate)
+    arguments = [
+        *results(draw, layout, (rows, tokens, head_dim), heads),
+        *gates,
+        *[None] * (2 - len(gates)),
+        positions_of(draw, 1, rows, tokens, ramp, False),
+        offset_of(draw),
+        packed(draw, form),
+    ]
+    return schema.gate_gradients, arguments, []
+
+
+# --- what holds of each ---------------------------------------------------------------------------
+
+
+def on_ordinary_memory(arguments: list[Any]) -> list[Any] | None:
+    """The same numbers; None where there are too many, or torch has no such memory."""
+    if any(x.numel() > FEW for x in tensors_of(arguments)):
+        return None
+    try:
+        return [tame(value) for value in arguments]
+    except RuntimeError:
+        return None
+
+
+def holds(call: Call) -> bool:
+    """Make the call; return whether it was taken, and fail where it did what it must not."""
+    operator, arguments, written = call
+    tensors = tensors_of(arguments)
+    ordinary = on_ordinary_memory(arguments)
+    kept = {id(x): memory_of(x).clone() for x in tensors}
+    try:
+        made = operator(*arguments)
+    except RuntimeError:
+        made = None
+        taken = False
+    else:
+        taken = True
+        targets = [i for i in written if arguments[i] is not None]
+        if ordinary is not None:
+            right = operator(*ordinary)
+            for got, wanted in zip(made or (), right or (), strict=True):
+                assert_same_bits(got, wanted)
+            for i in targets:
+                assert_same_bits(arguments[i], ordinary[i])
+        for x in (arguments[i] for i in targets):
+            place = kept[id(x)].as_strided(x.shape, x.stride(), x.storage_offset())
+            place.copy_(x)
+    for x in tensors:
+        assert_same_bits(memory_of(x), kept[id(x)])
+    return taken
+
+
+def words(*sizes: int) -> torch.Tensor:
+    return torch.ones(sizes, dtype=torch.int64)
+
+
+def wide_table(source: str, width: int) -> Call:
+    table, x = torch.empty(1, 1, 0, width), torch.ones(1, 1, 1, 8)
+    form = schema.Form(ramp=True, source=schema.SOURCES.index(source))
+    return schema.rotate_, [x, None, table, table, None, 0, form.pack(), 1.0], [0]
+
+
+def far_apart(dtype: torch.dtype, act: str) -> Call:
+    x = torch.linspace(-1, 1, 64, dtype=dtype).as_strided(
+        (1, 1, 1, 64), (2**62, 2**63 - 1, 2**62, 1)
+    )
+    form = schema.Form(act=ACTS.index(act))
+    return schema.rotate, [x, None, words(1, 1, 1, 32), None, None, 5, form.pack(), 1.0], []
+
+
+def wide_head(width: int, gate: list[int], kind: int) -> Call:
+    y, form = torch.ones(1).expand(1, 1, 1, width), schema.Form(gate=kind)
+    of = torch.ones(gate)
+    return schema.gate_gradients, [y, None, y, None, of, None, None, 0, form.pack()], []
+
+
+def many_heads(*carried: torch.Tensor, **form: int) -> Call:
+    q, k = (torch.empty(0).as_strided((0, 2**62, 2**62, 8), (2**62,) * 4) for _ in range(2))
+    layout = schema.LAYOUTS.index("sbhd")
+    end = [words(1, 1, 1, 4), None, None, 0, schema.Form(layout, **form).pack(), 1.0]
+    if carried:
+        return schema.rotate_carried_, [q, k, *end, [*carried, *carried], 0.0], [0, 1]
+    return schema.rotate_, [q, k, *end], [0, 1]
+
+
+def without_heads(gate: int) -> Call:
+    q = torch.empty(0).as_strided((2, 0, 3, 8), (2**62, 2**62, 2**62, 1))
+    k = torch.linspace(-1, 1, 96).view(2, 2, 3, 8)
+    end = [words(1, 1, 1, 4), None, None, 0, schema.Form(gate=gate).pack(), 1.0]
+    if gate == schema.NO_GATE:
+        return schema.rotate_, [q, k, *end], [0, 1]
+    gates = [torch.ones(2, 1, 3, 8) for _ in range(2)]
+    return schema.rotate_carried_, [q, k, *end, gates, 0.0], [0, 1]
+
+
+def many_axes(operator: str) -> Call:
+    x, axes = torch.ones(1, 1, 1, 8), words(2**62, 1, 1, 0)
+    if operator == "rotate":
+        return schema.rotate, [x, None, axes, None, None, 0, schema.Form().pack(), 1.0], []
+    end = [axes, None, None, 0, schema.Form().pack(), False, True]
+    return schema.angle_gradients, [x, None, x, None, *end], []
+
+
+TAKEN: dict[str, Callable[[], Call]] = {
+    **{
+        f"far apart, {dtype}, {act}": lambda dtype=dtype, act=act: far_apart(dtype, act)
+        for dtype in DTYPES
+        for act in ("none", "silu", "softmax")
+    },
+    "many heads": many_heads,
+    "many heads and a gate": lambda: many_heads(
+        torch.ones(1).expand(2**62, 1, 1, 1), gate=schema.LOG
+    ),
+    "no heads": lambda: without_heads(schema.NO_GATE),
+    "no heads and a gate": lambda: without_heads(schema.LOG),
+    "axes without pairs": lambda: many_axes("rotate"),
+    "gradients by axes without pairs": lambda: many_axes("angle_gradients"),
+}
+REFUSED: dict[str, tuple[str, Callable[[], Call]]] = {
+    **{
+        f"a table {width} wide, {source}": (
+            "rotated channels lie outside the head",
+            lambda source=source, width=width: wide_table(source, width),
+        )
+        for source, width in (("half", 2**62), ("half", 2**63 - 1), ("cat", 2**63 - 1))
+    },
+    **{
+        f"a head {width} wide, {kind}": (
+            "a head must fit into memory" if width > 2**52 else "memory|parallel_for",
+            lambda width=width, kind=kind: wide_head(width, [1] * (4 if kind == 1 else 2), kind),
+        )
+        for width in (2**48, 2**62, 2**63 - 1)
+        for kind in (schema.LOG, schema.SLOPE)
+    },
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_calls_that_are_taken(name: str) -> None:
+    assert holds(TAKEN[name]())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_that_are_refused(name: str) -> None:
+    text, make = REFUSED[name]
+    call = make()
+    assert not holds(call)
+    with pytest.raises(RuntimeError, match=text):
+        call[0](*call[1])
+
+
+@pytest.mark.parametrize("of", [rotation, angle_gradients, gate_gradients])
+def test_drawn_calls(of: Callable[[Draw], Call]) -> None:
+    taken, refused = 0, 0
+    for seed in range(200):
+        try:
+            call = of(Draw(seed))
+        except RuntimeError:  # torch has no such tensor
+            continue
+        if holds(call):
+            taken += 1
+        else:
+            refused += 1
+    assert taken > 60
+    assert refused > 20
