@@ -151,6 +151,7 @@ def build_library() -> Path:
         "bind_torch.cpp": torch_flags,
         "bind_gradients.cpp": torch_flags,
         "dispatch.cpp": ["-O3"],
+        "stretched.cpp": ["-O3"],
     }
     for source, flags in ISA_FLAGS.get(machine, ISA_FLAGS_ELSEWHERE).items():
         units[source] = ["-O3", *flags]

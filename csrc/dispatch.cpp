@@ -82,12 +82,6 @@ const Loops* loops() {
 
 }  // namespace tightrope
 
-#if defined(_WIN32)
-#define TIGHTROPE_EXPORT extern "C" __declspec(dllexport)
-#else
-#define TIGHTROPE_EXPORT extern "C" __attribute__((visibility("default")))
-#endif
-
 // The set in use, or null.
 TIGHTROPE_EXPORT const char* tightrope_instruction_set() {
   const auto* set = tightrope::current.load();

@@ -7,6 +7,13 @@
 
 #include <stdint.h>
 
+// What Python calls without torch.
+#if defined(_WIN32)
+#define TIGHTROPE_EXPORT extern "C" __declspec(dllexport)
+#else
+#define TIGHTROPE_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
 namespace tightrope {
 
 enum class Dtype : int32_t { kFloat, kDouble, kBFloat16, kHalf };

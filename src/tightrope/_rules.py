@@ -101,11 +101,16 @@ class Rule:
         keys: for each field, how the rope section of a configuration spells it.
         by_length: whether the frequencies depend on the length of the sequence. Such a rule has a
             field ``original_max_position``, up to which length it yields one and the same.
+        ntk_by_length: whether longer sequences have the frequencies of NTK-aware scaling by
+            ``1 + factor · (length / original_max_position − 1)``, and attention scaling 1. Phase words
+            of many lengths are then made at once. False again in a subclass that overrides
+            :meth:`make`, :meth:`regime` or :meth:`frequencies`, unless it sets this too.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     keys: ClassVar[Keys] = {}
     by_length: ClassVar[bool] = False
+    ntk_by_length: ClassVar[bool] = False
     original_max_position: int  # of rules that are by_length
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -121,6 +126,8 @@ class Rule:
                     )
                 )
             RULES[name] = cls
+        if not {"make", "regime", "frequencies"}.isdisjoint(cls.__dict__):
+            cls.ntk_by_length = cls.__dict__.get("ntk_by_length", False)
         # Set here, before the decorator of a dataclass would write its own.
         cls.__hash__ = Rule.__hash__  # type: ignore[method-assign]
         cls.__repr__ = Rule.__repr__  # type: ignore[method-assign]
@@ -174,7 +181,8 @@ class Rule:
 
         Returns:
             float64 ``[rows, pairs]``, none above those ``within``; None for a rule that has one set
-            of frequencies for all lengths above the original one.
+            of frequencies for all lengths above the original one. Their attention scaling is that of the
+            first length above the original one.
 
         Raises:
             NotImplementedError: a rule that says nothing about such lengths.

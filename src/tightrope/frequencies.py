@@ -184,6 +184,7 @@ class DynamicNTK(Rule):
         "original_max_position": ("original_max_position_embeddings",),
     }
     by_length = True
+    ntk_by_length = True
 
     factor: float
     original_max_position: int
@@ -467,7 +468,9 @@ class LongRoPE(Rule):
 
     def regime(self, seq_len: int | None) -> int | None:
         """None up to the original length; one and the same length for all that are longer."""
-        return None if super().regime(seq_len) is None else self.original_max_position + 1
+        if seq_len is None or seq_len <= self.original_max_position:
+            return None
+        return self.original_max_position + 1
 
     def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> None:
         """Nothing to make: there is one set for all longer sequences."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,9 +14,18 @@ import torch
 from . import frequencies
 from .angles import words_of
 from .axes import Axes
-from .frequencies import Frequencies, Rule
+from .frequencies import CONTEXT, TWO_PI, Frequencies, Rule
 
 T = TypeVar("T")
+
+#: Makes words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in csrc/stretched.cpp for
+#: its constants, the original length, the lengths of the rows, the bound of the error, the first row, and
+#: the words ``[rows, pairs]`` that it writes. It returns the first row whose rounding it cannot prove.
+#: The native library sets it; without it the definition makes these words.
+stretched_natively: Callable[[bytes, int, Sequence[int], int, int, torch.Tensor], int] | None = None
+
+# 32 times the error bound that csrc/stretched.cpp derives. One word in eight million stays unproven.
+_DOUBT = 2**40
 
 
 class Made(NamedTuple):
@@ -112,6 +124,112 @@ def assigned(
     )
     shape = None if whole.shape is None else (heads, len(axes.pairs))
     return Frequencies(exact, whole.attention_scaling, shape)
+
+
+def of_lengths(
+    rule: Rule, rotary_dim: int, base: float, axes: Axes | None, lengths: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Words and turns of rows of given lengths, ``[axes, rows, heads|1, pairs]`` on the CPU.
+
+    A pure function, with the bits of :func:`made` for each row.
+
+    Args:
+        rule, rotary_dim, base, axes: as of :class:`tightrope.RopeSpec`.
+        lengths: at least one.
+    """
+    dims, index, owners = _places(rotary_dim, axes)
+    rows = [_stretched(rule, dim, base, lengths) for dim in dims]
+    found = [row for row in rows if row is not None]
+    if len(found) < len(rows):
+        regimes = map(rule.regime, lengths)
+        cpu = torch.device("cpu")
+        return joined([table(made(rule, rotary_dim, base, axes, it), cpu) for it in regimes])
+    whole = found[0] if len(found) == 1 else torch.cat(found, 1)
+    if index is not None:
+        whole = whole.index_select(1, index)
+    # No axis turns a pair that is another's.
+    return (whole[None] if owners is None else whole * owners)[:, :, None], None
+
+
+def _stretched(rule: Rule, dim: int, base: float, lengths: Sequence[int]) -> torch.Tensor | None:
+    """Words ``[rows, pairs]`` of one row of pairs; None where only the definition makes them."""
+    constants = None if stretched_natively is None else _constants(rule, dim, base)
+    if stretched_natively is None or constants is None:
+        return None
+    limit, pairs = rule.original_max_position, dim // 2
+    beyond = max(max(lengths) - limit, 0)
+    # Within these limits the error is far below `_DOUBT`.
+    if beyond >= 2**32 or pairs * ((beyond * constants.growth >> 128) + 2) >= 2**31:
+        return None
+    words = torch.empty((len(lengths), pairs), dtype=torch.int64, device="cpu")
+    row = stretched_natively(constants.packed, limit, lengths, _DOUBT, 0, words)
+    while row < len(lengths):
+        exact = words_of(rule.frequencies(dim, base, lengths[row])).words
+        words[row] = torch.tensor(exact, dtype=torch.int64, device="cpu")
+        row = stretched_natively(constants.packed, limit, lengths, _DOUBT, row + 1, words)
+    return words
+
+
+class _Constants(NamedTuple):
+    """What words of all lengths are made from.
+
+    Attributes:
+        packed: as :data:`stretched_natively` takes them.
+        growth: of the scale per token, in units of 2^-128.
+    """
+
+    packed: bytes
+    growth: int
+
+
+@lru_cache(maxsize=512)
+def _constants(rule: Rule, dim: int, base: float) -> _Constants | None:
+    """None for rules and parameters that these words are not made for."""
+    if not rule.ntk_by_length or dim == 0 or not base > 1:
+        return None
+    growth = int(Fraction(rule.factor) * 2**128 / rule.original_max_position)  # type: ignore[attr-defined]
+    ratio = (*frequencies.default(dim, base).exact, Decimal(0))[1]
+    if not 2**68 <= growth < 2**128 or rule.original_max_position >= 2**62:
+        return None
+    turn, step = (
+        int(CONTEXT.multiply(value, 2**128)) for value in (CONTEXT.divide(1, TWO_PI), ratio)
+    )
+    packed = b"".join(each.to_bytes(16, sys.byteorder) for each in (turn, step, growth))
+    return _Constants(packed, growth)
+
+
+@lru_cache(maxsize=512)
+def _places(
+    rotary_dim: int, axes: Axes | None
+) -> tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor | None]:
+    """The widths of the rows that axes take pairs from, each pair's place in them, and its axis.
+
+    Returns:
+        The widths; which column each pair has, where the rows stand side by side, or None for its own;
+        and 1 for the axis of each pair and 0 for the others, ``[axes, 1, pairs]``, or None for one axis.
+    """
+    if axes is None:
+        return (rotary_dim,), None, None
+    dims = tuple(sorted({dim for _, _, dim in axes.pairs} or {rotary_dim}))
+    starts = {dim: sum(dims[:i]) // 2 for i, dim in enumerate(dims)}
+    columns = [starts[dim] + at for _, at, dim in axes.pairs]
+    index = None
+    if columns != list(range(sum(dims) // 2)):
+        index = torch.tensor(columns, dtype=torch.int64, device="cpu")
+    own = torch.tensor([axis for axis, _, _ in axes.pairs], dtype=torch.int64, device="cpu")
+    owners = torch.arange(axes.count, device="cpu")[:, None, None] == own
+    return dims, index, owners.to(torch.int64)
+
+
+def table(made: Made, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Words and turns as tensors ``[axes, 1, heads|1, pairs]``; turns are None where all are zero."""
+    axes, heads, pairs = made.shape
+    words = torch.tensor(made.words, dtype=torch.int64, device=device)
+    words = words.reshape(axes, 1, heads, pairs)
+    if not any(made.turns):
+        return words, None
+    turns = torch.tensor(made.turns, dtype=torch.int64, device=device)
+    return words, turns.reshape(words.shape)
 
 
 def joined(

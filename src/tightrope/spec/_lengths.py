@@ -43,12 +43,11 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
     seq_len = _traced(seq_len)
     if isinstance(seq_len, torch.Tensor):
         _check_tensor(seq_len)
-        # Rows before position 0 are short, too.
-        lengths = seq_len.detach().reshape(-1).to(torch.float64).nan_to_num(0.0)
-        lengths = lengths.clamp(0, _LONGEST).ceil()
-        if not is_readable(seq_len):
-            return lengths
-        return tuple(lengths.to(torch.int64).tolist())
+        lengths = seq_len.detach().reshape(-1)
+        readable = is_readable(seq_len)
+        if not readable or lengths.is_floating_point():
+            lengths = lengths.to(torch.float64).nan_to_num(0.0).clamp(0, _LONGEST).ceil()
+        return _known(lengths.to(torch.int64).tolist()) if readable else lengths
     return tuple(map(length, _each(seq_len)))
 
 
@@ -138,8 +137,7 @@ def passed(
     if ids is None:
         needed = [offset + tokens]
     else:
-        last = (_last(ids) + (offset + (tokens if ramp else 1))).ceil()
-        needed = [int(end) if end > 0 else 0 for end in last.tolist()]
+        needed = _ends(ids, offset + (tokens if ramp else 1))
     rows = max(len(lengths), len(needed))
     if {len(lengths), len(needed)} - {1, rows}:
         return None  # rows that do not fit each other have a sentence of their own
@@ -150,16 +148,7 @@ def passed(
     return None
 
 
-def of_ramp(offset: int, ids: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
-    """The length of rows of that many tokens that count from an offset, or from one of their own.
-
-    Args:
-        offset, ids: as of :class:`tightrope.positions.Positions`.
-    """
-    return max(0, offset + tokens) if ids is None else _last(ids) + (offset + tokens)
-
-
-def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> SeqLen:
+def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> Lengths | None:
     """The length of each row: its last position + 1, on whichever axis that is.
 
     Args:
@@ -173,12 +162,14 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> S
     """
     if ids.shape[2] == 0:
         return None
-    lengths = _last(ids) + (where.offset + 1)
-    if is_readable(ids):
-        unfit = lengths > rule.original_max_position
-        if not where.packed:
-            unfit &= _starts_again(ids)
-        fits = not bool(unfit.any())
+    lengths = ends(ids, where.offset + 1)
+    if isinstance(lengths, tuple):
+        limit = rule.original_max_position
+        fits = max(lengths, default=0) <= limit
+        if not fits and not where.packed:
+            fits = ids.shape[2] == 1 or not any(
+                back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)
+            )
     else:
         # Any length may be in there. Of a pack it is known that no one fits.
         fits = not where.packed
@@ -193,6 +184,32 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> S
             positions=ids,
         )
     )
+
+
+def ends(ids: torch.Tensor, more: int) -> Lengths:
+    """The last position of each row, and so many more; at least 0.
+
+    Args:
+        ids: as of :class:`tightrope.positions.Positions`.
+    """
+    return _known(_ends(ids, more)) if is_readable(ids) else read(_last(ids) + more)
+
+
+def _ends(ids: torch.Tensor, more: int) -> list[int]:
+    """As :func:`ends`, of ids that can be read; those of integers may be negative."""
+    last = ids.detach().amax((0, 2)).tolist()
+    if not ids.is_floating_point():
+        return [end + more for end in last]
+    if not all(end < _LONGEST for end in last):
+        last = _last(ids).tolist()  # without those that are lost
+    return [math.ceil(end + more) if end + more > 0 else 0 for end in last]
+
+
+def _known(lengths: list[int]) -> tuple[int, ...]:
+    """Lengths out of a tensor. Rows before position 0 are short, too."""
+    if lengths and (min(lengths) < 0 or max(lengths) > _LONGEST):
+        lengths = [min(max(length, 0), _LONGEST) for length in lengths]
+    return tuple(lengths)
 
 
 def _last(ids: torch.Tensor) -> torch.Tensor:
@@ -210,8 +227,8 @@ def _found(ids: torch.Tensor) -> torch.Tensor:
     return ids.detach() if lost is None else torch.where(lost, math.nan, ids.detach())
 
 
-def _starts_again(ids: torch.Tensor) -> torch.Tensor:
-    """Which rows have a token that is behind the one before it: on no axis ahead, on some behind.
+def _starts_again(ids: torch.Tensor) -> list[bool]:
+    """For each row, whether a token is behind the one before it: on no axis ahead, on some behind.
 
     Within an image one coordinate goes back only as another goes on.
     """
@@ -220,4 +237,4 @@ def _starts_again(ids: torch.Tensor) -> torch.Tensor:
     behind = (after <= before).all(0) & (after < before).any(0)
     # Some code puts padding in front of a row at 1, and the row itself at 0, 1, 2, …
     padding = (ids == 1).all(0).cumprod(1)[:, :-1].bool()
-    return (behind & ~padding).any(1)
+    return (behind & ~padding).any(1).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,27 +78,35 @@ class PreparedRotation:
         tracing = is_tracing()
         made = None if tracing else self.by_tokens.get(tokens)
         if made is None or made.is_stale:
-            made = self._for_length(self.awaits, _lengths.of_ramp(self.offset, self.ids, tokens))
+            made = self._of_tokens(self.awaits, tokens)
             if not tracing:
                 # The next step of decoding has another number; the layers of this one share it.
                 self.by_tokens.clear()
                 self.by_tokens[tokens] = made
         return made
 
-    def _for_length(self, tables: Tables, seq_len: SeqLen) -> PreparedRotation:
-        lengths = tables.read(seq_len, self.device)
+    def _of_tokens(self, tables: Tables, tokens: int) -> PreparedRotation:
+        if self.ids is None:
+            lengths = tables.read(max(0, self.offset + tokens), self.device)
+        else:
+            lengths = _lengths.ends(self.ids, self.offset + tokens)
         words, turns = tables.words(lengths, self.device)
-        return replace(
-            self,
-            words=words,
-            turns=turns,
-            amplitude_hex=tables.amplitude(lengths),
-            awaits=None,
-            calls={},
-            by_tokens={},
+        # Not dataclasses.replace, which takes as long as the words of a new length.
+        return PreparedRotation(
+            self.channels,
+            words,
+            turns,
+            self.ids,
+            self.offset,
+            self.ramp,
+            self.device,
+            tables.amplitude(lengths),
+            self.rows,
+            made_from=self.made_from,
             read=_version(self.ids),
+            said=self.said,
+            fits=self.fits,
             seen=_bits(self.ids, kept=True),
-            logs={},
         )
 
     def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
@@ -191,15 +199,16 @@ def prepare(
                 )
             )
         ids = ids.to(device)
-    awaits = read = seen = told = None
+    awaits = read = seen = told = lengths = None
     own = seq_len is None
     if tables.by_length and own:
         if ids is None or where.ramp:
             awaits = tables
         else:
             read, seen = _version(ids), _bits(ids, kept=True)
-            seq_len = _lengths.of_ids(where, ids, tables.rule, operation)  # type: ignore[arg-type]
-    lengths = tables.read(seq_len, device)
+            lengths = _lengths.of_ids(where, ids, tables.rule, operation)  # type: ignore[arg-type]
+    else:
+        lengths = tables.read(seq_len, device)
     if not own:
         told = _lengths.said(lengths, where)
         if told is not None and told.ids is not None and ids is not where.ids:

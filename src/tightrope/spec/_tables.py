@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -94,14 +95,19 @@ class Tables:
                     )
                 )
             return self._unread_table(lengths.to(device), device)
-        regimes = [self._regime(length) for length in lengths]
-        if len(set(regimes)) <= 1:
-            return self._table(device, regimes[0] if regimes else None)
-        tables = [self._table(device, regime) for regime in regimes]
-        if is_tracing():
-            return words_.joined(tables)
-        with torch.inference_mode(False):
-            return words_.joined(tables)
+        rule = self.rule
+        if rule is None or not lengths:
+            return self._table(device)
+        if rule.ntk_by_length and len(lengths) > 1 and not is_tracing():
+            if min(lengths) < max(lengths) > rule.original_max_position:
+                with _outside_inference():
+                    return self._made_at(lengths, device)
+        regimes = [rule.regime(length) for length in lengths]
+        if len(set(regimes)) == 1:
+            return self._table(device, regimes[0])
+        tables = {regime: self._table(device, regime) for regime in set(regimes)}
+        with _outside_inference():
+            return words_.joined([tables[regime] for regime in regimes])
 
     def amplitude(self, lengths: Lengths | None) -> str:
         """The attention scaling of rows of such lengths, in digits.
@@ -109,10 +115,11 @@ class Tables:
         Raises:
             NotImplementedError: rows whose factors differ, or may.
         """
-        if lengths is None or self._has_one_amplitude:
+        rule = self.rule
+        if lengths is None or rule is None or rule.ntk_by_length:
             return self.amplitude_hex
         known = not isinstance(lengths, torch.Tensor)
-        regimes = [self._regime(length) for length in lengths] if known else [None, self._first]
+        regimes = [rule.regime(length) for length in lengths] if known else [None, self._first]
         found = {self._amplitude(regime) for regime in regimes} or {self.amplitude_hex}
         if len(found) == 1:
             return found.pop()
@@ -131,7 +138,6 @@ class Tables:
 
     @property
     def _has_one_amplitude(self) -> bool:
-        # Rules with more than two regimes have one factor for all.
         return self._first_hex == self.amplitude_hex
 
     def _amplitude(self, regime: int | None) -> str:
@@ -140,9 +146,6 @@ class Tables:
         if regime == self._first:
             return self._first_hex
         return self._made(regime).attention_scaling.hex()
-
-    def _regime(self, length: int | None) -> int | None:
-        return None if self.rule is None else self.rule.regime(length)
 
     def _made(self, regime: int | None) -> words_.Made:
         if regime is None:
@@ -167,7 +170,7 @@ class Tables:
                 return self._ready(device).table
             if tracing:
                 return self._make_table(device, regime)
-            with torch.inference_mode(False):
+            with _outside_inference():
                 table = self._make_table(device, regime)
             if self.by_length:
                 self._ready(device)  # of a spec that was made where nothing could be kept
@@ -177,14 +180,18 @@ class Tables:
         return table
 
     def _make_table(self, device: torch.device, regime: int | None) -> Table:
-        made = self._made(regime)
-        axes, heads, pairs = made.shape
-        words = torch.tensor(made.words, dtype=torch.int64, device=device)
-        words = words.reshape(axes, 1, heads, pairs)
-        if not any(made.turns):
-            return words, None
-        turns = torch.tensor(made.turns, dtype=torch.int64, device=device)
-        return words, turns.reshape(words.shape)
+        if regime is None or is_tracing():
+            return words_.table(self._made(regime), device)
+        return self._made_at((regime,), device)
+
+    def _made_at(self, lengths: Sequence[int], device: torch.device) -> Table:
+        """Words and turns of rows of known lengths, made anew; not while tracing."""
+        rotary_dim, base, axes = self._of
+        rule: Rule = self.rule  # type: ignore[assignment]
+        words, turns = words_.of_lengths(rule, rotary_dim, float.fromhex(base), axes, lengths)
+        if device.type == "cpu":
+            return words, turns
+        return words.to(device), None if turns is None else turns.to(device)
 
     def _unread_table(self, lengths: torch.Tensor, device: torch.device) -> Table:
         """Words and turns of rows whose lengths only the device knows, or nobody yet."""
@@ -215,7 +222,7 @@ class Tables:
             return found
         made = self._ready_on_host()
         if device.type != "cpu":
-            with nullcontext() if is_tracing() else torch.inference_mode(False):
+            with _outside_inference():
                 made = made.on(device)
         if may_keep(device):
             self._beyond_on[device] = made
@@ -230,7 +237,7 @@ class Tables:
         # The compiler takes a number that it read from an object for a constant only in a sum.
         dims = {rotary_dim + 0} if axes is None else {dim for _, _, dim in axes.pairs}
         cpu = torch.device("cpu")
-        with nullcontext() if tracing else torch.inference_mode(False):
+        with _outside_inference():
             rows = {
                 dim: torch.tensor(
                     words_.inv_freq(self._said[0], dim, float.fromhex(base)),
@@ -265,6 +272,13 @@ class Tables:
                 torch.stack([omega if a == axis else zero for a in range(self.axis_count)])
             )
         return torch.stack(columns, -1)[:, :, None] if columns else None
+
+
+def _outside_inference() -> AbstractContextManager[object]:
+    """Where words are made that autograd may save, whatever mode the caller is in."""
+    if is_tracing() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
 
 
 class _Beyond(NamedTuple):

@@ -6,9 +6,13 @@ import ctypes
 import os
 import sys
 import warnings
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from ... import words as words_
 
 #: The kinds of device whose tensors it rotates.
 DEVICES = ("cpu",)
@@ -40,6 +44,7 @@ def register() -> None:
             _missing = f"the native library does not load ({error}); {_HOW}"
         else:
             _library, _missing = _open(), None
+            words_.stretched_natively = _stretched
             return
     warnings.warn(f"tightrope runs on plain torch, which is slower: {_missing}", stacklevel=2)
 
@@ -88,6 +93,22 @@ def use_instruction_set(name: str) -> None:
         )
 
 
+def _stretched(
+    constants: bytes,
+    limit: int,
+    lengths: Sequence[int],
+    doubt: int,
+    first: int,
+    words: torch.Tensor,
+) -> int:
+    """See :data:`tightrope.words.stretched_natively`."""
+    own = array("q", lengths)
+    row: int = _library.tightrope_stretched(  # type: ignore[union-attr]
+        *(constants, limit, own.buffer_info()[0], *words.shape, doubt, first, words.data_ptr())
+    )
+    return row
+
+
 def _open() -> ctypes.CDLL:
     library = ctypes.CDLL(str(_PATH))
     library.tightrope_instruction_set.restype = ctypes.c_char_p
@@ -95,6 +116,11 @@ def _open() -> ctypes.CDLL:
     library.tightrope_supported_set.argtypes = [ctypes.c_int]
     library.tightrope_use.restype = ctypes.c_bool
     library.tightrope_use.argtypes = [ctypes.c_char_p]
+    library.tightrope_stretched.restype = ctypes.c_int64
+    library.tightrope_stretched.argtypes = [
+        *(ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p),
+    ]
     if library.tightrope_instruction_set() is None:
         sets: list[str] = []
         while name := library.tightrope_supported_set(len(sets)):
