@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from ... import __version__
+from ..._errors import public
 from ._fail import fail, pairing_name
 from .checkpoint import RECORD, Checkpoint, open_checkpoint
 from .detect import weigh
@@ -67,6 +68,7 @@ class Conversion:
     written: bool = False
 
 
+@public("convert")
 def convert(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
