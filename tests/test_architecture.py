@@ -23,6 +23,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "tightrope"
 RANKS: dict[str, tuple[int, int]] = {
     "_errors": (0, 0),
     "_rules": (0, 1),
+    "channels": (0, 1),
     "_tracing": (0, 0),
     "ops.schema": (0, 0),
     "frequencies": (1, 0),

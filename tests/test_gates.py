@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tightrope import gates
+from tightrope._errors import public
 from tightrope.gates import Channels, Exp, Given, Scalar, Slope, XPos
 from tolerances import assert_near
 
@@ -103,7 +104,7 @@ def test_xpos_is_the_formula_of_the_paper() -> None:
                 assert math.isclose(got[row, 0, token, channel].item(), wanted, rel_tol=1e-12)
     opposite = gate.for_keys().factor(HALF, WHERE, torch.float64)
     assert_near(got * opposite, torch.ones_like(got), "float64 ways")
-    assert gates.pair("demo", gate)[1].log_factor(HALF, WHERE)[0, 0, 2, 2] > 0
+    assert gates.pair(gate)[1].log_factor(HALF, WHERE)[0, 0, 2, 2] > 0
     assert gate.for_keys().for_keys().log_factor(HALF, WHERE).equal(gate.log_factor(HALF, WHERE))
 
 
@@ -150,13 +151,13 @@ def test_xpos_without_a_look_gives_nan_where_it_would_overflow() -> None:
 def test_apply_multiplies_and_rounds_once() -> None:
     x = noise(2, 3, 5, 8).to(torch.bfloat16)
     gamma = noise(3, 8).float()
-    two = gates.apply("demo", "x", x, [Exp(gamma), Scalar(2.0)], CHANNELS)
+    two = public("demo")(gates.apply)("x", x, [Exp(gamma), Scalar(2.0)], CHANNELS)
     wanted = (x.double() * gamma.double().exp()[None, :, None] * 2).to(torch.bfloat16)
     assert two.dtype == torch.bfloat16
     assert (
         two != wanted
     ).double().mean() < 0.01  # the factor is in float32; ties may fall otherwise
-    assert gates.apply("demo", "x", x, [], CHANNELS) is x
+    assert public("demo")(gates.apply)("x", x, [], CHANNELS) is x
 
 
 def test_gradients() -> None:
@@ -167,7 +168,7 @@ def test_gradients() -> None:
     def run(x: torch.Tensor, *ts: torch.Tensor) -> torch.Tensor:
         gamma, slope, log, where = ts
         parts = [Exp(gamma), Slope(slope / 10, tied="pair"), Given(log)]
-        return gates.apply("demo", "x", x, parts, CHANNELS, where)
+        return public("demo")(gates.apply)("x", x, parts, CHANNELS, where)
 
     assert torch.autograd.gradcheck(run, (x, gamma, slope, log, where))
     assert torch.autograd.gradgradcheck(run, (x, gamma, slope, log, where))
@@ -250,17 +251,17 @@ CASES = {
         "they reach from 0 to 10000; choose another centre or a larger scale_base.",
     ),
     "another number of heads": (
-        lambda: gates.apply("demo", "q", X, [Exp(torch.zeros(2, 8))], CHANNELS),
+        lambda: public("demo")(gates.apply)("q", X, [Exp(torch.zeros(2, 8))], CHANNELS),
         ValueError,
         "[demo] the gate Exp must have 1 or 3 heads for q but got 2 (q: float32[2, 3, 5, 8]).",
     ),
     "another number of tokens": (
-        lambda: gates.apply("demo", "k", X, [Given(torch.zeros(4, 1, 1))], CHANNELS),
+        lambda: public("demo")(gates.apply)("k", X, [Given(torch.zeros(4, 1, 1))], CHANNELS),
         ValueError,
         "[demo] the gate Given must have 1 or 5 tokens for k but got 4 (k: float32[2, 3, 5, 8]).",
     ),
     "no gate": (
-        lambda: gates.pair("demo", "silu"),
+        lambda: public("demo")(gates.pair)("silu"),
         TypeError,
         "[demo] gate must be None, a gate of tightrope.gates, or a pair of them for q and k, but got "
         "'silu'.",

@@ -768,7 +768,7 @@ def test_dtypes_that_cannot_count_are_refused(dtype: torch.dtype) -> None:
     ids = torch.zeros(3, dtype=dtype)
     rule = r"positions must be int32, int64, float32 or float64"
     with pytest.raises(TypeError, match=rf"^\[rotate\] {rule} \(positions: {name}\[3\]\)\.$"):
-        canonical(ids, "rotate")
+        rotate(torch.zeros(1, 1, 3, 8), RopeSpec(8), ids)
     with pytest.raises(TypeError, match=rf"^\[per_row\] {rule} \(positions: {name}\[3\]\)\.$"):
         per_row(ids)
     with pytest.raises(
@@ -784,7 +784,7 @@ def test_ids_of_another_rank_are_refused(shape: tuple[int, ...], hint: str) -> N
     sizes = ", ".join(map(str, shape))
     rule = rf"positions must have shape \(tokens,\) or \(rows, tokens\){hint}"
     with pytest.raises(ValueError, match=rf"^\[rotate\] {rule} \(positions: int64\[{sizes}\]\)\.$"):
-        canonical(torch.zeros(shape, dtype=torch.int64), "rotate")
+        rotate(torch.zeros(1, 1, 3, 8), RopeSpec(8), torch.zeros(shape, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -792,14 +792,14 @@ def test_a_bool_is_no_offset(value: bool) -> None:
     with pytest.raises(
         TypeError, match=rf"^\[at\] positions must not be a bool but got {value}\.$"
     ):
-        canonical(value, "at")
+        RopeSpec(8).at(value)
 
 
 @pytest.mark.parametrize("value, name", [(1.0, "float"), ("1", "str"), ([0, 1], "list")])
 def test_other_types_are_refused(value: object, name: str) -> None:
     rule = "positions must be None, an int offset, a tensor of ids or a Positions but got"
     with pytest.raises(TypeError, match=rf"^\[at\] {rule} {name}\.$"):
-        canonical(value, "at")  # type: ignore[arg-type]
+        RopeSpec(8).at(value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1])
@@ -807,7 +807,7 @@ def test_an_offset_of_more_than_64_bits_is_refused(value: int) -> None:
     with pytest.raises(
         ValueError, match=rf"^\[at\] an offset must fit in 64 bits but got {value}\.$"
     ):
-        canonical(value, "at")
+        RopeSpec(8).at(value)
 
 
 def test_per_row_takes_one_dimension() -> None:

@@ -489,7 +489,7 @@ def test_a_shift_makes_no_positions() -> None:
     from tightrope.ops.layouts import BY_NAME
 
     k, spec = torch.randn(1, 2, TOKENS, 16), spec_of()
-    rope = reangle.prepared("rerotate", k, spec, spec, 900, 7, None, None, BY_NAME["bhsd"])
+    rope = reangle.prepared(k, spec, spec, 900, 7, None, None, BY_NAME["bhsd"])
     assert (rope.ids, rope.offset, rope.ramp) == (None, -893, False)
     assert rope.words is spec.at().words
 

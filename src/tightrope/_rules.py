@@ -11,7 +11,6 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from ._errors import describe, sentence
+from ._errors import bad_type, bad_value, integer, public, unsupported
 
 # 64 bits are 20 digits; the rest is head room for the rounding of up to thousands of products.
 CONTEXT = decimal.Context(prec=60)
@@ -64,6 +63,7 @@ RULES: dict[str, type[Rule]] = {}
 """Every name of every rule."""
 
 
+@public("seq_len")
 def length(value: object) -> int:
     """A length that is said as a number.
 
@@ -73,20 +73,9 @@ def length(value: object) -> int:
     >>> length(5)
     5
     """
-    number = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = value  # while compiling perhaps a symbol, which `index` would turn into a constant
-    elif not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
-        with suppress(TypeError, RuntimeError):  # a tensor may have no numbers
-            number = operator.index(value)  # type: ignore[arg-type]
-    if number is None:
-        raise TypeError(
-            sentence(
-                "seq_len", f"a length must be an int, or one per row, but got {describe(value)}"
-            )
-        )
+    number = integer("a length", value, kind="an int, or one per row,", tensors=True)
     if number < 0:
-        raise ValueError(sentence("seq_len", f"a length must not be negative but got {number}"))
+        raise bad_value(f"a length must not be negative but got {number}")
     return number
 
 
@@ -113,18 +102,14 @@ class Rule:
     ntk_by_length: ClassVar[bool] = False
     original_max_position: int  # of rules that are by_length
 
+    @public()
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for name in cls.__dict__.get("names", ()):
             other = RULES.get(name, cls)
             # A module that is loaded again brings its classes again.
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ValueError(
-                    sentence(
-                        cls.__name__,
-                        f"names must be new but got {name!r}, which is {other.__name__}'s",
-                    )
-                )
+                raise bad_value(f"names must be new but got {name!r}, which is {other.__name__}'s")
             RULES[name] = cls
         if not {"make", "regime", "frequencies"}.isdisjoint(cls.__dict__):
             cls.ntk_by_length = cls.__dict__.get("ntk_by_length", False)
@@ -132,6 +117,7 @@ class Rule:
         cls.__hash__ = Rule.__hash__  # type: ignore[method-assign]
         cls.__repr__ = Rule.__repr__  # type: ignore[method-assign]
 
+    @public()
     def frequencies(self, rotary_dim: int, base: float, seq_len: int | None = None) -> Frequencies:
         """The frequencies of the pairs and the factor on the rotated channels.
 
@@ -172,7 +158,12 @@ class Rule:
         """
         raise NotImplementedError
 
-    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+    @public()
+    def inv_freq_beyond(
+        self,
+        within: torch.Tensor,  # noqa: ARG002
+        lengths: torch.Tensor,
+    ) -> torch.Tensor | None:
         """The frequencies at lengths that only a device knows, all of the original one or above.
 
         Args:
@@ -187,13 +178,10 @@ class Rule:
         Raises:
             NotImplementedError: a rule that says nothing about such lengths.
         """
-        raise NotImplementedError(
-            sentence(
-                type(self).__name__,
-                "seq_len must be ints that can be read, as this rule makes nothing of a tensor, but "
-                "got one that is traced or on a device",
-                seq_len=lengths,
-            )
+        raise unsupported(
+            "seq_len must be ints that can be read, as this rule makes nothing of a tensor, but "
+            "got one that is traced or on a device",
+            seq_len=lengths,
         )
 
     @property
@@ -216,6 +204,7 @@ class Rule:
         }
 
     @staticmethod
+    @public("from_dict")
     def from_dict(fields: Mapping[str, Any]) -> Rule:
         """The inverse of :meth:`to_dict`.
 
@@ -229,17 +218,12 @@ class Rule:
         name = values.pop("rule", None)
         kind = RULES.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise ValueError(
-                sentence("from_dict", f"rule must be one of {_named(RULES)} but got {name!r}")
-            )
+            raise bad_value(f"rule must be one of {_named(RULES)} but got {name!r}")
         unknown = values.keys() - set(_field_names(kind))
         if unknown:
-            raise ValueError(
-                sentence(
-                    "from_dict",
-                    f"rule {name!r} must have no keys but {', '.join(_field_names(kind))} but got "
-                    f"{_named(unknown)}",
-                )
+            raise bad_value(
+                f"rule {name!r} must have no keys but {', '.join(_field_names(kind))} but got "
+                f"{_named(unknown)}"
             )
         missing = [
             field.name
@@ -247,9 +231,7 @@ class Rule:
             if field.default is dataclasses.MISSING and field.name not in values
         ]
         if missing:
-            raise ValueError(
-                sentence("from_dict", f"rule {name!r} must have the keys {_named(missing)}")
-            )
+            raise bad_value(f"rule {name!r} must have the keys {_named(missing)}")
         return kind(**values)
 
     def __hash__(self) -> int:
@@ -285,25 +267,20 @@ class Rule:
 
     # What a field must be: each returns its normal form, or raises a sentence that names it.
 
+    @public()
     def _positive(self, field: str) -> float:
-        return number(type(self).__name__, field, getattr(self, field))
+        return number(field, getattr(self, field))
 
     def _positive_or_none(self, field: str) -> float | None:
         return None if getattr(self, field) is None else self._positive(field)
 
+    @public()
     def _length(self, field: str = "original_max_position", least: int = 1) -> int:
-        value = getattr(self, field)
-        name = type(self).__name__
-        try:
-            length = None if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            length = None
-        if length is None:
-            raise TypeError(sentence(name, f"{field} must be an int but got {value!r}"))
+        length = operator.index(integer(field, getattr(self, field), tensors=True))
         if length < least:
-            raise ValueError(sentence(name, f"{field} must be at least {least} but got {length}"))
+            raise bad_value(f"{field} must be at least {least} but got {length}")
         if length > LONGEST:
-            raise ValueError(sentence(name, f"{field} must be at most {LONGEST} but got {length}"))
+            raise bad_value(f"{field} must be at most {LONGEST} but got {length}")
         return length
 
 
@@ -313,27 +290,23 @@ def _made(rule: Rule, rotary_dim: int, base: float, regime: int | None) -> Frequ
         made = rule.make(rotary_dim, base, regime)
         fastest = float(max(map(abs, made.exact), default=0))
     if fastest >= _FASTEST:
-        raise ValueError(
-            sentence(
-                type(rule).__name__,
-                f"every frequency must stay below {_FASTEST:g} radians per position but got "
-                f"{fastest:g}",
-            )
+        raise bad_value(
+            f"every frequency must stay below {_FASTEST:g} radians per position but got {fastest:g}"
         )
     return made
 
 
-def number(operation: str, field: str, value: object, zero: bool = False) -> float:
+def number(field: str, value: object, zero: bool = False) -> float:
     """A positive and finite float; or, where ``zero``, perhaps 0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(sentence(operation, f"{field} must be a number but got {value!r}"))
+        raise bad_type(f"{field} must be a number but got {value!r}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not (0.0 < number < math.inf or (zero and number == 0.0)):
         rule = "at least 0" if zero else "positive"
-        raise ValueError(sentence(operation, f"{field} must be {rule} and finite but got {value}"))
+        raise bad_value(f"{field} must be {rule} and finite but got {value}")
     return number
 
 

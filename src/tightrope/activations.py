@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from ._errors import check_dense, check_local, describe, sentence
+from ._errors import bad_type, bad_value, check_dense, check_local, describe, public
 from ._tracing import broadcasts
 
 #: Every f, in the order of the codes that cross the schema of the operator.
@@ -60,40 +60,30 @@ class RMSNorm:
     eps: float = 1e-6
     unit_offset: bool = False
 
+    @public("RMSNorm")
     def __post_init__(self) -> None:
-        name = "RMSNorm"
         weight = self.weight
         if weight is not None:
             if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-                raise TypeError(
-                    sentence(name, f"weight must be a floating tensor but got {describe(weight)}")
-                )
-            check_dense(name, "weight", weight)
+                raise bad_type(f"weight must be a floating tensor but got {describe(weight)}")
+            check_dense("weight", weight)
             if weight.dim() not in (1, 2):
-                raise ValueError(
-                    sentence(
-                        name,
-                        "weight must have shape (head_dim,) or (heads, head_dim)",
-                        weight=weight,
-                    )
+                raise bad_value(
+                    "weight must have shape (head_dim,) or (heads, head_dim)", weight=weight
                 )
         if isinstance(self.eps, bool) or not isinstance(self.eps, numbers.Real):
-            raise TypeError(sentence(name, f"eps must be a number but got {describe(self.eps)}"))
+            raise bad_type(f"eps must be a number but got {describe(self.eps)}")
         if not 0.0 <= self.eps < math.inf:
-            raise ValueError(
-                sentence(name, f"eps must be finite and at least 0 but got {self.eps}")
-            )
+            raise bad_value(f"eps must be finite and at least 0 but got {self.eps}")
         if not isinstance(self.unit_offset, bool):
-            raise TypeError(
-                sentence(name, f"unit_offset must be a bool but got {describe(self.unit_offset)}")
-            )
+            raise bad_type(f"unit_offset must be a bool but got {describe(self.unit_offset)}")
 
-    def factors(self, operation: str, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
+    def factors(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
         """What the normalised channels are multiplied by: ``[heads|1, head_dim]``, float32, or float64
         for float64.
 
         Args:
-            operation, name: named in errors.
+            name: named in errors.
             x: what is normalised.
             heads: how many heads it has.
 
@@ -105,23 +95,17 @@ class RMSNorm:
         weight = self.weight
         if weight is None:
             return torch.ones(1, width, dtype=dtype, device=x.device)
-        check_local(operation, f"the weight of RMSNorm for {name}", weight)
+        check_local(f"the weight of RMSNorm for {name}", weight)
         full = weight if weight.dim() == 2 else weight[None]
         if full.shape[1] != width or not broadcasts(full.shape[0], heads):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"the weight of RMSNorm for {name} must have shape ({width},) or ({heads}, "
-                    f"{width})",
-                    **{name: x, "weight": weight},
-                )
+            raise bad_value(
+                f"the weight of RMSNorm for {name} must have shape ({width},) or ({heads}, "
+                f"{width})",
+                **{name: x, "weight": weight},
             )
         if weight.device != x.device:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"the weight of RMSNorm is on {weight.device} but {name} is on {x.device}",
-                )
+            raise bad_value(
+                f"the weight of RMSNorm is on {weight.device} but {name} is on {x.device}"
             )
         full = full.to(dtype)
         return full + 1.0 if self.unit_offset else full
@@ -133,48 +117,38 @@ Act: TypeAlias = str | RMSNorm | None
 ActLike: TypeAlias = Act | tuple[Act, Act]
 
 
-def pair(operation: str, act: object) -> tuple[Act, Act]:
+def pair(act: object) -> tuple[Act, Act]:
     """One f for both, or a pair of them, as the f of queries and of keys; None where there is none.
 
     Raises:
         TypeError, ValueError: what is neither a name, a norm nor a pair of them.
 
-    >>> pair("demo", ("silu", "none"))
+    >>> pair(("silu", "none"))
     ('silu', None)
     """
     both = act if isinstance(act, tuple) else (act, act)
     if len(both) != 2:
-        raise ValueError(
-            sentence(
-                operation, f"act must be one, or a pair for q and k, but got {len(both)} of them"
-            )
-        )
-    return _one(operation, both[0]), _one(operation, both[1])
+        raise bad_value(f"act must be one, or a pair for q and k, but got {len(both)} of them")
+    return _one(both[0]), _one(both[1])
 
 
-def _one(operation: str, act: object) -> Act:
+def _one(act: object) -> Act:
     if act is None or isinstance(act, RMSNorm):
         return act
     if isinstance(act, str) and act in _NAMES:
         return None if act == ACTS[NONE] else act
     names = ", ".join(ACTS[:RMS_NORM])
     if not isinstance(act, str):
-        raise TypeError(
-            sentence(
-                operation,
-                f"act must be None, one of {names}, an RMSNorm, or a pair of them for q and k, but got "
-                f"{describe(act)}",
-            )
+        raise bad_type(
+            f"act must be None, one of {names}, an RMSNorm, or a pair of them for q and k, but got "
+            f"{describe(act)}"
         )
     if act == ACTS[RMS_NORM]:
-        raise ValueError(
-            sentence(
-                operation,
-                "act must carry the weight of a norm; give RMSNorm(weight), or RMSNorm() for none, "
-                f"instead of {act!r}",
-            )
+        raise bad_value(
+            "act must carry the weight of a norm; give RMSNorm(weight), or RMSNorm() for none, "
+            f"instead of {act!r}"
         )
-    raise ValueError(sentence(operation, f"act must be one of {names} but got {act!r}"))
+    raise bad_value(f"act must be one of {names} but got {act!r}")
 
 
 def code_of(act: Act) -> int:

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ._errors import sentence
+from ._errors import bad_type, bad_value, integer, public
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,38 +42,33 @@ class Axes:
     count: int
     pairs: tuple[tuple[int, int, int], ...]
 
+    @public("Axes")
     def __post_init__(self) -> None:
-        count = _int("Axes", "count", self.count)
+        count = _int("count", self.count)
         if count < 1:
-            raise ValueError(sentence("Axes", f"count must be at least 1 but got {count}"))
+            raise bad_value(f"count must be at least 1 but got {count}")
         rule = "pairs must be a sequence of (axis, index, dim) but got"
         pairs = []
-        for pair in _sequence("Axes", rule, self.pairs):
-            triple = _sequence("Axes", rule, pair)
+        for pair in _sequence(rule, self.pairs):
+            triple = _sequence(rule, pair)
             if len(triple) != 3:
-                raise ValueError(sentence("Axes", f"{rule} {pair!r}"))
-            axis, index, dim = (_int("Axes", "axis, index and dim", value) for value in triple)
+                raise bad_value(f"{rule} {pair!r}")
+            axis, index, dim = (_int("axis, index and dim", value) for value in triple)
             if not 0 <= axis < count:
-                raise ValueError(
-                    sentence("Axes", f"axis must lie in [0, {count}) but got {axis} in {triple}")
-                )
+                raise bad_value(f"axis must lie in [0, {count}) but got {axis} in {triple}")
             if dim < 2 or dim % 2:
-                raise ValueError(
-                    sentence("Axes", f"dim must be even and positive but got {dim} in {triple}")
-                )
+                raise bad_value(f"dim must be even and positive but got {dim} in {triple}")
             if not 0 <= index < dim // 2:
-                raise ValueError(
-                    sentence(
-                        "Axes",
-                        f"index must lie in [0, {dim // 2}), the frequencies of {dim} channels, but "
-                        f"got {index} in {triple}",
-                    )
+                raise bad_value(
+                    f"index must lie in [0, {dim // 2}), the frequencies of {dim} channels, but "
+                    f"got {index} in {triple}"
                 )
             pairs.append((axis, index, dim))
         object.__setattr__(self, "count", count)
         object.__setattr__(self, "pairs", tuple(pairs))
 
     @classmethod
+    @public("Axes.sections")
     def sections(cls, sizes: Iterable[int], interleaved: bool = False) -> Axes:
         """Multimodal RoPE: one row of frequencies over all pairs, its pairs shared out to the axes.
 
@@ -100,10 +95,9 @@ class Axes:
         >>> [axis for axis, _, _ in Axes.sections((4, 2, 2), interleaved=True).pairs]
         [0, 1, 2, 0, 1, 2, 0, 0]
         """
-        name = "Axes.sections"
-        sizes = _sizes(name, sizes)
+        sizes = _sizes(sizes)
         if not isinstance(interleaved, bool):
-            raise TypeError(sentence(name, f"interleaved must be a bool but got {interleaved!r}"))
+            raise bad_type(f"interleaved must be a bool but got {interleaved!r}")
         count, total = len(sizes), sum(sizes)
         if not interleaved:
             owner = [axis for axis, size in enumerate(sizes) for _ in range(size)]
@@ -112,18 +106,16 @@ class Axes:
             for axis in range(1, count):
                 last = axis + count * (sizes[axis] - 1)
                 if sizes[axis] and last >= total:
-                    raise ValueError(
-                        sentence(
-                            name,
-                            f"sizes must leave axis {axis} its {sizes[axis]} pairs when interleaved "
-                            f"but pair {last} is not one of {total}; got {sizes}",
-                        )
+                    raise bad_value(
+                        f"sizes must leave axis {axis} its {sizes[axis]} pairs when interleaved "
+                        f"but pair {last} is not one of {total}; got {sizes}"
                     )
                 for pair in range(axis, last + 1, count):
                     owner[pair] = axis
         return cls(count, tuple((axis, k, 2 * total) for k, axis in enumerate(owner)))
 
     @classmethod
+    @public("Axes.blocks")
     def blocks(cls, sizes: Iterable[int]) -> Axes:
         """Axial RoPE: each axis turns a block of pairs of its own, by a whole row of frequencies.
 
@@ -139,13 +131,14 @@ class Axes:
         >>> Axes.blocks((2, 1)).pairs
         ((0, 0, 4), (0, 1, 4), (1, 0, 2))
         """
-        sizes = _sizes("Axes.blocks", sizes)
+        sizes = _sizes(sizes)
         return cls(
             len(sizes),
             tuple((axis, j, 2 * size) for axis, size in enumerate(sizes) for j in range(size)),
         )
 
     @classmethod
+    @public("Axes.strided")
     def strided(cls, count: int, pairs: int) -> Axes:
         """One row of frequencies over all pairs, dealt out to the axes like cards.
 
@@ -161,14 +154,11 @@ class Axes:
         >>> Axes.strided(2, pairs=4).pairs
         ((0, 0, 8), (0, 2, 8), (1, 1, 8), (1, 3, 8))
         """
-        name = "Axes.strided"
-        count, pairs = _int(name, "count", count), _int(name, "pairs", pairs)
+        count, pairs = _int("count", count), _int("pairs", pairs)
         if count < 1:
-            raise ValueError(sentence(name, f"count must be at least 1 but got {count}"))
+            raise bad_value(f"count must be at least 1 but got {count}")
         if pairs < 0 or pairs % count:
-            raise ValueError(
-                sentence(name, f"pairs must be a multiple of count {count} but got {pairs}")
-            )
+            raise bad_value(f"pairs must be a multiple of count {count} but got {pairs}")
         return cls(
             count,
             tuple(
@@ -210,26 +200,19 @@ def _tuple(values: Iterable[int]) -> str:
     return repr(tuple(values))
 
 
-def _sizes(operation: str, sizes: object) -> tuple[int, ...]:
+def _sizes(sizes: object) -> tuple[int, ...]:
     rule = "sizes must be a sequence of ints, one per axis, but got"
-    values = tuple(_int(operation, "a size", size) for size in _sequence(operation, rule, sizes))
+    values = tuple(_int("a size", size) for size in _sequence(rule, sizes))
     if not values or min(values) < 0:
-        raise ValueError(
-            sentence(operation, f"sizes must be numbers of pairs, one per axis, but got {values}")
-        )
+        raise bad_value(f"sizes must be numbers of pairs, one per axis, but got {values}")
     return values
 
 
-def _sequence(operation: str, rule: str, values: object) -> tuple[object, ...]:
+def _sequence(rule: str, values: object) -> tuple[object, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(sentence(operation, f"{rule} {values!r}"))
+        raise bad_type(f"{rule} {values!r}")
     return tuple(values)
 
 
-def _int(operation: str, name: str, value: object) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise TypeError(sentence(operation, f"{name} must be int but got {value!r}"))
+def _int(name: str, value: object) -> int:
+    return operator.index(integer(name, value, kind="int", tensors=True))

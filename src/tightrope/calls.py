@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import activations, gates as gates_, gating
-from ._errors import sentence
+from ._errors import bad_type, bad_value, unsupported
 from .activations import NONE, Act, ActLike, RMSNorm, code_of
 from .backends import BY_NAME, reference, takes
 from .gates import Gate
@@ -48,7 +48,7 @@ class Outer(NamedTuple):
     gates: tuple[Sequence[Gate], Sequence[Gate]]
 
 
-def outer(operation: str, act: ActLike, gate: Any, count: int = 2) -> Outer | None:
+def outer(act: ActLike, gate: Any, count: int = 2) -> Outer | None:
     """``act=`` and ``gate=`` of a public function; None where there is neither.
 
     Args:
@@ -58,9 +58,9 @@ def outer(operation: str, act: ActLike, gate: Any, count: int = 2) -> Outer | No
         return None
     for name, value in (("act", act), ("gate", gate)):
         if count == 1 and isinstance(value, tuple):
-            raise TypeError(sentence(operation, f"{name} must be one, not a pair, for one tensor"))
-    acts = activations.pair(operation, act)
-    each = gates_.pair(operation, gate)
+            raise bad_type(f"{name} must be one, not a pair, for one tensor")
+    acts = activations.pair(act)
+    each = gates_.pair(gate)
     if acts == (None, None) and each == (None, None):
         return None
     first, second = ([] if one is None else [one] for one in each)
@@ -68,7 +68,6 @@ def outer(operation: str, act: ActLike, gate: Any, count: int = 2) -> Outer | No
 
 
 def out_of_place(
-    operation: str,
     names: Sequence[str],
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -86,7 +85,7 @@ def out_of_place(
     """A call that makes new tensors, or writes into those it is given.
 
     Args:
-        operation, names: what the user called, and knows the tensors by.
+        names: what the user knows the tensors by.
         outs: where results go; None for new tensors.
         wider: whether q may have more channels than the spec; they are copied.
         outer: f and P; None where both are the identity.
@@ -99,20 +98,19 @@ def out_of_place(
         with suppress(RuntimeError):
             return autograd.raw(q, k, ready)
     launches = _launches(
-        operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, outer, wider
+        names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, outer, wider
     )
     if outs is not None:
-        _check_outs(operation, names, schema.present(q, k), outs, launches)
+        _check_outs(names, schema.present(q, k), outs, launches)
         for which, some, other, arguments in _apart(launches, outs):
-            _run_into(operation, some, other, [outs[i] for i in which], arguments, backend)
+            _run_into(some, other, [outs[i] for i in which], arguments, backend)
         return outs
     if len(launches) == 1:
-        return run(operation, q, k, launches[0].arguments, backend)
-    return [run(operation, x, None, arguments, backend)[0] for _, x, _, arguments in launches]
+        return run(q, k, launches[0].arguments, backend)
+    return [run(x, None, arguments, backend)[0] for _, x, _, arguments in launches]
 
 
 def run(
-    operation: str,
     q: torch.Tensor,
     k: torch.Tensor | None,
     arguments: tuple[Any, ...],
@@ -120,14 +118,13 @@ def run(
 ) -> Sequence[torch.Tensor]:
     """The operator, once its arguments are checked: ``arguments`` is what follows q and k in the schema."""
     if backend is not None:
-        _insist(operation, backend, q)
+        _insist(backend, q)
     if backend == "reference" or _has_tangents(q, k, arguments):
         return reference.compose(q, k, *arguments)
     return autograd.differentiable(q, k, arguments)
 
 
 def _run_into(
-    operation: str,
     q: torch.Tensor,
     k: torch.Tensor | None,
     outs: list[torch.Tensor],
@@ -135,26 +132,25 @@ def _run_into(
     backend: str | None,
 ) -> None:
     if backend is not None:
-        _insist(operation, backend, q)
+        _insist(backend, q)
     compiling, transformed = torch.compiler.is_compiling(), autograd.in_functorch()
     if compiling and not transformed and backend != "reference":
         schema.rotation_into(arguments)(q, k, *autograd.pair(outs), *arguments)
     elif compiling or transformed:
-        autograd.overwrite(outs, run(operation, q, k, arguments, backend))
+        autograd.overwrite(outs, run(q, k, arguments, backend))
     elif backend == "reference" or _has_tangents(q, k, arguments):
-        check_out_memory(operation, schema.present(q, k), outs)
+        check_out_memory(schema.present(q, k), outs)
         autograd.overwrite(outs, reference.compose(q, k, *arguments))
     else:
         try:
             autograd.into(q, k, outs, arguments)
         except RuntimeError:
             # Kernels refuse overlapping memory before they write.
-            check_out_memory(operation, schema.present(q, k), outs)
+            check_out_memory(schema.present(q, k), outs)
             raise
 
 
 def in_place(
-    operation: str,
     names: Sequence[str],
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -175,17 +171,15 @@ def in_place(
         with suppress(RuntimeError):
             autograd.raw_in_place(q, k, ready)
             return
-    launches = _launches(
-        operation, names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, outer
-    )
+    launches = _launches(names, q, k, spec, positions, layout, inverse, inv_freq, seq_len, outer)
     if len(launches) > 1 and not torch.compiler.is_compiling() and not autograd.in_functorch():
         # What the second refuses must not find the first done.
         xs = schema.present(q, k)
-        check_in_place(operation, names, xs)
+        check_in_place(names, xs)
         if any(autograd.needs_grad(q, k, launch.arguments) for launch in launches):
-            check_in_place_grad(operation, names, xs)
+            check_in_place_grad(names, xs)
     for which, some, other, arguments in _apart(launches, schema.present(q, k)):
-        run_in_place(operation, [names[i] for i in which], some, other, arguments, backend)
+        run_in_place([names[i] for i in which], some, other, arguments, backend)
 
 
 def _ready(
@@ -227,7 +221,7 @@ def _ready(
 
 def _passes(rotation: PreparedRotation, q: torch.Tensor, layout: str) -> bool:
     """Whether tokens may lie beyond the length that was said for them."""
-    at = layout_named("", layout).token
+    at = layout_named(layout).token
     return q.dim() <= at or rotation.passed(q.shape[at]) is not None
 
 
@@ -283,7 +277,6 @@ def _form_with(form: int, act: int, gate: int) -> int:
 
 
 def run_in_place(
-    operation: str,
     names: Sequence[str],
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -292,7 +285,7 @@ def run_in_place(
 ) -> None:
     """:func:`run` for a call that changes its tensors."""
     if backend is not None:
-        _insist(operation, backend, q)
+        _insist(backend, q)
     xs = schema.present(q, k)
     transformed = autograd.in_functorch()
     if torch.compiler.is_compiling() and not transformed:
@@ -307,19 +300,19 @@ def run_in_place(
     elif backend == "reference" or _has_tangents(q, k, arguments):
         # Behind a transform memory is not what it seems; the transform sees to it.
         if not transformed:
-            check_in_place(operation, names, xs)
+            check_in_place(names, xs)
             if autograd.needs_grad(q, k, arguments):
-                check_in_place_grad(operation, names, xs)
+                check_in_place_grad(names, xs)
         # Gradients by angles need what this overwrites.
         autograd.overwrite(xs, reference.compose(*autograd.copies(q, k), *arguments))
     elif transformed:
         autograd.overwrite(xs, autograd.differentiable(*autograd.copies(q, k), arguments))
     else:
         try:
-            autograd.in_place(operation, names, q, k, arguments)
+            autograd.in_place(names, q, k, arguments)
         except RuntimeError:
             # Kernels refuse overlapping memory before they change anything.
-            check_in_place(operation, names, xs)
+            check_in_place(names, xs)
             raise
 
 
@@ -339,7 +332,6 @@ class _Launch(NamedTuple):
 
 
 def _launches(
-    operation: str,
     names: Sequence[str],
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -357,12 +349,12 @@ def _launches(
     Returns:
         One launch; or one for each tensor, where they differ in the kind of f or P.
     """
-    where = layout_named(operation, layout)
-    check_flag(operation, "inverse", inverse)
+    where = layout_named(layout)
+    check_flag("inverse", inverse)
     xs = schema.present(q, k)
-    rotation = prepare(operation, names, xs, spec, positions, seq_len, where, wider)
+    rotation = prepare(names, xs, spec, positions, seq_len, where, wider)
     if inv_freq is not None:
-        source = learned.source(operation, names, q, k, inv_freq, rotation, where)
+        source = learned.source(names, q, k, inv_freq, rotation, where)
         rest = _call(rotation, where, inverse, learned=True)[2:]
         call: tuple[Any, ...] = (*source[:2], *rest, source[2], 0.0)
     elif torch.compiler.is_compiling():
@@ -374,11 +366,10 @@ def _launches(
         call = found
     if outer is None:
         return [_Launch(range(len(xs)), q, k, call)]
-    return _with_outer(operation, names, xs, where, inverse, rotation, call, outer)
+    return _with_outer(names, xs, where, inverse, rotation, call, outer)
 
 
 def _with_outer(
-    operation: str,
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     layout: Layout,
@@ -391,18 +382,15 @@ def _with_outer(
     views = [layout.to_bhsd(x) for x in xs]
     kinds: list[tuple[int, int, float]] = []
     weights: list[torch.Tensor | None] = []
-    gates = gating.lower(operation, names, views, outer.gates, rotation)
+    gates = gating.lower(names, views, outer.gates, rotation)
     for name, view, act, (gate, _) in zip(names, views, outer.acts, gates):
         if inverse and act is not None:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"inverse must be False with an act, which cannot be undone, but act is {act!r}",
-                )
+            raise bad_value(
+                f"inverse must be False with an act, which cannot be undone, but act is {act!r}"
             )
         norm = act if isinstance(act, RMSNorm) else None
         heads = view.shape[1]
-        weights.append(None if norm is None else norm.factors(operation, name, view, heads))
+        weights.append(None if norm is None else norm.factors(name, view, heads))
         kinds.append((code_of(act), gate, float(norm.eps) if norm else 0.0))
     together = kinds[0] == kinds[-1]
     launches = []
@@ -434,17 +422,16 @@ def _apart(launches: list[_Launch], written: Sequence[torch.Tensor]) -> list[_La
 
 
 def _check_outs(
-    operation: str,
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     outs: list[torch.Tensor],
     launches: Sequence[_Launch],
 ) -> None:
     wanted = [name for launch in launches for name in autograd.wanted(launch.arguments)]
-    check_out(operation, names, xs, outs, wanted)
+    check_out(names, xs, outs, wanted)
     if len(launches) > 1 and not torch.compiler.is_compiling():
         # What the second refuses must not find the first done.
-        check_out_memory(operation, xs, outs)
+        check_out_memory(xs, outs)
 
 
 def _call(
@@ -478,13 +465,9 @@ def _has_tangents(q: torch.Tensor, k: torch.Tensor | None, arguments: tuple[Any,
     )
 
 
-def _insist(operation: str, backend: str, x: torch.Tensor) -> None:
+def _insist(backend: str, x: torch.Tensor) -> None:
     if not isinstance(backend, str) or backend not in BY_NAME:
-        raise ValueError(
-            sentence(operation, f"backend must be one of {', '.join(BY_NAME)} but got {backend!r}")
-        )
+        raise bad_value(f"backend must be one of {', '.join(BY_NAME)} but got {backend!r}")
     reason = BY_NAME[backend].why_not(x)
     if reason is not None:
-        raise NotImplementedError(
-            sentence(operation, f"backend {backend!r} cannot run: {reason}", x=x)
-        )
+        raise unsupported(f"backend {backend!r} cannot run: {reason}", x=x)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from ._errors import sentence
+from ._errors import bad_type, bad_value, public
 from ._rules import (
     CONTEXT as CONTEXT,
     RULES as RULES,
@@ -280,6 +280,7 @@ class YaRN(Rule):
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
+    @public("YaRN")
     def __post_init__(self) -> None:
         self._set(
             factor=self._positive("factor"),
@@ -291,21 +292,19 @@ class YaRN(Rule):
         for field in ("mscale", "mscale_all_dim"):
             value = getattr(self, field)
             if value is not None:
-                self._set(**{field: number("YaRN", field, value, zero=True)})
+                self._set(**{field: number(field, value, zero=True)})
         if not isinstance(self.truncate, bool):
-            raise TypeError(sentence("YaRN", f"truncate must be a bool but got {self.truncate!r}"))
+            raise bad_type(f"truncate must be a bool but got {self.truncate!r}")
         if self.beta_fast < self.beta_slow:
-            raise ValueError(
-                sentence(
-                    "YaRN",
-                    f"beta_fast must be at least beta_slow but got {self.beta_fast} and "
-                    f"{self.beta_slow}",
-                )
+            raise bad_value(
+                f"beta_fast must be at least beta_slow but got {self.beta_fast} and "
+                f"{self.beta_slow}"
             )
 
+    @public("YaRN")
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
         if not base > 1:
-            raise ValueError(sentence("YaRN", f"base must be above 1 but got {base}"))
+            raise bad_value(f"base must be above 1 but got {base}")
         low, high = self._ramp(rotary_dim, base)
         factor, exact = Decimal(self.factor), []
         for k, omega in enumerate(default(rotary_dim, base).exact):
@@ -415,6 +414,7 @@ class LongRoPE(Rule):
     short_mscale: float | None = None
     long_mscale: float | None = None
 
+    @public("LongRoPE")
     def __post_init__(self) -> None:
         self._set(
             short_factor=self._divisors("short_factor"),
@@ -426,45 +426,31 @@ class LongRoPE(Rule):
             long_mscale=self._positive_or_none("long_mscale"),
         )
         if len(self.short_factor) != len(self.long_factor):
-            raise ValueError(
-                sentence(
-                    "LongRoPE",
-                    "short_factor and long_factor must have one number per pair each but got "
-                    f"{len(self.short_factor)} and {len(self.long_factor)}",
-                )
+            raise bad_value(
+                "short_factor and long_factor must have one number per pair each but got "
+                f"{len(self.short_factor)} and {len(self.long_factor)}"
             )
         if (self.short_mscale is None) != (self.long_mscale is None):
-            raise ValueError(
-                sentence(
-                    "LongRoPE",
-                    f"short_mscale and long_mscale must be given together but got "
-                    f"{self.short_mscale} and {self.long_mscale}",
-                )
+            raise bad_value(
+                f"short_mscale and long_mscale must be given together but got "
+                f"{self.short_mscale} and {self.long_mscale}"
             )
         if self.attention_factor is not None and self.short_mscale is not None:
-            raise ValueError(
-                sentence(
-                    "LongRoPE",
-                    "attention_factor must not be given together with short_mscale and long_mscale "
-                    f"but got {self.attention_factor}, {self.short_mscale} and {self.long_mscale}",
-                )
+            raise bad_value(
+                "attention_factor must not be given together with short_mscale and long_mscale "
+                f"but got {self.attention_factor}, {self.short_mscale} and {self.long_mscale}"
             )
         if self.factor is self.attention_factor is self.short_mscale is None:
-            raise ValueError(
-                sentence(
-                    "LongRoPE",
-                    "factor (the longest length / original_max_position), attention_factor, or "
-                    "short_mscale and long_mscale must be given but got none",
-                )
+            raise bad_value(
+                "factor (the longest length / original_max_position), attention_factor, or "
+                "short_mscale and long_mscale must be given but got none"
             )
 
     def _divisors(self, field: str) -> tuple[float, ...]:
         values = getattr(self, field)
         if isinstance(values, str) or not isinstance(values, Iterable):
-            raise TypeError(
-                sentence("LongRoPE", f"{field} must be a sequence of numbers but got {values!r}")
-            )
-        return tuple(number("LongRoPE", f"{field}[{k}]", value) for k, value in enumerate(values))
+            raise bad_type(f"{field} must be a sequence of numbers but got {values!r}")
+        return tuple(number(f"{field}[{k}]", value) for k, value in enumerate(values))
 
     def regime(self, seq_len: int | None) -> int | None:
         """None up to the original length; one and the same length for all that are longer."""
@@ -475,14 +461,12 @@ class LongRoPE(Rule):
     def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> None:
         """Nothing to make: there is one set for all longer sequences."""
 
+    @public("LongRoPE")
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
         if 2 * len(self.short_factor) != rotary_dim:
-            raise ValueError(
-                sentence(
-                    "LongRoPE",
-                    "short_factor and long_factor must have one number per pair, "
-                    f"{rotary_dim // 2}, but got {len(self.short_factor)}",
-                )
+            raise bad_value(
+                "short_factor and long_factor must have one number per pair, "
+                f"{rotary_dim // 2}, but got {len(self.short_factor)}"
             )
         divisors = self.short_factor if seq_len is None else self.long_factor
         row = default(rotary_dim, base).exact
@@ -548,6 +532,7 @@ class Llama3(Rule):
     high_freq_factor: float
     original_max_position: int
 
+    @public("Llama3")
     def __post_init__(self) -> None:
         self._set(
             factor=self._positive("factor"),
@@ -556,12 +541,9 @@ class Llama3(Rule):
             original_max_position=self._length(),
         )
         if self.high_freq_factor < self.low_freq_factor:
-            raise ValueError(
-                sentence(
-                    "Llama3",
-                    f"high_freq_factor must be at least low_freq_factor but got "
-                    f"{self.high_freq_factor} and {self.low_freq_factor}",
-                )
+            raise bad_value(
+                f"high_freq_factor must be at least low_freq_factor but got "
+                f"{self.high_freq_factor} and {self.low_freq_factor}"
             )
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
@@ -613,12 +595,11 @@ class Proportional(Rule):
     rotary_fraction: float
     factor: float = 1.0
 
+    @public("Proportional")
     def __post_init__(self) -> None:
-        fraction = number("Proportional", "rotary_fraction", self.rotary_fraction, zero=True)
+        fraction = number("rotary_fraction", self.rotary_fraction, zero=True)
         if fraction > 1:
-            raise ValueError(
-                sentence("Proportional", f"rotary_fraction must be at most 1 but got {fraction}")
-            )
+            raise bad_value(f"rotary_fraction must be at most 1 but got {fraction}")
         self._set(rotary_fraction=fraction, factor=self._positive("factor"))
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
@@ -656,20 +637,19 @@ class Given(Rule):
 
     inv_freq: Nested
 
+    @public("Given")
     def __post_init__(self) -> None:
         inv_freq = _frozen(self.inv_freq)
         shape = _shape_of(inv_freq)
         if not 1 <= len(shape) <= 3:
-            raise ValueError(
-                sentence(
-                    "Given",
-                    "inv_freq must be nested as (pairs,), (heads, pairs) or (axes, heads, pairs) but "
-                    f"got {len(shape)} levels",
-                )
+            raise bad_value(
+                "inv_freq must be nested as (pairs,), (heads, pairs) or (axes, heads, pairs) but "
+                f"got {len(shape)} levels"
             )
         self._set(inv_freq=inv_freq)
 
     @classmethod
+    @public("Given.of")
     def of(cls, inv_freq: torch.Tensor) -> Given:
         """From a floating tensor of any device; its values now.
 
@@ -677,13 +657,9 @@ class Given(Rule):
         Given(inv_freq=(1.0, 0.25))
         """
         if not isinstance(inv_freq, torch.Tensor) or not inv_freq.is_floating_point():
-            raise TypeError(
-                sentence("Given.of", "inv_freq must be a floating tensor", inv_freq=inv_freq)
-            )
+            raise bad_type("inv_freq must be a floating tensor", inv_freq=inv_freq)
         if 0 in inv_freq.shape[:-1]:
-            raise ValueError(
-                sentence("Given.of", "inv_freq must have heads and axes", inv_freq=inv_freq)
-            )
+            raise bad_value("inv_freq must have heads and axes", inv_freq=inv_freq)
         return cls(inv_freq.detach().double().cpu().tolist())  # type: ignore[arg-type]
 
     @property
@@ -691,14 +667,12 @@ class Given(Rule):
         """``(pairs,)``, ``(heads, pairs)`` or ``(axes, heads, pairs)``."""
         return _shape_of(self.inv_freq)
 
+    @public("Given")
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
         shape = self.shape
         if 2 * shape[-1] != rotary_dim:
-            raise ValueError(
-                sentence(
-                    "Given",
-                    f"inv_freq must have one number per pair, {rotary_dim // 2}, but got {shape[-1]}",
-                )
+            raise bad_value(
+                f"inv_freq must have one number per pair, {rotary_dim // 2}, but got {shape[-1]}"
             )
         exact = tuple(Decimal(omega) for omega in _flat(self.inv_freq))
         return Frequencies(exact, 1.0, None if len(shape) == 1 else shape)
@@ -709,14 +683,12 @@ def _frozen(values: Any) -> Any:
     if isinstance(values, numbers.Real) and not isinstance(values, bool):
         omega = float(values)
         if not math.isfinite(omega):
-            raise ValueError(sentence("Given", f"inv_freq must be finite but got {omega}"))
+            raise bad_value(f"inv_freq must be finite but got {omega}")
         return omega
     if isinstance(values, torch.Tensor):
-        raise TypeError(
-            sentence("Given", "inv_freq must be nested numbers; call Given.of", inv_freq=values)
-        )
+        raise bad_type("inv_freq must be nested numbers; call Given.of", inv_freq=values)
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(sentence("Given", f"inv_freq must hold numbers but got {values!r}"))
+        raise bad_type(f"inv_freq must hold numbers but got {values!r}")
     return tuple(_frozen(value) for value in values)
 
 
@@ -725,11 +697,7 @@ def _shape_of(nested: Any) -> tuple[int, ...]:
         return ()
     shapes = {_shape_of(part) for part in nested}
     if len(shapes) > 1:
-        raise ValueError(
-            sentence(
-                "Given", f"inv_freq must be nested evenly but got {sorted(shapes)} side by side"
-            )
-        )
+        raise bad_value(f"inv_freq must be nested evenly but got {sorted(shapes)} side by side")
     return (len(nested), *(shapes.pop() if shapes else ()))
 
 

@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 
 from . import angles, calls, scan
-from ._errors import describe, integer, sentence
+from ._errors import bad_type, bad_value, describe, integer, public
 from .activations import Act, ActLike
 from .gates import Gate
 from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
@@ -26,6 +26,7 @@ _K = TypeVar("_K", bound=torch.Tensor | None)
 _X, _Q, _QK = ("x",), ("q",), ("q", "k")
 
 
+@public("rotate")
 def rotate(
     x: torch.Tensor,
     spec: RopeSpec | PreparedRotation,
@@ -80,16 +81,16 @@ def rotate(
     >>> rotate(q, RopeSpec(head_dim=64)).shape
     torch.Size([2, 8, 16, 64])
     """
-    name = "rotate"
     outs = None if out is None else [out]
-    outer = calls.outer(name, act, gate, 1)
+    outer = calls.outer(act, gate, 1)
     (y,) = calls.out_of_place(
-        *(name, _X, x, None, spec, positions, layout, inverse, backend),
+        *(_X, x, None, spec, positions, layout, inverse, backend),
         *(outs, inv_freq, seq_len, False, outer),
     )
     return y
 
 
+@public("rotate_")
 def rotate_(
     x: torch.Tensor,
     spec: RopeSpec | PreparedRotation,
@@ -120,15 +121,15 @@ def rotate_(
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
-    name = "rotate_"
-    outer = calls.outer(name, act, gate, 1)
+    outer = calls.outer(act, gate, 1)
     calls.in_place(
-        *(name, _X, x, None, spec, positions, layout, inverse, backend),
+        *(_X, x, None, spec, positions, layout, inverse, backend),
         *(inv_freq, seq_len, outer),
     )
     return x
 
 
+@public("rotate_qk")
 def rotate_qk(
     q: torch.Tensor,
     k: _K,
@@ -163,16 +164,16 @@ def rotate_qk(
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
     outs = None if out is None else [x for x in out if x is not None]
-    name = "rotate_qk"
     names = _QK if k is not None else _Q
-    outer = calls.outer(name, act, gate)
+    outer = calls.outer(act, gate)
     ys = calls.out_of_place(
-        *(name, names, q, k, spec, positions, layout, inverse, backend),
+        *(names, q, k, spec, positions, layout, inverse, backend),
         *(outs, inv_freq, seq_len, False, outer),
     )
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
+@public("rotate_qk_")
 def rotate_qk_(
     q: torch.Tensor,
     k: _K,
@@ -200,15 +201,15 @@ def rotate_qk_(
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     names = _QK if k is not None else _Q
-    name = "rotate_qk_"
-    outer = calls.outer(name, act, gate)
+    outer = calls.outer(act, gate)
     calls.in_place(
-        *(name, names, q, k, spec, positions, layout, inverse, backend),
+        *(names, q, k, spec, positions, layout, inverse, backend),
         *(inv_freq, seq_len, outer),
     )
     return q, k
 
 
+@public("rerotate")
 def rerotate(
     k: torch.Tensor,
     from_spec: RopeSpec,
@@ -251,16 +252,16 @@ def rerotate(
     >>> torch.allclose(moved, rotate(k, spec), atol=1e-5)
     True
     """
-    name = "rerotate"
     lengths = (from_seq_len, to_seq_len)
     rope = reangle.prepared(
-        name, k, from_spec, to_spec, positions, new_positions, *lengths, layout_named(name, layout)
+        k, from_spec, to_spec, positions, new_positions, *lengths, layout_named(layout)
     )
     outs = None if out is None else [out]
-    (y,) = calls.out_of_place(name, ("k",), k, None, rope, None, layout, False, backend, outs)
+    (y,) = calls.out_of_place(("k",), k, None, rope, None, layout, False, backend, outs)
     return y
 
 
+@public("rerotate_")
 def rerotate_(
     k: torch.Tensor,
     from_spec: RopeSpec,
@@ -284,15 +285,15 @@ def rerotate_(
     >>> spec, cache = RopeSpec(64), torch.randn(1, 2, 100, 64)
     >>> kept = rerotate_(cache[:, :, 50:], spec, spec, 50, 0)
     """
-    name = "rerotate_"
     lengths = (from_seq_len, to_seq_len)
     rope = reangle.prepared(
-        name, k, from_spec, to_spec, positions, new_positions, *lengths, layout_named(name, layout)
+        k, from_spec, to_spec, positions, new_positions, *lengths, layout_named(layout)
     )
-    calls.in_place(name, ("k",), k, None, rope, None, layout, False, backend)
+    calls.in_place(("k",), k, None, rope, None, layout, False, backend)
     return k
 
 
+@public("rotary_pos_embedding")
 def rotary_pos_embedding(
     input_: torch.Tensor, position_ids: torch.Tensor | None = None, interleaved: bool = True
 ) -> torch.Tensor:
@@ -317,35 +318,28 @@ def rotary_pos_embedding(
     >>> rotary_pos_embedding(torch.randn(2, 12, 8, 64)).shape
     torch.Size([2, 12, 8, 64])
     """
-    name = "rotary_pos_embedding"
     if not isinstance(input_, torch.Tensor):
-        raise TypeError(sentence(name, f"input_ must be a tensor but got {describe(input_)}"))
+        raise bad_type(f"input_ must be a tensor but got {describe(input_)}")
     if input_.dim() < 2:
-        raise ValueError(
-            sentence(name, "input_ must have shape (..., seq_len, embed_dim)", input_=input_)
-        )
+        raise bad_value("input_ must have shape (..., seq_len, embed_dim)", input_=input_)
     *lead, tokens, width = input_.shape
     if width % 2:
-        raise ValueError(sentence(name, f"embed_dim must be even but got {width}", input_=input_))
+        raise bad_value(f"embed_dim must be even but got {width}", input_=input_)
     if position_ids is not None and (
         not isinstance(position_ids, torch.Tensor) or position_ids.shape != (tokens,)
     ):
-        raise ValueError(
-            sentence(
-                name,
-                f"position_ids must have shape ({tokens},)",
-                position_ids=position_ids,
-                input_=input_,
-            )
+        raise bad_value(
+            f"position_ids must have shape ({tokens},)", position_ids=position_ids, input_=input_
         )
     spec = RopeSpec(width, interleaved=interleaved)
     # No position differs between leading dimensions, so any of them may serve as rows and heads.
     layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    (y,) = calls.out_of_place(name, ("input_",), x, None, spec, position_ids, layout, False, None)
+    (y,) = calls.out_of_place(("input_",), x, None, spec, position_ids, layout, False, None)
     return y.reshape(input_.shape)
 
 
+@public("apply_rotary_pos_emb")
 def apply_rotary_pos_emb(
     q: torch.Tensor,
     k: _K,
@@ -395,14 +389,14 @@ def apply_rotary_pos_emb(
     >>> angle = torch.arange(16.0)[:, None] * torch.ones(64)
     >>> q, k = apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())
     """
-    name = "apply_rotary_pos_emb"
     arguments = given_tables.arguments(
-        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables, start, inverse
+        q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables, start, inverse
     )
-    ys = calls.run(name, q, k, arguments, backend)
+    ys = calls.run(q, k, arguments, backend)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
+@public("apply_rotary_pos_emb_")
 def apply_rotary_pos_emb_(
     q: torch.Tensor,
     k: _K,
@@ -428,15 +422,15 @@ def apply_rotary_pos_emb_(
     >>> apply_rotary_pos_emb_(q, None, angle.cos(), angle.sin())[0] is q
     True
     """
-    name = "apply_rotary_pos_emb_"
     names = _QK if k is not None else _Q
     arguments = given_tables.arguments(
-        name, q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables, start, inverse
+        q, k, cos, sin, unsqueeze_dim, position_ids, interleaved, tables, start, inverse
     )
-    calls.run_in_place(name, names, q, k, arguments, backend)
+    calls.run_in_place(names, q, k, arguments, backend)
     return q, k
 
 
+@public("build_freqs_cis")
 def build_freqs_cis(
     seq_len: int,
     d: int,
@@ -468,15 +462,14 @@ def build_freqs_cis(
     >>> cos.shape
     torch.Size([16, 32])
     """
-    name = "build_freqs_cis"
-    seq_len, d = integer(name, "seq_len", seq_len), integer(name, "d", d)
+    seq_len, d = integer("seq_len", seq_len), integer("d", d)
     for what, size in (("seq_len", seq_len), ("d", d)):
         if size < 0:
-            raise ValueError(sentence(name, f"{what} must not be negative but got {size}"))
+            raise bad_value(f"{what} must not be negative but got {size}")
     if isinstance(d, int) and d % 2:
-        raise ValueError(sentence(name, f"d must be even but got {d}"))
+        raise bad_value(f"d must be even but got {d}")
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(sentence(name, f"dtype must be float32 or float64 but got {dtype}"))
+        raise bad_type(f"dtype must be float32 or float64 but got {dtype}")
     # As torch's own factories: a device that somebody set as the default is heeded.
     device = torch.empty(0).device if device is None else device
     # Under dynamic=True the default of a function is a symbol, of which no frequencies can be made.
@@ -487,6 +480,7 @@ def build_freqs_cis(
     return cos[0, 0], sin[0, 0]
 
 
+@public("rotary_apply")
 def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate channel pairs (0, 1), (2, 3), … by tables that broadcast against x.
 
@@ -507,13 +501,13 @@ def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     >>> rotary_apply(x, *build_freqs_cis(16, 64)).shape
     torch.Size([2, 8, 16, 64])
     """
-    name = "rotary_apply"
-    x, cos, sin, shape = _against(name, x, cos, sin)
-    arguments = given_tables.arguments(name, x, None, cos, sin, 1, None, True, "half")
-    (y,) = calls.run(name, x, None, arguments, None)
+    x, cos, sin, shape = _against(x, cos, sin)
+    arguments = given_tables.arguments(x, None, cos, sin, 1, None, True, "half")
+    (y,) = calls.run(x, None, arguments, None)
     return y.reshape(shape)
 
 
+@public("polar_scan")
 def polar_scan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -574,51 +568,42 @@ def polar_scan(
     >>> one.shape, state.tokens
     (torch.Size([1, 8, 1, 64]), 17)
     """
-    name = "polar_scan"
     if form not in scan.FORMS:
-        raise ValueError(
-            sentence(name, f"form must be one of {', '.join(scan.FORMS)} but got {form!r}")
-        )
-    chunk = integer(name, "chunk", chunk)
+        raise bad_value(f"form must be one of {', '.join(scan.FORMS)} but got {form!r}")
+    chunk = integer("chunk", chunk)
     if chunk < 1:
-        raise ValueError(sentence(name, f"chunk must be positive but got {chunk}"))
-    where = layout_named(name, layout)
+        raise bad_value(f"chunk must be positive but got {chunk}")
+    where = layout_named(layout)
     if where.dims != 4:
-        raise ValueError(
-            sentence(name, f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
-        )
+        raise bad_value(f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
     if not isinstance(k, torch.Tensor):
-        raise TypeError(sentence(name, f"k must be a tensor but got {describe(k)}"))
-    scan.check_state(name, state)
+        raise bad_type(f"k must be a tensor but got {describe(k)}")
+    scan.check_state(state)
     if state is not None and isinstance(spec, RopeSpec):
         if spec.by_length and seq_len is None:
-            raise ValueError(
-                sentence(
-                    name,
-                    "seq_len must be given with a state, and be the same for all calls, where the "
-                    "frequencies depend on the length",
-                    spec=spec,
-                )
+            raise bad_value(
+                "seq_len must be given with a state, and be the same for all calls, where the "
+                "frequencies depend on the length",
+                spec=spec,
             )
         positions = state.tokens if positions is None else positions
     given_q, given_k = q, k
     if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
         # In 16 bits rotated queries and keys would be rounded before sums that cancel.
-        spec = prepare(name, _QK, (q, k), spec, positions, seq_len, where)
+        spec = prepare(_QK, (q, k), spec, positions, seq_len, where)
         q, k, positions, seq_len = q.float(), k.float(), None, None
     q, k = calls.out_of_place(
-        *(name, _QK, q, k, spec, positions, layout, False, None),
-        *(None, None, seq_len, False, calls.outer(name, None, gate)),
+        *(_QK, q, k, spec, positions, layout, False, None),
+        *(None, None, seq_len, False, calls.outer(None, gate)),
     )
     given_q, given_k = where.to_bhsd(given_q), where.to_bhsd(given_k)
-    v = scan.values_of(name, given_q, given_k, v, where.to_bhsd)
+    v = scan.values_of(given_q, given_k, v, where.to_bhsd)
     q, k = where.to_bhsd(q), where.to_bhsd(k)
-    out, state = scan.run(name, q, k, v, log_decay, state, form, chunk)
+    out, state = scan.run(q, k, v, log_decay, state, form, chunk)
     return where.from_bhsd(out), state
 
 
 def rotate_first(
-    operation: str,
     x: torch.Tensor,
     spec: RopeSpec,
     positions: PositionsLike,
@@ -631,20 +616,17 @@ def rotate_first(
     For modules, which learn the width of their input when they see it.
 
     Args:
-        operation: named in errors.
         x, spec, positions, layout, inverse: as of :func:`rotate`.
 
-    >>> rotate_first("demo", torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
+    >>> rotate_first(torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
     tensor([1., 1., 1., 1.])
     """
-    (y,) = calls.out_of_place(
-        operation, _X, x, None, spec, positions, layout, inverse, None, wider=True
-    )
+    (y,) = calls.out_of_place(_X, x, None, spec, positions, layout, inverse, None, wider=True)
     return y
 
 
 def _against(
-    operation: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
     """Broadcast x and tables of its pairs.
 
@@ -652,12 +634,10 @@ def _against(
         x of four dimensions, tables of four that fit it, and the shape of the result.
     """
     for name, value in (("x", x), ("cos", cos), ("sin", sin)):
-        check_floating(operation, name, value)
+        check_floating(name, value)
     width = x.shape[-1] if x.dim() else 1
     if width % 2:
-        raise ValueError(
-            sentence(operation, f"x must have an even last dimension but got {width}", x=x)
-        )
+        raise bad_value(f"x must have an even last dimension but got {width}", x=x)
     lead: torch.Size | None = None
     if cos.dim() and cos.shape == sin.shape and cos.shape[-1] == width // 2:
         try:
@@ -665,15 +645,12 @@ def _against(
         except RuntimeError:
             pass
     if lead is None:
-        raise ValueError(
-            sentence(
-                operation,
-                f"cos and sin must share a shape that broadcasts against x, with {width // 2} "
-                "channels, one for each pair",
-                x=x,
-                cos=cos,
-                sin=sin,
-            )
+        raise bad_value(
+            f"cos and sin must share a shape that broadcasts against x, with {width // 2} "
+            "channels, one for each pair",
+            x=x,
+            cos=cos,
+            sin=sin,
         )
     shape = torch.Size((*lead, width))
     tokens = lead[-1] if lead else 1

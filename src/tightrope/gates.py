@@ -16,42 +16,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
-from ._errors import check_dense, check_local, describe, sentence
+from ._errors import bad_type, bad_value, check_dense, check_local, describe, public
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep
-
-
-class Channels(NamedTuple):
-    """The channels of a head and which of them are pairs: as of a ``RopeSpec``."""
-
-    head_dim: int
-    start: int
-    rotary_dim: int
-    interleaved: bool
-
-    @property
-    def pairs(self) -> int:
-        """How many pairs rotate."""
-        return self.rotary_dim // 2
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of pairs as values of channels; 0 for channels that do not rotate.
-
-        >>> Channels(6, 0, 4, False).spread(torch.tensor([1, 2])).tolist()
-        [1, 2, 1, 2, 0, 0]
-        >>> Channels(6, 2, 4, True).spread(torch.tensor([1, 2])).tolist()
-        [0, 0, 1, 1, 2, 2]
-        """
-        values = values.expand(*values.shape[:-1], self.pairs)
-        parts = (values, values)
-        both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
-        if self.rotary_dim == self.head_dim:
-            return both
-        after = self.head_dim - self.start - self.rotary_dim
-        return torch.nn.functional.pad(both, (self.start, after))
+from .channels import Channels as Channels
 
 
 class Gate:
@@ -120,13 +91,14 @@ class Scalar(Gate):
 
     value: float | torch.Tensor
 
+    @public("Scalar")
     def __post_init__(self) -> None:
         if isinstance(self.value, torch.Tensor):
-            _check_floating("Scalar", "value", self.value)
+            _check_floating("value", self.value)
             if self.value.dim():
-                raise ValueError(sentence("Scalar", "value must have shape ()", value=self.value))
-        elif _number("Scalar", "value", self.value) <= 0:
-            raise ValueError(sentence("Scalar", f"value must be positive but got {self.value}"))
+                raise bad_value("value must have shape ()", value=self.value)
+        elif _number("value", self.value) <= 0:
+            raise bad_value(f"value must be positive but got {self.value}")
 
     def log_factor(
         self,
@@ -171,9 +143,11 @@ class Exp(Gate):
     gamma: torch.Tensor
     tied: str | None = None
 
+    @public("Exp")
     def __post_init__(self) -> None:
-        _check_rows("Exp", "gamma", self.gamma, self.tied)
+        _check_rows("gamma", self.gamma, self.tied)
 
+    @public("Exp")
     def log_factor(
         self,
         channels: Channels,
@@ -181,7 +155,7 @@ class Exp(Gate):
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """As of :meth:`Gate.log_factor`."""
-        return _rows("Exp", "gamma", self.gamma, self.tied, channels, dtype)
+        return _rows("gamma", self.gamma, self.tied, channels, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,9 +175,11 @@ class Slope(Gate):
     tied: str | None = None
     by_position: ClassVar[bool] = True
 
+    @public("Slope")
     def __post_init__(self) -> None:
-        _check_rows("Slope", "slope", self.slope, self.tied)
+        _check_rows("slope", self.slope, self.tied)
 
+    @public("Slope")
     def log_factor(
         self,
         channels: Channels,
@@ -211,14 +187,15 @@ class Slope(Gate):
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """As of :meth:`Gate.log_factor`."""
-        where = _needed("Slope", positions).to(_inside(dtype))[:, None, :, None]
+        where = _needed(positions).to(_inside(dtype))[:, None, :, None]
         return onto(self.rates(channels, dtype), where.device)[None, :, None] * where
 
+    @public("Slope")
     def rates(self, channels: Channels, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """What the logarithm is per position, ``[heads|1, channels|1]``; arguments as of
         :meth:`Gate.log_factor`."""
         rows = self.slope if self.slope.dim() == 2 else self.slope[None]
-        return _widened("Slope", "slope", rows, self.tied, channels, dtype)
+        return _widened("slope", rows, self.tied, channels, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,19 +214,17 @@ class Given(Gate):
     log: torch.Tensor
     tied: str | None = None
 
+    @public("Given")
     def __post_init__(self) -> None:
-        _check_floating("Given", "log", self.log)
-        _check_tied("Given", self.tied)
+        _check_floating("log", self.log)
+        _check_tied(self.tied)
         if self.log.dim() not in (3, 4):
-            raise ValueError(
-                sentence(
-                    "Given",
-                    "log must have shape (tokens, heads, channels) or (rows, tokens, heads, "
-                    "channels)",
-                    log=self.log,
-                )
+            raise bad_value(
+                "log must have shape (tokens, heads, channels) or (rows, tokens, heads, channels)",
+                log=self.log,
             )
 
+    @public("Given")
     def log_factor(
         self,
         channels: Channels,
@@ -258,7 +233,7 @@ class Given(Gate):
     ) -> torch.Tensor:
         """As of :meth:`Gate.log_factor`."""
         log = self.log if self.log.dim() == 4 else self.log[None]
-        return _widened("Given", "log", log, self.tied, channels, dtype).transpose(1, 2)
+        return _widened("log", log, self.tied, channels, dtype).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -291,17 +266,19 @@ class XPos(Gate):
     opposite: bool = False
     by_position: ClassVar[bool] = True
 
+    @public("XPos")
     def __post_init__(self) -> None:
-        _number("XPos", "centre", self.centre)
+        _number("centre", self.centre)
         for name in ("scale_base", "smoothing"):
-            value = _number("XPos", name, getattr(self, name))
+            value = _number(name, getattr(self, name))
             if value <= 0:
-                raise ValueError(sentence("XPos", f"{name} must be positive but got {value}"))
+                raise bad_value(f"{name} must be positive but got {value}")
 
     def for_keys(self) -> Gate:
         """The gate with opposite exponents."""
         return _opposite(self)
 
+    @public("XPos")
     def log_factor(
         self,
         channels: Channels,
@@ -315,7 +292,7 @@ class XPos(Gate):
                 would cost a synchronisation, and in compiled code, such a factor is NaN.
         """
         inside = _inside(dtype)
-        where = _needed("XPos", positions)
+        where = _needed(positions)
         away = self._away(where, inside)[:, None, :, None] / self.scale_base
         rate = _rates(self.smoothing, channels, inside, where.device)
         log = (-rate if self.opposite else rate) * away
@@ -326,14 +303,11 @@ class XPos(Gate):
         if log.numel() and bool((log.abs() > limit).any()):
             strongest = abs(math.log(self.smoothing / (1 + self.smoothing)))
             reach = math.floor(limit * self.scale_base / strongest)
-            raise ValueError(
-                sentence(
-                    "XPos",
-                    f"positions must lie within {reach} of the centre {self.centre}, or the factor "
-                    f"overflows {str(dtype).removeprefix('torch.')}, but they reach from "
-                    f"{where.min().item()} to {where.max().item()}; choose another centre or a larger "
-                    "scale_base",
-                )
+            raise bad_value(
+                f"positions must lie within {reach} of the centre {self.centre}, or the factor "
+                f"overflows {str(dtype).removeprefix('torch.')}, but they reach from "
+                f"{where.min().item()} to {where.max().item()}; choose another centre or a larger "
+                "scale_base"
             )
         return log
 
@@ -378,7 +352,6 @@ def _opposite(gate: XPos) -> XPos:
 
 
 def total(
-    operation: str,
     name: str,
     x: torch.Tensor,
     gates: Sequence[Gate],
@@ -388,7 +361,7 @@ def total(
     """The logarithm of the product of gates, on the device of x; None of none.
 
     Args:
-        operation, name: named in errors.
+        name: named in errors.
         x: ``(rows, heads, tokens, channels)``.
         gates: any number of them; their factors multiply.
         channels, positions: as of :meth:`Gate.log_factor`.
@@ -398,9 +371,9 @@ def total(
     """
     sum_: torch.Tensor | None = None
     for gate in gates:
-        check_own(operation, name, x, gate)
+        check_own(name, x, gate)
         log = gate.log_on(x, channels, positions)
-        check_fit(operation, name, x, gate, log.shape)
+        check_fit(name, x, gate, log.shape)
         sum_ = log if sum_ is None else sum_ + log
     return sum_
 
@@ -410,11 +383,11 @@ def onto(log: torch.Tensor, device: torch.device) -> torch.Tensor:
     return log if log.is_meta else log.to(device)
 
 
-def check_own(operation: str, name: str, x: torch.Tensor, gate: Gate) -> None:
+def check_own(name: str, x: torch.Tensor, gate: Gate) -> None:
     """Refuse a gate whose tensors no kernel can read, or that gets no gradient back from there.
 
     Args:
-        operation, name: named in errors.
+        name: named in errors.
         x: what is gated.
         gate: any.
     """
@@ -425,32 +398,25 @@ def check_own(operation: str, name: str, x: torch.Tensor, gate: Gate) -> None:
         if not isinstance(value, torch.Tensor):
             continue
         which = f"{field} of the gate {type(gate).__name__}"
-        check_local(operation, which, value)
+        check_local(which, value)
         if value.is_meta is not x.is_meta and (value.is_meta or value.requires_grad):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{which} is on {value.device} but {name} is on {x.device}; put both on one",
-                )
+            raise bad_value(
+                f"{which} is on {value.device} but {name} is on {x.device}; put both on one"
             )
 
 
-def check_fit(operation: str, name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:
+def check_fit(name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:
     """Refuse a gate for other rows, heads or tokens than those of x, ``(rows, heads, tokens, …)``."""
     for axis, own, size in zip(("rows", "heads", "tokens"), shape, x.shape):
         if not broadcasts(own, size):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"the gate {type(gate).__name__} must have 1 or {size} {axis} for {name} but "
-                    f"got {own}",
-                    **{name: x},
-                )
+            raise bad_value(
+                f"the gate {type(gate).__name__} must have 1 or {size} {axis} for {name} but "
+                f"got {own}",
+                **{name: x},
             )
 
 
 def apply(
-    operation: str,
     name: str,
     x: torch.Tensor,
     gates: Sequence[Gate],
@@ -460,23 +426,20 @@ def apply(
     """Multiply by gates, with one rounding at the end; arguments as of :func:`total`.
 
     >>> half = Scalar(0.5)
-    >>> apply("demo", "x", torch.ones(1, 1, 1, 2), [half, half], Channels(2, 0, 2, True)).tolist()
+    >>> apply("x", torch.ones(1, 1, 1, 2), [half, half], Channels(2, 0, 2, True)).tolist()
     [[[[0.25, 0.25]]]]
     """
-    log = total(operation, name, x, gates, channels, positions)
+    log = total(name, x, gates, channels, positions)
     return x if log is None else (x * log.exp()).to(x.dtype)
 
 
-def pair(operation: str, gate: object) -> tuple[Gate | None, Gate | None]:
+def pair(gate: object) -> tuple[Gate | None, Gate | None]:
     """A gate for both, or a pair of them, as the gates of queries and keys."""
     both = gate if isinstance(gate, tuple) else (gate, gate)
     if len(both) != 2 or not all(each is None or isinstance(each, Gate) for each in both):
-        raise TypeError(
-            sentence(
-                operation,
-                "gate must be None, a gate of tightrope.gates, or a pair of them for q and k, but got "
-                f"{describe(gate)}",
-            )
+        raise bad_type(
+            "gate must be None, a gate of tightrope.gates, or a pair of them for q and k, but got "
+            f"{describe(gate)}"
         )
     first, second = both
     if gate is not both and second is not None:
@@ -488,26 +451,24 @@ def _inside(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _needed(operation: str, positions: torch.Tensor | None) -> torch.Tensor:
+def _needed(positions: torch.Tensor | None) -> torch.Tensor:
     if positions is None:
-        raise ValueError(sentence(operation, "positions must be given but got None"))
+        raise bad_value("positions must be given but got None")
     return positions
 
 
 def _rows(
-    operation: str,
     name: str,
     values: torch.Tensor,
     tied: str | None,
     channels: Channels,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    wide = _widened(operation, name, values, tied, channels, dtype)
+    wide = _widened(name, values, tied, channels, dtype)
     return wide.reshape(1, wide.shape[0] if wide.dim() == 2 else 1, 1, wide.shape[-1])
 
 
 def _widened(
-    operation: str,
     name: str,
     values: torch.Tensor,
     tied: str | None,
@@ -517,48 +478,36 @@ def _widened(
     width = channels.head_dim if tied is None else channels.pairs
     if not broadcasts(values.shape[-1], width):
         kind = "channels" if tied is None else "pairs"
-        raise ValueError(
-            sentence(
-                operation,
-                f"{name} must have 1 or {width} {kind} but got {values.shape[-1]}",
-                **{name: values},
-            )
+        raise bad_value(
+            f"{name} must have 1 or {width} {kind} but got {values.shape[-1]}", **{name: values}
         )
     values = values.to(_inside(dtype))
     return values if tied is None else channels.spread(values)
 
 
-def _check_rows(operation: str, name: str, values: object, tied: object) -> None:
-    _check_floating(operation, name, values)
-    _check_tied(operation, tied)
+def _check_rows(name: str, values: object, tied: object) -> None:
+    _check_floating(name, values)
+    _check_tied(tied)
     if isinstance(values, torch.Tensor) and values.dim() not in (1, 2):
         kind = "channels" if tied is None else "pairs"
-        raise ValueError(
-            sentence(
-                operation,
-                f"{name} must have shape ({kind},) or (heads, {kind})",
-                **{name: values},
-            )
-        )
+        raise bad_value(f"{name} must have shape ({kind},) or (heads, {kind})", **{name: values})
 
 
-def _check_floating(operation: str, name: str, values: object) -> None:
+def _check_floating(name: str, values: object) -> None:
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
-        raise TypeError(
-            sentence(operation, f"{name} must be a floating tensor but got {describe(values)}")
-        )
-    check_dense(operation, name, values)
+        raise bad_type(f"{name} must be a floating tensor but got {describe(values)}")
+    check_dense(name, values)
 
 
-def _check_tied(operation: str, tied: object) -> None:
+def _check_tied(tied: object) -> None:
     if tied not in (None, "pair"):
-        raise ValueError(sentence(operation, f"tied must be None or 'pair' but got {tied!r}"))
+        raise bad_value(f"tied must be None or 'pair' but got {tied!r}")
 
 
-def _number(operation: str, name: str, value: object) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(sentence(operation, f"{name} must be a number but got {describe(value)}"))
+        raise bad_type(f"{name} must be a number but got {describe(value)}")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(sentence(operation, f"{name} must be finite but got {number}"))
+        raise bad_value(f"{name} must be finite but got {number}")
     return number

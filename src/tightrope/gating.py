@@ -7,26 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from . import gates as gates_
-from ._errors import sentence
+from ._errors import bad_value
 from ._tracing import may_keep
-from .gates import Channels, Gate, Slope, XPos
+from .channels import Channels
+from .gates import Gate, Slope, XPos
 from .ops.layouts import BY_NAME
 from .ops.schema import LOG, NO_GATE, SLOPE
 from .positions import Positions, explicit
-from .spec import Channels as SpecChannels, PreparedRotation, RopeSpec
-
-
-def channels_of(spec: RopeSpec | SpecChannels) -> Channels:
-    """What gates need of a spec, or of its channels.
-
-    >>> channels_of(RopeSpec(8, start=2))
-    Channels(head_dim=8, start=2, rotary_dim=6, interleaved=False)
-    """
-    return Channels(spec.head_dim, spec.start, spec.rotary_dim, spec.interleaved)
+from .spec import PreparedRotation
 
 
 def lower(
-    operation: str,
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     gates: Sequence[Sequence[Gate]],
@@ -35,7 +26,7 @@ def lower(
     """Gates as the operator takes them.
 
     Args:
-        operation, names: what the user called, and knows the tensors by.
+        names: what the user knows the tensors by.
         xs: ``(rows, heads, tokens, channels)`` each.
         gates: of each, any number, whose factors multiply.
         rotation: of all.
@@ -46,20 +37,20 @@ def lower(
     Raises:
         ValueError: a gate that does not fit; one by position under positions of several axes.
     """
-    channels = channels_of(rotation.channels)
+    channels = rotation.channels
     where: torch.Tensor | None = None
     found: list[tuple[int, torch.Tensor | None]] = []
     for name, x, own in zip(names, xs, gates):
         if any(gate.by_position for gate in own) and where is None:
-            where = _where(operation, rotation, x.shape[2], x.device)
+            where = _where(rotation, x.shape[2], x.device)
         first = own[0] if len(own) == 1 else None
         if isinstance(first, Slope) and not _moves(rotation):
-            gates_.check_own(operation, name, x, first)
+            gates_.check_own(name, x, first)
             rates = first.rates(channels, x.dtype).to(x.device)
-            gates_.check_fit(operation, name, x, first, (1, rates.shape[0], 1))
+            gates_.check_fit(name, x, first, (1, rates.shape[0], 1))
             found.append((SLOPE, rates))
         else:
-            log = gates_.total(operation, name, x, own, channels, where)
+            log = gates_.total(name, x, own, channels, where)
             found.append((NO_GATE if log is None else LOG, log))
     return found
 
@@ -99,7 +90,7 @@ def ready(
 def _ready(
     gate: Gate, x: torch.Tensor, rotation: PreparedRotation, layout: str
 ) -> tuple[int, torch.Tensor] | None:
-    channels = channels_of(rotation.channels)
+    channels = rotation.channels
     if not gate.by_position:
         return LOG, gate.log_on(x, channels)
     if _moves(rotation):
@@ -119,14 +110,14 @@ def _of_all_layers(
     ids, key = rotation.ids, (gate, x.dtype)
     if ids is not None and not ids.is_cpu:
         # Nothing may look whether they are the same still, and a graph reads them anew each time.
-        return gate.log_on(x, channels, _where("", rotation, tokens, x.device))
+        return gate.log_on(x, channels, _where(rotation, tokens, x.device))
     found = rotation.logs.get(key)
     if found is not None:
         made, of, at = found
         # Whoever wrote other numbers into the ids since has other positions.
         if of == tokens and (ids is None or (at is not None and torch.equal(ids, at))):
             return made
-    made = gate.log_on(x, channels, _where("", rotation, tokens, x.device))
+    made = gate.log_on(x, channels, _where(rotation, tokens, x.device))
     if may_keep(x.device):
         rotation.logs[key] = made, tokens, None if ids is None else ids.clone()
     return made
@@ -137,19 +128,14 @@ def _moves(rotation: PreparedRotation) -> bool:
     return rotation.ids is not None and rotation.ids.requires_grad
 
 
-def _where(
-    operation: str, rotation: PreparedRotation, tokens: int, device: torch.device
-) -> torch.Tensor:
+def _where(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
     """The position of each token, ``[rows|1, tokens]``."""
     positions = Positions(rotation.ids, rotation.offset, rotation.ramp)
     written = explicit(positions, tokens, device=device).ids
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]
-        raise ValueError(
-            sentence(
-                operation,
-                f"a gate by position must have positions of 1 axis but got {axes}; give a gate of "
-                "the tokens, gates.Given",
-            )
+        raise bad_value(
+            f"a gate by position must have positions of 1 axis but got {axes}; give a gate of "
+            "the tokens, gates.Given"
         )
     return written[0].to(device)

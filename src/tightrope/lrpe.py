@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from . import calls, positions
-from ._errors import check_dense, check_local, describe, integer, sentence
+from ._errors import bad_type, bad_value, check_dense, check_local, describe, integer, public
 from ._tracing import broadcasts
 from .activations import ACTS, SOFTMAX, Act
+from .channels import Channels
 from .ops.checks import check_floating
 from .positions import Positions, PositionsLike
-from .spec import Channels, RopeSpec
+from .spec import RopeSpec
 
 #: How the one dimension of a θ may be meant.
 THETA_AXES = ("auto", "head", "pair")
@@ -18,6 +19,7 @@ THETA_AXES = ("auto", "head", "pair")
 _LAYOUTS = {3: "bsd", 4: "bshd"}
 
 
+@public("lrpe_rotate_1d")
 def lrpe_rotate_1d(
     x: torch.Tensor,
     theta: torch.Tensor,
@@ -69,16 +71,16 @@ def lrpe_rotate_1d(
     >>> lrpe_rotate_1d(x, theta, act="silu").shape
     torch.Size([2, 5, 4, 16])
     """
-    name = "lrpe_rotate_1d"
-    over_tokens = _check(name, x, act, dim, offset)
-    arguments = _arguments(name, x, theta, offset, start, rotary_dim, theta_axis)
+    over_tokens = _check(x, act, dim, offset)
+    arguments = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
     if not over_tokens:
-        return _turned(name, x, *arguments, act)
+        return _turned(x, *arguments, act)
     # Rounded once, at the end.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return _turned(name, torch.softmax(x.to(wide), 1), *arguments, None).to(x.dtype)
+    return _turned(torch.softmax(x.to(wide), 1), *arguments, None).to(x.dtype)
 
 
+@public("lrpe_rotate_1d_")
 def lrpe_rotate_1d_(
     x: torch.Tensor,
     theta: torch.Tensor,
@@ -102,80 +104,62 @@ def lrpe_rotate_1d_(
     >>> lrpe_rotate_1d_(x, torch.rand(8), offset=100) is x
     True
     """
-    name = "lrpe_rotate_1d_"
-    if _check(name, x, act, dim, offset):
-        raise ValueError(
-            sentence(name, "softmax over the tokens cannot be in place; call lrpe_rotate_1d", x=x)
-        )
-    spec, where, angles = _arguments(name, x, theta, offset, start, rotary_dim, theta_axis)
-    outer = calls.outer(name, act, None, 1)
+    if _check(x, act, dim, offset):
+        raise bad_value("softmax over the tokens cannot be in place; call lrpe_rotate_1d", x=x)
+    spec, where, angles = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
+    outer = calls.outer(act, None, 1)
     layout = _LAYOUTS[x.dim()]
-    calls.in_place(
-        name, ("x",), x, None, spec, where, layout, False, None, inv_freq=angles, outer=outer
-    )
+    calls.in_place(("x",), x, None, spec, where, layout, False, None, inv_freq=angles, outer=outer)
     return x
 
 
 def _turned(
-    name: str, x: torch.Tensor, spec: RopeSpec, where: PositionsLike, angles: torch.Tensor, act: Act
+    x: torch.Tensor, spec: RopeSpec, where: PositionsLike, angles: torch.Tensor, act: Act
 ) -> torch.Tensor:
-    outer = calls.outer(name, act, None, 1)
+    outer = calls.outer(act, None, 1)
     layout = _LAYOUTS[x.dim()]
     (y,) = calls.out_of_place(
-        name, ("x",), x, None, spec, where, layout, False, None, inv_freq=angles, outer=outer
+        ("x",), x, None, spec, where, layout, False, None, inv_freq=angles, outer=outer
     )
     return y
 
 
-def _check(name: str, x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
+def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
     """Check what is not about θ.
 
     Returns:
         Whether a softmax goes over the tokens, which is no function of single heads.
     """
-    check_floating(name, "x", x)
+    check_floating("x", x)
     if x.dim() not in _LAYOUTS:
-        raise ValueError(
-            sentence(
-                name,
-                "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels)",
-                x=x,
-            )
+        raise bad_value(
+            "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels)", x=x
         )
-    outer = calls.outer(name, act, None, 1)
+    outer = calls.outer(act, None, 1)
     if outer is None or outer.acts[0] != ACTS[SOFTMAX]:
         if dim is not None:
-            raise ValueError(
-                sentence(name, f"dim must be None for act {describe(act)} but got {describe(dim)}")
-            )
+            raise bad_value(f"dim must be None for act {describe(act)} but got {describe(dim)}")
         return False
-    over = integer(name, "dim", dim) if dim is not None else None
+    over = integer("dim", dim) if dim is not None else None
     if over is not None and over < 0:
         over += x.dim()
     if over not in (1, x.dim() - 1):
-        raise ValueError(
-            sentence(
-                name,
-                "dim must be -1, the channels of a head, or 1, the tokens, for act 'softmax' but got "
-                f"{dim}",
-                x=x,
-            )
+        raise bad_value(
+            "dim must be -1, the channels of a head, or 1, the tokens, for act 'softmax' but got "
+            f"{dim}",
+            x=x,
         )
     if over == x.dim() - 1:
         return False
     if isinstance(offset, (torch.Tensor, Positions)) or offset != 0:
-        raise ValueError(
-            sentence(
-                name,
-                "offset must be 0 for a softmax over the tokens, which needs all of them in one row, "
-                f"but got {describe(offset)}",
-            )
+        raise bad_value(
+            "offset must be 0 for a softmax over the tokens, which needs all of them in one row, "
+            f"but got {describe(offset)}"
         )
     return True
 
 
 def _arguments(
-    name: str,
     x: torch.Tensor,
     theta: torch.Tensor,
     offset: int | torch.Tensor | Positions,
@@ -184,37 +168,32 @@ def _arguments(
     theta_axis: str,
 ) -> tuple[RopeSpec, PositionsLike, torch.Tensor]:
     """What is rotated, where, and by which frequencies ``(heads|1, pairs)``."""
-    channels = Channels.checked(x.shape[-1], rotary_dim, start, False, name)
+    channels = Channels.checked(x.shape[-1], rotary_dim, start, False)
     # The base, which nothing looks at, is said: a default would be a symbol to torch 2.10's Dynamo.
     spec = RopeSpec(channels.head_dim, 10000.0, channels.rotary_dim, channels.start)
     heads = x.shape[2] if x.dim() == 4 else None
-    angles = _spread(name, x, theta, heads, channels.rotary_dim // 2, theta_axis)
-    return spec, _where(name, x, offset), angles
+    angles = _spread(x, theta, heads, channels.rotary_dim // 2, theta_axis)
+    return spec, _where(x, offset), angles
 
 
-def _where(name: str, x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:
+def _where(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:
     if isinstance(offset, Positions):
         return offset
     if not isinstance(offset, torch.Tensor):
-        return integer(name, "offset", offset)
+        return integer("offset", offset)
     if offset.dtype not in positions.DTYPES:
-        raise TypeError(
-            sentence(name, "offset must be int32, int64, float32 or float64", offset=offset)
-        )
+        raise bad_type("offset must be int32, int64, float32 or float64", offset=offset)
     if offset.shape != (x.shape[0],):
-        raise ValueError(
-            sentence(
-                name,
-                f"offset must be an int or have shape ({x.shape[0]},), one for each row",
-                x=x,
-                offset=offset,
-            )
+        raise bad_value(
+            f"offset must be an int or have shape ({x.shape[0]},), one for each row",
+            x=x,
+            offset=offset,
         )
     return positions.per_row(offset)
 
 
 def _spread(
-    name: str, x: torch.Tensor, theta: object, heads: int | None, pairs: int, theta_axis: str
+    x: torch.Tensor, theta: object, heads: int | None, pairs: int, theta_axis: str
 ) -> torch.Tensor:
     """θ as float64 ``(heads|1, pairs)``, with 0 for pairs that keep their value.
 
@@ -222,20 +201,15 @@ def _spread(
         heads: None where x has none.
     """
     if theta_axis not in THETA_AXES:
-        raise ValueError(
-            sentence(
-                name,
-                f"theta_axis must be one of {', '.join(THETA_AXES)} but got {describe(theta_axis)}",
-            )
+        raise bad_value(
+            f"theta_axis must be one of {', '.join(THETA_AXES)} but got {describe(theta_axis)}"
         )
     if not isinstance(theta, torch.Tensor) or not theta.is_floating_point():
-        raise TypeError(
-            sentence(name, f"theta must be a floating tensor but got {describe(theta)}")
-        )
-    check_dense(name, "theta", theta)
-    check_local(name, "theta", theta)
+        raise bad_type(f"theta must be a floating tensor but got {describe(theta)}")
+    check_dense("theta", theta)
+    check_local("theta", theta)
     if theta.device != x.device:
-        raise ValueError(sentence(name, f"theta is on {theta.device} but x is on {x.device}"))
+        raise bad_value(f"theta is on {theta.device} but x is on {x.device}")
     count = 1 if heads is None else heads
     by_head, by_pair = _readings(theta.shape, count, pairs)
     if theta_axis == "head":
@@ -244,18 +218,15 @@ def _spread(
         by_head = False
     elif by_head and by_pair:
         if theta.dim() == 1 and heads == pairs != 1:
-            raise ValueError(
-                sentence(
-                    name,
-                    f"theta may mean one angle for each of {heads} heads or of {pairs} pairs; say "
-                    "theta_axis='head' or theta_axis='pair'",
-                    x=x,
-                    theta=theta,
-                )
+            raise bad_value(
+                f"theta may mean one angle for each of {heads} heads or of {pairs} pairs; say "
+                "theta_axis='head' or theta_axis='pair'",
+                x=x,
+                theta=theta,
             )
         by_head = heads is not None
     if not by_head and not by_pair:
-        raise ValueError(sentence(name, _rule(count, pairs, theta_axis), x=x, theta=theta))
+        raise bad_value(_rule(count, pairs, theta_axis), x=x, theta=theta)
     # One sum in float64, of what one number turns, is behind each gradient.
     wide = theta.to(torch.float64)
     if by_head:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ._errors import check_dense, check_local, describe, sentence
+from ._errors import OPERATION, bad_type, bad_value, check_dense, check_local, describe
 from ._tracing import broadcasts, is_readable
 
 # Tokens whose decays differ by channel are weighed pair by pair, in (block, block, channels) numbers.
@@ -138,11 +138,10 @@ def stepped(
     return torch.stack(outs, 3), state
 
 
-def decays(operation: str, given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
+def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
     """Decays of each token as the forms above take them.
 
     Args:
-        operation: named in errors.
         given: None for no decay; a number; or a tensor ``()``, ``(kv_heads|1, channels|1)`` or
             ``(rows|1, kv_heads|1, tokens|1, channels|1)``.
         k: ``(rows, kv_heads, tokens, channels)``, in the precision of the computation.
@@ -151,55 +150,37 @@ def decays(operation: str, given: torch.Tensor | float | None, k: torch.Tensor) 
     if given is None:
         return k.new_zeros(1, 1, tokens, 1)
     if isinstance(given, torch.Tensor):
-        _check_plain(operation, "log_decay", given)
+        _check_plain("log_decay", given)
         if not given.is_floating_point():
-            raise TypeError(
-                sentence(operation, f"log_decay must be floating but got {given.dtype}")
-            )
+            raise bad_type(f"log_decay must be floating but got {given.dtype}")
         shape = {0: (1, 1, 1, 1), 2: (1, *given.shape[:1], 1, *given.shape[1:]), 4: given.shape}
         view = given.reshape(shape[given.dim()]) if given.dim() in shape else None
         if view is None or not all(map(broadcasts, view.shape, k.shape)):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"log_decay must have shape (), ({k.shape[1]}|1, {k.shape[3]}|1) or "
-                    f"({k.shape[0]}|1, {k.shape[1]}|1, {tokens}|1, {k.shape[3]}|1), for the rows, "
-                    "heads, tokens and channels of k",
-                    log_decay=given,
-                )
+            raise bad_value(
+                f"log_decay must have shape (), ({k.shape[1]}|1, {k.shape[3]}|1) or "
+                f"({k.shape[0]}|1, {k.shape[1]}|1, {tokens}|1, {k.shape[3]}|1), for the rows, "
+                "heads, tokens and channels of k",
+                log_decay=given,
             )
         if is_readable(given) and bool((given > 0).any()):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"log_decay must not be positive but reaches {given.max().item()}",
-                    log_decay=given,
-                )
+            raise bad_value(
+                f"log_decay must not be positive but reaches {given.max().item()}", log_decay=given
             )
         if given.device != k.device:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"log_decay is on {given.device} but k is on {k.device}",
-                    log_decay=given,
-                )
+            raise bad_value(
+                f"log_decay is on {given.device} but k is on {k.device}", log_decay=given
             )
         made = view.to(k)
     else:
         if isinstance(given, bool) or not isinstance(given, numbers.Real):
-            raise TypeError(
-                sentence(
-                    operation, f"log_decay must be None, a number or a tensor but got {given!r}"
-                )
-            )
+            raise bad_type(f"log_decay must be None, a number or a tensor but got {given!r}")
         if not given <= 0:
-            raise ValueError(sentence(operation, f"log_decay must not be positive but got {given}"))
+            raise bad_value(f"log_decay must not be positive but got {given}")
         made = k.new_full((1, 1, 1, 1), float(given))
     return made.expand(-1, -1, tokens, -1)
 
 
 def values_of(
-    operation: str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: object,
@@ -208,35 +189,27 @@ def values_of(
     """v in the order of q and k, which are checked already, after a look at all three.
 
     Args:
-        operation: named in errors.
         q, k: ``(rows, heads, tokens, channels)``.
         v: what the user gave.
         to_bhsd: brings it to the order of q and k.
     """
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
-        raise ValueError(
-            sentence(
-                operation,
-                f"q must have a multiple of the {k.shape[1]} heads of k but got {q.shape[1]}",
-            )
+        raise bad_value(
+            f"q must have a multiple of the {k.shape[1]} heads of k but got {q.shape[1]}"
         )
     if not isinstance(v, torch.Tensor) or v.dtype != k.dtype or v.device != k.device:
-        raise TypeError(sentence(operation, f"v must be a tensor of {k.dtype} on {k.device}", v=v))
-    _check_plain(operation, "v", v)
+        raise bad_type(f"v must be a tensor of {k.dtype} on {k.device}", v=v)
+    _check_plain("v", v)
     view = to_bhsd(v) if v.dim() == 4 else v
     if v.dim() != 4 or view.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            sentence(
-                operation,
-                f"v must have the {k.shape[0]} rows, {k.shape[1]} heads and {k.shape[2]} tokens of k",
-                v=v,
-            )
+        raise bad_value(
+            f"v must have the {k.shape[0]} rows, {k.shape[1]} heads and {k.shape[2]} tokens of k",
+            v=v,
         )
     return view
 
 
 def run(
-    operation: str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -254,11 +227,11 @@ def run(
     kv_heads, values = k.shape[1], v.shape[3]
     dtype, seen = v.dtype, 0
     q, k, v = (x.to(inside) for x in (q, k, v))
-    each = decays(operation, decay, k)
+    each = decays(decay, k)
     if state is None:
         memory = k.new_zeros(rows, kv_heads, channels, values)
     else:
-        _check_fit(operation, state.memory, (rows, kv_heads, channels, values), k)
+        _check_fit(state.memory, (rows, kv_heads, channels, values), k)
         memory, seen = state
     groups = q.unflatten(1, (kv_heads, heads // max(kv_heads, 1)))
     with _without_autocast(q.device):
@@ -295,7 +268,7 @@ _AUTOCAST = frozenset(
 )
 
 
-def check_state(operation: str, state: object) -> None:
+def check_state(state: object) -> None:
     """Refuse what is neither None nor a state."""
     if state is None:
         return
@@ -304,36 +277,23 @@ def check_state(operation: str, state: object) -> None:
         or not isinstance(state.memory, torch.Tensor)
         or not isinstance(state.tokens, (int, torch.SymInt))
     ):
-        raise TypeError(
-            sentence(
-                operation, f"state must be what {operation} returned but got {describe(state)}"
-            )
-        )
-    _check_plain(operation, "the memory of state", state.memory)
+        raise bad_type(f"state must be what {OPERATION} returned but got {describe(state)}")
+    _check_plain("the memory of state", state.memory)
 
 
-def _check_plain(operation: str, name: str, x: torch.Tensor) -> None:
+def _check_plain(name: str, x: torch.Tensor) -> None:
     """Refuse what is no dense tensor of this process."""
-    check_dense(operation, name, x)
-    check_local(operation, name, x)
+    check_dense(name, x)
+    check_local(name, x)
 
 
-def _check_fit(
-    operation: str, memory: torch.Tensor, shape: tuple[int, ...], k: torch.Tensor
-) -> None:
+def _check_fit(memory: torch.Tensor, shape: tuple[int, ...], k: torch.Tensor) -> None:
     if memory.device != k.device:
-        raise ValueError(
-            sentence(
-                operation, f"state is on {memory.device} but k is on {k.device}", memory=memory
-            )
-        )
+        raise bad_value(f"state is on {memory.device} but k is on {k.device}", memory=memory)
     if memory.shape != shape or memory.dtype != k.dtype:
         want = ", ".join(map(str, shape))
-        raise ValueError(
-            sentence(
-                operation,
-                f"state must have a memory {str(k.dtype).removeprefix('torch.')}[{want}] for this q, k "
-                "and v",
-                memory=memory,
-            )
+        raise bad_value(
+            f"state must have a memory {str(k.dtype).removeprefix('torch.')}[{want}] for this q, k "
+            "and v",
+            memory=memory,
         )

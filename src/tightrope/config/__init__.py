@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._errors import sentence
+from .._errors import bad_type, public
 from ..spec import RopeSpec
 from . import files, formats, keys
 from .families import FAMILIES, SECTIONS, Family
 from .reading import read
-from .source import OPERATION, Source, fail
+from .source import Source, fail
 from .specs import LayerSpecs as LayerSpecs, Provenance as Provenance
 
 
+@public("from_config")
 def from_config(
     config: object,
     *,
@@ -34,6 +35,7 @@ def from_config(
     ).spec
 
 
+@public("from_config")
 def provenance(
     config: object,
     *,
@@ -65,6 +67,7 @@ def provenance(
     return read(source, layer_type=layer_type, strict=strict, interleaved=interleaved)
 
 
+@public("from_config")
 def source_of(config: object, section: str | None = None) -> Source:
     """The part of a configuration that is read, in the names of transformers, and its family.
 
@@ -93,18 +96,14 @@ def _load(config: object) -> Mapping[str, Any]:
     to_dict = getattr(config, "to_dict", None)
     values = to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
     if isinstance(config, type) or not isinstance(values, Mapping):
-        raise TypeError(
-            sentence(
-                OPERATION,
-                f"config must be a mapping, a config object or a path but got {config!r}",
-            )
-        )
+        raise bad_type(f"config must be a mapping, a config object or a path but got {config!r}")
     return values
 
 
 # --- nested sections ------------------------------------------------------------------------------
 
 
+@public("from_config")
 def sections(config: object) -> tuple[str, ...]:
     """Which parts of a configuration rotate: ``""`` for the outer level, else names of sections.
 

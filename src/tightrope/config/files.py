@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._errors import public
 from . import gguf_file
 from .source import fail
 
@@ -24,6 +25,7 @@ _ELSEWHERE = (
 _LARGEST = 64 * 2**20
 
 
+@public("from_config")
 def load(path: Path) -> Mapping[str, Any]:
     """The keys of a JSON file, of a GGUF file, or of the one configuration in a folder.
 

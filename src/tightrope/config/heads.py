@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .._errors import sentence
+from .._errors import bad_type
 from ..axes import Axes
 from ..frequencies import Rule
 from . import keys
 from .scaling import Fact, claimed_by
-from .source import OPERATION, Found, Part, Source, agreed, fail, whole
+from .source import Found, Part, Source, agreed, fail, whole
 
 # Beyond it a misspelt section would take memory and time before anybody said what is wrong with it.
 _MOST_PAIRS = 32768
@@ -140,15 +140,13 @@ def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:
     """The pairing and who says it: the argument, a key, or the family; in this order."""
     if interleaved is not None:
         if not isinstance(interleaved, bool):
-            raise TypeError(
-                sentence(OPERATION, f"interleaved must be a bool or None but got {interleaved!r}")
-            )
+            raise bad_type(f"interleaved must be a bool or None but got {interleaved!r}")
         return interleaved, "the argument interleaved"
     found = []
     for key, neighbours in keys.PAIRING.items():
         for path, value in source.outer([key]):
             if not isinstance(value, bool):
-                raise TypeError(sentence(OPERATION, f"{path} must be a bool but got {value!r}"))
+                raise bad_type(f"{path} must be a bool but got {value!r}")
             found.append((path, value == neighbours))
     got = agreed("interleaved", found)
     family = source.family
@@ -202,7 +200,7 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     if flag is not None and flag[1] != woven:
         fail(f"{flag[0]} must be {woven} for {source.name} but got {flag[1]!r}")
     if not isinstance(said[1], list | tuple):
-        raise TypeError(sentence(OPERATION, f"{said[0]} must be a list but got {said[1]!r}"))
+        raise bad_type(f"{said[0]} must be a list but got {said[1]!r}")
     sizes = tuple(whole([(said[0], size) for size in said[1]]) and said[1])
     if sum(sizes) > max(_MOST_PAIRS, pairs):
         fail(f"{said[0]} must share out {pairs} pairs, half of rotary_dim, but got {list(sizes)}")

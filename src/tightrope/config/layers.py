@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .._errors import sentence
+from .._errors import bad_type
 from . import keys
-from .source import OPERATION, Entries, Found, Part, Source, agreed, fail
+from .source import Entries, Found, Part, Source, agreed, fail
 
 _MOST_LAYERS = 65536
 
@@ -21,9 +21,7 @@ def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
         if section is None:
             continue
         if not isinstance(section, Mapping):
-            raise TypeError(
-                sentence(OPERATION, f"{source.shown(name)} must be a mapping but got {section!r}")
-            )
+            raise bad_type(f"{source.shown(name)} must be a mapping but got {section!r}")
         for key, value in section.items():
             path = f"{name}.{key}"
             if isinstance(value, Mapping):
@@ -72,7 +70,7 @@ def _listed(source: Source) -> tuple[str, ...] | None:
     for name in listed:
         if not isinstance(name, str):
             path = source.shown("layer_types")
-            raise TypeError(sentence(OPERATION, f"{path} must hold names but got {name!r}"))
+            raise bad_type(f"{path} must hold names but got {name!r}")
     return tuple(listed)
 
 
@@ -178,7 +176,7 @@ def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) ->
     rotates = source.values.get("no_rope_layers")
     if rotates is not None and not isinstance(rotates, list | tuple):
         path = source.shown("no_rope_layers")
-        raise TypeError(sentence(OPERATION, f"{path} must be a list but got {rotates!r}"))
+        raise bad_type(f"{path} must be a list but got {rotates!r}")
     if rotates:
         layers = tuple("rope" if flag else "no_rope" for flag in rotates)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from .._errors import sentence
+from .._errors import bad_type, bad_value
 from . import keys
 from .families import Family
 
@@ -20,7 +20,7 @@ Entries = dict[str, Found]
 
 def fail(message: str) -> NoReturn:
     """Raise a ValueError in the form of the library."""
-    raise ValueError(sentence(OPERATION, message))
+    raise bad_value(message)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def whole(found: list[Found], most: int | None = None) -> list[Found]:
     """The same, once every value is known to be an int that can be a size, of at most ``most``."""
     for path, value in found:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(sentence(OPERATION, f"{path} must be an int but got {value!r}"))
+            raise bad_type(f"{path} must be an int but got {value!r}")
         if value < 1:
             fail(f"{path} must be at least 1 but got {value}")
         if most is not None and value > most:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._errors import sentence
+from .._errors import bad_value, public
 from ..spec import RopeSpec
 
 
@@ -43,6 +43,7 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
         listed = "" if self.layers is None else f", layers={_runs(self.layers)}"
         return f"LayerSpecs({self._specs!r}{listed})"
 
+    @public("LayerSpecs.of")
     def of(self, layer: int) -> RopeSpec | None:
         """The spec of one layer, by its number.
 
@@ -50,17 +51,9 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
             ValueError: a configuration that does not list its layers, a layer that is not listed.
         """
         if self.layers is None:
-            raise ValueError(
-                sentence(
-                    "LayerSpecs.of", "the config must list the type of each layer but does not"
-                )
-            )
+            raise bad_value("the config must list the type of each layer but does not")
         if not 0 <= layer < len(self.layers):
-            raise ValueError(
-                sentence(
-                    "LayerSpecs.of", f"layer must lie in [0, {len(self.layers)}) but got {layer}"
-                )
-            )
+            raise bad_value(f"layer must lie in [0, {len(self.layers)}) but got {layer}")
         return self._specs.get(self.layers[layer])
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from .. import functional
-from .._errors import describe, integer, sentence
+from .._errors import bad_type, bad_value, describe, integer, public
 from ..activations import ACTS, RMS_NORM, SOFTMAX
+from ..channels import Channels
 from ..ops.checks import check_count, check_dtype, check_flag
 from ..positions import Positions
-from ..spec import Channels
 
 # What θ has one number for.
 _PER = ("head and pair", "pair", "head")
@@ -51,6 +51,7 @@ class LrpeRotate1d(torch.nn.Module):
     (torch.Size([2, 16, 8, 64]), torch.Size([8, 32]))
     """
 
+    @public()
     def __init__(
         self,
         head_dim: int,
@@ -68,12 +69,11 @@ class LrpeRotate1d(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        channels = Channels.checked(head_dim, rotary_dim, start, False, name)
+        channels = Channels.checked(head_dim, rotary_dim, start, False)
         every = channels.rotary_dim // 2
         if per is None:
             per = "pair" if num_heads is None else "head and pair"
-        _check_options(name, num_heads, per, pairs, every, act, dim, base)
+        _check_options(num_heads, per, pairs, every, act, dim, base)
         self.head_dim, self.num_heads, self.per = channels.head_dim, num_heads, per
         self.start, self.rotary_dim = channels.start, channels.rotary_dim
         self.pairs = every if pairs is None else pairs
@@ -83,8 +83,8 @@ class LrpeRotate1d(torch.nn.Module):
             "pair": (self.pairs,),
             "head": (num_heads,),
         }
-        check_dtype(name, dtype)
-        check_flag(name, "learnable", learnable)
+        check_dtype(dtype)
+        check_flag("learnable", learnable)
         self.theta = torch.nn.Parameter(
             torch.empty(shapes[per], device=device, dtype=dtype), requires_grad=learnable
         )
@@ -97,6 +97,7 @@ class LrpeRotate1d(torch.nn.Module):
         with torch.no_grad():
             self.theta.copy_((self.base**-steps).expand(self.theta.shape))
 
+    @public()
     def forward(self, x: torch.Tensor, offset: int | torch.Tensor | Positions = 0) -> torch.Tensor:
         """Rotate a tensor.
 
@@ -113,18 +114,14 @@ class LrpeRotate1d(torch.nn.Module):
             ValueError: another number of channels or heads, an offset that does not fit.
             TypeError: a tensor or offset of a dtype that cannot rotate or count.
         """
-        name = type(self).__name__
         if not isinstance(x, torch.Tensor):
-            raise TypeError(sentence(name, f"x must be a tensor but got {describe(x)}"))
+            raise bad_type(f"x must be a tensor but got {describe(x)}")
         if x.dim() not in (3, 4) or x.shape[-1] != self.head_dim:
             heads = "heads" if self.num_heads is None else self.num_heads
-            raise ValueError(
-                sentence(
-                    name,
-                    f"x must have shape (batch, tokens, {heads}, {self.head_dim}) or, without heads, "
-                    f"(batch, tokens, {self.head_dim})",
-                    x=x,
-                )
+            raise bad_value(
+                f"x must have shape (batch, tokens, {heads}, {self.head_dim}) or, without heads, "
+                f"(batch, tokens, {self.head_dim})",
+                x=x,
             )
         return functional.lrpe_rotate_1d(
             x,
@@ -152,7 +149,6 @@ class LrpeRotate1d(torch.nn.Module):
 
 
 def _check_options(
-    name: str,
     num_heads: object,
     per: object,
     pairs: object,
@@ -162,33 +158,25 @@ def _check_options(
     base: object,
 ) -> None:
     if num_heads is not None:
-        check_count(name, "num_heads", num_heads)
+        check_count("num_heads", num_heads)
     if per not in _PER:
-        raise ValueError(sentence(name, f"per must be one of {', '.join(_PER)} but got {per!r}"))
+        raise bad_value(f"per must be one of {', '.join(_PER)} but got {per!r}")
     if num_heads is None and per != "pair":
-        raise ValueError(sentence(name, f"num_heads must be given for per={per!r} but is None"))
+        raise bad_value(f"num_heads must be given for per={per!r} but is None")
     if pairs is not None:
         if per == "head":
-            raise ValueError(
-                sentence(
-                    name, f"pairs must be None for per='head', where all turn, but got {pairs}"
-                )
-            )
-        check_count(name, "pairs", pairs)
+            raise bad_value(f"pairs must be None for per='head', where all turn, but got {pairs}")
+        check_count("pairs", pairs)
         if isinstance(pairs, int) and pairs > every:
-            raise ValueError(sentence(name, f"pairs must be at most {every} but got {pairs}"))
+            raise bad_value(f"pairs must be at most {every} but got {pairs}")
     if not isinstance(act, str) or act not in ACTS[:RMS_NORM]:
-        raise ValueError(
-            sentence(
-                name, f"act must be one of {', '.join(ACTS[:RMS_NORM])} but got {describe(act)}"
-            )
-        )
+        raise bad_value(f"act must be one of {', '.join(ACTS[:RMS_NORM])} but got {describe(act)}")
     if dim is not None:
-        integer(name, "dim", dim)
+        integer("dim", dim)
     if dim not in ((-1, 1) if act == ACTS[SOFTMAX] else (None,)):
         wanted = "-1 or 1" if act == ACTS[SOFTMAX] else "None"
-        raise ValueError(sentence(name, f"dim must be {wanted} for act {act!r} but got {dim!r}"))
+        raise bad_value(f"dim must be {wanted} for act {act!r} but got {dim!r}")
     if isinstance(base, bool) or not isinstance(base, (int, float)):
-        raise TypeError(sentence(name, f"base must be a number but got {describe(base)}"))
+        raise bad_type(f"base must be a number but got {describe(base)}")
     if not 0 < base < float("inf"):
-        raise ValueError(sentence(name, f"base must be positive and finite but got {base}"))
+        raise bad_value(f"base must be positive and finite but got {base}")

@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from .. import calls, functional, gates as gates_
-from .._errors import describe, sentence
-from ..gates import Channels, Exp, Gate, Slope
+from .._errors import bad_type, bad_value, describe, public
+from ..channels import Channels
+from ..gates import Exp, Gate, Slope
 from ..ops.checks import check_count, check_dtype, check_flag
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
@@ -82,6 +83,7 @@ class PolarRoPEHead(_QueryHead):
     torch.Size([2, 5, 8])
     """
 
+    @public("PolarRoPEHead")
     def __init__(
         self,
         d_model: int,
@@ -92,7 +94,7 @@ class PolarRoPEHead(_QueryHead):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check_options("PolarRoPEHead", d_model, d_head, use_spd, tied, dtype)
+        _check_options(d_model, d_head, use_spd, tied, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(d_model, d_head, use_spd, tied, factory)
         self.k_proj = torch.nn.Linear(d_model, d_head, bias=False, **factory)
@@ -101,6 +103,7 @@ class PolarRoPEHead(_QueryHead):
             width = d_head if tied is None else d_head // 2
             self.gamma = torch.nn.Parameter(torch.zeros(width, **factory))
 
+    @public()
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attend.
 
@@ -111,19 +114,17 @@ class PolarRoPEHead(_QueryHead):
         Returns:
             ``(batch, tokens, d_head)``.
         """
-        name, width = type(self).__name__, self.q_proj.out_features
-        _check_input(name, x, self.q_proj.weight)
+        width = self.q_proj.out_features
+        _check_input(x, self.q_proj.weight)
         want = (x.shape[1], width // 2)
         if any(not isinstance(t, torch.Tensor) or t.shape != want for t in (cos, sin)):
-            raise ValueError(
-                sentence(name, f"cos and sin must have shape {want}", x=x, cos=cos, sin=sin)
-            )
+            raise bad_value(f"cos and sin must have shape {want}", x=x, cos=cos, sin=sin)
         q, k, v = (each(x)[:, None] for each in (self.q_proj, self.k_proj, self.v_proj))
         q, k = functional.rotary_apply(q, cos, sin), functional.rotary_apply(k, cos, sin)
         if self.use_spd:
             gate, channels = Exp(self.gamma, self.tied), Channels(width, 0, width, True)
-            q = gates_.apply(name, "q", q, [gate], channels)
-            k = gates_.apply(name, "k", k, [gate], channels)
+            q = gates_.apply("q", q, [gate], channels)
+            k = gates_.apply("k", k, [gate], channels)
         return scaled_dot_product_attention(q, k, v)[:, 0]
 
 
@@ -162,6 +163,7 @@ class PolarRoPEAttention(torch.nn.Module):
     torch.Size([2, 5, 32])
     """
 
+    @public()
     def __init__(
         self,
         d_model: int,
@@ -179,43 +181,34 @@ class PolarRoPEAttention(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        _check_options(name, d_model, d_head, use_spd, tied, dtype)
-        check_flag(name, "causal", causal)
+        _check_options(d_model, d_head, use_spd, tied, dtype)
+        check_flag("causal", causal)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_count(name, "num_heads", num_heads)
-        check_count(name, "num_kv_heads", kv_heads)
+        check_count("num_heads", num_heads)
+        check_count("num_kv_heads", kv_heads)
         if num_heads % kv_heads:
-            raise ValueError(
-                sentence(
-                    name,
-                    "num_heads must be a positive multiple of num_kv_heads but got "
-                    f"{num_heads} and {kv_heads}",
-                )
+            raise bad_value(
+                "num_heads must be a positive multiple of num_kv_heads but got "
+                f"{num_heads} and {kv_heads}"
             )
         if spec is None:
             spec = RopeSpec(d_head, interleaved=True)
         elif not isinstance(spec, RopeSpec) or spec.head_dim != d_head:
-            raise ValueError(
-                sentence(name, f"spec must be a RopeSpec with head_dim={d_head} but got {spec!r}")
-            )
+            raise bad_value(f"spec must be a RopeSpec with head_dim={d_head} but got {spec!r}")
         if isinstance(gate, str) and gate != "slope":
-            raise ValueError(
-                sentence(
-                    name,
-                    f"gate must be None, 'slope' or a gate of tightrope.gates but got {gate!r}",
-                )
+            raise bad_value(
+                f"gate must be None, 'slope' or a gate of tightrope.gates but got {gate!r}"
             )
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
-            raise TypeError(sentence(name, f"dropout must be a number but got {describe(dropout)}"))
+            raise bad_type(f"dropout must be a number but got {describe(dropout)}")
         if not 0.0 <= dropout < 1.0:
-            raise ValueError(sentence(name, f"dropout must lie in [0, 1) but got {dropout}"))
+            raise bad_value(f"dropout must lie in [0, 1) but got {dropout}")
         self.spec = spec
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, kv_heads
         self.d_head, self.use_spd, self.causal = d_head, use_spd, causal
         self.dropout, self.tied = dropout, tied
         self.has_slope = gate == "slope"
-        self._gates = (None, None) if isinstance(gate, str) else gates_.pair(name, gate)
+        self._gates = (None, None) if isinstance(gate, str) else gates_.pair(gate)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         width = d_head if tied is None else spec.rotary_dim // 2
         self.heads = torch.nn.ModuleList()
@@ -233,6 +226,7 @@ class PolarRoPEAttention(torch.nn.Module):
             self.heads.append(head)
         self.out = torch.nn.Linear(num_heads * d_head, d_model, bias=False, **factory)
 
+    @public()
     def forward(
         self,
         x: torch.Tensor,
@@ -262,10 +256,9 @@ class PolarRoPEAttention(torch.nn.Module):
         Raises:
             TypeError, ValueError: arguments that do not fit, each with its sentence.
         """
-        name = type(self).__name__
-        _check_input(name, x, self._every()[0].q_proj.weight)
+        _check_input(x, self._every()[0].q_proj.weight)
         if cache is not None:
-            self._check_cache(name, x, cache)
+            self._check_cache(x, cache)
             if positions is None:
                 positions = cache.tokens
         rope: RopeSpec | PreparedRotation = self.spec
@@ -273,13 +266,11 @@ class PolarRoPEAttention(torch.nn.Module):
         if isinstance(positions, PreparedRotation):
             rope = positions
             if rope.made_from != self.spec:
-                raise ValueError(
-                    sentence(name, f"positions must be of {self.spec!r} but got {rope.made_from!r}")
-                )
+                raise bad_value(f"positions must be of {self.spec!r} but got {rope.made_from!r}")
         else:
             where = positions
         q, k, v = self._project(x)
-        call = (name, ("q", "k"), q, k, rope, where, "bhsd", False, None)
+        call = (("q", "k"), q, k, rope, where, "bhsd", False, None)
         gates = self._all_gates(gate)
         outer = calls.Outer((None, None), gates) if any(gates) else None
         if torch.is_grad_enabled():
@@ -288,8 +279,8 @@ class PolarRoPEAttention(torch.nn.Module):
             # Nobody else sees the projections.
             calls.in_place(*call, outer=outer)
         if cache is not None:
-            k, v = self._with_cached(name, cache, k, v)
-        mask, is_causal = self._mask(name, q, k, attn_mask, padding_mask)
+            k, v = self._with_cached(cache, k, v)
+        mask, is_causal = self._mask(q, k, attn_mask, padding_mask)
         y = scaled_dot_product_attention(
             q,
             k,
@@ -337,11 +328,10 @@ class PolarRoPEAttention(torch.nn.Module):
         return [one for one in for_q if one], [one for one in for_k if one]
 
     def _pair(self, gate: Any) -> tuple[Gate | None, Gate | None]:
-        return gates_.pair(type(self).__name__, gate)
+        return gates_.pair(gate)
 
     def _mask(
         self,
-        name: str,
         q: torch.Tensor,
         k: torch.Tensor,
         given: torch.Tensor | None,
@@ -362,66 +352,48 @@ class PolarRoPEAttention(torch.nn.Module):
                 or padding.dtype != torch.bool
                 or padding.shape != (rows, keys)
             ):
-                raise ValueError(
-                    sentence(
-                        name,
-                        f"padding_mask must be bool[{rows}, {keys}], true for tokens, but got "
-                        f"{describe(padding)}",
-                    )
+                raise bad_value(
+                    f"padding_mask must be bool[{rows}, {keys}], true for tokens, but got "
+                    f"{describe(padding)}"
                 )
-            _check_place(name, "padding_mask", padding, "x is", q.device)
+            _check_place("padding_mask", padding, "x is", q.device)
             seen = padding[:, None, None]
             mask = seen if mask is None else mask & seen
         if given is None:
             return mask, False
-        _check_mask(name, given, (rows, heads, tokens, keys))
-        _check_place(name, "attn_mask", given, "x is", q.device)
+        _check_mask(given, (rows, heads, tokens, keys))
+        _check_place("attn_mask", given, "x is", q.device)
         if given.dtype == torch.bool:
             return given if mask is None else mask & given, False
         added = given.to(q.dtype)
         return added if mask is None else added.masked_fill(~mask, -torch.inf), False
 
-    def _check_cache(self, name: str, x: torch.Tensor, cache: KVCache) -> None:
+    def _check_cache(self, x: torch.Tensor, cache: KVCache) -> None:
         if not isinstance(cache, KVCache):
-            raise TypeError(sentence(name, f"cache must be a KVCache but got {cache!r}"))
+            raise bad_type(f"cache must be a KVCache but got {cache!r}")
         if not self.causal:
-            raise ValueError(
-                sentence(name, "causal must be True with a cache, whose keys see no later tokens")
-            )
+            raise bad_value("causal must be True with a cache, whose keys see no later tokens")
         if self.spec.by_length:
-            raise ValueError(
-                sentence(
-                    name,
-                    "cache must be None where the frequencies depend on the length, since its keys "
-                    "were rotated for a shorter one",
-                    spec=self.spec,
-                )
+            raise bad_value(
+                "cache must be None where the frequencies depend on the length, since its keys "
+                "were rotated for a shorter one",
+                spec=self.spec,
             )
         for of, held in (("k", cache.k), ("v", cache.v)):
             if held is not None and not isinstance(held, torch.Tensor):
-                raise TypeError(
-                    sentence(name, f"cache.{of} must be a tensor or None but got {describe(held)}")
-                )
+                raise bad_type(f"cache.{of} must be a tensor or None but got {describe(held)}")
         if (cache.k is None) != (cache.v is None):
-            raise ValueError(
-                sentence(
-                    name,
-                    "cache must hold both keys and values, or neither",
-                    **{"cache.k": cache.k, "cache.v": cache.v},
-                )
+            raise bad_value(
+                "cache must hold both keys and values, or neither",
+                **{"cache.k": cache.k, "cache.v": cache.v},
             )
         if cache.k is not None and cache.k.shape[0] != x.shape[0]:
-            raise ValueError(
-                sentence(
-                    name,
-                    f"x must have the {cache.k.shape[0]} rows of the cache",
-                    x=x,
-                    cache=cache.k,
-                )
+            raise bad_value(
+                f"x must have the {cache.k.shape[0]} rows of the cache", x=x, cache=cache.k
             )
 
     def _with_cached(
-        self, name: str, cache: KVCache, k: torch.Tensor, v: torch.Tensor
+        self, cache: KVCache, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         for held, new in ((cache.k, k), (cache.v, v)):
             if held is None:
@@ -430,13 +402,10 @@ class PolarRoPEAttention(torch.nn.Module):
             same = held.dtype == new.dtype and held.device == new.device
             if not same or held.shape != (rows, heads, cache.tokens, width):
                 dtype = str(new.dtype).removeprefix("torch.")
-                raise ValueError(
-                    sentence(
-                        name,
-                        f"cache must hold what this module makes, {dtype}[{rows}, {heads}, tokens, "
-                        f"{width}] on {new.device}",
-                        **{"cache.k": cache.k, "cache.v": cache.v},
-                    )
+                raise bad_value(
+                    f"cache must hold what this module makes, {dtype}[{rows}, {heads}, tokens, "
+                    f"{width}] on {new.device}",
+                    **{"cache.k": cache.k, "cache.v": cache.v},
                 )
         return cache.followed_by(k, v)
 
@@ -449,56 +418,50 @@ class PolarRoPEAttention(torch.nn.Module):
 
 
 def _check_options(
-    name: str,
     d_model: object,
     d_head: Any,
     use_spd: object,
     tied: object,
     dtype: object,
 ) -> None:
-    check_count(name, "d_model", d_model)
-    check_count(name, "d_head", d_head)
+    check_count("d_model", d_model)
+    check_count("d_head", d_head)
     if d_head % 2:
-        raise ValueError(sentence(name, f"d_head must be even but got {d_head}"))
-    check_flag(name, "use_spd", use_spd)
+        raise bad_value(f"d_head must be even but got {d_head}")
+    check_flag("use_spd", use_spd)
     if tied not in (None, "pair"):
-        raise ValueError(sentence(name, f"tied must be None or 'pair' but got {tied!r}"))
-    check_dtype(name, dtype)
+        raise bad_value(f"tied must be None or 'pair' but got {tied!r}")
+    check_dtype(dtype)
 
 
-def _check_input(name: str, x: object, weight: torch.Tensor) -> None:
+def _check_input(x: object, weight: torch.Tensor) -> None:
     width = weight.shape[1]
     if not isinstance(x, torch.Tensor):
-        raise TypeError(sentence(name, f"x must be a tensor but got {describe(x)}"))
+        raise bad_type(f"x must be a tensor but got {describe(x)}")
     if x.dim() != 3 or x.shape[-1] != width:
-        raise ValueError(sentence(name, f"x must have shape (batch, tokens, {width})", x=x))
+        raise bad_value(f"x must have shape (batch, tokens, {width})", x=x)
     # Torch multiplies by what has no numbers, without a word.
-    _check_place(name, "x", x, "the parameters are", weight.device)
+    _check_place("x", x, "the parameters are", weight.device)
 
 
-def _check_place(name: str, what: str, x: torch.Tensor, other: str, device: torch.device) -> None:
+def _check_place(what: str, x: torch.Tensor, other: str, device: torch.device) -> None:
     if x.device != device:
-        raise ValueError(sentence(name, f"{what} is on {x.device} but {other} on {device}"))
+        raise bad_value(f"{what} is on {x.device} but {other} on {device}")
 
 
-def _check_mask(name: str, mask: object, full: tuple[int, int, int, int]) -> None:
+def _check_mask(mask: object, full: tuple[int, int, int, int]) -> None:
     rows, heads, tokens, keys = full
     if not isinstance(mask, torch.Tensor) or not (
         mask.dtype == torch.bool or mask.is_floating_point()
     ):
-        raise TypeError(
-            sentence(name, f"attn_mask must be a bool or floating tensor but got {describe(mask)}")
-        )
+        raise bad_type(f"attn_mask must be a bool or floating tensor but got {describe(mask)}")
     shape = mask.shape if mask.dim() == 4 else (1, 1, *mask.shape)
     fits = len(shape) == 4 and all(
         own == size or (own == 1 and axis != 3) for axis, (own, size) in enumerate(zip(shape, full))
     )
     if not fits:
-        raise ValueError(
-            sentence(
-                name,
-                f"attn_mask must have shape ({tokens}, {keys}) or ({rows}|1, {heads}|1, {tokens}|1, "
-                f"{keys})",
-                attn_mask=mask,
-            )
+        raise bad_value(
+            f"attn_mask must have shape ({tokens}, {keys}) or ({rows}|1, {heads}|1, {tokens}|1, "
+            f"{keys})",
+            attn_mask=mask,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import angles, functional
-from .._errors import describe, sentence
+from .._errors import bad_type, bad_value, class_of, describe, public, sentence
 from ..positions import PositionsLike
 from ..spec import RopeSpec
 
@@ -65,6 +65,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         self._seen = 0
         self._seen_on = torch.device("cpu")
 
+    @public()
     def forward(
         self,
         x: torch.Tensor,
@@ -90,26 +91,18 @@ class RotaryPositionalEmbedding(torch.nn.Module):
             ValueError: a ``seq_dim`` that x has not, too few channels, ids that do not fit.
             TypeError: a tensor or ids of a dtype that cannot rotate or count.
         """
-        name = type(self).__name__
         if not isinstance(x, torch.Tensor):
-            raise TypeError(sentence(name, f"x must be a tensor but got {describe(x)}"))
+            raise bad_type(f"x must be a tensor but got {describe(x)}")
         dims = x.dim()
         if not -dims <= seq_dim < dims or seq_dim % dims == dims - 1:
-            raise ValueError(
-                sentence(
-                    name,
-                    f"seq_dim must name a dimension of x other than the last but got {seq_dim}",
-                    x=x,
-                )
+            raise bad_value(
+                f"seq_dim must name a dimension of x other than the last but got {seq_dim}", x=x
             )
         if x.shape[-1] < self.dim:
-            raise ValueError(
-                sentence(
-                    name,
-                    f"x must have at least {self.dim} channels in its last dimension but got "
-                    f"{x.shape[-1]}",
-                    x=x,
-                )
+            raise bad_value(
+                f"x must have at least {self.dim} channels in its last dimension but got "
+                f"{x.shape[-1]}",
+                x=x,
             )
         seq = seq_dim % dims
         self._note(x.shape[seq], x.device)
@@ -127,9 +120,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
     def _rotate(
         self, x: torch.Tensor, positions: PositionsLike, layout: str, inverse: bool
     ) -> torch.Tensor:
-        return functional.rotate_first(
-            type(self).__name__, x, self.spec, positions, layout=layout, inverse=inverse
-        )
+        return functional.rotate_first(x, self.spec, positions, layout=layout, inverse=inverse)
 
     def _note(self, length: int, device: torch.device) -> None:
         # Shapes without data, and lengths that are symbols, are not sequences that were seen.
@@ -185,7 +176,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
             if not self._agrees(saved):
                 error_messages.append(
                     sentence(
-                        type(self).__name__,
+                        class_of(self),
                         f"{prefix}{key} in the state_dict must agree with base {self.base} but does "
                         "not; build the module with the base of the checkpoint",
                         **{key: saved},

@@ -51,7 +51,6 @@ def raw(
 
 
 def in_place(
-    operation: str,
     names: Sequence[str],
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -60,14 +59,14 @@ def in_place(
     """The operator in place, in an ordinary eager call.
 
     Args:
-        operation, names: what the user called, and knows the tensors by.
+        names: what the user knows the tensors by.
     """
     if not needs_grad(q, k, arguments):
         raw_in_place(q, k, arguments)
         return
     xs = present(q, k)
-    check_in_place(operation, names, xs)
-    check_in_place_grad(operation, names, xs)
+    check_in_place(names, xs)
+    check_in_place_grad(names, xs)
     # Gradients may be made of arguments, and k is rotated after q has changed.
     arguments = copied_before(arguments, xs)
     parts = _parts(arguments)

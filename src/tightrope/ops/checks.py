@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .._errors import check_dense, check_local, describe, sentence
+from .._errors import (
+    OPERATION,
+    OUT_OF_PLACE,
+    Refusal,
+    bad_type,
+    bad_value,
+    check_dense,
+    check_local,
+    describe,
+    integer,
+)
 from .._tracing import broadcasts
-from ..positions import PositionsLike, canonical
+from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from .layouts import BY_NAME, Layout
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
-def layout_named(operation: str, name: str) -> Layout:
+def layout_named(name: str) -> Layout:
     """The layout of that name, or a ValueError that lists all of them."""
     layout = BY_NAME.get(name) if isinstance(name, str) else None
     if layout is None:
-        raise ValueError(
-            sentence(operation, f"layout must be one of {', '.join(BY_NAME)} but got {name!r}")
-        )
+        raise bad_value(f"layout must be one of {', '.join(BY_NAME)} but got {name!r}")
     return layout
 
 
 def prepare(
-    operation: str,
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     spec: RopeSpec | PreparedRotation,
@@ -40,7 +46,6 @@ def prepare(
     """Check tensors, spec and positions against each other.
 
     Args:
-        operation: what the user called.
         names: what the user knows the tensors by.
         xs: the tensors, which share their angles.
         wider: whether they may have more channels than the spec.
@@ -49,22 +54,21 @@ def prepare(
         The rotation on the device of the tensors, fit for them.
     """
     x = xs[0]
-    shape = shape_of(operation, names[0], x, layout)
-    rotation = _rotation(operation, x, spec, positions, seq_len).for_tokens(shape[layout.token])
+    shape = shape_of(names[0], x, layout)
+    rotation = _rotation(x, spec, positions, seq_len).for_tokens(shape[layout.token])
     width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
-        raise _wrong_width(operation, names[0], x, width)
+        raise _wrong_width(names[0], x, width)
     for name, other in zip(names[1:], xs[1:]):
-        other_shape = shape_of(operation, name, other, layout)
+        other_shape = shape_of(name, other, layout)
         if other_shape[-1] != shape[-1]:
-            raise _wrong_width(operation, name, other, width)
-        check_partner(operation, names[0], name, x, other, layout)
-    check_rotation(operation, names, xs, rotation, layout)
+            raise _wrong_width(name, other, width)
+        check_partner(names[0], name, x, other, layout)
+    check_rotation(names, xs, rotation, layout)
     return rotation
 
 
 def check_rotation(
-    operation: str,
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     rotation: PreparedRotation,
@@ -79,34 +83,25 @@ def check_rotation(
     spec, positions, seq_len = said
     x = xs[0]
     if rotation.ids is not None:
-        _check_fit(operation, names[0], x, rotation.ids, rotation.ramp, layout, positions)
+        _check_fit(names[0], x, rotation.ids, rotation.ramp, layout, positions)
     heads = rotation.words.shape[2]
     if heads != 1:
-        check_heads(operation, spec, heads, names, xs, layout)
+        check_heads(spec, heads, names, xs, layout)
     if rotation.rows != 1:
-        _check_rows(operation, names[0], x, rotation.rows, layout, seq_len)
+        _check_rows(names[0], x, rotation.rows, layout, seq_len)
     if rotation.said is not None:
-        rotation.check_passed(operation, x.shape[layout.token], seq_len)
+        rotation.check_passed(x.shape[layout.token], seq_len)
 
 
-def _check_rows(
-    operation: str, name: str, x: torch.Tensor, rows: int, layout: Layout, seq_len: str
-) -> None:
+def _check_rows(name: str, x: torch.Tensor, rows: int, layout: Layout, seq_len: str) -> None:
     own = 1 if layout.row is None else x.shape[layout.row]
     if rows != own:
         fits = f", or one for each of {own} rows," if layout.row is not None else ""
         without = "" if layout.row is not None else f" (layout {layout.name!r} has no rows)"
-        raise ValueError(
-            sentence(
-                operation,
-                f"{seq_len} must be one length{fits} but is {rows}{without}",
-                **{name: x},
-            )
-        )
+        raise bad_value(f"{seq_len} must be one length{fits} but is {rows}{without}", **{name: x})
 
 
 def _rotation(
-    operation: str,
     x: torch.Tensor,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike,
@@ -114,71 +109,50 @@ def _rotation(
 ) -> PreparedRotation:
     if isinstance(spec, PreparedRotation):
         if seq_len is not None:
-            raise ValueError(
-                sentence(
-                    operation,
-                    "seq_len must be None with a prepared rotation, which brings its own; call "
-                    "spec.at(positions, seq_len=…)",
-                )
+            raise bad_value(
+                "seq_len must be None with a prepared rotation, which brings its own; call "
+                "spec.at(positions, seq_len=…)"
             )
         if positions is not None:
-            raise ValueError(
-                sentence(
-                    operation,
-                    "positions must be None with a prepared rotation, which brings its own; "
-                    "call spec.at(positions)",
-                )
+            raise bad_value(
+                "positions must be None with a prepared rotation, which brings its own; "
+                "call spec.at(positions)"
             )
         if spec.device != x.device:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"the prepared rotation is on {spec.device} but x is on {x.device}; call "
-                    f"spec.at(positions, device={str(x.device)!r})",
-                )
+            raise bad_value(
+                f"the prepared rotation is on {spec.device} but x is on {x.device}; call "
+                f"spec.at(positions, device={str(x.device)!r})"
             )
         if spec.is_stale:
-            raise ValueError(
-                sentence(
-                    operation,
-                    "positions must not change after spec.at read the lengths of their rows from them, "
-                    "on which the frequencies depend; call spec.at again",
-                    positions=spec.ids,
-                )
+            raise bad_value(
+                "positions must not change after spec.at read the lengths of their rows from them, "
+                "on which the frequencies depend; call spec.at again",
+                positions=spec.ids,
             )
         return spec
     if isinstance(spec, RopeSpec):
-        return spec.on(canonical(positions, operation), x.device, operation, seq_len)
-    raise TypeError(
-        sentence(
-            operation,
-            f"spec must be a RopeSpec or what RopeSpec.at returns but got {type(spec).__name__}",
-        )
+        return spec.on(as_positions(positions), x.device, seq_len)
+    raise bad_type(
+        f"spec must be a RopeSpec or what RopeSpec.at returns but got {type(spec).__name__}"
     )
 
 
-def check_flag(operation: str, name: str, value: object) -> None:
+def check_flag(name: str, value: object) -> None:
     """Refuse what only counts as true or false, such as the string "false"."""
     if not isinstance(value, bool):
-        raise TypeError(sentence(operation, f"{name} must be a bool but got {describe(value)}"))
+        raise bad_type(f"{name} must be a bool but got {describe(value)}")
 
 
-def check_dtype(operation: str, dtype: object) -> None:
+def check_dtype(dtype: object) -> None:
     """Refuse what is no dtype of parameters; None is the default one."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(sentence(operation, f"dtype must be floating but got {describe(dtype)}"))
+        raise bad_type(f"dtype must be floating but got {describe(dtype)}")
 
 
-def check_count(operation: str, name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
     """Refuse what is no positive int."""
-    try:
-        count = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        count = None
-    if count is None:
-        raise TypeError(sentence(operation, f"{name} must be an int but got {describe(value)}"))
-    if count < 1:
-        raise ValueError(sentence(operation, f"{name} must be positive but got {value}"))
+    if integer(name, value, tensors=True) < 1:
+        raise bad_value(f"{name} must be positive but got {value}")
 
 
 _IF_NESTED = (
@@ -187,60 +161,48 @@ _IF_NESTED = (
 )
 
 
-def check_floating(operation: str, name: str, x: object) -> None:
+def check_floating(name: str, x: object) -> None:
     """Refuse what is no dense tensor of a dtype that can rotate."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(sentence(operation, f"{name} must be a tensor but got {describe(x)}"))
-    check_dense(operation, name, x, _IF_NESTED)
+        raise bad_type(f"{name} must be a tensor but got {describe(x)}")
+    check_dense(name, x, _IF_NESTED)
     if type(x).__name__ == "DTensor":
-        raise TypeError(
-            sentence(
-                operation,
-                f"{name} must be a local tensor but got a DTensor; rotate {name}.to_local(), with the "
-                "positions of this rank's tokens where tokens are sharded (positions.shard), and make "
-                "a DTensor of the result (DTensor.from_local)",
-            )
+        raise bad_type(
+            f"{name} must be a local tensor but got a DTensor; rotate {name}.to_local(), with the "
+            "positions of this rank's tokens where tokens are sharded (positions.shard), and make "
+            "a DTensor of the result (DTensor.from_local)"
         )
     if x.dtype not in DTYPES:
-        raise TypeError(
-            sentence(
-                operation,
-                f"{name} must be float32, float64, bfloat16 or float16 but got "
-                f"{str(x.dtype).removeprefix('torch.')}",
-                **{name: x},
-            )
+        raise bad_type(
+            f"{name} must be float32, float64, bfloat16 or float16 but got "
+            f"{str(x.dtype).removeprefix('torch.')}",
+            **{name: x},
         )
 
 
-def shape_of(operation: str, name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
+def shape_of(name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
     """The shape of a tensor that can rotate in that layout."""
-    check_floating(operation, name, x)
+    check_floating(name, x)
     shape = x.shape
     if len(shape) != layout.dims:
         fits = ", ".join(repr(key) for key, other in BY_NAME.items() if other.dims == len(shape))
-        raise ValueError(
-            sentence(
-                operation,
-                f"{name} must have {layout.dims} dimensions for layout {layout.name!r} but got "
-                f"{len(shape)}" + (f"; layouts of that rank: {fits}" if fits else ""),
-                **{name: x},
-            )
+        raise bad_value(
+            f"{name} must have {layout.dims} dimensions for layout {layout.name!r} but got "
+            f"{len(shape)}" + (f"; layouts of that rank: {fits}" if fits else ""),
+            **{name: x},
         )
     return shape
 
 
-def _wrong_width(operation: str, name: str, x: torch.Tensor, width: int) -> ValueError:
-    return ValueError(
-        sentence(
-            operation,
-            f"{name} must have head_dim {width} in its last dimension but got {x.shape[-1]}",
-            **{name: x},
-        )
+def _wrong_width(name: str, x: torch.Tensor, width: int) -> Refusal:
+    return bad_value(
+        f"{name} must have head_dim {width} in its last dimension but got {x.shape[-1]}",
+        **{name: x},
     )
 
 
 def check_partner(
-    operation: str, q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor, layout: Layout
+    q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor, layout: Layout
 ) -> None:
     """Refuse two tensors that cannot share their angles, with the first reason why."""
     one, other = q.shape, k.shape
@@ -258,18 +220,17 @@ def check_partner(
         if dim is not None and q.shape[dim] != k.shape[dim]:
             rule = f"{q_name} and {k_name} must have the same number of {axis}"
             found = f" but got {q.shape[dim]} and {k.shape[dim]}"
-            raise ValueError(sentence(operation, rule + found + alone, **about))
+            raise bad_value(rule + found + alone, **about)
     if q.shape[-1] != k.shape[-1]:
         rule = f"{q_name} and {k_name} must have the same number of channels"
         found = f" but got {q.shape[-1]} and {k.shape[-1]}"
-        raise ValueError(sentence(operation, rule + found + alone, **about))
+        raise bad_value(rule + found + alone, **about)
     rule = f"{q_name} and {k_name} must share dtype and device"
     found = f" but got {q.dtype} on {q.device} and {k.dtype} on {k.device}"
-    raise ValueError(sentence(operation, rule + found + alone, **about))
+    raise bad_value(rule + found + alone, **about)
 
 
 def check_heads(
-    operation: str,
     what: str,
     heads: int,
     names: Sequence[str],
@@ -281,17 +242,13 @@ def check_heads(
         own = 1 if x is None or layout.head is None else x.shape[layout.head]
         if x is not None and not broadcasts(heads, own):
             alone = "; rotate q and k one by one, each with its own" if len(names) > 1 else ""
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{what} must be for 1 or {own} heads of {name} but is for {heads}{alone}",
-                    **{name: x},
-                )
+            raise bad_value(
+                f"{what} must be for 1 or {own} heads of {name} but is for {heads}{alone}",
+                **{name: x},
             )
 
 
 def _check_fit(
-    operation: str,
     name: str,
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -301,64 +258,48 @@ def _check_fit(
 ) -> None:
     tokens = x.shape[layout.token]
     if not ramp and ids.shape[2] != tokens:
-        raise ValueError(
-            sentence(
-                operation,
-                f"{positions} must say one position for each of {tokens} tokens but got "
-                f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
-                f"{layout.token})",
-                **{name: x, positions: ids},
-            )
+        raise bad_value(
+            f"{positions} must say one position for each of {tokens} tokens but got "
+            f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
+            f"{layout.token})",
+            **{name: x, positions: ids},
         )
     rows = 1 if layout.row is None else x.shape[layout.row]
     if not broadcasts(ids.shape[1], rows):
-        raise ValueError(
-            sentence(
-                operation,
-                f"{positions} must have 1 or {rows} rows but got {ids.shape[1]}"
-                + ("" if layout.row is not None else f" (layout {layout.name!r} has no rows)"),
-                **{name: x, positions: ids},
-            )
+        raise bad_value(
+            f"{positions} must have 1 or {rows} rows but got {ids.shape[1]}"
+            + ("" if layout.row is not None else f" (layout {layout.name!r} has no rows)"),
+            **{name: x, positions: ids},
         )
 
 
-def check_in_place(operation: str, names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
+def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
     """Refuse tensors in which two elements share memory: they would be rotated twice.
 
     Kernels refuse them too, before they change anything; this says so to the user.
     """
     for name, x in zip(names, xs, strict=True):
-        _check_not_frozen(operation, name, x)
+        _check_not_frozen(name, x)
         if x.is_neg():
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{name} is a negated view (of a conjugate's imaginary part); call "
-                    f"{name}.resolve_neg() first",
-                    **{name: x},
-                )
+            raise bad_value(
+                f"{name} is a negated view (of a conjugate's imaginary part); call "
+                f"{name}.resolve_neg() first",
+                **{name: x},
             )
         if may_overlap_itself(x):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{name} must not overlap itself in memory (an expanded tensor?); rotate a "
-                    f"clone of it",
-                    **{name: x},
-                )
+            raise bad_value(
+                f"{name} must not overlap itself in memory (an expanded tensor?); rotate a "
+                f"clone of it",
+                **{name: x},
             )
     if len(xs) == 2 and may_overlap(xs[0], xs[1]):
-        raise ValueError(
-            sentence(
-                operation,
-                f"{names[0]} and {names[1]} must not share memory; rotate one of them out of place",
-                **dict(zip(names, xs, strict=True)),
-            )
+        raise bad_value(
+            f"{names[0]} and {names[1]} must not share memory; rotate one of them out of place",
+            **dict(zip(names, xs, strict=True)),
         )
 
 
 def check_out(
-    operation: str,
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
@@ -370,59 +311,37 @@ def check_out(
         wanted: what else wants a gradient.
     """
     if wanted and torch.is_grad_enabled():
-        raise ValueError(
-            sentence(
-                operation,
-                f"out has no gradient, and {wanted[0]} require one; call it under "
-                "torch.no_grad(), or without out",
-            )
+        raise bad_value(
+            f"out has no gradient, and {wanted[0]} require one; call it under "
+            "torch.no_grad(), or without out"
         )
     if len(outs) != len(xs):
-        raise ValueError(
-            sentence(
-                operation,
-                f"out must hold one tensor for each of {', '.join(names)}, got {len(outs)}",
-            )
-        )
+        raise bad_value(f"out must hold one tensor for each of {', '.join(names)}, got {len(outs)}")
     for name, x, out in zip(names, xs, outs, strict=True):
         if not isinstance(out, torch.Tensor):
-            raise TypeError(
-                sentence(operation, f"out must be a tensor for {name} but got {describe(out)}")
-            )
-        check_local(operation, "out", out)
+            raise bad_type(f"out must be a tensor for {name} but got {describe(out)}")
+        check_local("out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"out must have the shape, dtype and device of {name}",
-                    **{name: x, "out": out},
-                )
+            raise bad_value(
+                f"out must have the shape, dtype and device of {name}", **{name: x, "out": out}
             )
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"out has no gradient, and {name} or out requires one; call it under "
-                    "torch.no_grad(), or without out",
-                    **{name: x, "out": out},
-                )
+            raise bad_value(
+                f"out has no gradient, and {name} or out requires one; call it under "
+                "torch.no_grad(), or without out",
+                **{name: x, "out": out},
             )
 
 
-def check_out_memory(
-    operation: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
-) -> None:
+def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
     """Say of memory that kernels refuse why they do."""
     for out in outs:
-        _check_not_frozen(operation, "out", out)
+        _check_not_frozen("out", out)
     if shares_memory(outs, xs):
-        raise ValueError(
-            sentence(
-                operation,
-                "out must not overlap itself or what is rotated in memory; to rotate in place call "
-                f"{operation}_",
-                **{f"out[{i}]": out for i, out in enumerate(outs)},
-            )
+        raise bad_value(
+            "out must not overlap itself or what is rotated in memory; to rotate in place call "
+            f"{OPERATION}_",
+            **{f"out[{i}]": out for i, out in enumerate(outs)},
         )
 
 
@@ -431,15 +350,12 @@ def is_frozen(x: torch.Tensor) -> bool:
     return x.is_inference() and not torch.is_inference_mode_enabled()
 
 
-def _check_not_frozen(operation: str, name: str, x: torch.Tensor) -> None:
+def _check_not_frozen(name: str, x: torch.Tensor) -> None:
     if is_frozen(x):
-        raise ValueError(
-            sentence(
-                operation,
-                f"{name} is an inference tensor, which cannot change outside of inference mode; give a "
-                "clone of it",
-                **{name: x},
-            )
+        raise bad_value(
+            f"{name} is an inference tensor, which cannot change outside of inference mode; give a "
+            "clone of it",
+            **{name: x},
         )
 
 
@@ -452,40 +368,30 @@ def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] 
     )
 
 
-def check_in_place_grad(operation: str, names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
+def check_in_place_grad(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
     """Refuse what autograd cannot follow, before anything is changed."""
-    instead = operation.removesuffix("_")
     for name, x in zip(names, xs, strict=True):
         base = x._base
         if x.requires_grad and (x.is_leaf or (base is not None and base.is_leaf)):
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{name} is a leaf that requires grad, or a view of one, and cannot change in "
-                    f"place; call {instead}",
-                    **{name: x},
-                )
+            raise bad_value(
+                f"{name} is a leaf that requires grad, or a view of one, and cannot change in "
+                f"place; call {OUT_OF_PLACE}",
+                **{name: x},
             )
         if base is None:
             continue
         made = torch._C._autograd._get_creation_meta(x)
         if made == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{name} comes from chunk, split or unbind, whose views autograd does not let "
-                    f"change in place; slice instead (qkv[..., :n]), or call {instead}",
-                    **{name: x},
-                )
+            raise bad_value(
+                f"{name} comes from chunk, split or unbind, whose views autograd does not let "
+                f"change in place; slice instead (qkv[..., :n]), or call {OUT_OF_PLACE}",
+                **{name: x},
             )
         if made != torch._C._autograd.CreationMeta.DEFAULT:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"{name} is a view made under no_grad, in inference mode or by a custom "
-                    f"function, which autograd does not let change in place; call {instead}",
-                    **{name: x},
-                )
+            raise bad_value(
+                f"{name} is a view made under no_grad, in inference mode or by a custom "
+                f"function, which autograd does not let change in place; call {OUT_OF_PLACE}",
+                **{name: x},
             )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from .. import positions as positions_
-from .._errors import sentence
+from .._errors import bad_type, bad_value
 from ..positions import Positions, PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from .checks import check_rotation, shape_of
@@ -21,7 +21,6 @@ from .layouts import Layout
 
 
 def prepared(
-    operation: str,
     k: torch.Tensor,
     from_spec: RopeSpec,
     to_spec: RopeSpec,
@@ -35,17 +34,17 @@ def prepared(
 
     Args: as of :func:`tightrope.functional.rerotate`.
     """
-    tokens = shape_of(operation, "k", k, layout)[layout.token]
-    _check_specs(operation, from_spec, to_spec)
-    old = positions_.canonical(positions, operation)
+    tokens = shape_of("k", k, layout)[layout.token]
+    _check_specs(from_spec, to_spec)
+    old = positions_.as_positions(positions)
     stays = new_positions is None or new_positions is positions
-    new = old if stays else positions_.canonical(new_positions, operation)
-    before = from_spec.on(old, k.device, operation, from_seq_len).for_tokens(tokens)
-    after = to_spec.on(new, k.device, operation, to_seq_len).for_tokens(tokens)
+    new = old if stays else positions_.as_positions(new_positions)
+    before = from_spec.on(old, k.device, from_seq_len).for_tokens(tokens)
+    after = to_spec.on(new, k.device, to_seq_len).for_tokens(tokens)
     said = ("from_spec", "positions", "from_seq_len")
-    check_rotation(operation, ("k",), (k,), before, layout, said)
+    check_rotation(("k",), (k,), before, layout, said)
     said = ("to_spec", "positions" if stays else "new_positions", "to_seq_len")
-    check_rotation(operation, ("k",), (k,), after, layout, said)
+    check_rotation(("k",), (k,), after, layout, said)
     amplitude = (after.amplitude / before.amplitude).hex()
     still = stays and from_seq_len is None and to_seq_len is None
     same = after.words is before.words or (
@@ -60,21 +59,16 @@ def prepared(
     return PreparedRotation(to_spec.channels, words, turns, ids, offset, False, k.device, amplitude)
 
 
-def _check_specs(operation: str, from_spec: RopeSpec, to_spec: RopeSpec) -> None:
+def _check_specs(from_spec: RopeSpec, to_spec: RopeSpec) -> None:
     for name, spec in (("from_spec", from_spec), ("to_spec", to_spec)):
         if not isinstance(spec, RopeSpec):
-            raise TypeError(
-                sentence(operation, f"{name} must be a RopeSpec but got {type(spec).__name__}")
-            )
+            raise bad_type(f"{name} must be a RopeSpec but got {type(spec).__name__}")
     for field in ("head_dim", "start", "rotary_dim", "interleaved"):
         one, other = getattr(from_spec, field), getattr(to_spec, field)
         if one != other:
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"from_spec and to_spec must have the same {field} but have {one} and {other}; "
-                    "rotate with inverse=True by the one and then by the other",
-                )
+            raise bad_value(
+                f"from_spec and to_spec must have the same {field} but have {one} and {other}; "
+                "rotate with inverse=True by the one and then by the other"
             )
 
 

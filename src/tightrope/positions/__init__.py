@@ -18,6 +18,7 @@ from ._form import (
     ZERO as ZERO,
     Positions as Positions,
     PositionsLike as PositionsLike,
+    as_positions as as_positions,
     canonical as canonical,
     check_axes as check_axes,
 )

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import numbers
-import operator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 from .. import _tracing
-from .._errors import check_dense, check_local, describe, integer, sentence
+from .._errors import (
+    as_integer,
+    bad_type,
+    bad_value,
+    check_dense,
+    check_local,
+    describe,
+    integer,
+    public,
+)
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -33,13 +41,14 @@ class Positions:
     ramp: bool = True
     packed: bool = field(default=False, repr=False)
 
+    @public("Positions")
     def __post_init__(self) -> None:
         if self.ids is None:
             return
-        check_dtype("Positions", self.ids)
+        check_dtype(self.ids)
         if self.ids.dim() != 3 or (self.ramp and self.ids.shape[2] != 1):
             shape = "(axes, rows, 1) with a ramp" if self.ramp else "(axes, rows, tokens)"
-            raise ValueError(sentence("Positions", f"ids must have shape {shape}", ids=self.ids))
+            raise bad_value(f"ids must have shape {shape}", ids=self.ids)
 
     @property
     def axes(self) -> int:
@@ -50,13 +59,43 @@ class Positions:
 PositionsLike: TypeAlias = "Positions | torch.Tensor | int | None"
 
 
-def canonical(positions: PositionsLike, operation: str = "positions") -> Positions:
+def as_positions(positions: PositionsLike) -> Positions:
+    """:func:`canonical` below the public edge."""
+    if positions is None:
+        return ZERO
+    if isinstance(positions, Positions):
+        return positions
+    if isinstance(positions, torch.Tensor):
+        check_dtype(positions)
+        if positions.dim() == 1:
+            return Positions(positions[None, None], ramp=False)
+        if positions.dim() == 2:
+            return Positions(positions[None], ramp=False)
+        hint = "; an int says one offset" if positions.dim() == 0 else "; see positions.multi_axis"
+        raise bad_value(
+            f"positions must have shape (tokens,) or (rows, tokens){hint}", positions=positions
+        )
+    if isinstance(positions, bool):
+        raise bad_type(f"positions must not be a bool but got {positions}")
+    offset = as_integer(positions)
+    if offset is None:
+        raise bad_type(
+            "positions must be None, an int offset, a tensor of ids or a Positions but got "
+            f"{type(positions).__name__}"
+        )
+    # While compiling an offset is a symbol of 64 bits, and a comparison would guard on it.
+    if not torch.compiler.is_compiling() and not -(2**63) <= offset < 2**63:
+        raise bad_value(f"an offset must fit in 64 bits but got {offset}")
+    return Positions(offset=offset)
+
+
+@public("positions")
+def canonical(positions: PositionsLike) -> Positions:
     """Bring anything that says positions to :class:`Positions`.
 
     Args:
         positions: None for 0..n-1; an int for an offset; a tensor of ids of shape ``(tokens,)`` or
             ``(rows, tokens)``, int32, int64, float32 or float64; or a :class:`Positions`.
-        operation: named in errors.
 
     Raises:
         TypeError: a type or dtype that cannot be a position (bool, 16-bit floats, ...).
@@ -67,60 +106,23 @@ def canonical(positions: PositionsLike, operation: str = "positions") -> Positio
     >>> canonical(torch.tensor([3, 1, 4])).ids.shape
     torch.Size([1, 1, 3])
     """
-    if positions is None:
-        return ZERO
-    if isinstance(positions, Positions):
-        return positions
-    if isinstance(positions, torch.Tensor):
-        check_dtype(operation, positions)
-        if positions.dim() == 1:
-            return Positions(positions[None, None], ramp=False)
-        if positions.dim() == 2:
-            return Positions(positions[None], ramp=False)
-        hint = "; an int says one offset" if positions.dim() == 0 else "; see positions.multi_axis"
-        raise ValueError(
-            sentence(
-                operation,
-                f"positions must have shape (tokens,) or (rows, tokens){hint}",
-                positions=positions,
-            )
-        )
-    if isinstance(positions, bool):
-        raise TypeError(sentence(operation, f"positions must not be a bool but got {positions}"))
-    if isinstance(positions, (int, torch.SymInt)):
-        offset = positions
-    else:
-        try:
-            offset = operator.index(positions)
-        except TypeError:
-            raise TypeError(
-                sentence(
-                    operation,
-                    "positions must be None, an int offset, a tensor of ids or a Positions but got "
-                    f"{type(positions).__name__}",
-                )
-            ) from None
-    # While compiling an offset is a symbol of 64 bits, and a comparison would guard on it.
-    if not torch.compiler.is_compiling() and not -(2**63) <= offset < 2**63:
-        raise ValueError(sentence(operation, f"an offset must fit in 64 bits but got {offset}"))
-    return Positions(offset=offset)
+    return as_positions(positions)
 
 
-def check_axes(operation: str, where: Positions, axes: int) -> None:
+def check_axes(where: Positions, axes: int) -> None:
     """Refuse positions that do not have one coordinate for each axis of a spec.
 
     Never a guess: ids ``(rows, tokens)`` are not taken for coordinates where there happen to be as
     many rows as axes, nor is one coordinate taken for all.
 
     Args:
-        operation: named in the error.
         where: canonical positions.
         axes: how many coordinates the spec needs.
 
     Raises:
         ValueError: another number of axes, with the call that works.
 
-    >>> check_axes("rotate", ZERO, 1)
+    >>> check_axes(ZERO, 1)
     """
     if where.axes == axes:
         return
@@ -132,48 +134,39 @@ def check_axes(operation: str, where: Positions, axes: int) -> None:
             f"positions.text(…, axes={axes}) where all coordinates of a token are equal"
         )
     found = where.ids[0] if where.ids is not None and where.axes == 1 else where.ids
-    raise ValueError(sentence(operation, f"{rule}{where.axes}{hint}", positions=found))
+    raise bad_value(f"{rule}{where.axes}{hint}", positions=found)
 
 
 ZERO = Positions()
 
 
-def check_dtype(operation: str, ids: object) -> None:
+def check_dtype(ids: object) -> None:
     if not isinstance(ids, torch.Tensor):
-        raise TypeError(sentence(operation, f"positions must be a tensor but got {describe(ids)}"))
+        raise bad_type(f"positions must be a tensor but got {describe(ids)}")
     if ids.dtype not in DTYPES:
         # A 16-bit float cannot count past 256 or 2048, and a bool is a mask that went astray.
-        raise TypeError(
-            sentence(operation, "positions must be int32, int64, float32 or float64", positions=ids)
-        )
-    check_dense(operation, "positions", ids)
-    check_local(operation, "positions", ids)
+        raise bad_type("positions must be int32, int64, float32 or float64", positions=ids)
+    check_dense("positions", ids)
+    check_local("positions", ids)
 
 
-def check_integers(operation: str, name: str, values: object) -> None:
+def check_integers(name: str, values: object) -> None:
     if not isinstance(values, torch.Tensor) or values.dtype not in _INTEGERS:
-        raise TypeError(
-            sentence(operation, f"{name} must be int32 or int64 but got {describe(values)}")
-        )
-    check_local(operation, name, values)
+        raise bad_type(f"{name} must be int32 or int64 but got {describe(values)}")
+    check_local(name, values)
 
 
-def count(operation: str, name: str, value: object) -> int:
-    number = integer(operation, name, value)
+def count(name: str, value: object) -> int:
+    number = integer(name, value)
     if number < 0:
-        raise ValueError(sentence(operation, f"{name} must not be negative but got {number}"))
+        raise bad_value(f"{name} must not be negative but got {number}")
     return number
 
 
-def number(operation: str, name: str, value: object) -> int | float:
+def number(name: str, value: object) -> int | float:
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         return float(value)
-    try:
-        return integer(operation, name, value)
-    except TypeError:
-        raise TypeError(
-            sentence(operation, f"{name} must be int or float but got {describe(value)}")
-        ) from None
+    return integer(name, value, kind="int or float")
 
 
 def is_readable(values: torch.Tensor) -> bool:

@@ -6,10 +6,10 @@ import itertools
 
 import torch
 
-from .._errors import check_local, describe, sentence
+from .._errors import bad_type, bad_value, check_local, describe, public
 from ._form import (
     Positions,
-    canonical,
+    as_positions,
     check_dtype,
     check_integers,
     count,
@@ -18,6 +18,7 @@ from ._form import (
 )
 
 
+@public("per_row")
 def per_row(offsets: torch.Tensor) -> Positions:
     """One offset per batch row: token ``t`` of row ``r`` is at ``offsets[r] + t``.
 
@@ -28,12 +29,13 @@ def per_row(offsets: torch.Tensor) -> Positions:
     >>> per_row(torch.tensor([0, 100])).ids.shape
     torch.Size([1, 2, 1])
     """
-    check_dtype("per_row", offsets)
+    check_dtype(offsets)
     if offsets.dim() != 1:
-        raise ValueError(sentence("per_row", "offsets must have shape (rows,)", offsets=offsets))
+        raise bad_value("offsets must have shape (rows,)", offsets=offsets)
     return Positions(offsets[None, :, None], ramp=True)
 
 
+@public("packed")
 def packed(
     cu_seqlens: torch.Tensor,
     offsets: torch.Tensor | int | None = None,
@@ -62,31 +64,28 @@ def packed(
     >>> packed(torch.tensor([0, 3, 5]), offsets=torch.tensor([7, 100])).ids.flatten().tolist()
     [7, 8, 9, 100, 101]
     """
-    name = "packed"
-    total = check_cu_seqlens(name, cu_seqlens, total)
+    total = check_cu_seqlens(cu_seqlens, total)
     tokens, sequence = sequences(cu_seqlens, total)
     starts = cu_seqlens[:-1]
     several = starts.shape[0] > 1
     if not isinstance(offsets, torch.Tensor):
         ids = tokens - starts.index_select(0, sequence)
-        offset = canonical(offsets, name).offset
+        offset = as_positions(offsets).offset
         return Positions(ids[None, None], offset, ramp=False, packed=several)
-    check_dtype(name, offsets)
+    check_dtype(offsets)
     if offsets.shape != starts.shape or offsets.device != cu_seqlens.device:
-        raise ValueError(
-            sentence(
-                name,
-                f"offsets must have shape ({starts.shape[0]},), one for each sequence, on the device "
-                "of cu_seqlens",
-                offsets=offsets,
-                cu_seqlens=cu_seqlens,
-            )
+        raise bad_value(
+            f"offsets must have shape ({starts.shape[0]},), one for each sequence, on the device "
+            "of cu_seqlens",
+            offsets=offsets,
+            cu_seqlens=cu_seqlens,
         )
     # One number per sequence turns its place in the pack into its position.
     ids = tokens + (widened(offsets) - starts).index_select(0, sequence)
     return Positions(ids[None, None], ramp=False, packed=several)
 
 
+@public("left_padded")
 def left_padded(
     attention_mask: torch.Tensor | None = None,
     *,
@@ -118,89 +117,61 @@ def left_padded(
     >>> left_padded(lengths=torch.tensor([2, 4]), total=4).ids.flatten().tolist()
     [-2, 0]
     """
-    name = "left_padded"
     if (attention_mask is None) == (lengths is None) or (lengths is None) != (total is None):
-        raise ValueError(
-            sentence(
-                name, "give either an attention_mask, or lengths and a total, and nothing else"
-            )
-        )
+        raise bad_value("give either an attention_mask, or lengths and a total, and nothing else")
     if lengths is not None and total is not None:
-        check_integers(name, "lengths", lengths)
-        total = count(name, "total", total)
+        check_integers("lengths", lengths)
+        total = count("total", total)
         if lengths.dim() != 1:
-            raise ValueError(sentence(name, "lengths must have shape (rows,)", lengths=lengths))
+            raise bad_value("lengths must have shape (rows,)", lengths=lengths)
         if lengths.numel() and is_readable(lengths):
             low, high = (int(end) for end in torch.aminmax(lengths))
             if low < 0 or high > total:
-                raise ValueError(
-                    sentence(
-                        name,
-                        f"lengths must lie in [0, {total}], total, but go from {low} to {high}",
-                    )
+                raise bad_value(
+                    f"lengths must lie in [0, {total}], total, but go from {low} to {high}"
                 )
         return per_row(lengths - total)
     mask = attention_mask
     if not isinstance(mask, torch.Tensor) or mask.is_floating_point() or mask.is_complex():
-        raise TypeError(
-            sentence(name, f"attention_mask must be bool or integers but got {describe(mask)}")
-        )
-    check_local(name, "attention_mask", mask)
+        raise bad_type(f"attention_mask must be bool or integers but got {describe(mask)}")
+    check_local("attention_mask", mask)
     if mask.dim() != 2:
-        raise ValueError(
-            sentence(name, "attention_mask must have shape (rows, tokens)", attention_mask=mask)
-        )
+        raise bad_value("attention_mask must have shape (rows, tokens)", attention_mask=mask)
     if mask.dtype != torch.bool and mask.numel() and is_readable(mask):
         low, high = (int(end) for end in torch.aminmax(mask))
         if low < 0 or high > 1:
-            raise ValueError(
-                sentence(
-                    name,
-                    f"attention_mask must hold 0 and 1 but goes from {low} to {high}; for sequences "
-                    "numbered in one row call positions.packed",
-                )
+            raise bad_value(
+                f"attention_mask must hold 0 and 1 but goes from {low} to {high}; for sequences "
+                "numbered in one row call positions.packed"
             )
     real = mask != 0
     ids = (real.to(torch.int64).cumsum(-1) - 1).masked_fill(~real, 0)
     return Positions(ids[None], ramp=False)
 
 
-def check_cu_seqlens(operation: str, cu_seqlens: torch.Tensor, total: int | None) -> int:
+def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:
     """How many tokens there are."""
-    check_integers(operation, "cu_seqlens", cu_seqlens)
+    check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            sentence(
-                operation,
-                "cu_seqlens must have shape (sequences + 1,) with at least one sequence",
-                cu_seqlens=cu_seqlens,
-            )
+        raise bad_value(
+            "cu_seqlens must have shape (sequences + 1,) with at least one sequence",
+            cu_seqlens=cu_seqlens,
         )
     if total is not None:
-        total = count(operation, "total", total)
+        total = count("total", total)
     if not is_readable(cu_seqlens):
         if total is None:
-            raise ValueError(
-                sentence(
-                    operation,
-                    "total must be given where reading cu_seqlens would wait for a device or break "
-                    "a graph",
-                    cu_seqlens=cu_seqlens,
-                )
+            raise bad_value(
+                "total must be given where reading cu_seqlens would wait for a device or break "
+                "a graph",
+                cu_seqlens=cu_seqlens,
             )
         return total
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
-        raise ValueError(
-            sentence(operation, f"cu_seqlens must start with 0 and never decrease but got {ends}")
-        )
+        raise bad_value(f"cu_seqlens must start with 0 and never decrease but got {ends}")
     if total is not None and ends[-1] != total:
-        raise ValueError(
-            sentence(
-                operation,
-                f"cu_seqlens must end with the number of tokens {total} but got {ends[-1]}",
-            )
-        )
+        raise bad_value(f"cu_seqlens must end with the number of tokens {total} but got {ends[-1]}")
     return int(ends[-1])
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
-from .._errors import describe, integer, sentence
-from ._form import Positions, PositionsLike, canonical, count, is_readable, widened
+from .._errors import bad_type, bad_value, describe, integer, public
+from ._form import Positions, PositionsLike, as_positions, count, is_readable, widened
 from ._line import check_cu_seqlens, sequences
 
 
+@public("explicit")
 def explicit(
     positions: PositionsLike,
     tokens: int | None = None,
@@ -30,9 +31,8 @@ def explicit(
     >>> explicit(5, 3).ids.tolist()
     [[[5, 6, 7]]]
     """
-    name = "explicit"
-    where = canonical(positions, name)
-    tokens = _tokens_of(name, where, tokens)
+    where = as_positions(positions)
+    tokens = _tokens_of(where, tokens)
     ids = where.ids
     if ids is None:
         ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
@@ -42,6 +42,7 @@ def explicit(
     return Positions(ids, ramp=False, packed=where.packed)
 
 
+@public("concatenate")
 def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Positions:
     """Several runs of tokens one after the other, or several batches of rows.
 
@@ -56,26 +57,20 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     >>> concatenate([torch.tensor([0]), torch.tensor([7, 8])]).ids.tolist()
     [[[0, 7, 8]]]
     """
-    name = "concatenate"
     if along not in ("tokens", "rows"):
-        raise ValueError(sentence(name, f"along must be 'tokens' or 'rows' but got {along!r}"))
+        raise bad_value(f"along must be 'tokens' or 'rows' but got {along!r}")
     if isinstance(parts, torch.Tensor) or not isinstance(parts, Iterable):
-        raise TypeError(
-            sentence(name, f"parts must be a sequence of positions but got {describe(parts)}")
-        )
-    wheres = [canonical(part, name) for part in parts]
+        raise bad_type(f"parts must be a sequence of positions but got {describe(parts)}")
+    wheres = [as_positions(part) for part in parts]
     if not wheres:
-        raise ValueError(sentence(name, "parts must be at least one but got none"))
+        raise bad_value("parts must be at least one but got none")
     ramp = along == "rows" and all(where.ramp and where.ids is not None for where in wheres)
     tensors = []
     for where in wheres:
         if where.ids is None or where.ramp != ramp:
-            raise ValueError(
-                sentence(
-                    name,
-                    "parts must have an id for each token; call positions.explicit(part, tokens)",
-                    part=where.offset if where.ids is None else where.ids,
-                )
+            raise bad_value(
+                "parts must have an id for each token; call positions.explicit(part, tokens)",
+                part=where.offset if where.ids is None else where.ids,
             )
         tensors.append(where.ids if _is_zero(where.offset) else widened(where.ids) + where.offset)
     first = tensors[0]
@@ -87,9 +82,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     for ids in tensors:
         if any(ids.shape[dim] != first.shape[dim] for dim in fixed):
             what = "axes and rows" if along == "tokens" else "axes and tokens"
-            raise ValueError(
-                sentence(name, f"parts must have the same {what}", one=first, other=ids)
-            )
+            raise bad_value(f"parts must have the same {what}", one=first, other=ids)
     if any(ids.dtype != first.dtype for ids in tensors):
         floating = any(ids.is_floating_point() for ids in tensors)
         tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
@@ -97,6 +90,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     return Positions(ids, ramp=ramp, packed=any(where.packed for where in wheres))
 
 
+@public("shard")
 def shard(
     positions: PositionsLike,
     rank: int,
@@ -132,31 +126,24 @@ def shard(
     >>> shard(None, 1, 2, kind="zigzag", tokens=8).ids.tolist()
     [[[2, 3, 4, 5]]]
     """
-    name = "shard"
-    where = canonical(positions, name)
-    size, rank = count(name, "size", size), integer(name, "rank", rank)
+    where = as_positions(positions)
+    size, rank = count("size", size), integer("rank", rank)
     if not 0 <= rank < size:
-        raise ValueError(sentence(name, f"rank must lie in [0, size) but got {rank} of {size}"))
+        raise bad_value(f"rank must lie in [0, size) but got {rank} of {size}")
     if kind not in ("contiguous", "zigzag"):
-        raise ValueError(sentence(name, f"kind must be 'contiguous' or 'zigzag' but got {kind!r}"))
-    tokens = _tokens_of(name, where, tokens)
+        raise bad_value(f"kind must be 'contiguous' or 'zigzag' but got {kind!r}")
+    tokens = _tokens_of(where, tokens)
     if cu_seqlens is not None:
         if kind != "zigzag":
-            raise ValueError(
-                sentence(
-                    name,
-                    "cu_seqlens must be None for kind 'contiguous', which cuts the whole row",
-                    cu_seqlens=cu_seqlens,
-                )
+            raise bad_value(
+                "cu_seqlens must be None for kind 'contiguous', which cuts the whole row",
+                cu_seqlens=cu_seqlens,
             )
-        return _taken(where, _packed_zigzag(name, cu_seqlens, tokens, rank, size))
+        return _taken(where, _packed_zigzag(cu_seqlens, tokens, rank, size))
     chunks = size if kind == "contiguous" else 2 * size
     if tokens % chunks:
-        raise ValueError(
-            sentence(
-                name,
-                f"tokens must be a multiple of {chunks} for {size} {kind} shards but got {tokens}",
-            )
+        raise bad_value(
+            f"tokens must be a multiple of {chunks} for {size} {kind} shards but got {tokens}"
         )
     length = tokens // chunks
     first, last = rank * length, (chunks - 1 - rank) * length
@@ -185,17 +172,12 @@ def _taken(where: Positions, index: torch.Tensor) -> Positions:
     return Positions(ids, where.offset, ramp=False, packed=where.packed)
 
 
-def _packed_zigzag(
-    name: str, cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int
-) -> torch.Tensor:
-    check_cu_seqlens(name, cu_seqlens, tokens)
+def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) -> torch.Tensor:
+    check_cu_seqlens(cu_seqlens, tokens)
     if is_readable(cu_seqlens) and bool((cu_seqlens % (2 * size) != 0).any()):
-        raise ValueError(
-            sentence(
-                name,
-                f"every sequence must be a multiple of {2 * size} tokens for {size} zigzag shards "
-                f"but got cu_seqlens {cu_seqlens.tolist()}",
-            )
+        raise bad_value(
+            f"every sequence must be a multiple of {2 * size} tokens for {size} zigzag shards "
+            f"but got cu_seqlens {cu_seqlens.tolist()}"
         )
     # This rank's share of each sequence is a sequence in the pack of this rank.
     own = cu_seqlens // size
@@ -209,23 +191,18 @@ def _packed_zigzag(
     return (cu_seqlens.index_select(0, sequence) + place + moved).to(torch.int64)
 
 
-def _tokens_of(operation: str, where: Positions, tokens: int | None) -> int:
+def _tokens_of(where: Positions, tokens: int | None) -> int:
     if tokens is not None:
-        tokens = count(operation, "tokens", tokens)
+        tokens = count("tokens", tokens)
     if where.ids is None or where.ramp:
         if tokens is None:
-            raise ValueError(
-                sentence(operation, "tokens must be given for positions that do not have an end")
-            )
+            raise bad_value("tokens must be given for positions that do not have an end")
         return tokens
     if tokens is not None and tokens != where.ids.shape[2]:
-        raise ValueError(
-            sentence(
-                operation,
-                f"positions must say one position for each of {tokens} tokens but got "
-                f"{where.ids.shape[2]}",
-                positions=where.ids,
-            )
+        raise bad_value(
+            f"positions must say one position for each of {tokens} tokens but got "
+            f"{where.ids.shape[2]}",
+            positions=where.ids,
         )
     return where.ids.shape[2]
 

@@ -9,12 +9,13 @@ from typing import TypeAlias
 
 import torch
 
-from .._errors import integer, sentence
-from ._form import Positions, PositionsLike, canonical, check_dtype, count, number
+from .._errors import bad_type, bad_value, integer, public
+from ._form import Positions, PositionsLike, as_positions, check_dtype, count, number
 
 _Number: TypeAlias = "int | float"
 
 
+@public("multi_axis")
 def multi_axis(ids: torch.Tensor) -> Positions:
     """Several coordinates per token, whose angles add up.
 
@@ -25,16 +26,13 @@ def multi_axis(ids: torch.Tensor) -> Positions:
     >>> multi_axis(torch.zeros(2, 9, dtype=torch.int64)).ids.shape
     torch.Size([2, 1, 9])
     """
-    check_dtype("multi_axis", ids)
+    check_dtype(ids)
     if ids.dim() not in (2, 3):
-        raise ValueError(
-            sentence(
-                "multi_axis", "ids must have shape (axes, tokens) or (axes, rows, tokens)", ids=ids
-            )
-        )
+        raise bad_value("ids must have shape (axes, tokens) or (axes, rows, tokens)", ids=ids)
     return Positions(ids if ids.dim() == 3 else ids[:, None], ramp=False)
 
 
+@public("text")
 def text(
     positions: PositionsLike = None, *, axes: int, device: torch.device | str | None = None
 ) -> Positions:
@@ -54,18 +52,17 @@ def text(
     >>> text(torch.tensor([3, 1]), axes=2).ids.tolist()
     [[[3, 1]], [[3, 1]]]
     """
-    where = canonical(positions, "text")
-    axes = count("text", "axes", axes)
+    where = as_positions(positions)
+    axes = count("axes", axes)
     ids = where.ids
     if ids is None:
         ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
     if ids.shape[0] != 1:
-        raise ValueError(
-            sentence("text", f"positions must have 1 axis but got {ids.shape[0]}", positions=ids)
-        )
+        raise bad_value(f"positions must have 1 axis but got {ids.shape[0]}", positions=ids)
     return Positions(ids.expand(axes, -1, -1), where.offset, where.ramp, where.packed)
 
 
+@public("grid")
 def grid(
     *sizes: int,
     start: _Number | Sequence[_Number] = 0,
@@ -104,26 +101,23 @@ def grid(
     >>> grid(2, 4, merge=2).ids[1].tolist()
     [[0, 1, 0, 1, 2, 3, 2, 3]]
     """
-    name = "grid"
-    counts = tuple(count(name, "a size", size) for size in sizes)
+    counts = tuple(count("a size", size) for size in sizes)
     if not counts:
-        raise ValueError(sentence(name, "a grid must have a size for each axis but got none"))
+        raise bad_value("a grid must have a size for each axis but got none")
     axes = len(counts)
-    merges = tuple(count(name, "merge", value) for value in _each(name, "merge", merge, axes))
+    merges = tuple(count("merge", value) for value in _each("merge", merge, axes))
     if any(cells < 1 or size % cells for size, cells in zip(counts, merges, strict=True)):
-        raise ValueError(
-            sentence(name, f"sizes must be multiples of merge but got {counts} and {merges}")
-        )
+        raise bad_value(f"sizes must be multiples of merge but got {counts} and {merges}")
     if span is None:
         if ends:
-            raise ValueError(sentence(name, "ends must be False without a span but got True"))
-        starts = [number(name, "start", value) for value in _each(name, "start", start, axes)]
-        steps = [number(name, "step", value) for value in _each(name, "step", step, axes)]
+            raise bad_value("ends must be False without a span but got True")
+        starts = [number("start", value) for value in _each("start", start, axes)]
+        steps = [number("step", value) for value in _each("step", step, axes)]
     else:
         if start != 0 or step != 1:
-            raise ValueError(sentence(name, f"span must be None with start or step but got {span}"))
+            raise bad_value(f"span must be None with start or step but got {span}")
         starts, steps = [], []
-        for (low, high), size in zip(_spans(name, span, axes), counts, strict=True):
+        for (low, high), size in zip(_spans(span, axes), counts, strict=True):
             parts = max(size - 1, 1) if ends else max(size, 1)
             starts.append(low if ends else low + (high - low) / (2 * parts))
             steps.append((high - low) / parts)
@@ -159,6 +153,7 @@ def _cells(
 Segment: TypeAlias = "int | tuple[int, int, int] | tuple[int, int, int, float]"
 
 
+@public("mrope")
 def mrope(
     segments: Iterable[Segment],
     *,
@@ -191,7 +186,7 @@ def mrope(
     >>> mrope([2, (1, 2, 2), 1]).ids.squeeze(1).tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
-    placed, _ = _walk("mrope", segments, start, next_from)
+    placed, _ = _walk(segments, start, next_from)
     parts = [torch.zeros(3, 0, dtype=torch.int64, device=device)]
     for begin, sizes, time_step in placed:
         if len(sizes) == 1:
@@ -206,6 +201,7 @@ def mrope(
     return Positions(torch.cat(parts, 1)[:, None], ramp=False)
 
 
+@public("mrope_next")
 def mrope_next(segments: Iterable[Segment], *, start: int = 0, next_from: str = "all") -> int:
     """The position, on all axes, of the token that is generated after those of :func:`mrope`.
 
@@ -217,41 +213,35 @@ def mrope_next(segments: Iterable[Segment], *, start: int = 0, next_from: str = 
     >>> mrope_next([2, (1, 2, 2), 1])
     5
     """
-    return _walk("mrope_next", segments, start, next_from)[1]
+    return _walk(segments, start, next_from)[1]
 
 
 def _walk(
-    name: str, segments: object, start: object, next_from: object
+    segments: object, start: object, next_from: object
 ) -> tuple[list[tuple[int, tuple[int, ...], float]], int]:
     """Where each segment begins, its sizes and its time step; and one past the largest position."""
     if next_from not in ("all", "space"):
-        raise ValueError(
-            sentence(name, f"next_from must be 'all' or 'space' but got {next_from!r}")
-        )
-    begin = integer(name, "start", start)
+        raise bad_value(f"next_from must be 'all' or 'space' but got {next_from!r}")
+    begin = integer("start", start)
     largest = begin - 1
     rule = "segments must be ints and tuples (t, h, w) or (t, h, w, time_step)"
     if isinstance(segments, str) or not isinstance(segments, Iterable):
-        raise TypeError(sentence(name, f"{rule} but got {segments!r}"))
+        raise bad_type(f"{rule} but got {segments!r}")
     placed = []
     for segment in segments:
         if not isinstance(segment, (tuple, list)):
-            sizes: tuple[int, ...] = (count(name, "a number of text tokens", segment),)
+            sizes: tuple[int, ...] = (count("a number of text tokens", segment),)
             time_step, last = 1.0, sizes[0] - 1
             advance = sizes[0]
         else:
             if len(segment) not in (3, 4):
-                raise ValueError(sentence(name, f"{rule} but got {segment!r}"))
-            sizes = tuple(count(name, "t, h and w", size) for size in segment[:3])
+                raise bad_value(f"{rule} but got {segment!r}")
+            sizes = tuple(count("t, h and w", size) for size in segment[:3])
             if min(sizes) < 1:
-                raise ValueError(
-                    sentence(name, f"t, h and w must be positive but got {tuple(segment)}")
-                )
-            time_step = number(name, "time_step", segment[3]) if len(segment) == 4 else 1.0
+                raise bad_value(f"t, h and w must be positive but got {tuple(segment)}")
+            time_step = number("time_step", segment[3]) if len(segment) == 4 else 1.0
             if not 0 <= time_step < math.inf:
-                raise ValueError(
-                    sentence(name, f"time_step must be finite and not negative but got {time_step}")
-                )
+                raise bad_value(f"time_step must be finite and not negative but got {time_step}")
             space = max(sizes[1:])
             last = max(int(_float32((sizes[0] - 1) * _float32(time_step))), space - 1)
             advance = last + 1 if next_from == "all" else space
@@ -261,31 +251,27 @@ def _walk(
     return placed, largest + 1
 
 
-def _each(operation: str, name: str, value: object, axes: int) -> tuple[object, ...]:
+def _each(name: str, value: object, axes: int) -> tuple[object, ...]:
     """One value per axis, from one for all or a sequence of them."""
     if not isinstance(value, (tuple, list)):
         return (value,) * axes
     if len(value) != axes:
-        raise ValueError(
-            sentence(
-                operation, f"{name} must be one, or one for each of {axes} axes, but got {value}"
-            )
-        )
+        raise bad_value(f"{name} must be one, or one for each of {axes} axes, but got {value}")
     return tuple(value)
 
 
-def _spans(operation: str, span: object, axes: int) -> list[tuple[float, float]]:
+def _spans(span: object, axes: int) -> list[tuple[float, float]]:
     rule = f"span must be (low, high), or one such pair for each of {axes} axes, but got {span!r}"
     if not isinstance(span, (tuple, list)) or not span:
-        raise TypeError(sentence(operation, rule))
+        raise bad_type(rule)
     pairs = list(span) if isinstance(span[0], (tuple, list)) else [span] * axes
     if len(pairs) != axes:
-        raise ValueError(sentence(operation, rule))
+        raise bad_value(rule)
     result = []
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ValueError(sentence(operation, rule))
-        low, high = (float(number(operation, "an end of span", end)) for end in pair)
+            raise bad_value(rule)
+        low, high = (float(number("an end of span", end)) for end in pair)
         result.append((low, high))
     return result
 

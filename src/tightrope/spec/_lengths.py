@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .._errors import check_local, sentence
+from .._errors import bad_type, bad_value, check_local, public
 from .._rules import length
 from .._tracing import is_readable, is_tracing
 from ..angles import is_lost
@@ -83,14 +83,13 @@ def _each(seq_len: object) -> Iterable[object]:
     return [seq_len] if is_one or isinstance(seq_len, _NO_ROWS) else seq_len  # type: ignore[return-value]
 
 
+@public("seq_len")
 def _check_tensor(seq_len: torch.Tensor) -> None:
-    check_local("seq_len", "lengths", seq_len)
+    check_local("lengths", seq_len)
     if seq_len.dtype not in (torch.int32, torch.int64, torch.float64):
-        raise TypeError(
-            sentence("seq_len", "lengths must be int32, int64 or float64", seq_len=seq_len)
-        )
+        raise bad_type("lengths must be int32, int64 or float64", seq_len=seq_len)
     if seq_len.dim() > 1:
-        raise ValueError(sentence("seq_len", "lengths must have shape (rows,)", seq_len=seq_len))
+        raise bad_value("lengths must have shape (rows,)", seq_len=seq_len)
 
 
 class Said(NamedTuple):
@@ -148,14 +147,13 @@ def passed(
     return None
 
 
-def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> Lengths | None:
+def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
     """The length of each row: its last position + 1, on whichever axis that is.
 
     Args:
         where: positions with an id for each token.
         ids: theirs, on the device of what rotates.
         rule: what gives sequences up to its original length the same frequencies.
-        operation: named in the error.
 
     Raises:
         ValueError: rows beyond that length in which positions start again: no one length fits them.
@@ -175,14 +173,11 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, operation: str) -> L
         fits = not where.packed
     if fits:
         return lengths
-    raise ValueError(
-        sentence(
-            operation,
-            "positions must not start again within a row (packed sequences?) where "
-            f"{type(rule).__name__} gives each length its own frequencies; say seq_len for all of "
-            "them, or rotate them apart",
-            positions=ids,
-        )
+    raise bad_value(
+        "positions must not start again within a row (packed sequences?) where "
+        f"{type(rule).__name__} gives each length its own frequencies; say seq_len for all of "
+        "them, or rotate them apart",
+        positions=ids,
     )
 
 

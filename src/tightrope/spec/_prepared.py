@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .. import positions as positions_
-from .._errors import sentence
+from .._errors import bad_value
 from .._tracing import is_readable, is_tracing
+from ..channels import Channels
 from ..positions import Positions
 from . import _lengths
-from ._channels import Channels
 from ._lengths import Said, SeqLen
 from ._tables import Tables
 
@@ -127,11 +127,10 @@ class PreparedRotation:
             self.fits[0] = version, tokens, _bits(self.said.ids, kept=True)
         return found
 
-    def check_passed(self, operation: str, tokens: int, said: str = "seq_len") -> None:
+    def check_passed(self, tokens: int, said: str = "seq_len") -> None:
         """Refuse rows that are longer than was said of them, whose frequencies would be another's.
 
         Args:
-            operation: named in the error.
             tokens: how many tokens each row has.
             said: what the user calls the lengths.
         """
@@ -141,13 +140,10 @@ class PreparedRotation:
         row, end, told = found
         of = "" if row is None else f" of row {row}"
         about = {} if self.ids is None else {"positions": self.ids}
-        raise ValueError(
-            sentence(
-                operation,
-                f"{said} must be at least {end}, the last position + 1{of}, but got {told}; say the "
-                "length of the whole sequence",
-                **about,
-            )
+        raise bad_value(
+            f"{said} must be at least {end}, the last position + 1{of}, but got {told}; say the "
+            "length of the whole sequence",
+            **about,
         )
 
     @property
@@ -163,7 +159,6 @@ def prepare(
     tables: Tables,
     where: Positions,
     device: torch.device,
-    operation: str,
     seq_len: SeqLen,
     made_from: object,
 ) -> PreparedRotation:
@@ -173,30 +168,23 @@ def prepare(
         channels, tables: of a spec.
         where: canonical positions.
         device: where the rotated tensors live.
-        operation: named in errors.
         seq_len: as of :meth:`tightrope.RopeSpec.at`.
         made_from: the spec itself.
     """
-    positions_.check_axes(operation, where, tables.axis_count)
+    positions_.check_axes(where, tables.axis_count)
     ids = where.ids
     if ids is not None and ids.device != device:
         if ids.device.type == "meta":
-            raise ValueError(
-                sentence(
-                    operation,
-                    f"positions must hold numbers but are on the meta device, and what rotates is on "
-                    f"{device}; say device={str(device)!r} where they are made",
-                    positions=ids,
-                )
+            raise bad_value(
+                f"positions must hold numbers but are on the meta device, and what rotates is on "
+                f"{device}; say device={str(device)!r} where they are made",
+                positions=ids,
             )
         if device.type == "meta" and ids.requires_grad:
-            raise ValueError(
-                sentence(
-                    operation,
-                    "positions must be on the meta device, where what rotates is and no gradient comes "
-                    "back from",
-                    positions=ids,
-                )
+            raise bad_value(
+                "positions must be on the meta device, where what rotates is and no gradient comes "
+                "back from",
+                positions=ids,
             )
         ids = ids.to(device)
     awaits = read = seen = told = lengths = None
@@ -206,7 +194,7 @@ def prepare(
             awaits = tables
         else:
             read, seen = _version(ids), _bits(ids, kept=True)
-            lengths = _lengths.of_ids(where, ids, tables.rule, operation)  # type: ignore[arg-type]
+            lengths = _lengths.of_ids(where, ids, tables.rule)  # type: ignore[arg-type]
     else:
         lengths = tables.read(seq_len, device)
     if not own:

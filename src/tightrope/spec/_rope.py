@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from .. import _rules, positions as positions_, words as words_
-from .._errors import sentence
+from .._errors import bad_type, bad_value, public
 from ..axes import Axes
+from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule
 from ..positions import Positions, PositionsLike
-from ._channels import Channels
 from ._lengths import SeqLen
 from ._prepared import PreparedRotation, prepare
 from ._tables import Tables
@@ -70,15 +70,13 @@ class RopeSpec:
     scaling: Rule | None = None
     axes: Axes | None = None
 
+    @public("RopeSpec")
     def __post_init__(self) -> None:
         channels = Channels.checked(self.head_dim, self.rotary_dim, self.start, self.interleaved)
         base = _base(self.base)
         if self.scaling is not None and not isinstance(self.scaling, Rule):
-            raise TypeError(
-                sentence(
-                    "RopeSpec",
-                    f"scaling must be a rule of tightrope.frequencies but got {self.scaling!r}",
-                )
+            raise bad_type(
+                f"scaling must be a rule of tightrope.frequencies but got {self.scaling!r}"
             )
         _check_axes(self.axes, self.scaling, channels.rotary_dim)
         put = object.__setattr__
@@ -133,6 +131,7 @@ class RopeSpec:
         return made
 
     @classmethod
+    @public("from_dict")
     def from_dict(cls, saved: Mapping[str, Any]) -> RopeSpec:
         """The inverse of :meth:`to_dict`. For other people's configurations: :meth:`from_config`.
 
@@ -143,9 +142,7 @@ class RopeSpec:
         values = _dictionary("a spec", saved)
         version = values.pop("version", None)
         if version != VERSION or isinstance(version, bool):
-            raise ValueError(
-                sentence("from_dict", f"version must be {VERSION} but got {version!r}")
-            )
+            raise bad_value(f"version must be {VERSION} but got {version!r}")
         _check_keys("a spec", values, [each.name for each in fields(cls)], ["head_dim"])
         if values.get("scaling") is not None:
             values["scaling"] = Rule.from_dict(_dictionary("scaling", values["scaling"]))
@@ -288,6 +285,7 @@ class RopeSpec:
         device = torch.device(device)
         return self._words.words(self._words.read(seq_len, device), device)
 
+    @public("at")
     def at(
         self,
         positions: PositionsLike = None,
@@ -328,7 +326,7 @@ class RopeSpec:
 
         >>> rope = RopeSpec(64).at(5)
         """
-        where = positions_.canonical(positions, "at")
+        where = positions_.as_positions(positions)
         if device is None:
             target = torch.device("cpu") if where.ids is None else where.ids.device
         else:
@@ -338,36 +336,32 @@ class RopeSpec:
             elif target.index is None:
                 # Tensors say which of several devices they are on; only the device knows.
                 target = torch.empty(0, device=target).device
-        rotation = self.on(where, target, "at", seq_len)
+        rotation = self.on(where, target, seq_len)
         if not rotation.ramp and rotation.ids is not None:
-            rotation.check_passed("at", rotation.ids.shape[2])
+            rotation.check_passed(rotation.ids.shape[2])
         return rotation
 
     def on(
         self,
         where: Positions,
         device: torch.device,
-        operation: str,
         seq_len: SeqLen = None,
     ) -> PreparedRotation:
-        """As :meth:`at`, from canonical positions, with the operation that errors shall name."""
-        return prepare(self.channels, self._words, where, device, operation, seq_len, self)
+        """As :meth:`at`, from canonical positions, below the public edge."""
+        return prepare(self.channels, self._words, where, device, seq_len, self)
 
 
 def _base(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(sentence("RopeSpec", f"base must be a number but got {value!r}"))
+        raise bad_type(f"base must be a number but got {value!r}")
     try:
         base = float(value)
     except OverflowError:
         base = math.inf
     # A float64 holds bases up to 1e308; below 1e-18 a pair would turn 2^57 times per position.
     if not 1e-18 < base < 1e300:
-        raise ValueError(
-            sentence(
-                "RopeSpec",
-                f"base must be positive and finite, above 1e-18 and below 1e300, but got {value}",
-            )
+        raise bad_value(
+            f"base must be positive and finite, above 1e-18 and below 1e300, but got {value}"
         )
     return base
 
@@ -376,42 +370,30 @@ def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:
     if axes is None:
         return
     if not isinstance(axes, Axes):
-        raise TypeError(sentence("RopeSpec", f"axes must be an Axes but got {axes!r}"))
+        raise bad_type(f"axes must be an Axes but got {axes!r}")
     if axes.rotary_dim != rotary_dim:
-        raise ValueError(
-            sentence(
-                "RopeSpec",
-                f"axes must assign the {rotary_dim // 2} pairs that rotate but got "
-                f"{len(axes.pairs)}; rotary_dim={axes.rotary_dim} would fit",
-            )
+        raise bad_value(
+            f"axes must assign the {rotary_dim // 2} pairs that rotate but got "
+            f"{len(axes.pairs)}; rotary_dim={axes.rotary_dim} would fit"
         )
     if isinstance(scaling, Given) and len(scaling.shape) == 3:
-        raise ValueError(
-            sentence(
-                "RopeSpec",
-                f"axes must be None where the given frequencies have axes of their own but got "
-                f"{axes!r}",
-            )
+        raise bad_value(
+            f"axes must be None where the given frequencies have axes of their own but got {axes!r}"
         )
 
 
 def _dictionary(what: str, values: object) -> dict[str, Any]:
     if not isinstance(values, Mapping):
-        raise TypeError(sentence("from_dict", f"{what} must be a dictionary but got {values!r}"))
+        raise bad_type(f"{what} must be a dictionary but got {values!r}")
     return dict(values)
 
 
 def _check_keys(what: str, values: Mapping[str, Any], known: list[str], needed: list[str]) -> None:
     unknown, missing = values.keys() - set(known), set(needed) - values.keys()
     if unknown:
-        raise ValueError(
-            sentence(
-                "from_dict",
-                f"{what} must have no keys but {', '.join(known)} but got "
-                f"{', '.join(sorted(map(str, unknown)))}",
-            )
+        raise bad_value(
+            f"{what} must have no keys but {', '.join(known)} but got "
+            f"{', '.join(sorted(map(str, unknown)))}"
         )
     if missing:
-        raise ValueError(
-            sentence("from_dict", f"{what} must have the keys {', '.join(sorted(missing))}")
-        )
+        raise bad_value(f"{what} must have the keys {', '.join(sorted(missing))}")

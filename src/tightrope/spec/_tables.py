@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .. import words as words_
-from .._errors import sentence
+from .._errors import bad_value, public, unsupported
 from .._tracing import is_tracing, may_keep
 from ..angles import words_from
 from ..axes import Axes
@@ -81,18 +81,16 @@ class Tables:
             seq_len = torch.full((1,), seq_len, dtype=torch.int64, device=device)
         return _lengths.read(seq_len)
 
+    @public("seq_len")
     def words(self, lengths: Lengths | None, device: torch.device) -> Table:
         """Words for rows of such lengths; one row where all have the same."""
         if lengths is None:
             return self._table(device)
         if isinstance(lengths, torch.Tensor):
             if lengths.is_meta and device.type != "meta":
-                raise ValueError(
-                    sentence(
-                        "seq_len",
-                        "lengths must hold numbers but are on the meta device, and what rotates is on "
-                        f"{device}",
-                    )
+                raise bad_value(
+                    "lengths must hold numbers but are on the meta device, and what rotates is on "
+                    f"{device}"
                 )
             return self._unread_table(lengths.to(device), device)
         rule = self.rule
@@ -109,6 +107,7 @@ class Tables:
         with _outside_inference():
             return words_.joined([tables[regime] for regime in regimes])
 
+    @public("RopeSpec")
     def amplitude(self, lengths: Lengths | None) -> str:
         """The attention scaling of rows of such lengths, in digits.
 
@@ -129,11 +128,8 @@ class Tables:
             if known
             else "what is traced or on a device may be either, so say seq_len as an int"
         )
-        raise NotImplementedError(
-            sentence(
-                "RopeSpec",
-                f"all rows of one call must have one attention scaling but got {factors}; {advice}",
-            )
+        raise unsupported(
+            f"all rows of one call must have one attention scaling but got {factors}; {advice}"
         )
 
     @property

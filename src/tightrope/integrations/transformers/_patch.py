@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._errors import sentence
+from ..._errors import bad_type, bad_value, public
 from . import _exact, _find, _graft, _library
 from ._classes import base_of
 from ._find import Found
@@ -17,6 +17,7 @@ from ._report import Entry, Report, entry_of
 ANGLES = ("model", "exact")
 
 
+@public("patch")
 def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Report:
     """Replace the rotary functions of a model by the fused operator.
 
@@ -44,11 +45,9 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     ['apply_rotary_pos_emb']
     >>> unpatch(model)
     """
-    _check("patch", model)
+    _check(model)
     if angles not in ANGLES:
-        raise ValueError(
-            sentence("patch", f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
-        )
+        raise bad_value(f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
     if model is None:
         return _library.patch(angles)
     found = _found(model)
@@ -79,9 +78,10 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     return report
 
 
+@public("unpatch")
 def unpatch(model: torch.nn.Module | None = None) -> None:
     """Undo :func:`patch`: everything is as it was, to the bit."""
-    _check("unpatch", model)
+    _check(model)
     if model is None:
         _library.unpatch()
         return
@@ -90,9 +90,9 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
         _exact.forget(module)
 
 
-def _check(operation: str, model: object) -> None:
+def _check(model: object) -> None:
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(sentence(operation, f"model must be a torch.nn.Module but got {model!r}"))
+        raise bad_type(f"model must be a torch.nn.Module but got {model!r}")
 
 
 def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:

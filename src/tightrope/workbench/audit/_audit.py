@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 
 import torch
 
-from ..._errors import sentence
+from ..._errors import bad_value, public
 from ..._rules import LONGEST
 from ...spec import RopeSpec
 from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
@@ -26,6 +26,7 @@ _TABLES = ("cat", "repeat", "half")
 _LONGEST = 2**20
 
 
+@public("audit")
 def audit(
     target: object,
     *,
@@ -131,42 +132,26 @@ def _check_options(
 ) -> None:
     allowed = (torch.float32, torch.bfloat16, torch.float16)
     if tables is not None and tables not in _TABLES:
-        raise ValueError(
-            sentence("audit", f"tables must be one of {', '.join(_TABLES)} but got {tables!r}")
-        )
+        raise bad_value(f"tables must be one of {', '.join(_TABLES)} but got {tables!r}")
     if head_dim is not None and (head_dim < 2 or head_dim % 2):
-        raise ValueError(
-            sentence("audit", f"head_dim must be even and positive but got {head_dim}")
-        )
+        raise bad_value(f"head_dim must be even and positive but got {head_dim}")
     if not dtypes or any(dtype not in allowed for dtype in dtypes):
-        raise ValueError(
-            sentence(
-                "audit", f"dtypes must be of float32, bfloat16, float16 but got {list(dtypes)}"
-            )
-        )
+        raise bad_value(f"dtypes must be of float32, bfloat16, float16 but got {list(dtypes)}")
     if torch.float32 not in dtypes:
-        raise ValueError(
-            sentence(
-                "audit", f"dtypes must have float32, which measures most, but got {list(dtypes)}"
-            )
-        )
+        raise bad_value(f"dtypes must have float32, which measures most, but got {list(dtypes)}")
     if longest < 128:
-        raise ValueError(sentence("audit", f"longest must be at least 128 but got {longest}"))
+        raise bad_value(f"longest must be at least 128 but got {longest}")
     if longest > LONGEST:
-        raise ValueError(sentence("audit", f"longest must be at most {LONGEST} but got {longest}"))
+        raise bad_value(f"longest must be at most {LONGEST} but got {longest}")
     if not 0 < timeout < 1e6:
-        raise ValueError(
-            sentence("audit", f"timeout must be positive and below 1e6 seconds but got {timeout}")
-        )
+        raise bad_value(f"timeout must be positive and below 1e6 seconds but got {timeout}")
 
 
 def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            sentence("audit", f"device must be one that torch has here but: {said(error)}")
-        ) from None
+        raise bad_value(f"device must be one that torch has here but: {said(error)}") from None
 
 
 def _run(

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._errors import sentence
+from ..._errors import bad_value
 
 ROLES = ("x", "q", "k", "positions", "offset", "seq_dim", "cos", "sin", "cis")
 LAYOUTS = ("bhsd", "bshd", "bsd", "sbhd", "thd", "sd")
@@ -252,12 +252,9 @@ def parse(form: str) -> Call:
         and not (arrow and "q" in names)
     ):
         return Call(tuple((name, None) for name in names), gives_tables=bool(arrow))
-    raise ValueError(
-        sentence(
-            "audit",
-            "form must list the arguments, of x or q, k, positions, offset, seq_dim, cos, sin and cis, "
-            f"such as 'x, positions' or 'q, k, cos, sin', but got {form!r}",
-        )
+    raise bad_value(
+        "form must list the arguments, of x or q, k, positions, offset, seq_dim, cos, sin and cis, "
+        f"such as 'x, positions' or 'q, k, cos, sin', but got {form!r}"
     )
 
 

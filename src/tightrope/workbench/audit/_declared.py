@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..._errors import sentence
+from ..._errors import bad_type, bad_value
 from ...frequencies import Given
 from ...spec import RopeSpec
 from ._impulse import Shape
@@ -26,29 +26,20 @@ def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
     if spec is None:
         return
     if not isinstance(spec, RopeSpec):
-        raise TypeError(sentence("audit", f"spec must be a RopeSpec or None but got {spec!r}"))
+        raise bad_type(f"spec must be a RopeSpec or None but got {spec!r}")
     if head_dim is not None and head_dim != spec.head_dim:
-        raise ValueError(
-            sentence(
-                "audit",
-                f"head_dim must be that of the spec, {spec.head_dim}, or None but got {head_dim}",
-            )
+        raise bad_value(
+            f"head_dim must be that of the spec, {spec.head_dim}, or None but got {head_dim}"
         )
     if len(spec.frequencies().inv_freq.shape) > 1:
-        raise ValueError(
-            sentence(
-                "audit",
-                "spec must have the same frequencies for all heads, as one head tells those of all, but "
-                f"got {spec!r}",
-            )
+        raise bad_value(
+            "spec must have the same frequencies for all heads, as one head tells those of all, but "
+            f"got {spec!r}"
         )
     if spec.axis_count > 1 and text_of(spec) is None:
-        raise ValueError(
-            sentence(
-                "audit",
-                "spec must have no scaling where its axes count their frequencies from 0 each, as they "
-                f"are no one row that could be scaled, but got {spec!r}",
-            )
+        raise bad_value(
+            "spec must have no scaling where its axes count their frequencies from 0 each, as they "
+            f"are no one row that could be scaled, but got {spec!r}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._errors import sentence
+from ..._errors import bad_value
 from ._calls import LAYOUTS, Call, calls_of, parse
 from ._guard import CallFailed, Guard
 from ._subject import Subject, fresh
@@ -205,6 +205,4 @@ def _dims_of(fn: Callable[..., Any]) -> list[int]:
 def check_layout(layout: str | None) -> None:
     """Raise the sentence for a layout that is none."""
     if layout is not None and layout not in LAYOUTS:
-        raise ValueError(
-            sentence("audit", f"layout must be one of {', '.join(LAYOUTS)} but got {layout!r}")
-        )
+        raise bad_value(f"layout must be one of {', '.join(LAYOUTS)} but got {layout!r}")

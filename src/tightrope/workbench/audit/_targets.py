@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._errors import sentence
+from ..._errors import Refusal, bad_type, bad_value
 from ...config import LayerSpecs, from_config
 from ...spec import RopeSpec
 from ._guard import said
@@ -70,12 +70,9 @@ def resolve(target: object, *, make: bool, layer_type: str | None) -> Target:
 def given(target: object) -> Target:
     """A function or module from a program."""
     if not callable(target):
-        raise TypeError(
-            sentence(
-                "audit",
-                "target must be a function, a module, 'MODULE:FUNCTION', a config of transformers, its "
-                f"file, or the name of a model type, but got {type(target).__name__}",
-            )
+        raise bad_type(
+            "target must be a function, a module, 'MODULE:FUNCTION', a config of transformers, its "
+            f"file, or the name of a model type, but got {type(target).__name__}"
         )
     name = getattr(target, "__qualname__", None) or type(target).__qualname__
     module = getattr(target, "__module__", None)
@@ -108,22 +105,16 @@ def named(target: str) -> Target:
     except BaseException as error:  # a module may do anything while it is imported
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ValueError(
-            sentence(
-                "audit", f"module {module!r} must be importable from {here} but: {said(error)}"
-            )
+        raise bad_value(
+            f"module {module!r} must be importable from {here} but: {said(error)}"
         ) from None
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise ValueError(
-                sentence("audit", f"module {module!r} must have {name!r} but has none")
-            ) from None
+            raise bad_value(f"module {module!r} must have {name!r} but has none") from None
     if not callable(found):
-        raise TypeError(
-            sentence("audit", f"{target} must be callable but is {type(found).__name__}")
-        )
+        raise bad_type(f"{target} must be callable but is {type(found).__name__}")
     return Target(target, found, header=_import(module, name))
 
 
@@ -133,13 +124,11 @@ def _made(target: Target) -> Target:
     try:
         fn = target.fn()
     except Exception as error:  # noqa: BLE001  # somebody else's code
-        raise ValueError(
-            sentence("audit", f"{target.name}() must make something to audit but: {said(error)}")
+        raise bad_value(
+            f"{target.name}() must make something to audit but: {said(error)}"
         ) from None
     if not callable(fn):
-        raise TypeError(
-            sentence("audit", f"{target.name}() must be callable but is {type(fn).__name__}")
-        )
+        raise bad_type(f"{target.name}() must be callable but is {type(fn).__name__}")
     return replace(target, name=f"{target.name}()", fn=fn, make=target.fn, header=header)
 
 
@@ -152,12 +141,9 @@ def _made_header(header: str) -> str:
 
 def _checked(target: Target) -> Target:
     if inspect.isclass(target.fn):
-        raise TypeError(
-            sentence(
-                "audit",
-                f"{target.name} must be a function or an object but is a class: name a function that "
-                "makes one without arguments, with make=True (--make)",
-            )
+        raise bad_type(
+            f"{target.name} must be a function or an object but is a class: name a function that "
+            "makes one without arguments, with make=True (--make)"
         )
     return target
 
@@ -173,11 +159,7 @@ def _is_config(target: object) -> bool:
 
 def _transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            sentence(
-                "audit", "a model's configuration can be audited only with transformers installed"
-            )
-        )
+        raise bad_value("a model's configuration can be audited only with transformers installed")
     return importlib.import_module("transformers")
 
 
@@ -189,22 +171,17 @@ def _config_of(name: str) -> Any:
         if path.is_dir() or path.is_file():
             file = path / "config.json" if path.is_dir() else path
             if not file.is_file():
-                raise ValueError(sentence("audit", f"{path} must hold a config.json but does not"))
+                raise bad_value(f"{path} must hold a config.json but does not")
             return _from_file(library, file)
         if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types():
             return library.AutoConfig.for_model(name)
     except Exception as error:  # each config has its own ways to refuse values
-        if str(error).startswith("[audit]"):
+        if isinstance(error, Refusal):
             raise
-        raise ValueError(
-            sentence("audit", f"{name} must be a configuration but: {said(error)}")
-        ) from None
-    raise ValueError(
-        sentence(
-            "audit",
-            "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
-            f"of transformers, such as llama, but got {name!r}",
-        )
+        raise bad_value(f"{name} must be a configuration but: {said(error)}") from None
+    raise bad_value(
+        "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
+        f"of transformers, such as llama, but got {name!r}"
     )
 
 
@@ -218,7 +195,7 @@ def _types() -> set[str]:
 def _from_file(library: Any, file: Path) -> Any:
     values = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ValueError(sentence("audit", f"{file} must have a model_type but has none"))
+        raise bad_value(f"{file} must have a model_type but has none")
     return library.AutoConfig.for_model(values.pop("model_type"), **values)
 
 
@@ -289,12 +266,9 @@ def of_model(config: Any, layer_type: str | None) -> Target:
             unsaid = "" if unread is None else str(unread)
             form = "q, k, positions"
             return Target(name, fn, make, header, spec, form, "bhsd", head_dim, unsaid)
-    raise ValueError(
-        sentence(
-            "audit",
-            f"{rotary.__name__} must be built from the config and called with (x, position_ids) but: "
-            f"{why}",
-        )
+    raise bad_value(
+        f"{rotary.__name__} must be built from the config and called with (x, position_ids) but: "
+        f"{why}"
     )
 
 
@@ -340,16 +314,10 @@ def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueE
         rotating = {name: spec for name, spec in read.items() if spec is not None}
         if len(rotating) > 1:
             names = ", ".join(rotating)
-            raise ValueError(
-                sentence(
-                    "audit", f"layer_type must be one of {names}, as layers differ, but is None"
-                )
-            )
+            raise bad_value(f"layer_type must be one of {names}, as layers differ, but is None")
         return next(iter(rotating.values())), None
     if read is None:
-        raise ValueError(
-            sentence("audit", f"layers of type {layer_type!r} must have RoPE but have none")
-        )
+        raise bad_value(f"layers of type {layer_type!r} must have RoPE but have none")
     return read, None
 
 
@@ -359,8 +327,8 @@ def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
     try:
         module = importlib.import_module(where)
     except ImportError as error:
-        raise ValueError(
-            sentence("audit", f"{config.model_type} must have a modeling file but: {said(error)}")
+        raise bad_value(
+            f"{config.model_type} must have a modeling file but: {said(error)}"
         ) from None
     source = inspect.getsource(module)
     classes = re.findall(r"self\.rotary_emb\s*=\s*(\w+)\(", source)
@@ -371,12 +339,9 @@ def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
         functions.insert(0, "apply_rotary_pos_emb_interleave")
     found = [name for name in functions if hasattr(module, name)]
     if not classes or not found:
-        raise ValueError(
-            sentence(
-                "audit",
-                f"{config.model_type} must have a rotary module and apply_rotary_pos_emb in {where} but "
-                "has not: write a function of q, k and positions that does what it does, and audit that",
-            )
+        raise bad_value(
+            f"{config.model_type} must have a rotary module and apply_rotary_pos_emb in {where} but "
+            "has not: write a function of q, k and positions that does what it does, and audit that"
         )
     return module, getattr(module, classes[0]), found[0]
 

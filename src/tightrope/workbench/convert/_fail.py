@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ..._errors import sentence
-
-OPERATION = "convert"
+from ..._errors import bad_value
 
 
 def fail(message: str) -> NoReturn:
     """Raise a ValueError about the user's input."""
-    raise ValueError(sentence(OPERATION, message))
+    raise bad_value(message)
 
 
 def shown(names: list[str], most: int = 3) -> str:

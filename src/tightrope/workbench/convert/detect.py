@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from ..._errors import public
 from ._fail import fail, pairing_name
 from .checkpoint import open_checkpoint
 from .model import Model, Said, describe, read_model
@@ -84,6 +85,7 @@ class Detection:
         return self.pairing is not None and self.said is not None and self.pairing != self.said
 
 
+@public("convert")
 def detect(
     checkpoint: str | os.PathLike[str],
     *,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from ... import __version__
+from ..._errors import public
 from ..place import placed_file, placed_folder
 from ._fail import fail, pairing_name
 from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
@@ -68,6 +69,7 @@ class Conversion:
     written: bool = False
 
 
+@public("convert")
 def convert(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],

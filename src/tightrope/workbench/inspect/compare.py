@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from ..._errors import sentence
+from ..._errors import bad_value, public
 from ...frequencies import CONTEXT, TWO_PI
 from .report import Inspection, PartReport
 from .subject import Field
@@ -119,6 +119,7 @@ class Comparison:
         }
 
 
+@public("compare")
 def compare(one: Inspection, other: Inspection) -> Comparison:
     """Say how two models' rotations differ.
 
@@ -132,7 +133,7 @@ def compare(one: Inspection, other: Inspection) -> Comparison:
     """
     if not one.parts or not other.parts:
         empty = one if not one.parts else other
-        raise ValueError(sentence("compare", f"both must rotate but {empty.name} does not"))
+        raise bad_value(f"both must rotate but {empty.name} does not")
     together, unmatched = _matched(one, other)
     return Comparison(one, other, tuple(_parts(a, b) for a, b in together), unmatched)
 

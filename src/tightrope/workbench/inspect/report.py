@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any
 
-from ..._errors import sentence
+from ..._errors import bad_value, integer, public
 from ...spec import RopeSpec
 from .exactness import EXACT, Exactness, exactness_of
 from .notes import Facts, Note, notes_on
@@ -48,9 +47,10 @@ class PartReport:
         return self.part.name
 
     @property
+    @public("inspect")
     def spec(self) -> RopeSpec:
         if self.part.spec is None:
-            raise ValueError(sentence("inspect", f"{self.name} has no spec: {self.part.why_not}"))
+            raise bad_value(f"{self.name} has no spec: {self.part.why_not}")
         return self.part.spec
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,6 +110,7 @@ class Inspection:
         }
 
 
+@public("inspect")
 def inspect(
     config: object,
     *,
@@ -152,21 +153,16 @@ def inspect(
 
 
 def _length(context: object) -> int:
-    try:
-        length = operator.index(context)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            sentence("inspect", f"context must be an int but got {context!r}")
-        ) from None
+    length = integer("context", context, tensors=True)
     if not 1 <= length <= EXACT:
-        raise ValueError(sentence("inspect", f"context must lie in [1, {EXACT}] but got {length}"))
+        raise bad_value(f"context must lie in [1, {EXACT}] but got {length}")
     return length
 
 
 def _report(part: Part, context: int | None) -> PartReport:
     spec = part.spec
     if spec is None:
-        raise ValueError(sentence("inspect", f"{part.name} has no spec: {part.why_not}"))
+        raise bad_value(f"{part.name} has no spec: {part.why_not}")
     stated = None if part.context is None else part.context[1]
     length = context if context is not None else stated
     trained = getattr(spec.scaling, "original_max_position", None) or stated or context

@@ -1,0 +1,80 @@
+"""Which channels of a head rotate, and which of them are pairs."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+
+from ._errors import bad_type, bad_value, integer
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The slice of a head that rotates, and how its channels are paired.
+
+    Attributes:
+        head_dim, start, rotary_dim, interleaved: as of :class:`tightrope.RopeSpec`.
+    """
+
+    head_dim: int
+    start: int
+    rotary_dim: int
+    interleaved: bool
+
+    @classmethod
+    def checked(
+        cls, head_dim: object, rotary_dim: object, start: object, interleaved: object
+    ) -> Channels:
+        """From what a user wrote; ``rotary_dim=None`` is all channels from ``start`` on.
+
+        Args:
+            head_dim, rotary_dim, start, interleaved: as of :class:`tightrope.RopeSpec`.
+
+        Raises:
+            ValueError: an odd number of channels, or channels outside the head.
+            TypeError: sizes that are no ints, a pairing that is no bool.
+
+        >>> Channels.checked(64, None, 16, False).rotary_dim
+        48
+        """
+        head, first = _size("head_dim", head_dim), _size("start", start)
+        if rotary_dim is None and not 0 <= first <= max(head, 0):
+            raise bad_value(f"start must lie in [0, {head}] but got {first}")
+        width = head - first if rotary_dim is None else _size("rotary_dim", rotary_dim)
+        if width % 2:
+            raise bad_value(f"rotary_dim must be even but got {width}")
+        if first < 0 or width < 0 or first + width > head:
+            raise bad_value(
+                f"channels [start, start + rotary_dim) must lie in [0, {head}) but got "
+                f"[{first}, {first + width})"
+            )
+        if not isinstance(interleaved, bool):
+            raise bad_type(f"interleaved must be a bool but got {interleaved!r}")
+        return cls(head, first, width, interleaved)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs rotate."""
+        return self.rotary_dim // 2
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of pairs as values of channels; 0 for channels that do not rotate.
+
+        >>> Channels(6, 0, 4, False).spread(torch.tensor([1, 2])).tolist()
+        [1, 2, 1, 2, 0, 0]
+        >>> Channels(6, 2, 4, True).spread(torch.tensor([1, 2])).tolist()
+        [0, 0, 1, 1, 2, 2]
+        """
+        values = values.expand(*values.shape[:-1], self.pairs)
+        parts = (values, values)
+        both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
+        if self.rotary_dim == self.head_dim:
+            return both
+        after = self.head_dim - self.start - self.rotary_dim
+        return torch.nn.functional.pad(both, (self.start, after))
+
+
+def _size(name: str, value: object) -> int:
+    return operator.index(integer(name, value, tensors=True))
