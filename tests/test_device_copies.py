@@ -6,6 +6,7 @@ Tensors on the meta device stand for those on a device: what has no numbers cann
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightrope import RopeSpec, frequencies, gates, gating, positions
+from tightrope import RopeSpec, frequencies, gates, positions
 from tightrope.activations import RMSNorm
-from tightrope.backends import takes
-from tightrope.backends.triton import registration
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
 from tightrope.gates import Exp, Given, Scalar, Slope, XPos
+from tightrope.ops import gating, registry
 from tightrope.spec import _tables
 
 DEVICE = torch.device("meta")
@@ -144,18 +144,15 @@ def test_a_prepared_rotation_takes_the_short_way(
     gate: gates.Gate | None, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that has kernels: nothing is checked that they check, and nothing copied."""
-    from tightrope import calls
-
-    monkeypatch.setattr(registration, "DEVICES", {"meta": "Meta"})
-    monkeypatch.setattr(registration, "_is_registered", lambda: True)
-    assert takes(Q)
+    monkeypatch.setitem(registry._ready_on, "meta", lambda: True)
+    assert registry.takes(Q)
 
     def checked(*_: Any, **__: Any) -> Any:
         raise AssertionError("the long way")
 
     prepared = SPEC.at(where, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=gate)
-    monkeypatch.setattr(calls, "_launches", checked)
+    monkeypatch.setattr(sys.modules["tightrope.functional.rotate"], "build", checked)
     with Copies() as mode:
         rotate_qk(Q, K, prepared, gate=gate)
         rotate_qk_(Q, K, prepared, gate=gate)
@@ -181,4 +178,4 @@ def test_what_a_device_reads_anew_is_not_kept() -> None:
     """Ids may change between replays of a graph, of which the host learns nothing."""
     prepared = SPEC.at(IDS, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=XPOS)
-    assert prepared.logs == {}
+    assert prepared.memo.gate_logs == {}

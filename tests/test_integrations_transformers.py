@@ -75,19 +75,18 @@ def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_depend_on_the_rotation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: with the operator wrong by a little, it does."""
-    from tightrope.ops import autograd
+    from tightrope.ops import run
 
     model, given = small_model(family), small_inputs(family)
     with torch.no_grad():
         before = outputs(model, given)
     patch(model)
-    right = autograd.differentiable
+    right = run._launch
 
-    def wrong(q: Any, k: Any, arguments: Any) -> Any:
-        cos, sin, *rest = arguments
-        return right(q, k, (cos, 1.01 * sin, *rest))
+    def wrong(operator: Any, q: Any, k: Any, packed: Any) -> Any:
+        return right(operator, q, k, packed._replace(secondary=1.01 * packed.secondary))
 
-    monkeypatch.setattr(autograd, "differentiable", wrong)
+    monkeypatch.setattr(run, "_launch", wrong)
     with torch.no_grad():
         after = outputs(model, given)
     off = ((after - before).abs().max() / before.abs().max()).item()

@@ -129,7 +129,7 @@ def outer_call(
     x: torch.Tensor,
     k: torch.Tensor | None,
     source: str = "words",
-) -> tuple[object, ...]:
+) -> schema.Packed:
     """What follows q and k of a call with f and P, whose tensors all want gradients."""
     xs, tokens = schema.present(x, k), x.shape[2]
     carried: list[torch.Tensor] = []
@@ -154,18 +154,24 @@ def outer_call(
         (SPEC.at().words, None) if source == "words" else (angle.cos(), angle.sin())
     )
     eps = 1e-5 if act == "rms_norm" else 0.0
-    fixed = (primary, secondary, None, 3, form.pack(), 1.25)
-    return (*fixed, [one.detach() for one in carried], eps) if carried else fixed
+    fixed = schema.Plain(primary, secondary, None, 3, form.pack(), 1.25)
+    tensors = [one.detach() for one in carried]
+    return fixed.carrying(fixed.form, tensors, eps) if carried else fixed
 
 
-def with_gradients(call: tuple[object, ...]) -> tuple[object, ...]:
+def carried_by(call: schema.Packed) -> list[torch.Tensor]:
+    return call.carried if isinstance(call, schema.Carrying) else []
+
+
+def with_gradients(call: schema.Packed) -> schema.Packed:
     """The same, with every carried tensor a leaf that wants a gradient."""
-    carried = [one.clone().requires_grad_() for one in schema.carried(call)]
-    return (*call[:6], carried, call[7]) if carried else call
+    carried = [one.clone().requires_grad_() for one in carried_by(call)]
+    return call._replace(carried=carried) if carried else call
 
 
 def rotated(q, k, *arguments):
-    return schema.rotation(arguments)(q, k, *arguments)
+    packed = schema.Plain(*arguments) if len(arguments) == 6 else schema.Carrying(*arguments)
+    return schema.NEW.for_(packed)(q, k, *packed)
 
 
 def carrying(carried, call: tuple[object, ...]) -> tuple[object, ...]:
@@ -187,14 +193,14 @@ def test_opcheck_with_acts_and_gates(act: str, gate: int, direction: int) -> Non
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     for other in (None, k):
         call = outer_call(act, gate, direction, x, other)
-        torch.library.opcheck(schema.rotation(call), (x, other, *call))
+        torch.library.opcheck(schema.NEW.for_(call), (x, other, *call))
         if direction == schema.FORWARD:
             leaf = x.clone().requires_grad_()
-            torch.library.opcheck(schema.rotation(call), (leaf, other, *with_gradients(call)))
+            torch.library.opcheck(schema.NEW.for_(call), (leaf, other, *with_gradients(call)))
         if act != "rms_norm" or direction == schema.FORWARD:
-            torch.library.opcheck(schema.rotation_(call), (x.clone(), other, *call))
+            torch.library.opcheck(schema.IN_PLACE.for_(call), (x.clone(), other, *call))
             outs = [None if one is None else torch.empty_like(one) for one in (x, other)]
-            torch.library.opcheck(schema.rotation_into(call), (x, other, *outs, *call))
+            torch.library.opcheck(schema.OUT.for_(call), (x, other, *outs, *call))
 
 
 @pytest.mark.parametrize("gate", [schema.LOG, schema.SLOPE])
@@ -237,7 +243,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         assert_near(a.double() / scale, b / scale, "f and P, float32")
     if direction != schema.FORWARD:
         return
-    leaves = [one.clone().requires_grad_() for one in (x, k, *call[:2], *schema.carried(call))]
+    leaves = [one.clone().requires_grad_() for one in (x, k, *call[:2], *carried_by(call))]
     doubles = [one.detach().double().requires_grad_() for one in leaves]
 
     def gradients(run, tensors):
@@ -266,7 +272,7 @@ def test_vmap_of_the_operator_with_acts_and_gates(
     rule: one launch, or one for each where a norm or slopes are mapped."""
     x, k = noise(4, 2, 3, 5, 8), noise(4, 2, 5, 5, 8)
     call = outer_call(act, gate, direction, x[0], k[0])
-    carried = schema.carried(call)
+    carried = carried_by(call)
     stacks = [torch.stack([one * (1 + i / 8) for i in range(4)], 1) for one in carried]
     in_x = None if mapped == "carried" else 0
     in_carried = None if mapped == "x" else 1

@@ -485,11 +485,11 @@ def test_one_graph_for_all_offsets(change: Callable[..., torch.Tensor], after: R
 
 def test_a_shift_makes_no_positions() -> None:
     """An offset by an offset is an offset: the kernel needs one angle per pair for all tokens."""
-    from tightrope.ops import reangle
+    from tightrope.functional.rerotate import _Move, _prepared
     from tightrope.ops.layouts import BY_NAME
 
     k, spec = torch.randn(1, 2, TOKENS, 16), spec_of()
-    rope = reangle.prepared(k, spec, spec, 900, 7, None, None, BY_NAME["bhsd"])
+    rope = _prepared(k, _Move(spec, spec, 900, 7, None, None), BY_NAME["bhsd"])
     assert (rope.ids, rope.offset, rope.ramp) == (None, -893, False)
     assert rope.words is spec.at().words
 

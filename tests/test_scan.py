@@ -13,8 +13,8 @@ import tolerances
 from tightrope import RopeSpec
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import polar_scan
+from tightrope.functional.scan import FORMS, PolarState
 from tightrope.gates import Exp
-from tightrope.scan import FORMS, PolarState
 from tolerances import assert_near, assert_same_bits
 
 SPEC = RopeSpec(8, interleaved=True)

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import torch
 
+from ..ops.registry import Backend, add
 from . import cpu, reference, triton
 
-#: Every backend by name, fastest first. A backend module offers ``register()``, ``why_not(x=None)`` and
-#: ``DEVICES``, the types of the devices that it is for (none: all); :func:`takes` asks those with kernels
-#: besides, and nothing else is looked at.
+#: Every backend by name, fastest first. A backend module offers what :class:`tightrope.ops.registry.Backend`
+#: holds, and ``register()``.
 BY_NAME: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "reference": reference}
 
 
@@ -18,6 +18,8 @@ def register() -> None:
     """Register the kernels of every backend that is there; once, at import."""
     for backend in reversed(BY_NAME.values()):
         backend.register()
+    for name, backend in BY_NAME.items():
+        add(name, Backend(backend.why_not, backend.DEVICES, backend.is_ready))
 
 
 def backends() -> dict[str, str | None]:
@@ -30,18 +32,6 @@ def backends() -> dict[str, str | None]:
     True
     """
     return {name: backend.why_not() for name, backend in BY_NAME.items()}
-
-
-def takes(x: torch.Tensor) -> bool:
-    """Whether a kernel would rotate a tensor, and not the definition.
-
-    What :func:`which` says, for every call of a prepared rotation, to which a walk over all backends would
-    add a tenth.
-
-    >>> takes(torch.zeros(1, device="meta"))
-    False
-    """
-    return cpu.why_not(x) is None if x.is_cpu else triton.takes(x)
 
 
 def which(x: torch.Tensor) -> tuple[str, str | None]:

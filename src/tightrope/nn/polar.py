@@ -8,11 +8,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from .. import calls, functional, gates as gates_
+from .. import functional, gates as gates_
 from .._errors import bad_type, bad_value, describe, public
 from ..channels import Channels
 from ..gates import Exp, Gate, Slope
+from ..ops.build import Around, Request, build
 from ..ops.checks import check_count, check_dtype, check_flag
+from ..ops.run import run, run_prepared_in_place
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 
@@ -270,14 +272,14 @@ class PolarRoPEAttention(torch.nn.Module):
         else:
             where = positions
         q, k, v = self._project(x)
-        call = (("q", "k"), q, k, rope, where, "bhsd", False, None)
         gates = self._all_gates(gate)
-        outer = calls.Outer((None, None), gates) if any(gates) else None
-        if torch.is_grad_enabled():
-            q, k = calls.out_of_place(*call, outer=outer)
-        else:
-            # Nobody else sees the projections.
-            calls.in_place(*call, outer=outer)
+        fused = Around((None, None), gates) if any(gates) else None
+        # Nothing else sees the projections.
+        verb = "new" if torch.is_grad_enabled() else "in place"
+        done = where is None and run_prepared_in_place(rope, q, k, "bhsd", False, fused)
+        if not done:
+            request = Request(("q", "k"), q, k, rope, where, around=fused, verb=verb)
+            q, k = run(build(request))
         if cache is not None:
             k, v = self._with_cached(cache, k, v)
         mask, is_causal = self._mask(q, k, attn_mask, padding_mask)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from .._errors import (
-    OPERATION,
-    OUT_OF_PLACE,
     Refusal,
     bad_type,
     bad_value,
@@ -34,25 +32,36 @@ def layout_named(name: str) -> Layout:
     return layout
 
 
+class Place(NamedTuple):
+    """Where tensors that share their angles are rotated.
+
+    Attributes:
+        names: what the caller knows them by.
+        xs: the tensors.
+        layout: which dimension of them is which.
+    """
+
+    names: Sequence[str]
+    xs: Sequence[torch.Tensor]
+    layout: Layout
+
+
 def prepare(
-    names: Sequence[str],
-    xs: Sequence[torch.Tensor],
+    place: Place,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike,
     seq_len: SeqLen,
-    layout: Layout,
     wider: bool = False,
 ) -> PreparedRotation:
     """Check tensors, spec and positions against each other.
 
     Args:
-        names: what the user knows the tensors by.
-        xs: the tensors, which share their angles.
-        wider: whether they may have more channels than the spec.
+        wider: whether the tensors may have more channels than the spec.
 
     Returns:
         The rotation on the device of the tensors, fit for them.
     """
+    names, xs, layout = place
     x = xs[0]
     shape = shape_of(names[0], x, layout)
     rotation = _rotation(x, spec, positions, seq_len).for_tokens(shape[layout.token])
@@ -64,15 +73,13 @@ def prepare(
         if other_shape[-1] != shape[-1]:
             raise _wrong_width(name, other, width)
         check_partner(names[0], name, x, other, layout)
-    check_rotation(names, xs, rotation, layout)
+    check_rotation(place, rotation)
     return rotation
 
 
 def check_rotation(
-    names: Sequence[str],
-    xs: Sequence[torch.Tensor],
+    place: Place,
     rotation: PreparedRotation,
-    layout: Layout,
     said: tuple[str, str, str] = ("spec", "positions", "seq_len"),
 ) -> None:
     """Refuse a rotation whose rows, tokens, heads or lengths are not those of what it turns.
@@ -80,6 +87,7 @@ def check_rotation(
     Args:
         said: what the user calls the spec, the positions and the lengths of it.
     """
+    names, xs, layout = place
     spec, positions, seq_len = said
     x = xs[0]
     if rotation.ids is not None:
@@ -89,7 +97,7 @@ def check_rotation(
         check_heads(spec, heads, names, xs, layout)
     if rotation.rows != 1:
         _check_rows(names[0], x, rotation.rows, layout, seq_len)
-    if rotation.said is not None:
+    if rotation.limit is not None:
         rotation.check_passed(x.shape[layout.token], seq_len)
 
 
@@ -273,48 +281,10 @@ def _check_fit(
         )
 
 
-def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors in which two elements share memory: they would be rotated twice.
-
-    Kernels refuse them too, before they change anything; this says so to the user.
-    """
-    for name, x in zip(names, xs, strict=True):
-        _check_not_frozen(name, x)
-        if x.is_neg():
-            raise bad_value(
-                f"{name} is a negated view (of a conjugate's imaginary part); call "
-                f"{name}.resolve_neg() first",
-                **{name: x},
-            )
-        if may_overlap_itself(x):
-            raise bad_value(
-                f"{name} must not overlap itself in memory (an expanded tensor?); rotate a "
-                f"clone of it",
-                **{name: x},
-            )
-    if len(xs) == 2 and may_overlap(xs[0], xs[1]):
-        raise bad_value(
-            f"{names[0]} and {names[1]} must not share memory; rotate one of them out of place",
-            **dict(zip(names, xs, strict=True)),
-        )
-
-
-def check_out(
-    names: Sequence[str],
-    xs: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    wanted: Sequence[str],
+def check_outs(
+    names: Sequence[str], xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse memory that does not fit what goes there, or that autograd would have to follow.
-
-    Args:
-        wanted: what else wants a gradient.
-    """
-    if wanted and torch.is_grad_enabled():
-        raise bad_value(
-            f"out has no gradient, and {wanted[0]} require one; call it under "
-            "torch.no_grad(), or without out"
-        )
+    """Refuse memory that does not fit what goes there."""
     if len(outs) != len(xs):
         raise bad_value(f"out must hold one tensor for each of {', '.join(names)}, got {len(outs)}")
     for name, x, out in zip(names, xs, outs, strict=True):
@@ -325,151 +295,3 @@ def check_out(
             raise bad_value(
                 f"out must have the shape, dtype and device of {name}", **{name: x, "out": out}
             )
-        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-            raise bad_value(
-                f"out has no gradient, and {name} or out requires one; call it under "
-                "torch.no_grad(), or without out",
-                **{name: x, "out": out},
-            )
-
-
-def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """Say of memory that kernels refuse why they do."""
-    for out in outs:
-        _check_not_frozen("out", out)
-    if shares_memory(outs, xs):
-        raise bad_value(
-            "out must not overlap itself or what is rotated in memory; to rotate in place call "
-            f"{OPERATION}_",
-            **{f"out[{i}]": out for i, out in enumerate(outs)},
-        )
-
-
-def is_frozen(x: torch.Tensor) -> bool:
-    """Whether torch lets nothing change a tensor: one of inference mode, outside of it."""
-    return x.is_inference() and not torch.is_inference_mode_enabled()
-
-
-def _check_not_frozen(name: str, x: torch.Tensor) -> None:
-    if is_frozen(x):
-        raise bad_value(
-            f"{name} is an inference tensor, which cannot change outside of inference mode; give a "
-            "clone of it",
-            **{name: x},
-        )
-
-
-def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> bool:
-    """Whether a tensor that is written may overlap itself, another such, or one that is read."""
-    return (
-        any(map(may_overlap_itself, written))
-        or any(may_overlap(a, b) for i, a in enumerate(written) for b in written[:i])
-        or any(may_overlap(a, b) for a in written for b in read)
-    )
-
-
-def check_in_place_grad(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
-    """Refuse what autograd cannot follow, before anything is changed."""
-    for name, x in zip(names, xs, strict=True):
-        base = x._base
-        if x.requires_grad and (x.is_leaf or (base is not None and base.is_leaf)):
-            raise bad_value(
-                f"{name} is a leaf that requires grad, or a view of one, and cannot change in "
-                f"place; call {OUT_OF_PLACE}",
-                **{name: x},
-            )
-        if base is None:
-            continue
-        made = torch._C._autograd._get_creation_meta(x)
-        if made == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE:
-            raise bad_value(
-                f"{name} comes from chunk, split or unbind, whose views autograd does not let "
-                f"change in place; slice instead (qkv[..., :n]), or call {OUT_OF_PLACE}",
-                **{name: x},
-            )
-        if made != torch._C._autograd.CreationMeta.DEFAULT:
-            raise bad_value(
-                f"{name} is a view made under no_grad, in inference mode or by a custom "
-                f"function, which autograd does not let change in place; call {OUT_OF_PLACE}",
-                **{name: x},
-            )
-
-
-def _extent(x: torch.Tensor) -> int:
-    """Elements from the first to one past the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
-    """Whether a call that writes ``outs`` may write where x is, which it still reads."""
-    return any(
-        torch._C._is_alias_of(out, x)  # type: ignore[attr-defined]
-        and (out.element_size() != x.element_size() or may_overlap(out, x))
-        for out in outs
-    )
-
-
-def copied_before(
-    arguments: tuple[Any, ...], written: Sequence[torch.Tensor] | None
-) -> tuple[Any, ...]:
-    """Arguments of a call, with copies in place of tensors that are about to change.
-
-    Args:
-        arguments: what follows q and k in the schema.
-        written: what changes; None where nobody knows whose memory is whose, as behind a transform
-            and while compiling.
-    """
-
-    def own(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return tuple([own(one) for one in value])
-        if isinstance(value, torch.Tensor) and (written is None or is_written(value, written)):
-            return value.clone()
-        return value
-
-    # Where nobody knows, words and turns at least are the library's own: calls of tables are one.
-    kept = 2 if written is None else 0
-    return (*arguments[:kept], *map(own, arguments[kept:]))
-
-
-def may_overlap_itself(x: torch.Tensor) -> bool:
-    """True unless every dimension steps over all that the faster ones cover."""
-    if x.numel() == 0:
-        return False
-    covered = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride < covered:
-                return True
-            covered += (size - 1) * stride
-    return False
-
-
-def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """False where two tensors certainly share no element.
-
-    Slices of one fused projection interleave in memory. Modulo a stride that divides all slower
-    ones, each covers one run of elements, and the runs of disjoint slices do not touch.
-    """
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    size = a.element_size()
-    a_start, b_start = a.data_ptr(), b.data_ptr()
-    if a_start + _extent(a) * size <= b_start or b_start + _extent(b) * size <= a_start:
-        return False
-    gap, rest = divmod(b_start - a_start, size)
-    return rest != 0 or not any(
-        _run(a, period) <= gap % period and gap % period + _run(b, period) <= period
-        for period in (*a.stride(), *b.stride())
-        if period > 1
-    )
-
-
-def _run(x: torch.Tensor, period: int) -> int:
-    """Elements from the first to one past the last, of those dimensions that `period` does not
-    divide."""
-    return 1 + sum(
-        (size - 1) * stride
-        for size, stride in zip(x.shape, x.stride(), strict=True)
-        if stride % period
-    )

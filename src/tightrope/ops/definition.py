@@ -9,98 +9,69 @@ import torch
 from .. import activations, angles
 from .._tracing import broadcasts
 from . import gradients
-from .arguments import Call, Carried, carried_of
-from .layouts import BY_CODE
-from .schema import (
-    FORWARD,
-    LOG,
-    NO_GATE,
-    SLOPE,
-    SOURCES,
-    WORDS,
-    Form,
-    form_of,
-    present,
-    scale,
-)
+from .call import Call
+from .schema import FORWARD, LOG, SLOPE, SOURCES, WORDS, Form, scale
 
 
-def compose(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    primary: torch.Tensor,
-    secondary: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    form: int,
-    amplitude: float,
-    carried: Sequence[torch.Tensor] = (),
-    eps: float = 0.0,
-) -> list[torch.Tensor]:
-    """The operator out of ordinary torch functions; arguments as in :mod:`tightrope.ops.schema`.
+def define(call: Call) -> list[torch.Tensor]:
+    """The operator out of ordinary torch functions.
 
-    Differentiable in q, k, floating positions, tables and all that is carried, backward and forward,
-    to any order.
+    Differentiable in q, k, floating positions, tables and carried tensors, backward and forward, to
+    any order.
+
+    Returns:
+        As ``rotate`` of :mod:`tightrope.ops.schema`.
     """
-    what = form_of(form)
-    if what.numerics:
+    form, parts, layout = call.form, call.carried, call.layout
+    if form.numerics:
         raise NotImplementedError("tightrope::rotate: numerics is reserved")
-    layout = BY_CODE[what.layout]
-    views = [layout.to_bhsd(x) for x in present(q, k)]
-    parts = carried_of(what, carried)
-    _check(what, parts, views, [layout.to_bhsd(x) for x in parts.inputs], eps)
-    call = Call(primary, secondary, positions, offset, what, amplitude, parts, eps)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    at = (positions, offset, what.ramp, views[0].shape[-2])
-    if what.source == WORDS:
-        learned = parts.frequencies[0] if parts.frequencies else None
-        c, s = _cos_sin(primary, secondary, *at, dtype, learned)
-    elif secondary is None:
+    views = [layout.to_bhsd(x) for x in call.xs]
+    inputs = [layout.to_bhsd(x) for x in parts.inputs]
+    _check(call, views, inputs)
+    dtype = torch.float64 if views[0].dtype == torch.float64 else torch.float32
+    tokens = views[0].shape[-2]
+    if form.source == WORDS:
+        c, s = _cos_sin(call, tokens, dtype)
+    elif call.secondary is None:
         raise RuntimeError("tightrope::rotate: cosines without sines")
     else:
-        source = SOURCES[what.source]
-        c, s = (angles.look_up(table, source, *at).to(dtype) for table in (primary, secondary))
-    if what.direction != FORWARD:
+        at = (SOURCES[form.source], call.positions, call.offset, form.ramp, tokens)
+        c, s = (angles.look_up(table, *at).to(dtype) for table in (call.primary, call.secondary))
+    if form.direction != FORWARD:
         s = -s
-    if amplitude != 1.0:
-        factor = scale(what.direction, amplitude)
+    if call.amplitude != 1.0:
+        factor = scale(form.direction, call.amplitude)
         c, s = c * factor, s * factor
     ys, by_weights = [], []
     for i, view in enumerate(views):
-        plain = what.act == activations.NONE and what.gate == NO_GATE
-        x = view if plain else view.to(dtype)
+        x = view if call.is_plain else view.to(dtype)
         weight = parts.weights[i] if parts.weights else None
-        gate = gradients.gate_factor(call, i, views[0].shape[-2], dtype) if parts.gates else None
-        if what.direction == FORWARD:
-            if what.act != activations.NONE:
-                x = activations.apply(what.act, x, weight, eps)
-            y = _turn(x, c, s, what, dtype)
+        gate = gradients.gate_factor(call, i, tokens, dtype) if parts.gates else None
+        if form.direction == FORWARD:
+            if form.act != activations.NONE:
+                x = activations.apply(form.act, x, weight, call.eps)
+            y = _turn(x, c, s, form, dtype)
             if gate is not None:
                 y = y * gate
         else:
             if gate is not None:
                 x = x * gate
-            y = _turn(x, c, s, what, dtype)
-            if what.act != activations.NONE:
-                inside = layout.to_bhsd(parts.inputs[i]).to(dtype)
+            y = _turn(x, c, s, form, dtype)
+            if form.act != activations.NONE:
+                inside = inputs[i].to(dtype)
                 if weight is not None:
-                    by_weights.append(activations.by_weight(inside, y, weight.shape[0], eps))
-                y = activations.transpose(what.act, inside, y, weight, eps)
+                    by_weights.append(activations.by_weight(inside, y, weight.shape[0], call.eps))
+                y = activations.transpose(form.act, inside, y, weight, call.eps)
         ys.append(layout.from_bhsd(y.to(view.dtype)))
     return ys + by_weights
 
 
-def _check(
-    form: Form,
-    parts: Carried,
-    views: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    eps: float,
-) -> None:
+def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
     """What kernels refuse too: sentences for users are worded before."""
+    form, parts = call.form, call.carried
     if form.act >= len(activations.ACTS) or form.gate > SLOPE:
         raise RuntimeError("tightrope::rotate: act and gate must be known")
-    if eps and form.act != activations.RMS_NORM:
+    if call.eps and form.act != activations.RMS_NORM:
         raise RuntimeError("tightrope::rotate: eps is of a norm")
     fits = all(len(part) in (0, len(views)) for part in parts[1:])
     for i, view in enumerate(views if fits else ()):
@@ -130,16 +101,9 @@ def _turn(
     return y
 
 
-def _cos_sin(
-    words: torch.Tensor,
-    turns: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    ramp: bool,
-    tokens: int,
-    dtype: torch.dtype,
-    learned: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    words, turns, positions = call.primary, call.secondary, call.positions
+    offset, ramp = call.offset, call.form.ramp
     phase = angles.phases(words, turns, positions, offset, ramp, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
     # d(cos, sin)/dφ = (-sin, cos): a step of size zero along the circle, with its derivatives.
@@ -152,10 +116,10 @@ def _cos_sin(
         gone = lost.any(0)[:, None, :, None]
         cos, sin = torch.where(gone, torch.nan, cos), torch.where(gone, torch.nan, sin)
         step = angles.position_angle(words, turns, positions, dtype)
-    if learned is not None:
+    if call.carried.frequencies:
         wide = gradients.sum_dtype(words.device)
         at = angles.real(positions, offset, ramp, tokens, words.device, wide)
-        by_frequency = angles.frequency_angle(learned, at, dtype)
+        by_frequency = angles.frequency_angle(call.carried.frequencies[0], at, dtype)
         step = by_frequency if step is None else step + by_frequency
     if step is None:
         return cos, sin

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from . import gradients, schema
-from .arguments import carried_of, tensors_of
+from .call import tensors_of, unpack
 from .layouts import BY_CODE
 from .schema import TRANSPOSE, form_of, present
 
 
-def _rotate(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    primary: torch.Tensor,
-    secondary: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    form: int,
-    amplitude: float,
-    carried: Sequence[torch.Tensor] = (),
-    eps: float = 0.0,
-) -> list[torch.Tensor]:
-    _check_devices("rotate", q, k, primary, secondary, positions, carried)
-    what = form_of(form)
-    outs = [torch.empty_like(x) for x in present(q, k)]
-    if what.direction == TRANSPOSE:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        weights = carried_of(what, carried).weights
-        outs += [w.new_empty(w.shape, dtype=dtype) for w in weights]
+def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
+    call = unpack(*arguments, **named)
+    _check_devices("rotate", *call.tensors())
+    outs = [torch.empty_like(x) for x in call.xs]
+    if call.form.direction == TRANSPOSE:
+        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        outs += [w.new_empty(w.shape, dtype=dtype) for w in call.carried.weights]
     return outs
 
 

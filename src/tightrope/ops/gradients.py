@@ -14,67 +14,39 @@ The gradient by x is the operator itself with its direction flipped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from .. import angles
 from ..activations import NONE, apply
-from .arguments import Call
+from .call import Call
 from .layouts import BY_CODE
-from .schema import FORWARD, INVERSE, LOG, SLOPE, SOURCES, TRANSPOSE, Form, scale
-
-
-def transposed(call: Call, inputs: Sequence[torch.Tensor], which: Sequence[int]) -> tuple[Any, ...]:
-    """The arguments of the operator that turns gradients of results into those of what was rotated.
-
-    Args:
-        call: that was made.
-        inputs: what was rotated, if an act needs it.
-        which: for which of q (0) and k (1).
-    """
-    form = call.form
-    some = call.carried.of(which)
-    if form.direction == FORWARD:
-        direction = TRANSPOSE
-        if form.act != NONE:
-            some = some._replace(inputs=tuple(inputs[i] for i in which))
-    else:
-        direction = FORWARD
-        some = some._replace(gates=tuple(-gate for gate in some.gates))
-    return call._replace(
-        form=form._replace(direction=direction),
-        amplitude=scale(form.direction, call.amplitude),
-        carried=some,
-    ).packed()
+from .schema import FORWARD, INVERSE, LOG, SLOPE, SOURCES, Form, scale
 
 
 def by_angles(
+    call: Call,
     outputs: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
-    words: torch.Tensor,
-    turns: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    form: Form,
     by_positions: bool,
     by_frequencies: bool,
-    learned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients by positions ``[axes, rows, tokens]`` and by frequencies, shaped as words.
 
     Args:
-        outputs, grads: results of the operator and their gradients.
-        words, turns, positions, offset, form: as in the schema.
+        call: that was made, with phase words. Learned frequencies that it carries can be
+            differentiated by again.
+        outputs, grads: results of the rotation and their gradients.
         by_positions, by_frequencies: which are wanted; the other has no axes.
-        learned: the frequencies that words were made of, for whoever differentiates by them again.
 
     Returns:
         Both in the dtype of :func:`sum_dtype`.
     """
+    words, turns, form, layout = call.primary, call.secondary, call.form, call.layout
+    learned = call.carried.frequencies
     axes, rows, heads, pairs = words.shape
     wide = sum_dtype(words.device)
-    layout = BY_CODE[form.layout]
     some = layout.to_bhsd(outputs[0])
     of_positions = words.new_zeros(
         (axes if by_positions else 0, some.shape[0], some.shape[2]), dtype=wide
@@ -82,9 +54,10 @@ def by_angles(
     of_frequencies = words.new_zeros(
         (axes if by_frequencies else 0, rows, heads, pairs), dtype=wide
     )
-    omega = angles.inv_freq(words, turns, wide) if learned is None else learned.to(wide)
+    omega = learned[0].to(wide) if learned else angles.inv_freq(words, turns, wide)
     omega = omega[:, :, :, None]
-    where = angles.real(positions, offset, form.ramp, some.shape[2], words.device, wide)
+    at = (call.positions, call.offset, form.ramp, some.shape[2])
+    where = angles.real(*at, words.device, wide)
     # Without ids all axes are at the same positions.
     where = where[:, :, None, :, None].expand(axes, -1, -1, -1, -1)
     # One axis at a time keeps the peak at the size of x.
@@ -154,21 +127,19 @@ def by_tables(
 
 
 def by_gates(
+    call: Call,
     outputs: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     gates: Sequence[torch.Tensor],
-    positions: torch.Tensor | None,
-    offset: int,
-    form: Form,
 ) -> list[torch.Tensor]:
-    """Gradients by what gates are made of, shaped as it is: see ``gate_gradients`` of the schema.
+    """Gradients by the tensors of gates, shaped as they are: see ``gate_gradients`` of the schema.
 
     Args:
+        call: that was made.
         outputs, grads: results of the operator and their gradients.
-        gates: as they were carried.
-        positions, offset, form: as in the schema.
+        gates: the tensor of the gate of each result.
     """
-    layout = BY_CODE[form.layout]
+    form, layout = call.form, call.layout
     found = []
     for output, grad, gate in zip(outputs, grads, gates, strict=True):
         dtype = _wide(output)
@@ -177,7 +148,8 @@ def by_gates(
         shape = tuple(gate.shape)
         if form.gate == SLOPE:
             tokens = each.shape[2]
-            where = angles.real(positions, offset, form.ramp, tokens, gate.device, wide)
+            at = (call.positions, call.offset, form.ramp, tokens)
+            where = angles.real(*at, gate.device, wide)
             each = each * where[0][:, None, :, None]
             shape = (1, shape[0], 1, shape[1])
         dims = [dim for dim in range(4) if shape[dim] == 1 and each.shape[dim] != 1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -177,29 +177,58 @@ rotate_carried_into = torch.ops.tightrope.rotate_into.carried
 angle_gradients = torch.ops.tightrope.angle_gradients.default
 gate_gradients = torch.ops.tightrope.gate_gradients.default
 
-#: How many arguments follow q and k, or the outs, where nothing is carried.
-PLAIN = 6
+
+class Plain(NamedTuple):
+    """What follows q and k, or the outs, in the schema; see the comment above it."""
+
+    primary: Any
+    secondary: Any
+    positions: Any
+    offset: Any
+    form: Any
+    amplitude: Any
+
+    def carrying(self, form: int, carried: Sequence[Any], eps: float) -> Carrying:
+        """The same with tensors that it carries, and the form that tells which they are."""
+        fixed = (self.primary, self.secondary, self.positions, self.offset)
+        return Carrying(*fixed, form, self.amplitude, carried, eps)
 
 
-def rotation(arguments: Sequence[Any]) -> Any:
-    """The overload of ``rotate`` that takes these after q and k."""
-    return rotate if len(arguments) == PLAIN else rotate_carried
+class Carrying(NamedTuple):
+    """As :class:`Plain`, of the overload for calls that carry tensors."""
+
+    primary: Any
+    secondary: Any
+    positions: Any
+    offset: Any
+    form: Any
+    amplitude: Any
+    carried: Any = ()
+    eps: Any = 0.0
 
 
-def rotation_(arguments: Sequence[Any]) -> Any:
-    """As :func:`rotation`, in place."""
-    return rotate_ if len(arguments) == PLAIN else rotate_carried_
+Packed: TypeAlias = Plain | Carrying
 
 
-def rotation_into(arguments: Sequence[Any]) -> Any:
-    """As :func:`rotation`, into given memory."""
-    return rotate_into if len(arguments) == PLAIN else rotate_carried_into
+class Operator(NamedTuple):
+    """An operator in its two overloads.
+
+    Attributes:
+        plain: for :class:`Plain` arguments.
+        carrying: for :class:`Carrying` ones.
+    """
+
+    plain: Any
+    carrying: Any
+
+    def for_(self, packed: Packed) -> Any:
+        """The overload that takes these arguments."""
+        return self.plain if type(packed) is Plain else self.carrying
 
 
-def carried(arguments: Sequence[Any]) -> Sequence[Any]:
-    """The tensors that only some calls have, of what follows q and k."""
-    found: Sequence[Any] = () if len(arguments) == PLAIN else arguments[PLAIN]
-    return found
+NEW = Operator(rotate, rotate_carried)
+IN_PLACE = Operator(rotate_, rotate_carried_)
+OUT = Operator(rotate_into, rotate_carried_into)
 
 
 def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:

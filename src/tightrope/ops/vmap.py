@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from . import schema
-from .arguments import Carried, carried_of
-from .autograd import pair
-from .layouts import BY_CODE, BY_NAME
+from .call import Call, pack, unpack
+from .layouts import BY_NAME
 
 
 def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
@@ -29,83 +27,55 @@ def _in_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis
 
 
 def _rotate(
-    info: Any,
-    in_dims: tuple[Any, ...],
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    primary: torch.Tensor,
-    secondary: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    form: int,
-    amplitude: float,
-    carried: Sequence[torch.Tensor] = (),
-    eps: float = 0.0,
+    info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
-    size, dims = info.batch_size, in_dims[2:]
-    what = schema.form_of(form)
-    parts = carried_of(what, carried)
-    mapped = carried_of(what, schema.carried(dims) or ())
-    norm_back = bool(parts.weights) and what.direction == schema.TRANSPOSE
-    slopes = mapped.gates if what.gate == schema.SLOPE else ()
+    call = unpack(*arguments, **named)
+    dims, size, form = call.with_arguments(in_dims), info.batch_size, call.form
+    parts, mapped = call.carried, dims.carried
+    norm_back = bool(parts.weights) and form.direction == schema.TRANSPOSE
+    slopes = mapped.gates if form.gate == schema.SLOPE else ()
     if norm_back or any(dim is not None for dim in (*mapped.weights, *slopes)):
-        fixed = (q, k, primary, secondary, positions, offset, form, amplitude)
-        return _one_by_one(size, in_dims, (*fixed, carried, eps))
-    layout = BY_CODE[what.layout]
+        return _one_by_one(size, call, dims)
+    layout = call.layout
 
     def in_rows(x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return layout.to_bhsd(_to_front(x, dim, size)).flatten(0, 1)
 
-    xs = [in_rows(x, dim) for x, dim in zip(schema.present(q, k), in_dims)]
+    xs = [in_rows(x, dim) for x, dim in zip(call.xs, (dims.q, dims.k))]
     rows = xs[0].shape[0] // size if size else 0
     # Words are [axes, rows, ...] and positions too; tables and gates are [rows, ...].
-    axis = 1 if what.source == schema.WORDS else 0
-    gate_axis = None if what.gate == schema.SLOPE else 0
-    there = Carried(
-        _each(parts.frequencies, mapped.frequencies, size, rows, 1),
-        parts.weights,
-        parts.gates
-        if gate_axis is None
-        else _each(parts.gates, mapped.gates, size, rows, gate_axis),
-        tuple(in_rows(x, dim) for x, dim in zip(parts.inputs, mapped.inputs)),
+    axis = 1 if form.source == schema.WORDS else 0
+
+    def each(tensors: tuple[Any, ...], own: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
+        return tuple(_in_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, own))
+
+    gates = parts.gates if form.gate == schema.SLOPE else each(parts.gates, mapped.gates, 0)
+    packed = pack(
+        call._replace(
+            primary=_in_rows(call.primary, dims.primary, size, rows, axis),
+            secondary=_in_rows(call.secondary, dims.secondary, size, rows, axis),
+            positions=_in_rows(call.positions, dims.positions, size, rows, 1),
+            form=form._replace(layout=BY_NAME["bhsd"].code),
+            carried=parts._replace(
+                frequencies=each(parts.frequencies, mapped.frequencies, 1),
+                gates=gates,
+                inputs=tuple(in_rows(x, dim) for x, dim in zip(parts.inputs, mapped.inputs)),
+            ),
+        )
     )
-    arguments = (
-        _in_rows(primary, dims[0], size, rows, axis),
-        _in_rows(secondary, dims[1], size, rows, axis),
-        _in_rows(positions, dims[2], size, rows, 1),
-        offset,
-        what._replace(layout=BY_NAME["bhsd"].code).pack(),
-        amplitude,
-        *there.packed(eps),
-    )
-    ys = schema.rotation(arguments)(*pair(xs), *arguments)
+    ys = schema.NEW.for_(packed)(xs[0], xs[1] if len(xs) > 1 else None, *packed)
     return [layout.from_bhsd(y.unflatten(0, (size, rows))) for y in ys], [0] * len(ys)
 
 
-def _each(
-    tensors: tuple[Any, ...], dims: tuple[Any, ...], size: int, rows: int, axis: int
-) -> tuple[Any, ...]:
-    return tuple(_in_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, dims))
-
-
-def _one_by_one(
-    size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
-) -> tuple[list[torch.Tensor], list[int]]:
+def _one_by_one(size: int, call: Call, dims: Call) -> tuple[list[torch.Tensor], list[int]]:
     """A call for each, where a weight or a slope is mapped, of which the operator takes one."""
-
-    def of(value: Any, dim: Any, i: int) -> Any:
-        if isinstance(value, (list, tuple)):
-            dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(value)
-            return [of(one, own, i) for one, own in zip(value, dims)]
-        return (
-            value.select(dim, i) if isinstance(value, torch.Tensor) and dim is not None else value
-        )
-
-    calls = [
-        schema.rotate_carried(*(of(a, dim, i) for a, dim in zip(arguments, in_dims)))
-        for i in range(size)
-    ]
-    return [torch.stack(ys) for ys in zip(*calls)], [0] * len(calls[0])
+    results = []
+    for i in range(size):
+        each = zip(call.tensors(), dims.tensors())
+        one = call.with_tensors(t if dim is None else t.select(dim, i) for t, dim in each)
+        packed = pack(one)
+        results.append(schema.NEW.for_(packed)(one.q, one.k, *packed))
+    return [torch.stack(ys) for ys in zip(*results)], [0] * len(results[0])
 
 
 def _rotate_(

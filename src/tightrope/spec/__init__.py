@@ -8,5 +8,5 @@ its dictionaries).
 from __future__ import annotations
 
 from ._lengths import SeqLen as SeqLen
-from ._prepared import PreparedRotation as PreparedRotation
+from ._prepared import Memo as Memo, PreparedRotation as PreparedRotation
 from ._rope import VERSION as VERSION, RopeSpec as RopeSpec

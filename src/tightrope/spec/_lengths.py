@@ -92,8 +92,8 @@ def _check_tensor(seq_len: torch.Tensor) -> None:
         raise bad_value("lengths must have shape (rows,)", seq_len=seq_len)
 
 
-class Said(NamedTuple):
-    """Lengths that a caller said, which no position may pass.
+class Limit(NamedTuple):
+    """Lengths that the caller stated, which no position may pass.
 
     Attributes:
         lengths: one for each row, or one for all.
@@ -104,7 +104,7 @@ class Said(NamedTuple):
     ids: torch.Tensor | None
 
 
-def said(lengths: Lengths | None, where: Positions) -> Said | None:
+def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
     """What can be checked of lengths without waiting for a device: None where that is nothing."""
     if not isinstance(lengths, tuple) or not lengths or is_tracing():
         return None
@@ -113,11 +113,11 @@ def said(lengths: Lengths | None, where: Positions) -> Said | None:
         type(ids) in (torch.Tensor, torch.nn.Parameter) and is_readable(ids)
     ):
         return None
-    return Said(lengths, ids)
+    return Limit(lengths, ids)
 
 
 def passed(
-    limits: Said, offset: int, ramp: bool, tokens: int
+    limits: Limit, offset: int, ramp: bool, tokens: int
 ) -> tuple[int | None, int, int] | None:
     """The first row that passes the length that was said of it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,13 +13,63 @@ from .._tracing import is_readable, is_tracing
 from ..channels import Channels
 from ..positions import Positions
 from . import _lengths
-from ._lengths import Said, SeqLen
+from ._lengths import Limit, SeqLen
 from ._tables import Tables
+
+
+class Snapshot(NamedTuple):
+    """Ids as they were when something was read from them.
+
+    Attributes:
+        version: how often they had changed in place; None where nothing counts that.
+        bits: their bits, where they can be looked at: numpy changes them without counting. Else None.
+    """
+
+    version: int | None
+    bits: torch.Tensor | None
+
+    @classmethod
+    def of(cls, ids: torch.Tensor | None) -> Snapshot:
+        """The ids as they are now."""
+        bits = _bits(ids)
+        return cls(_version(ids), None if bits is None else bits.clone())
+
+    def is_of(self, ids: torch.Tensor | None) -> bool:
+        """Whether the ids are still the same, as far as can be told."""
+        if _version(ids) != self.version:
+            return False
+        if self.bits is None:
+            return True
+        bits = _bits(ids)
+        return bits is not None and torch.equal(bits, self.bits)
+
+
+@dataclass(eq=False)
+class Memo:
+    """What the calls of one prepared rotation have found out, for the next ones. Never a result's value.
+
+    Attributes:
+        packed: the arguments of the operator, by layout and direction.
+        for_tokens: the number of tokens of the last call and the rotation for it, where phase words
+            depend on that number.
+        gate_logs: the logarithms of gates that have no tensors of their own, by gate and dtype, with
+            the tokens and ids that they were made for.
+        fitted: the number of tokens and the ids of the last check of lengths that found nothing.
+    """
+
+    packed: dict[tuple[str, bool], Any] = field(default_factory=dict)
+    for_tokens: tuple[int, PreparedRotation] | None = None
+    gate_logs: dict[Any, tuple[torch.Tensor, int, torch.Tensor | None]] = field(
+        default_factory=dict
+    )
+    fitted: tuple[int, Snapshot] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRotation:
     """A spec at given positions on a device: what :meth:`tightrope.RopeSpec.at` returns.
+
+    An immutable value, and a memo of what its calls have found out.
 
     Attributes:
         channels: which channels rotate.
@@ -27,18 +77,14 @@ class PreparedRotation:
         turns: None, or shaped as words: whole turns per position, where some |ω| >= π.
         ids, offset, ramp: as in :class:`tightrope.positions.Positions`.
         device: where the rotated tensors must live.
+        memo: see :class:`Memo`.
         amplitude_hex: :attr:`amplitude`, in digits: a float would be a symbol to the compiler.
         rows: for how many rows there are lengths; 1 for any number.
         awaits: where words come from once it is known how many tokens there will be, on which they
             depend; None where they do not. See :meth:`for_tokens`.
         made_from: the spec, or None where there is not one alone; for comparisons.
-        calls: what the operator is called with, by layout and direction, once it was.
-        by_tokens: what :meth:`for_tokens` returned.
-        read: the version of the ids that lengths were read from; None where none were.
-        seen: the bits of these ids, where they can be looked at: numpy counts no versions.
-        logs: of gates by position, which all layers share: see :mod:`tightrope.gating`.
-        said: lengths that the caller said, where positions can be compared with them.
-        fits: the version and bits of the ids and the number of tokens that were, under the key 0.
+        snapshot: the ids from which the lengths of rows were read; None where none were.
+        limit: lengths that the caller stated, where positions can be compared with them.
     """
 
     channels: Channels
@@ -48,19 +94,13 @@ class PreparedRotation:
     offset: int
     ramp: bool
     device: torch.device
+    memo: Memo = field(repr=False)  # no default: torch's Dynamo cannot trace a factory
     amplitude_hex: str = "0x1p+0"
     rows: int = 1
     awaits: Tables | None = None
     made_from: object = None
-    calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
-    by_tokens: dict[int, PreparedRotation] = field(default_factory=dict, repr=False)
-    read: int | None = None
-    logs: dict[Any, tuple[torch.Tensor, int, torch.Tensor | None]] = field(
-        default_factory=dict, repr=False
-    )
-    said: Said | None = None
-    fits: dict[int, tuple[int, int, torch.Tensor | None]] = field(default_factory=dict, repr=False)
-    seen: torch.Tensor | None = field(default=None, repr=False)
+    snapshot: Snapshot | None = field(default=None, repr=False)
+    limit: Limit | None = None
 
     @property
     def amplitude(self) -> float:
@@ -75,14 +115,13 @@ class PreparedRotation:
         """
         if self.awaits is None:
             return self
-        tracing = is_tracing()
-        made = None if tracing else self.by_tokens.get(tokens)
-        if made is None or made.is_stale:
-            made = self._of_tokens(self.awaits, tokens)
-            if not tracing:
-                # The next step of decoding has another number; the layers of this one share it.
-                self.by_tokens.clear()
-                self.by_tokens[tokens] = made
+        tracing, before = is_tracing(), self.memo.for_tokens
+        if not tracing and before is not None and before[0] == tokens and not before[1].is_stale:
+            return before[1]
+        made = self._of_tokens(self.awaits, tokens)
+        if not tracing:
+            # The next step of decoding has another number; the layers of this one share it.
+            self.memo.for_tokens = tokens, made
         return made
 
     def _of_tokens(self, tables: Tables, tokens: int) -> PreparedRotation:
@@ -100,35 +139,32 @@ class PreparedRotation:
             self.offset,
             self.ramp,
             self.device,
+            Memo(),
             tables.amplitude(lengths),
             self.rows,
             made_from=self.made_from,
-            read=_version(self.ids),
-            said=self.said,
-            fits=self.fits,
-            seen=_bits(self.ids, kept=True),
+            snapshot=None if self.ids is None else Snapshot.of(self.ids),
         )
 
     def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
-        """The first row that is longer than was said of it: see :func:`_lengths.passed`.
+        """The first row that is longer than the caller stated: see :func:`_lengths.passed`.
 
         Args:
             tokens: how many tokens each row has.
         """
-        if self.said is None or is_tracing():
+        if self.limit is None or is_tracing():
             return None
-        version = 0 if self.said.ids is None else _version(self.said.ids)
-        before = self.fits.get(0)
-        if before is not None and before[:2] == (version, tokens):
-            if _are_bits(self.said.ids, before[2]):
-                return None
-        found = _lengths.passed(self.said, self.offset, self.ramp, tokens)
-        if found is None and version is not None:
-            self.fits[0] = version, tokens, _bits(self.said.ids, kept=True)
+        before = self.memo.fitted
+        if before is not None and before[0] == tokens and before[1].is_of(self.limit.ids):
+            return None
+        found = _lengths.passed(self.limit, self.offset, self.ramp, tokens)
+        seen = Snapshot.of(self.limit.ids)
+        if found is None and (self.limit.ids is None or seen.version is not None):
+            self.memo.fitted = tokens, seen
         return found
 
     def check_passed(self, tokens: int, said: str = "seq_len") -> None:
-        """Refuse rows that are longer than was said of them, whose frequencies would be another's.
+        """Refuse rows that are longer than stated: they would get the frequencies of a shorter length.
 
         Args:
             tokens: how many tokens each row has.
@@ -149,9 +185,9 @@ class PreparedRotation:
     @property
     def is_stale(self) -> bool:
         """Whether ids changed in place after words were made of their lengths."""
-        if (self.read is None and self.seen is None) or is_tracing():
+        if self.snapshot is None or is_tracing():
             return False
-        return _version(self.ids) != self.read or not _are_bits(self.ids, self.seen)
+        return not self.snapshot.is_of(self.ids)
 
 
 def prepare(
@@ -187,21 +223,21 @@ def prepare(
                 positions=ids,
             )
         ids = ids.to(device)
-    awaits = read = seen = told = lengths = None
+    awaits = snapshot = limit = lengths = None
     own = seq_len is None
     if tables.by_length and own:
         if ids is None or where.ramp:
             awaits = tables
         else:
-            read, seen = _version(ids), _bits(ids, kept=True)
+            snapshot = Snapshot.of(ids)
             lengths = _lengths.of_ids(where, ids, tables.rule)  # type: ignore[arg-type]
     else:
         lengths = tables.read(seq_len, device)
     if not own:
-        told = _lengths.said(lengths, where)
-        if told is not None and told.ids is not None and ids is not where.ids:
+        limit = _lengths.limit(lengths, where)
+        if limit is not None and limit.ids is not None and ids is not where.ids:
             # What is turned by a copy on a device does not follow the original.
-            told = told._replace(ids=told.ids.clone())
+            limit = limit._replace(ids=limit.ids.clone())
     words, turns = tables.words(lengths, device)
     return PreparedRotation(
         channels,
@@ -211,43 +247,29 @@ def prepare(
         where.offset,
         where.ramp,
         device,
+        Memo(),
         tables.amplitude(lengths),
         1 if lengths is None else len(lengths),
         awaits,
         made_from,
-        read=read,
-        said=told,
-        seen=seen,
+        snapshot=snapshot,
+        limit=limit,
     )
 
 
 _OF_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def _bits(ids: torch.Tensor | None, kept: bool = False) -> torch.Tensor | None:
-    """Ids as integers, NaN included; None where nothing may look at them.
-
-    Args:
-        kept: whether they are copied, to be compared with later.
-    """
+def _bits(ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Ids as integers, NaN included; None where nothing may look at them."""
     if type(ids) not in (torch.Tensor, torch.nn.Parameter) or not is_readable(ids):  # type: ignore[arg-type]
         return None
     bits = ids.detach()  # type: ignore[union-attr]
-    if bits.dtype in _OF_WIDTH:
-        bits = bits.view(_OF_WIDTH[bits.dtype])
-    return bits.clone() if kept else bits
-
-
-def _are_bits(ids: torch.Tensor | None, seen: torch.Tensor | None) -> bool:
-    """Whether ids are what they were when they were seen, as far as anybody can tell."""
-    if seen is None:
-        return True
-    bits = _bits(ids)
-    return bits is not None and torch.equal(bits, seen)
+    return bits.view(_OF_WIDTH[bits.dtype]) if bits.dtype in _OF_WIDTH else bits
 
 
 def _version(ids: torch.Tensor | None) -> int | None:
-    """How often ids changed in place; None where nobody counts."""
+    """How often ids changed in place; None where nothing counts that."""
     if ids is None or is_tracing() or ids.is_inference():
         return None
     return ids._version

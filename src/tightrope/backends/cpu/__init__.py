@@ -6,6 +6,7 @@ from .native import (
     DEVICES as DEVICES,
     instruction_set as instruction_set,
     instruction_sets as instruction_sets,
+    is_ready as is_ready,
     register as register,
     use_instruction_set as use_instruction_set,
     why_not as why_not,

@@ -62,6 +62,11 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     return None
 
 
+def is_ready() -> bool:
+    """Whether the kernels are registered."""
+    return _missing is None
+
+
 def instruction_set() -> str | None:
     """The instruction set in use: "avx512", "avx2" or "baseline"; None without the library."""
     if _library is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .rotate import (
     DEVICES as DEVICES,
     compose as compose,
+    is_ready as is_ready,
     register as register,
     why_not as why_not,
 )

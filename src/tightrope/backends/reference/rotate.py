@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ...ops import gradients, schema
-from ...ops.autograd import overwrite
-from ...ops.checks import shares_memory
-from ...ops.definition import compose as compose
+from ...ops.call import Call, unpack
+from ...ops.definition import define
+from ...ops.memory import shares_memory
 from ...ops.schema import form_of, library, present
 
 #: The kinds of device whose tensors it rotates: none is left out.
@@ -21,22 +21,31 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     return None
 
 
-def rotate(
-    q: torch.Tensor, k: torch.Tensor | None, *arguments: Any, **named: Any
-) -> list[torch.Tensor]:
+def is_ready() -> bool:
+    """It needs nothing but torch."""
+    return True
+
+
+def compose(*arguments: Any, **named: Any) -> list[torch.Tensor]:
+    """The definition, of the schema's arguments."""
+    return define(unpack(*arguments, **named))
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
     """As ``rotate`` of :mod:`tightrope.ops.schema`."""
     # Outputs have the strides that empty_like gives, as every backend's and the fake kernel's do.
-    ys = compose(q, k, *arguments, **named)
+    ys = compose(q, k, *arguments)
     xs = present(q, k)
     return [torch.empty_like(x).copy_(y) for x, y in zip(xs, ys)] + ys[len(xs) :]
 
 
-def rotate_(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any, **named: Any) -> None:
+def rotate_(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> None:
     """As ``rotate_`` of :mod:`tightrope.ops.schema`."""
     xs = present(q, k)
     if shares_memory(xs):
         raise RuntimeError("tightrope::rotate_: memory overlaps")
-    overwrite(xs, compose(q, k, *arguments, **named)[: len(xs)])
+    for x, y in zip(xs, compose(q, k, *arguments)):
+        x.copy_(y)
 
 
 def rotate_into(
@@ -45,13 +54,13 @@ def rotate_into(
     out_q: torch.Tensor,
     out_k: torch.Tensor | None,
     *arguments: Any,
-    **named: Any,
 ) -> None:
     """As ``rotate_into`` of :mod:`tightrope.ops.schema`."""
     outs = present(out_q, out_k)
     if shares_memory(outs, present(q, k)):
         raise RuntimeError("tightrope::rotate_into: memory overlaps")
-    overwrite(outs, compose(q, k, *arguments, **named)[: len(outs)])
+    for out, y in zip(outs, compose(q, k, *arguments)):
+        out.copy_(y)
 
 
 def angle_gradients(
@@ -68,9 +77,8 @@ def angle_gradients(
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``angle_gradients`` of :mod:`tightrope.ops.schema`."""
-    ys, grads = present(y, z), present(grad_y, grad_z)
-    at = (words, turns, positions, offset, form_of(form))
-    return gradients.by_angles(ys, grads, *at, by_positions, by_frequencies)
+    call = Call(y, z, words, turns, positions, offset, form_of(form), 1.0)
+    return gradients.by_angles(call, call.xs, present(grad_y, grad_z), by_positions, by_frequencies)
 
 
 def gate_gradients(
@@ -85,8 +93,8 @@ def gate_gradients(
     form: int,
 ) -> list[torch.Tensor]:
     """As ``gate_gradients`` of :mod:`tightrope.ops.schema`."""
-    tensors = present(y, z), present(grad_y, grad_z), present(gate_q, gate_k)
-    return gradients.by_gates(*tensors, positions, offset, form_of(form))
+    call = Call(y, z, None, None, positions, offset, form_of(form), 1.0)
+    return gradients.by_gates(call, call.xs, present(grad_y, grad_z), present(gate_q, gate_k))
 
 
 def register() -> None:

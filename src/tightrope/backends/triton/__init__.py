@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .registration import (
     DEVICES as DEVICES,
+    is_ready as is_ready,
     register as register,
-    takes as takes,
     why_not as why_not,
 )

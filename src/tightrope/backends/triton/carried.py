@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...ops.arguments import Carried
+from ...ops.call import Carried
 from ...ops.schema import LOG, SLOPE, Form
 from .forms import require, views_of
 from .views import View, broadcast_strides, vector_of

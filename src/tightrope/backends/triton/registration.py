@@ -65,14 +65,9 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
 
 
 @cache
-def _is_registered() -> bool:
+def is_ready() -> bool:
     """Whether kernels were registered, and for a Triton that they are written for."""
     return _registered and _too_old() is None
-
-
-def takes(x: torch.Tensor) -> bool:
-    """Whether its kernels would run, as :func:`why_not` says, at the price of one look."""
-    return x.device.type in DEVICES and _is_registered()
 
 
 def _kernel(name: str) -> Any:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...activations import NONE, RMS_NORM
-from ...ops.arguments import Carried, carried_of
-from ...ops.checks import is_written, shares_memory
-from ...ops.schema import NO_GATE, TRANSPOSE, Form, form_of
+from ...ops.call import Carried, carried_of
+from ...ops.memory import is_written, shares_memory
+from ...ops.schema import NO_GATE, TRANSPOSE, Carrying, Form, form_of
 from . import blocks as shapes, kernels
 from .carried import carried_values
 from .forms import amplitudes_of, require, slices_of, source_of, strides_of, unit_of, views_of
@@ -67,13 +67,13 @@ def run(
     k: torch.Tensor | None,
     outs: Sequence[torch.Tensor],
     whose: int,
-    arguments: tuple[Any, ...],
+    given: Carrying,
 ) -> list[torch.Tensor] | None:
     """Rotate q and k into `outs`.
 
     Args:
         whose: memory `outs` are: NEW, IN_PLACE or GIVEN.
-        arguments: what follows q and k in the schema, all of it.
+        given: what follows q and k in the schema.
 
     Returns:
         The gradients by weights, where the call has any; None if it is left to the definition.
@@ -81,11 +81,11 @@ def run(
     index = q.get_device()
     if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
-            return run(q, k, outs, whose, arguments)
-    primary, secondary, positions, offset, form, amplitude, carried, eps = arguments
+            return run(q, k, outs, whose, given)
+    primary, secondary, positions, offset, form, amplitude, carried, eps = given
     if whose != NEW and any(is_written(t, outs) for t in carried):
         carried = [t.clone() if is_written(t, outs) else t for t in carried]
-        arguments = (*arguments[:-2], carried, eps)
+        given = given._replace(carried=carried)
     q_at = where = q.data_ptr()
     k_at = key_of_k = None
     if k is not None:
@@ -108,13 +108,13 @@ def run(
     if plan is _UNKNOWN:
         if len(_plans) >= _MOST:
             _plans.clear()
-        plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, arguments)
+        plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, given)
     if plan is None:
         return None
     if whose != NEW and plan.launches:
         _check_memory(plan, q, k, outs, whose)
     if plan.form is not None:
-        return _run_carried(plan, plan.form, q, k, outs, arguments)
+        return _run_carried(plan, plan.form, q, k, outs, given)
     if not plan.launches:
         return []
     out_q, out_k = outs[0], outs[1] if k is not None else None
@@ -159,11 +159,16 @@ def _run_carried(
     q: torch.Tensor,
     k: torch.Tensor | None,
     outs: Sequence[torch.Tensor],
-    arguments: tuple[Any, ...],
+    given: Carrying,
 ) -> list[torch.Tensor]:
     """A call with an act or a gate, and the gradients by its weights."""
-    primary, secondary, positions, offset, _, _, carried, _ = arguments
-    parts = carried_of(form, carried)
+    primary, secondary, positions, offset = (
+        given.primary,
+        given.secondary,
+        given.positions,
+        given.offset,
+    )
+    parts = carried_of(form, given.carried)
     if not plan.launches:
         return [
             weight.new_zeros(weight.shape, dtype=torch.float32) for weight in _summed(form, parts)
@@ -222,9 +227,9 @@ def _plan(
     outs: Sequence[torch.Tensor],
     whose: int,
     aligned: bool,
-    arguments: tuple[Any, ...],
+    given: Carrying,
 ) -> _Plan | None:
-    primary, secondary, positions, _, packed, amplitude, carried, eps = arguments
+    primary, secondary, positions, _, packed, amplitude, carried, eps = given
     form = form_of(packed)
     xs = [q] if k is None else [q, k]
     parts = carried_of(form, carried)

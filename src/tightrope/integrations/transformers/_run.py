@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ... import functional
-from ...ops import autograd, schema
+from ...ops import route, schema
+from ...ops.run import run_packed
 from ._form import Candidate, signature
 from ._rotation import HALF, Rotation, entries, plain
 from ._twice import twice
@@ -37,10 +37,9 @@ def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Ca
         values = bind(args, kwargs)
         if values is None:
             return original(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            result = short(values)
-            if result is not None:
-                return result
+        result = short(values)
+        if result is not None:
+            return result
         result = long(values)
         return original(*args, **kwargs) if result is None else result
 
@@ -88,7 +87,7 @@ class _Call:
 
     def short(self, values: Mapping[str, Any]) -> Any:
         """The operator without another look at what a call of the same kind has shown already."""
-        if not self.straight or forward_ad._current_level >= 0 or functorch():
+        if not self.straight or route.mode() != "eager":
             return None
         form = self.candidate.form
         q = values[form.rotated[0]]
@@ -103,7 +102,7 @@ class _Call:
         if assumed and not (twice(cos, assumed) and twice(sin, assumed)):
             return None
         cos, sin = _placed(cos, place, q.dim(), heads), _placed(sin, place, q.dim(), heads)
-        ys = autograd.differentiable(q, k, (cos, sin, None, 0, form_code, 1.0))
+        ys = run_packed(q, k, schema.Plain(cos, sin, None, 0, form_code, 1.0))
         if len(form.rotated) == 1 or (k is None and self.candidate.alone == "one"):
             return ys[0]
         return ys[0], None if k is None else ys[1]
@@ -209,11 +208,6 @@ def _tensors(xs: list[Any], values: Mapping[str, Any], names: tuple[str, ...]) -
     return all(isinstance(x, torch.Tensor) for x in (*xs, *(values[name] for name in names)))
 
 
-def functorch() -> bool:
-    """Whether tensors may be wrapped by a transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _placed_shape(table: torch.Size, place: int | None, dims: int) -> list[int] | None:
     full = list(table)
     if place is not None:
@@ -244,7 +238,7 @@ def _turn(
 ) -> list[torch.Tensor] | None:
     """All of xs by tables that broadcast against each; None where the original must be asked."""
     ys = []
-    turn = plain if torch.compiler.is_compiling() else _fused
+    turn = plain if route.mode() == "compiled" else _fused
     for x in xs:
         c, s, passed = cos, sin, None
         if candidate.tokens != "same":
@@ -271,7 +265,7 @@ def _fused(
         or x.dtype not in _FLOATING
         or cos.dtype not in _FLOATING
         or x.device.type == "meta"
-        or functorch()
+        or route.mode() == "transformed"
         or dims not in (3, 4)
         or cos.dim() > dims
     ):

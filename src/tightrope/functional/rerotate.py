@@ -10,30 +10,115 @@ by the difference of the positions; an offset, if that is what they differ by.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .. import positions as positions_
-from .._errors import bad_type, bad_value
+from .._errors import bad_type, bad_value, public
+from ..ops.build import Request, build
+from ..ops.checks import Place, check_rotation, layout_named, shape_of
+from ..ops.layouts import Layout
+from ..ops.run import run
 from ..positions import Positions, PositionsLike
-from ..spec import PreparedRotation, RopeSpec, SeqLen
-from .checks import check_rotation, shape_of
-from .layouts import Layout
+from ..spec import Memo, PreparedRotation, RopeSpec, SeqLen
 
 
-def prepared(
+@public("rerotate")
+def rerotate(
     k: torch.Tensor,
     from_spec: RopeSpec,
     to_spec: RopeSpec,
-    positions: PositionsLike,
-    new_positions: PositionsLike,
-    from_seq_len: SeqLen,
-    to_seq_len: SeqLen,
-    layout: Layout,
-) -> PreparedRotation:
-    """The rotation that takes what one spec rotated to what another would have.
+    positions: PositionsLike = None,
+    new_positions: PositionsLike = None,
+    *,
+    from_seq_len: SeqLen = None,
+    to_seq_len: SeqLen = None,
+    layout: str = "bhsd",
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Move rotated keys to other positions, to other frequencies, or to both, in one pass.
 
-    Args: as of :func:`tightrope.functional.rerotate`.
+    For caches: a context that shifts, a rule that depends on the length when the length has changed
+    (dynamic NTK, LongRoPE), caches that are merged. The angle of each pair is the difference of the
+    new and the old one, exact at any position, so one rounding is all that keys lose; where nothing
+    changes, finite keys keep their bits (a zero may lose its sign). See docs/rerotate.md.
+
+    Args:
+        k: rotated keys, as x of :func:`rotate`.
+        from_spec: what they were rotated by.
+        to_spec: what they shall be rotated by; the same channels and pairing.
+        positions: where they are, as of :func:`rotate`.
+        new_positions: where they shall be; where they are if None.
+        from_seq_len, to_seq_len: the lengths under which they were rotated and shall be, for rules
+            that depend on it, as of :meth:`RopeSpec.at`; by default the last of the positions + 1.
+        layout, out, backend: as of :func:`rotate`.
+
+    Returns:
+        ``out`` if given, else a new tensor. Differentiable by k and by floating positions.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, each with its sentence.
+
+    >>> from tightrope import RopeSpec
+    >>> spec, k = RopeSpec(64), torch.randn(1, 2, 16, 64)
+    >>> moved = rerotate(rotate(k, spec, 1000), spec, spec, 1000, 0)
+    >>> torch.allclose(moved, rotate(k, spec), atol=1e-5)
+    True
     """
+    move = _Move(from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
+    request = Request(("k",), k, None, _prepared(k, move, layout_named(layout)), layout=layout)
+    if out is not None:
+        request = request._replace(verb="out", outs=(out,))
+    (y,) = run(build(request._replace(backend=backend)))
+    return y
+
+
+@public("rerotate_")
+def rerotate_(
+    k: torch.Tensor,
+    from_spec: RopeSpec,
+    to_spec: RopeSpec,
+    positions: PositionsLike = None,
+    new_positions: PositionsLike = None,
+    *,
+    from_seq_len: SeqLen = None,
+    to_seq_len: SeqLen = None,
+    layout: str = "bhsd",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """:func:`rerotate` in place: the path for a cache, or for a slice of one.
+
+    Args: as of :func:`rerotate`, and k as x of :func:`rotate_`.
+
+    Returns:
+        k itself.
+
+    >>> from tightrope import RopeSpec
+    >>> spec, cache = RopeSpec(64), torch.randn(1, 2, 100, 64)
+    >>> kept = rerotate_(cache[:, :, 50:], spec, spec, 50, 0)
+    """
+    move = _Move(from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
+    request = Request(("k",), k, None, _prepared(k, move, layout_named(layout)), layout=layout)
+    run(build(request._replace(verb="in place", backend=backend)))
+    return k
+
+
+class _Move(NamedTuple):
+    """What keys are moved by, by the names of :func:`rerotate`."""
+
+    from_spec: RopeSpec
+    to_spec: RopeSpec
+    positions: PositionsLike
+    new_positions: PositionsLike
+    from_seq_len: SeqLen
+    to_seq_len: SeqLen
+
+
+def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
+    """The rotation that takes what one spec rotated to what another would have."""
+    from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len = move
     tokens = shape_of("k", k, layout)[layout.token]
     _check_specs(from_spec, to_spec)
     old = positions_.as_positions(positions)
@@ -41,10 +126,10 @@ def prepared(
     new = old if stays else positions_.as_positions(new_positions)
     before = from_spec.on(old, k.device, from_seq_len).for_tokens(tokens)
     after = to_spec.on(new, k.device, to_seq_len).for_tokens(tokens)
-    said = ("from_spec", "positions", "from_seq_len")
-    check_rotation(("k",), (k,), before, layout, said)
-    said = ("to_spec", "positions" if stays else "new_positions", "to_seq_len")
-    check_rotation(("k",), (k,), after, layout, said)
+    place = Place(("k",), (k,), layout)
+    check_rotation(place, before, ("from_spec", "positions", "from_seq_len"))
+    where = "positions" if stays else "new_positions"
+    check_rotation(place, after, ("to_spec", where, "to_seq_len"))
     amplitude = (after.amplitude / before.amplitude).hex()
     still = stays and from_seq_len is None and to_seq_len is None
     same = after.words is before.words or (
@@ -56,7 +141,9 @@ def prepared(
     else:
         words, turns = _side_by_side(after, before)
         ids, offset = _opposed(_explicit(after, tokens), _explicit(before, tokens)), 0
-    return PreparedRotation(to_spec.channels, words, turns, ids, offset, False, k.device, amplitude)
+    return PreparedRotation(
+        to_spec.channels, words, turns, ids, offset, False, k.device, Memo(), amplitude
+    )
 
 
 def _check_specs(from_spec: RopeSpec, to_spec: RopeSpec) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from . import gates as gates_
-from ._errors import bad_value
-from ._tracing import may_keep
-from .channels import Channels
-from .gates import Gate, Slope, XPos
-from .ops.layouts import BY_NAME
-from .ops.schema import LOG, NO_GATE, SLOPE
-from .positions import Positions, explicit
-from .spec import PreparedRotation
+from .. import gates as gates_
+from .._errors import bad_value
+from .._tracing import may_keep
+from ..channels import Channels
+from ..gates import Gate, Slope, XPos
+from ..positions import Positions, explicit
+from ..spec import PreparedRotation
+from .layouts import BY_NAME
+from .schema import LOG, NO_GATE, SLOPE
 
 
 def lower(
@@ -111,7 +111,7 @@ def _of_all_layers(
     if ids is not None and not ids.is_cpu:
         # Nothing may look whether they are the same still, and a graph reads them anew each time.
         return gate.log_on(x, channels, _where(rotation, tokens, x.device))
-    found = rotation.logs.get(key)
+    found = rotation.memo.gate_logs.get(key)
     if found is not None:
         made, of, at = found
         # Whoever wrote other numbers into the ids since has other positions.
@@ -119,7 +119,7 @@ def _of_all_layers(
             return made
     made = gate.log_on(x, channels, _where(rotation, tokens, x.device))
     if may_keep(x.device):
-        rotation.logs[key] = made, tokens, None if ids is None else ids.clone()
+        rotation.memo.gate_logs[key] = made, tokens, None if ids is None else ids.clone()
     return made
 
 

@@ -19,8 +19,25 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ._errors import OPERATION, bad_type, bad_value, check_dense, check_local, describe
-from ._tracing import broadcasts, is_readable
+from .._errors import (
+    OPERATION,
+    bad_type,
+    bad_value,
+    check_dense,
+    check_local,
+    describe,
+    integer,
+    public,
+)
+from .._tracing import broadcasts, is_readable
+from ..gates import Gate
+from ..ops.build import Request, around, build
+from ..ops.checks import Place, layout_named, prepare
+from ..ops.run import run
+from ..positions import PositionsLike
+from ..spec import PreparedRotation, RopeSpec, SeqLen
+
+_QK = ("q", "k")
 
 # Tokens whose decays differ by channel are weighed pair by pair, in (block, block, channels) numbers.
 BLOCK = 16
@@ -38,6 +55,101 @@ class PolarState(NamedTuple):
 
     memory: torch.Tensor
     tokens: int
+
+
+@public("polar_scan")
+def polar_scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    log_decay: torch.Tensor | float | None = None,
+    positions: PositionsLike = None,
+    *,
+    gate: Gate | tuple[Gate | None, Gate | None] | None = None,
+    state: PolarState | None = None,
+    form: str = "chunked",
+    chunk: int = 128,
+    layout: str = "bhsd",
+    seq_len: SeqLen = None,
+) -> tuple[torch.Tensor, PolarState]:
+    """Causal attention without softmax, as a gated recurrence in linear time and memory.
+
+    With R the rotation, P the gates and G the running sum of ``log_decay``::
+
+        o_t = Σ_{i<=t} score(t, i) · v_i
+        score(t, i) = (P_t R_t q_t)ᵀ diag(exp(G_t − G_i)) (P_i R_i k_i)
+
+    Scores are not scaled: scale q. A decay, or a gate, that gives both channels of a pair one value
+    commutes with the rotation, and then scores depend on the distance only.
+
+    Args:
+        q, k: as of :func:`rotate_qk`; the heads of q a multiple of those of k.
+        v: as k; heads of v may have any number of channels.
+        spec, positions, seq_len: as of :func:`rotate`. Positions continue those of ``state``.
+        log_decay: logarithms <= 0 of what memory is multiplied by at each token: None, a number, or
+            a floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1,
+            tokens|1, channels|1)``, whatever the layout. −∞ forgets all before the token.
+        gate: a gate of :mod:`tightrope.gates` for q and k, or one for each.
+        state: what the call on the tokens before returned; nothing before these if None.
+        form: "chunked" for training; "step", one token after the other, for decoding; "quadratic",
+            the definition, in memory that grows with the square of the tokens.
+        chunk: how many tokens lie between two states that the chunked form keeps for the backward
+            pass. It changes memory and time, not the result.
+        layout: "bhsd", "bshd" or "sbhd".
+
+    Returns:
+        The outputs, shaped as q with the channels of v, in the dtype of q; and the state after the
+        last token, float32 (float64 for float64). Differentiable by q, k, v, log_decay, the tensors
+        of gates and the state. ``torch.autocast`` changes neither, as long as ``backward`` is called
+        outside of it: what goes in may be 16 bits wide, the memory never is.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, each with its sentence.
+
+    Source: chunks of a gated recurrence: Yang et al., Gated Linear Attention (arXiv 2312.06635),
+    section 4; rotated: Sun et al., Retentive Network (arXiv 2307.08621), section 2.1.
+
+    >>> from tightrope import RopeSpec
+    >>> q, k, v = torch.randn(3, 1, 8, 16, 64).unbind()
+    >>> spec, decay = RopeSpec(64, interleaved=True), torch.full((8, 1), -0.1)
+    >>> o, state = polar_scan(q, k, v, spec, decay)
+    >>> one, state = polar_scan(q[:, :, :1], k[:, :, :1], v[:, :, :1], spec, decay, state=state)
+    >>> one.shape, state.tokens
+    (torch.Size([1, 8, 1, 64]), 17)
+    """
+    if form not in FORMS:
+        raise bad_value(f"form must be one of {', '.join(FORMS)} but got {form!r}")
+    chunk = integer("chunk", chunk)
+    if chunk < 1:
+        raise bad_value(f"chunk must be positive but got {chunk}")
+    where = layout_named(layout)
+    if where.dims != 4:
+        raise bad_value(f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
+    if not isinstance(k, torch.Tensor):
+        raise bad_type(f"k must be a tensor but got {describe(k)}")
+    check_state(state)
+    if state is not None and isinstance(spec, RopeSpec):
+        if spec.by_length and seq_len is None:
+            raise bad_value(
+                "seq_len must be given with a state, and be the same for all calls, where the "
+                "frequencies depend on the length",
+                spec=spec,
+            )
+        positions = state.tokens if positions is None else positions
+    given_q, given_k = q, k
+    if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
+        # In 16 bits rotated queries and keys would be rounded before sums that cancel.
+        spec = prepare(Place(_QK, (q, k), where), spec, positions, seq_len)
+        q, k, positions, seq_len = q.float(), k.float(), None, None
+    fused = around(None, gate)
+    request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, around=fused)
+    q, k = run(build(request))
+    given_q, given_k = where.to_bhsd(given_q), where.to_bhsd(given_k)
+    v = values_of(given_q, given_k, v, where.to_bhsd)
+    q, k = where.to_bhsd(q), where.to_bhsd(k)
+    out, state = scanned(q, k, v, log_decay, state, form, chunk)
+    return where.from_bhsd(out), state
 
 
 def quadratic(
@@ -209,7 +321,7 @@ def values_of(
     return view
 
 
-def run(
+def scanned(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

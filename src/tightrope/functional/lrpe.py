@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from . import calls, positions
-from ._errors import bad_type, bad_value, check_dense, check_local, describe, integer, public
-from ._tracing import broadcasts
-from .activations import ACTS, SOFTMAX, Act
-from .channels import Channels
-from .ops.checks import check_floating
-from .positions import Positions, PositionsLike
-from .spec import RopeSpec
+from .. import positions
+from .._errors import bad_type, bad_value, check_dense, check_local, describe, integer, public
+from .._tracing import broadcasts
+from ..activations import ACTS, SOFTMAX, Act
+from ..channels import Channels
+from ..ops.build import Request, around, build
+from ..ops.checks import check_floating
+from ..ops.run import run
+from ..positions import Positions, PositionsLike
+from ..spec import RopeSpec
 
 #: How the one dimension of a θ may be meant.
 THETA_AXES = ("auto", "head", "pair")
@@ -107,20 +109,18 @@ def lrpe_rotate_1d_(
     if _check(x, act, dim, offset):
         raise bad_value("softmax over the tokens cannot be in place; call lrpe_rotate_1d", x=x)
     spec, where, angles = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
-    outer = calls.outer(act, None, 1)
-    layout = _LAYOUTS[x.dim()]
-    calls.in_place(("x",), x, None, spec, where, layout, False, None, inv_freq=angles, outer=outer)
+    layout, fused = _LAYOUTS[x.dim()], around(act, None, 1)
+    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, around=fused)
+    run(build(request._replace(verb="in place")))
     return x
 
 
 def _turned(
     x: torch.Tensor, spec: RopeSpec, where: PositionsLike, angles: torch.Tensor, act: Act
 ) -> torch.Tensor:
-    outer = calls.outer(act, None, 1)
-    layout = _LAYOUTS[x.dim()]
-    (y,) = calls.out_of_place(
-        ("x",), x, None, spec, where, layout, False, None, inv_freq=angles, outer=outer
-    )
+    layout, fused = _LAYOUTS[x.dim()], around(act, None, 1)
+    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, around=fused)
+    (y,) = run(build(request))
     return y
 
 
@@ -135,8 +135,8 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
         raise bad_value(
             "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels)", x=x
         )
-    outer = calls.outer(act, None, 1)
-    if outer is None or outer.acts[0] != ACTS[SOFTMAX]:
+    fused = around(act, None, 1)
+    if fused is None or fused.acts[0] != ACTS[SOFTMAX]:
         if dim is not None:
             raise bad_value(f"dim must be None for act {describe(act)} but got {describe(dim)}")
         return False

@@ -1,0 +1,22 @@
+"""The public functions: each is a value on the axes of one operator; none keeps state."""
+
+from __future__ import annotations
+
+from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
+from .rerotate import rerotate as rerotate, rerotate_ as rerotate_
+from .rotate import (
+    GateLike as GateLike,
+    rotary_pos_embedding as rotary_pos_embedding,
+    rotate as rotate,
+    rotate_ as rotate_,
+    rotate_first as rotate_first,
+    rotate_qk as rotate_qk,
+    rotate_qk_ as rotate_qk_,
+)
+from .scan import PolarState as PolarState, polar_scan as polar_scan
+from .tables import (
+    apply_rotary_pos_emb as apply_rotary_pos_emb,
+    apply_rotary_pos_emb_ as apply_rotary_pos_emb_,
+    build_freqs_cis as build_freqs_cis,
+    rotary_apply as rotary_apply,
+)

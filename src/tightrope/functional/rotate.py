@@ -1,0 +1,335 @@
+"""Rotations by phase words: of one tensor or of queries and keys, new or in place."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar, cast
+
+import torch
+
+from .._errors import bad_type, bad_value, describe, public
+from ..activations import Act, ActLike
+from ..gates import Gate
+from ..ops.build import Request, around, build
+from ..ops.run import run, run_prepared, run_prepared_in_place
+from ..positions import PositionsLike
+from ..spec import PreparedRotation, RopeSpec, SeqLen
+
+# A gate for all, or one for queries and one for keys.
+GateLike: TypeAlias = Gate | tuple[Gate | None, Gate | None] | None
+
+# A key, or None where there is none: what comes in is what comes out.
+_K = TypeVar("_K", bound=torch.Tensor | None)
+
+# What errors call the tensors.
+_X, _QK = ("x",), ("q", "k")
+
+
+@public("rotate")
+def rotate(
+    x: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = None,
+    *,
+    layout: str = "bhsd",
+    inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
+    act: Act = None,
+    gate: Gate | None = None,
+    inverse: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Rotate the channel pairs of a tensor by the angles of its positions.
+
+    Args:
+        x: float32, float64, bfloat16 or float16, shaped as ``layout`` says. Any strides are read as
+            they are, without a copy; fast where the channels of a head lie side by side.
+        spec: the rotation, or what :meth:`RopeSpec.at` prepared, which brings its positions.
+        positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows, tokens)`` of int32,
+            int64, float32 or float64; or a :class:`tightrope.positions.Positions`.
+        layout: "bhsd" (batch, heads, tokens, channels), "bshd", "sbhd", "thd" (packed tokens, heads,
+            channels), "bsd" or "sd".
+        inv_freq: frequencies in place of the spec's own, in radians per position: floating
+            ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
+            pairs)``; given or learned. Their phase words are made on the device at each call; see
+            docs/numerics.md.
+        seq_len: length of the sequences, for rules that depend on it; as of :meth:`RopeSpec.at`.
+        act: f, applied to the whole head vector before the rotation: a name of
+            :data:`tightrope.activations.ACTS`, such as "silu", or a
+            :class:`tightrope.activations.RMSNorm`.
+        gate: P, multiplied on the whole head vector after it: a gate of :mod:`tightrope.gates`.
+        inverse: undo the rotation, and the gate, instead. An act cannot be undone.
+        out: where the result goes, without another pass: of the shape, dtype and device of x, any
+            strides (a slot of a key cache, say), sharing no memory with x. It has no gradient.
+        backend: None for the fastest; "cpu", "triton" or "reference" to insist on one.
+
+    Returns:
+        ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside
+        the rotated slice are copied. Differentiable by x, by floating positions, by inv_freq and by
+        the tensors of act and gate, to any order.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, each with its sentence.
+        NotImplementedError: the backend that was insisted on cannot run, with the reason.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
+
+    >>> from tightrope import RopeSpec
+    >>> q = torch.randn(2, 8, 16, 64)
+    >>> rotate(q, RopeSpec(head_dim=64)).shape
+    torch.Size([2, 8, 16, 64])
+    """
+    fused = around(act, gate, 1)
+    plain = positions is None and inv_freq is None and seq_len is None and out is None
+    if plain and backend is None:
+        found = run_prepared(spec, x, None, layout, inverse, fused)
+        if found is not None:
+            return found[0]
+    request = Request(
+        names=_X,
+        q=x,
+        k=None,
+        spec=spec,
+        positions=positions,
+        layout=layout,
+        inverse=inverse,
+        inv_freq=inv_freq,
+        seq_len=seq_len,
+        around=fused,
+        verb="new" if out is None else "out",
+        outs=() if out is None else (out,),
+        backend=backend,
+    )
+    (y,) = run(build(request))
+    return y
+
+
+@public("rotate_")
+def rotate_(
+    x: torch.Tensor,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = None,
+    *,
+    layout: str = "bhsd",
+    inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
+    act: Act = None,
+    gate: Gate | None = None,
+    inverse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Rotate a tensor in place: :func:`rotate` without the new tensor.
+
+    The path that an attention layer should take, on a slice or a transposed view of its fused
+    projection too. Autograd follows exactly: the rotation needs nothing of its input, and an act that
+    does keeps a copy of it.
+
+    Args: as of :func:`rotate`. No two elements of x may share memory, and under grad x must not come
+    from chunk, split or unbind: slice instead.
+
+    Returns:
+        x itself.
+
+    >>> from tightrope import RopeSpec
+    >>> k = torch.randn(2, 8, 16, 64)
+    >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
+    True
+    """
+    fused = around(act, gate, 1)
+    plain = positions is None and inv_freq is None and seq_len is None
+    if plain and backend is None:
+        if run_prepared_in_place(spec, x, None, layout, inverse, fused):
+            return x
+    request = Request(
+        names=_X,
+        q=x,
+        k=None,
+        spec=spec,
+        positions=positions,
+        layout=layout,
+        inverse=inverse,
+        inv_freq=inv_freq,
+        seq_len=seq_len,
+        around=fused,
+        verb="in place",
+        backend=backend,
+    )
+    run(build(request))
+    return x
+
+
+@public("rotate_qk")
+def rotate_qk(
+    q: torch.Tensor,
+    k: _K,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = None,
+    *,
+    layout: str = "bhsd",
+    inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
+    act: ActLike = None,
+    gate: GateLike = None,
+    inverse: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, _K]:
+    """Rotate queries and keys in one launch, with their angles computed once.
+
+    Args:
+        q, k: as x of :func:`rotate`; the same rows, tokens and dtype; any numbers of heads (GQA,
+            MQA). k may be None.
+        spec, positions, layout, inv_freq, seq_len, inverse, backend: as of :func:`rotate`. With frequencies
+            per head q and k have the same number of them.
+        act, gate: as of :func:`rotate`, or a pair, one for q and one for k. A gate for both is xPos's
+            opposite for keys. Where the two differ in kind this is two launches.
+        out: as of :func:`rotate`, a pair for q and k; None for a k that is None.
+
+    Returns:
+        Rotated q and k; None for a k that was None.
+
+    >>> from tightrope import RopeSpec
+    >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
+    >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
+    """
+    fused = around(act, gate)
+    plain = positions is None and inv_freq is None and seq_len is None and out is None
+    if plain and backend is None:
+        found = run_prepared(spec, q, k, layout, inverse, fused)
+        if found is not None:
+            return found[0], cast(_K, None if k is None else found[1])
+    request = Request(
+        names=_QK,
+        q=q,
+        k=k,
+        spec=spec,
+        positions=positions,
+        layout=layout,
+        inverse=inverse,
+        inv_freq=inv_freq,
+        seq_len=seq_len,
+        around=fused,
+        verb="new" if out is None else "out",
+        outs=() if out is None else [x for x in out if x is not None],
+        backend=backend,
+    )
+    ys = run(build(request))
+    return ys[0], cast(_K, None if k is None else ys[1])
+
+
+@public("rotate_qk_")
+def rotate_qk_(
+    q: torch.Tensor,
+    k: _K,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike = None,
+    *,
+    layout: str = "bhsd",
+    inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
+    act: ActLike = None,
+    gate: GateLike = None,
+    inverse: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, _K]:
+    """Rotate queries and keys in place: :func:`rotate_qk` without new tensors.
+
+    Args: as of :func:`rotate_qk`; q and k must not overlap in memory, but may be slices of one
+    projection. Without grad this is one launch; under grad it is one for each.
+
+    Returns:
+        q and k themselves.
+
+    >>> from tightrope import RopeSpec
+    >>> qkv = torch.randn(1, 16, 3 * 8 * 64).unflatten(-1, (24, 64))
+    >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
+    """
+    fused = around(act, gate)
+    plain = positions is None and inv_freq is None and seq_len is None
+    if plain and backend is None:
+        if run_prepared_in_place(spec, q, k, layout, inverse, fused):
+            return q, k
+    request = Request(
+        names=_QK,
+        q=q,
+        k=k,
+        spec=spec,
+        positions=positions,
+        layout=layout,
+        inverse=inverse,
+        inv_freq=inv_freq,
+        seq_len=seq_len,
+        around=fused,
+        verb="in place",
+        backend=backend,
+    )
+    run(build(request))
+    return q, k
+
+
+@public("rotary_pos_embedding")
+def rotary_pos_embedding(
+    input_: torch.Tensor, position_ids: torch.Tensor | None = None, interleaved: bool = True
+) -> torch.Tensor:
+    """Rotary position embedding of the whole last dimension, with base 10000.
+
+    Args:
+        input_: floating, shape ``(..., seq_len, embed_dim)`` with any leading dimensions and an even
+            ``embed_dim``.
+        position_ids: shape ``(seq_len,)``, int32, int64, float32 or float64; 0..seq_len-1 if None.
+        interleaved: pair channels (0, 1), (2, 3), … if true, and the first half with the second if
+            false.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: an odd ``embed_dim``, fewer than two dimensions, or ids that do not fit.
+        TypeError: an input or ids of a dtype that cannot rotate or count.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864), equations 15, 16 and 34.
+
+    >>> rotary_pos_embedding(torch.randn(2, 12, 8, 64)).shape
+    torch.Size([2, 12, 8, 64])
+    """
+    if not isinstance(input_, torch.Tensor):
+        raise bad_type(f"input_ must be a tensor but got {describe(input_)}")
+    if input_.dim() < 2:
+        raise bad_value("input_ must have shape (..., seq_len, embed_dim)", input_=input_)
+    *lead, tokens, width = input_.shape
+    if width % 2:
+        raise bad_value(f"embed_dim must be even but got {width}", input_=input_)
+    if position_ids is not None and (
+        not isinstance(position_ids, torch.Tensor) or position_ids.shape != (tokens,)
+    ):
+        raise bad_value(
+            f"position_ids must have shape ({tokens},)", position_ids=position_ids, input_=input_
+        )
+    spec = RopeSpec(width, interleaved=interleaved)
+    # No position differs between leading dimensions, so any of them may serve as rows and heads.
+    layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
+    x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
+    (y,) = run(build(Request(("input_",), x, None, spec, position_ids, layout)))
+    return y.reshape(input_.shape)
+
+
+def rotate_first(
+    x: torch.Tensor,
+    spec: RopeSpec,
+    positions: PositionsLike,
+    *,
+    layout: str,
+    inverse: bool,
+) -> torch.Tensor:
+    """:func:`rotate` of a tensor that may have more channels than its spec: the rest are copied.
+
+    For modules, which learn the width of their input when they see it.
+
+    Args:
+        x, spec, positions, layout, inverse: as of :func:`rotate`.
+
+    >>> rotate_first(torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
+    tensor([1., 1., 1., 1.])
+    """
+    (y,) = run(build(Request(_X, x, None, spec, positions, layout, inverse, wider=True)))
+    return y

@@ -1,0 +1,483 @@
+"""Rotations by tables of cosines and sines that a caller brings, in every shape that the field uses."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from .. import angles
+from .._errors import (
+    bad_index,
+    bad_type,
+    bad_value,
+    check_local,
+    describe,
+    integer,
+    public,
+)
+from .._tracing import broadcasts, is_readable
+from ..ops import schema
+from ..ops.build import check_backend
+from ..ops.call import Call
+from ..ops.checks import check_flag, check_floating, check_partner, shape_of
+from ..ops.layouts import BY_NAME, Layout
+from ..ops.run import run
+from ..spec import RopeSpec
+
+# A key, or None where there is none: what comes in is what comes out.
+_K = TypeVar("_K", bound=torch.Tensor | None)
+
+
+@public("apply_rotary_pos_emb")
+def apply_rotary_pos_emb(
+    q: torch.Tensor,
+    k: _K,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    interleaved: bool = False,
+    tables: str = "cat",
+    start: int = 0,
+    inverse: bool = False,
+    position_ids: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, _K]:
+    """Rotate queries and keys by tables of cosines and sines: the field's usual signature.
+
+    For code that has its tables already. :func:`rotate_qk` needs none, and is exact at any position.
+
+    Args:
+        q, k: floating, as of :func:`rotate_qk`; four dimensions, or three without a batch or heads.
+            k may be None.
+        cos, sin: float32, float64, bfloat16 or float16, on the device of q: ``(tokens, width)``,
+            ``(rows, tokens, width)``, or with as many dimensions as q. Channels past what the tables
+            rotate pass.
+        unsqueeze_dim: where the heads of q are: 1 for (batch, heads, seq, dim), 2 for
+            (batch, seq, heads, dim).
+        interleaved: pair channels (0, 1), (2, 3), … instead of halves.
+        tables: how the width holds the pairs: "cat", halves duplicated; "repeat", pairs duplicated;
+            "half", one entry per pair. Of duplicates the first is read; tables whose last row holds
+            others are refused, unless they require grad, or are on a device or traced.
+        start: the first channel that rotates.
+        inverse: rotate by the negative angles. Lengths in the tables multiply, as they do forward.
+        position_ids: int32 or int64 ``(tokens,)`` or ``(rows, tokens)``: which rows of the tables.
+        backend: as of :func:`rotate`.
+
+    Returns:
+        Rotated q and k. Differentiable by q, k, cos and sin.
+
+    Raises:
+        IndexError: ids outside the tables, on the CPU. Where a look would cost a synchronisation, or
+            in compiled code, such tokens become NaN.
+        TypeError, ValueError: arguments that do not fit, each with its sentence.
+
+    Source: the formula of Su et al., RoFormer (arXiv 2104.09864), equation 34.
+
+    >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
+    >>> angle = torch.arange(16.0)[:, None] * torch.ones(64)
+    >>> q, k = apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())
+    """
+    given = Tables(cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids)
+    ys = run(_build(q, k, given, backend=backend))
+    return ys[0], cast(_K, None if k is None else ys[1])
+
+
+@public("apply_rotary_pos_emb_")
+def apply_rotary_pos_emb_(
+    q: torch.Tensor,
+    k: _K,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    interleaved: bool = False,
+    tables: str = "cat",
+    start: int = 0,
+    inverse: bool = False,
+    position_ids: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, _K]:
+    """Rotate in place: :func:`apply_rotary_pos_emb` without new tensors.
+
+    Args: as of :func:`apply_rotary_pos_emb`, and q and k as of :func:`rotate_qk_`.
+
+    Returns:
+        q and k themselves.
+
+    >>> q, angle = torch.randn(1, 8, 16, 64), torch.zeros(16, 64)
+    >>> apply_rotary_pos_emb_(q, None, angle.cos(), angle.sin())[0] is q
+    True
+    """
+    given = Tables(cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids)
+    run(_build(q, k, given, verb="in place", backend=backend))
+    return q, k
+
+
+@public("build_freqs_cis")
+def build_freqs_cis(
+    seq_len: int,
+    d: int,
+    *,
+    base: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of cosines and sines of positions 0..seq_len-1, one entry per pair.
+
+    For :func:`rotary_apply`, and for code that wants to see them: nothing else here needs tables.
+
+    Args:
+        seq_len: how many positions.
+        d: channels of a head; even.
+        base: base of the frequencies.
+        dtype: float32 or float64. Entries are exact to 1.2e-7, or 1e-12, at any position.
+        device: where the tables shall be; by default where torch makes new tensors.
+
+    Returns:
+        Cosines and sines, ``(seq_len, d / 2)``.
+
+    Raises:
+        TypeError, ValueError: a length or a width that cannot be.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2.2.
+
+    >>> cos, sin = build_freqs_cis(16, 64)
+    >>> cos.shape
+    torch.Size([16, 32])
+    """
+    seq_len, d = integer("seq_len", seq_len), integer("d", d)
+    for what, size in (("seq_len", seq_len), ("d", d)):
+        if size < 0:
+            raise bad_value(f"{what} must not be negative but got {size}")
+    if isinstance(d, int) and d % 2:
+        raise bad_value(f"d must be even but got {d}")
+    if dtype not in (torch.float32, torch.float64):
+        raise bad_type(f"dtype must be float32 or float64 but got {dtype}")
+    # As torch's own factories: a device that somebody set as the default is heeded.
+    device = torch.empty(0).device if device is None else device
+    # Under dynamic=True the default of a function is a symbol, of which no frequencies can be made.
+    spec = RopeSpec(d) if base == 10000.0 else RopeSpec(d, base)
+    rotation = spec.at(None, device)
+    phase = angles.phases(rotation.words, rotation.turns, None, 0, True, seq_len)
+    cos, sin = angles.cos_sin(phase, dtype)
+    return cos[0, 0], sin[0, 0]
+
+
+@public("rotary_apply")
+def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate channel pairs (0, 1), (2, 3), … by tables that broadcast against x.
+
+    Args:
+        x: floating ``(..., d)``, d even: ``(batch, heads, seq, d)`` usually.
+        cos, sin: floating, of one shape that broadcasts against ``(..., d / 2)``, such as
+            ``(seq, d / 2)`` or ``(1, 1, seq, d / 2)``.
+
+    Returns:
+        A new tensor of the broadcast shape and the dtype of x. Differentiable by x, cos and sin.
+
+    Raises:
+        TypeError, ValueError: tensors that do not fit, each with its sentence.
+
+    Source: the formula of Su et al., RoFormer (arXiv 2104.09864), equation 34.
+
+    >>> x = torch.randn(2, 8, 16, 64)
+    >>> rotary_apply(x, *build_freqs_cis(16, 64)).shape
+    torch.Size([2, 8, 16, 64])
+    """
+    x, cos, sin, shape = _against(x, cos, sin)
+    (y,) = run(_build(x, None, Tables(cos, sin, interleaved=True, tables="half")))
+    return y.reshape(shape)
+
+
+def _against(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
+    """Broadcast x and tables of its pairs.
+
+    Returns:
+        x of four dimensions, tables of four that fit it, and the shape of the result.
+    """
+    for name, value in (("x", x), ("cos", cos), ("sin", sin)):
+        check_floating(name, value)
+    width = x.shape[-1] if x.dim() else 1
+    if width % 2:
+        raise bad_value(f"x must have an even last dimension but got {width}", x=x)
+    lead: torch.Size | None = None
+    if cos.dim() and cos.shape == sin.shape and cos.shape[-1] == width // 2:
+        try:
+            lead = torch.broadcast_shapes(x.shape[:-1], cos.shape[:-1])
+        except RuntimeError:
+            pass
+    if lead is None:
+        raise bad_value(
+            f"cos and sin must share a shape that broadcasts against x, with {width // 2} "
+            "channels, one for each pair",
+            x=x,
+            cos=cos,
+            sin=sin,
+        )
+    shape = torch.Size((*lead, width))
+    tokens = lead[-1] if lead else 1
+
+    def four(value: torch.Tensor, full: bool) -> torch.Tensor:
+        # Dimensions of size 1 in front, then what is too many becomes rows.
+        missing = max(len(lead), 3) + 1 - value.dim()
+        value = value[(None,) * missing]
+        front = lead[:-3] if len(lead) > 3 else ()
+        if len(front) and (full or any(size != 1 for size in value.shape[: len(front) + 1])):
+            value = value.expand(*lead[:-2], *value.shape[-3:])
+        value = value.flatten(0, value.dim() - 4)
+        return value.expand(*value.shape[:2], tokens, value.shape[3])
+
+    if len(lead) <= 3:
+        x = x.expand(shape)
+    return four(x, True), four(cos, False), four(sin, False), shape
+
+
+# Rank of q and which of its dimensions is heads -> layout.
+_LAYOUTS = {(4, 1): "bhsd", (4, 2): "bshd", (3, 1): "thd", (3, 0): "bsd"}
+
+
+class Tables(NamedTuple):
+    """A caller's tables and how they are meant, by the names of :func:`apply_rotary_pos_emb`."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    unsqueeze_dim: int = 1
+    interleaved: bool = False
+    tables: str = "cat"
+    start: int = 0
+    inverse: bool = False
+    position_ids: torch.Tensor | None = None
+
+
+def _build(q: torch.Tensor, k: torch.Tensor | None, given: Tables, **more: Any) -> list[Call]:
+    """Check everything against everything else.
+
+    Args:
+        more: further fields of the call: its verb and its backend.
+    """
+    cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids = given
+    check_flag("interleaved", interleaved)
+    check_flag("inverse", inverse)
+    hint = "; ids go into position_ids="
+    unsqueeze_dim = integer("unsqueeze_dim", unsqueeze_dim, hint)
+    layout = _layout(q, unsqueeze_dim)
+    shape = shape_of("q", q, layout)
+    if k is not None:
+        shape_of("k", k, layout)
+        check_partner("q", "k", q, k, layout)
+    if tables not in schema.TABLES:
+        raise bad_value(f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}")
+    start = integer("start", start)
+    _check_tables(q, cos, sin, tables, start)
+    c, s = (_canonical(table, q, unsqueeze_dim, layout) for table in (cos, sin))
+    _check_fit(c, q, k, cos, layout)
+    length, tokens = c.shape[2], shape[layout.token]
+    ids = None
+    if position_ids is not None:
+        ids = _ids(position_ids, length, tokens, q, layout)
+    elif length != tokens:
+        raise bad_value(
+            f"cos and sin must have one row for each of {tokens} tokens but got {length}; "
+            "give position_ids to say which rows",
+            q=q,
+            cos=cos,
+        )
+    learned = cos.requires_grad or sin.requires_grad
+    if tables != "half" and not learned and is_readable(cos):
+        for name, table, whole in (("cos", cos, c), ("sin", sin, s)):
+            if not _was_checked(name, table, tables):
+                _check_duplicates(name, whole, tables)
+                _checked[name] = (weakref.ref(table), _version(table), tables)
+    form = schema.Form(
+        layout=layout.code,
+        start=start,
+        interleaved=interleaved,
+        direction=schema.INVERSE if inverse else schema.FORWARD,
+        ramp=ids is None,
+        source=schema.SOURCES.index(tables),
+    )
+    if more.get("backend") is not None:
+        check_backend(more["backend"], q)
+    names = ("q",) if k is None else ("q", "k")
+    return [Call(q, k, c, s, ids, 0, form, 1.0, names=names, **more)]
+
+
+def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:
+    if not isinstance(q, torch.Tensor):
+        raise bad_type(f"q must be a tensor but got {describe(q)}")
+    dims = q.dim()
+    name = _LAYOUTS.get((dims, unsqueeze_dim + dims if unsqueeze_dim < 0 else unsqueeze_dim))
+    if name is None:
+        raise bad_value(
+            "unsqueeze_dim must name the heads of q: 1 or 2 of four dimensions, 0 or 1 of "
+            f"three, but got {unsqueeze_dim}",
+            q=q,
+        )
+    return BY_NAME[name]
+
+
+def _check_tables(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    tables: str,
+    start: int,
+) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_floating(name, table)
+    if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.device != sin.device:
+        raise bad_value("cos and sin must share shape, dtype and device", cos=cos, sin=sin)
+    if cos.device != q.device:
+        raise bad_value(f"cos and sin are on {cos.device} but q is on {q.device}", cos=cos)
+    width = cos.shape[-1] if cos.dim() else 0
+    if tables != "half" and width % 2:
+        raise bad_value(f"tables {tables!r} must have an even width but got {width}", cos=cos)
+    rotated = 2 * width if tables == "half" else width
+    if rotated > q.shape[-1]:
+        raise bad_value(
+            f"tables {tables!r} of width {width} rotate {rotated} channels but q has {q.shape[-1]}",
+            q=q,
+            cos=cos,
+        )
+    if start and not 0 <= start <= q.shape[-1] - rotated:
+        raise bad_value(
+            f"start must lie between 0 and {q.shape[-1] - rotated}, as tables {tables!r} of width "
+            f"{width} rotate {rotated} channels, but got {start}",
+            q=q,
+            cos=cos,
+        )
+
+
+def _canonical(
+    table: torch.Tensor, q: torch.Tensor, unsqueeze_dim: int, layout: Layout
+) -> torch.Tensor:
+    """A view [rows|1, heads|1, length, width]."""
+    dims = q.dim()
+    view = table
+    if view.dim() == 2 and dims == 4:
+        view = view[None]
+    if view.dim() == dims - 1:
+        view = view.unsqueeze(unsqueeze_dim)
+    if view.dim() != dims:
+        raise bad_value(
+            f"cos and sin must have {dims - 1} or {dims} dimensions"
+            + (", or 2," if dims == 4 else "")
+            + f" for a q of {dims} but got {table.dim()}",
+            q=q,
+            cos=table,
+        )
+    return layout.to_bhsd(view)
+
+
+def _check_fit(
+    c: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    layout: Layout,
+) -> None:
+    rows = 1 if layout.row is None else q.shape[layout.row]
+    if not broadcasts(c.shape[0], rows):
+        raise bad_value(
+            f"cos and sin must have 1 or {rows} rows but got {c.shape[0]}", q=q, cos=cos
+        )
+    for name, x in (("q", q), ("k", k)):
+        heads = 1 if x is None or layout.head is None else x.shape[layout.head]
+        if x is not None and not broadcasts(c.shape[1], heads):
+            raise bad_value(
+                f"cos and sin must have 1 or {heads} heads for {name} but got {c.shape[1]}",
+                **{name: x, "cos": cos},
+            )
+
+
+# The last tables that were looked at, by name: all layers of a forward pass share theirs.
+_checked: dict[str, tuple[weakref.ref[torch.Tensor], int, str]] = {}
+
+
+def _was_checked(name: str, table: torch.Tensor, tables: str) -> bool:
+    found = _checked.get(name)
+    return (
+        found is not None
+        and found[0]() is table
+        and found[1] == _version(table)
+        and found[2] == tables
+    )
+
+
+def _version(table: torch.Tensor) -> int:
+    # Nobody counts the changes of tensors of inference mode; hardly one is another format.
+    return 0 if table.is_inference() else table._version
+
+
+def _check_duplicates(name: str, table: torch.Tensor, tables: str) -> None:
+    """Refuse tables of another format than is said: they would turn pairs by each other's angles.
+
+    Of every row of the batch the last token is looked at: its angles are the largest, so formats differ
+    most. Callers leave out what nothing may read, and learned tables: of duplicates one is read, so only
+    that one learns.
+    """
+    if not table.numel():
+        return
+    last = table[:, :, -1]
+    half = last.shape[-1] // 2
+    if tables == "cat":
+        one, other = last[..., :half], last[..., half:]
+    else:
+        one, other = last[..., 0::2], last[..., 1::2]
+    if torch.equal(one, other):
+        return
+    # Two ways to compute one cosine may differ in a last bit; NaN is no difference.
+    gap = float((one - other).abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    size = float(one.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    if gap > 0.01 * max(size, 1e-3):
+        held = "halves" if tables == "cat" else "neighbours"
+        others = " or ".join(repr(kind) for kind in schema.TABLES if kind != tables)
+        raise bad_value(
+            f"{name} must hold every number twice, as equal {held}, for tables={tables!r}, but its "
+            f"last row does not; tables={others} would say another format",
+            **{name: table},
+        )
+
+
+def _ids(
+    position_ids: torch.Tensor,
+    length: int,
+    tokens: int,
+    q: torch.Tensor,
+    layout: Layout,
+) -> torch.Tensor:
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dtype not in (
+        torch.int64,
+        torch.int32,
+    ):
+        raise bad_type(f"position_ids must be int32 or int64 but got {describe(position_ids)}")
+    check_local("position_ids", position_ids)
+    rows = 1 if layout.row is None else q.shape[layout.row]
+    fits = ((tokens,), (1, tokens), (rows, tokens))
+    if tuple(position_ids.shape) not in fits:
+        raise bad_value(
+            f"position_ids must have shape ({tokens},) or ({rows}, {tokens})",
+            q=q,
+            position_ids=position_ids,
+        )
+    if position_ids.device != q.device:
+        raise bad_value(f"position_ids are on {position_ids.device} but q is on {q.device}")
+    _check_inside(position_ids, length)
+    return position_ids[None, None] if position_ids.dim() == 1 else position_ids[None]
+
+
+def _check_inside(ids: torch.Tensor, length: int) -> None:
+    """Where a look costs no synchronisation; elsewhere such rows become NaN."""
+    if ids.numel() == 0 or not is_readable(ids):
+        return
+    low, high = (int(end) for end in torch.aminmax(ids))
+    if low < 0 or high >= length:
+        raise bad_index(
+            f"position_ids must lie in [0, {length}), the rows of cos and sin, but go from "
+            f"{low} to {high}"
+        )

@@ -1,0 +1,168 @@
+"""From the arguments of a public function to calls: everything is checked here, and nowhere after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .. import activations, gates as gates_
+from .._errors import bad_type, bad_value, unsupported
+from ..activations import Act, RMSNorm, code_of
+from ..gates import Gate
+from ..positions import PositionsLike
+from ..spec import PreparedRotation, RopeSpec, SeqLen
+from . import gating, learned, schema
+from .call import Call, Carried, pack
+from .checks import Place, check_flag, check_outs, layout_named, prepare
+from .registry import BACKENDS
+
+
+class Around(NamedTuple):
+    """f and P of a call, for q and for k.
+
+    Attributes:
+        acts: None for the identity.
+        gates: any number of them, whose factors multiply.
+    """
+
+    acts: tuple[Act, Act]
+    gates: tuple[Sequence[Gate], Sequence[Gate]]
+
+
+def around(act: object, gate: object, count: int = 2) -> Around | None:
+    """``act=`` and ``gate=`` of a public function; None where there is neither.
+
+    Args:
+        count: the number of tensors: for one there are no pairs.
+    """
+    if act is None and gate is None:
+        return None
+    for name, value in (("act", act), ("gate", gate)):
+        if count == 1 and isinstance(value, tuple):
+            raise bad_type(f"{name} must be one, not a pair, for one tensor")
+    acts, (first, second) = activations.pair(act), gates_.pair(gate)
+    if acts == (None, None) and first is None and second is None:
+        return None
+    return Around(acts, ([] if first is None else [first], [] if second is None else [second]))
+
+
+class Request(NamedTuple):
+    """What a public function was given, by the names of :func:`tightrope.functional.rotate_qk`.
+
+    Attributes:
+        names: what the caller knows q and k by.
+        verb: one of :data:`tightrope.ops.call.VERBS`.
+        outs: where results go, for the verb "out".
+        around: f and P; None where both are the identity.
+        wider: whether q may have more channels than the spec; they are copied.
+    """
+
+    names: Sequence[str]
+    q: torch.Tensor
+    k: torch.Tensor | None
+    spec: RopeSpec | PreparedRotation
+    positions: PositionsLike = None
+    layout: str = "bhsd"
+    inverse: bool = False
+    inv_freq: torch.Tensor | None = None
+    seq_len: SeqLen = None
+    around: Around | None = None
+    verb: str = "new"
+    outs: Sequence[torch.Tensor] = ()
+    backend: str | None = None
+    wider: bool = False
+
+
+def build(request: Request) -> list[Call]:
+    """Check everything against everything else.
+
+    Returns:
+        One call; or one for each tensor, where they differ in the kind of f or P.
+    """
+    layout = layout_named(request.layout)
+    check_flag("inverse", request.inverse)
+    xs = schema.present(request.q, request.k)
+    names = request.names[: len(xs)]
+    place = Place(names, xs, layout)
+    rotation = prepare(place, request.spec, request.positions, request.seq_len, request.wider)
+    call = _call(request, place, rotation)
+    calls = [call] if request.around is None else _with_around(call, request.around, rotation)
+    if request.verb == "out":
+        check_outs(names, xs, request.outs)
+    if request.backend is not None:
+        check_backend(request.backend, request.q)
+    return calls
+
+
+def check_backend(name: str, x: torch.Tensor) -> None:
+    """Refuse a backend that does not exist, or cannot rotate this tensor."""
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise bad_value(f"backend must be one of {', '.join(BACKENDS)} but got {name!r}")
+    reason = BACKENDS[name].why_not(x)
+    if reason is not None:
+        raise unsupported(f"backend {name!r} cannot run: {reason}", x=x)
+
+
+def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
+    """The call of a rotation alone."""
+    form = schema.Form(
+        layout=place.layout.code,
+        start=rotation.channels.start,
+        interleaved=rotation.channels.interleaved,
+        direction=schema.INVERSE if request.inverse else schema.FORWARD,
+        ramp=rotation.ramp,
+    )
+    call = Call(
+        request.q,
+        request.k,
+        rotation.words,
+        rotation.turns,
+        rotation.ids,
+        rotation.offset,
+        form,
+        rotation.amplitude,
+        names=place.names,
+        verb=request.verb,
+        outs=request.outs,
+        backend=request.backend,
+    )
+    if request.inv_freq is not None:
+        return learned.with_frequencies(call, request.inv_freq)
+    if rotation is request.spec and not torch.compiler.is_compiling():
+        # The next call of this kind goes straight to the kernel.
+        rotation.memo.packed[request.layout, request.inverse] = pack(call)
+    return call
+
+
+def _with_around(call: Call, around: Around, rotation: PreparedRotation) -> list[Call]:
+    """The calls of a rotation between f and P."""
+    xs, names = call.xs, call.names
+    views = [call.layout.to_bhsd(x) for x in xs]
+    kinds: list[tuple[int, int, float]] = []
+    weights: list[torch.Tensor | None] = []
+    gates = gating.lower(names, views, around.gates, rotation)
+    for name, view, act, (gate, _) in zip(names, views, around.acts, gates):
+        if call.form.direction == schema.INVERSE and act is not None:
+            raise bad_value(
+                f"inverse must be False with an act, which cannot be undone, but act is {act!r}"
+            )
+        norm = act if isinstance(act, RMSNorm) else None
+        weights.append(None if norm is None else norm.factors(name, view, view.shape[1]))
+        kinds.append((code_of(act), gate, float(norm.eps) if norm else 0.0))
+    together = kinds[0] == kinds[-1]
+    calls = []
+    for which in [range(len(xs))] if together else [(i,) for i in range(len(xs))]:
+        code, gate, eps = kinds[which[0]]
+        # Lists first: torch 2.11 cannot trace a generator that reads variables of this function.
+        some_weights = [weights[i] for i in which]
+        some_gates = [gates[i][1] for i in which]
+        carried = Carried(
+            call.carried.frequencies,
+            tuple([w for w in some_weights if w is not None]),
+            tuple([g for g in some_gates if g is not None]),
+        )
+        form = call.form._replace(act=code, gate=gate)
+        calls.append(call.only(which)._replace(form=form, carried=carried, eps=eps))
+    return calls

@@ -1,0 +1,179 @@
+"""Memory that a call writes: what may share it, and what must be copied first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._errors import OPERATION, OUT_OF_PLACE, bad_value
+from .call import Call
+
+
+def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors in which two elements share memory: they would be rotated twice.
+
+    Kernels refuse them too, before they change anything; this says so to the user.
+    """
+    for name, x in zip(names, xs, strict=True):
+        _check_not_frozen(name, x)
+        if x.is_neg():
+            raise bad_value(
+                f"{name} is a negated view (of a conjugate's imaginary part); call "
+                f"{name}.resolve_neg() first",
+                **{name: x},
+            )
+        if may_overlap_itself(x):
+            raise bad_value(
+                f"{name} must not overlap itself in memory (an expanded tensor?); rotate a "
+                f"clone of it",
+                **{name: x},
+            )
+    if len(xs) == 2 and may_overlap(xs[0], xs[1]):
+        raise bad_value(
+            f"{names[0]} and {names[1]} must not share memory; rotate one of them out of place",
+            **dict(zip(names, xs, strict=True)),
+        )
+
+
+def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """Say of memory that kernels refuse why they do."""
+    for out in outs:
+        _check_not_frozen("out", out)
+    if shares_memory(outs, xs):
+        raise bad_value(
+            "out must not overlap itself or what is rotated in memory; to rotate in place call "
+            f"{OPERATION}_",
+            **{f"out[{i}]": out for i, out in enumerate(outs)},
+        )
+
+
+def is_frozen(x: torch.Tensor) -> bool:
+    """Whether torch lets nothing change a tensor: one of inference mode, outside of it."""
+    return x.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def refuse_frozen(written: Sequence[torch.Tensor]) -> None:
+    """Refuse such tensors, which torch would in a dispatch key that our operators have no kernel for."""
+    if any(map(is_frozen, written)):
+        raise RuntimeError("tightrope: an inference tensor cannot change outside of inference mode")
+
+
+def _check_not_frozen(name: str, x: torch.Tensor) -> None:
+    if is_frozen(x):
+        raise bad_value(
+            f"{name} is an inference tensor, which cannot change outside of inference mode; give a "
+            "clone of it",
+            **{name: x},
+        )
+
+
+def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether a tensor that is written may overlap itself, another such, or one that is read."""
+    return (
+        any(map(may_overlap_itself, written))
+        or any(may_overlap(a, b) for i, a in enumerate(written) for b in written[:i])
+        or any(may_overlap(a, b) for a in written for b in read)
+    )
+
+
+def check_in_place_grad(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
+    """Refuse what autograd cannot follow, before anything is changed."""
+    for name, x in zip(names, xs, strict=True):
+        base = x._base
+        if x.requires_grad and (x.is_leaf or (base is not None and base.is_leaf)):
+            raise bad_value(
+                f"{name} is a leaf that requires grad, or a view of one, and cannot change in "
+                f"place; call {OUT_OF_PLACE}",
+                **{name: x},
+            )
+        if base is None:
+            continue
+        made = torch._C._autograd._get_creation_meta(x)
+        if made == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE:
+            raise bad_value(
+                f"{name} comes from chunk, split or unbind, whose views autograd does not let "
+                f"change in place; slice instead (qkv[..., :n]), or call {OUT_OF_PLACE}",
+                **{name: x},
+            )
+        if made != torch._C._autograd.CreationMeta.DEFAULT:
+            raise bad_value(
+                f"{name} is a view made under no_grad, in inference mode or by a custom "
+                f"function, which autograd does not let change in place; call {OUT_OF_PLACE}",
+                **{name: x},
+            )
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Elements from the first to one past the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
+    """Whether a call that writes ``outs`` may write where x is, which it still reads."""
+    return any(
+        torch._C._is_alias_of(out, x)  # type: ignore[attr-defined]
+        and (out.element_size() != x.element_size() or may_overlap(out, x))
+        for out in outs
+    )
+
+
+def copied_before(call: Call, written: Sequence[torch.Tensor] | None) -> Call:
+    """The call with copies in place of tensors that are about to change.
+
+    Args:
+        written: what changes; None where addresses mean nothing, as behind a transform and while
+            compiling.
+    """
+
+    def own(x: torch.Tensor | None) -> torch.Tensor | None:
+        return x.clone() if x is not None and (written is None or is_written(x, written)) else x
+
+    q, k, primary, secondary, *others = call.tensors()
+    if written is not None:
+        # Else phase words are the library's own at least: calls by tables are never two.
+        primary, secondary = own(primary), own(secondary)
+    return call.with_tensors((q, k, primary, secondary, *map(own, others)))
+
+
+def may_overlap_itself(x: torch.Tensor) -> bool:
+    """True unless every dimension steps over all that the faster ones cover."""
+    if x.numel() == 0:
+        return False
+    covered = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride < covered:
+                return True
+            covered += (size - 1) * stride
+    return False
+
+
+def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """False where two tensors certainly share no element.
+
+    Slices of one fused projection interleave in memory. Modulo a stride that divides all slower
+    ones, each covers one run of elements, and the runs of disjoint slices do not touch.
+    """
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    size = a.element_size()
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    if a_start + _extent(a) * size <= b_start or b_start + _extent(b) * size <= a_start:
+        return False
+    gap, rest = divmod(b_start - a_start, size)
+    return rest != 0 or not any(
+        _run(a, period) <= gap % period and gap % period + _run(b, period) <= period
+        for period in (*a.stride(), *b.stride())
+        if period > 1
+    )
+
+
+def _run(x: torch.Tensor, period: int) -> int:
+    """Elements from the first to one past the last, of those dimensions that `period` does not
+    divide."""
+    return 1 + sum(
+        (size - 1) * stride
+        for size, stride in zip(x.shape, x.stride(), strict=True)
+        if stride % period
+    )

@@ -1,0 +1,232 @@
+"""The way of a call. Nothing else in the library asks what is at work around it.
+
+The first that holds decides:
+
+* DEFINITION: the reference is forced; forward mode; compiling inside a functorch transform; a
+  transform of a call with f or P;
+* TRACED: compile, export, functionalize;
+* AUTOGRAD: other functorch transforms; eager code in which something needs a gradient;
+* KERNEL: everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from ..activations import NONE, RMSNorm, code_of
+from ..spec import PreparedRotation
+from . import gating
+from .build import Around
+from .call import Call, tensors_of
+from .layouts import BY_NAME
+from .registry import takes
+from .schema import NO_GATE, Packed, Plain, form_of
+
+DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Way(NamedTuple):
+    """The route of a call, and what else its functions must know of the mode.
+
+    Attributes:
+        route: one of :data:`ROUTES`.
+        compiling: whether a compiler traces the call.
+        transformed: whether a functorch transform is at work: memory is not what it seems.
+        needs_grad: whether autograd records the call.
+    """
+
+    route: str
+    compiling: bool
+    transformed: bool
+    needs_grad: bool
+
+    @property
+    def sees_memory(self) -> bool:
+        """Whether addresses of tensors mean anything."""
+        return not self.compiling and not self.transformed
+
+
+def route(call: Call) -> Way:
+    """Decide the way of a call."""
+    compiling, transformed = torch.compiler.is_compiling(), _in_functorch()
+    needs_grad = torch.is_grad_enabled() and _any_wants_grad((*call.tensors(), *call.outs))
+    if call.backend == "reference" or _has_tangents(call, transformed):
+        found = DEFINITION
+    elif compiling:
+        # While compiling torch knows no formula of an operator from Python within `grad`. Plain torch
+        # it can follow and fuse.
+        found = DEFINITION if transformed else TRACED
+    elif transformed:
+        if _functionalizes():
+            found = TRACED
+        else:
+            # Transforms follow plain torch wherever they are, and a weight that is mapped too.
+            found = AUTOGRAD if call.is_plain else DEFINITION
+    else:
+        found = AUTOGRAD if needs_grad else KERNEL
+    return Way(found, compiling, transformed, needs_grad)
+
+
+def route_prepared(
+    rotation: object,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    layout: str,
+    inverse: bool,
+    around: Around | None,
+) -> Packed | None:
+    """The arguments that a prepared rotation has kept, if its kernel may be called at once.
+
+    A decoded token is a few microseconds of memory, and checks in Python would be most of its time.
+    So this looks once at each thing that the kernel cannot see; the kernel refuses all else that the
+    checks would, before it writes.
+
+    Returns:
+        None where the call must be built: for what it does, or for the error that it causes.
+    """
+    if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
+        return None
+    packed: Plain | None = rotation.memo.packed.get((layout, inverse))
+    if (
+        packed is None
+        or rotation.rows != 1
+        or rotation.is_stale
+        or type(q) is not torch.Tensor
+        or (k is not None and type(k) is not torch.Tensor)
+        or (rotation.limit is not None and _may_pass(rotation, q, layout))
+        or not takes(q)  # the definition takes more than it should
+        or q.shape[-1] != rotation.channels.head_dim
+        or _in_functorch()
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or (k is not None and k.requires_grad)
+        or (packed.positions is not None and packed.positions.requires_grad)
+    ):
+        return None
+    if around is None:
+        return packed
+    return _carrying(packed, q, k, rotation, layout, inverse, around)
+
+
+def mode() -> str:
+    """What is at work: "compiled", "transformed", "forward" (mode) or, if nothing is, "eager".
+
+    For code above the operator that has a way of its own, such as a model's original function.
+    """
+    if torch.compiler.is_compiling():
+        return "compiled"
+    if _in_functorch():
+        return "transformed"
+    return "eager" if forward_ad._current_level < 0 else "forward"
+
+
+def is_differentiated() -> bool:
+    """Whether a backward pass is differentiated too, so that its parts need formulas of their own."""
+    return torch.is_grad_enabled() or _in_functorch()
+
+
+def wanted(call: Call) -> list[str]:
+    """What besides q and k wants a gradient, as users know it."""
+    names = []
+    angles = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
+    if _any_wants_grad(angles):
+        names.append("positions or inv_freq")
+    if _any_wants_grad((*call.carried.weights, *call.carried.gates)):
+        names.append("act or gate")
+    return names
+
+
+def _may_pass(rotation: PreparedRotation, q: torch.Tensor, layout: str) -> bool:
+    """Whether tokens may lie beyond the length that the caller stated for them."""
+    at = BY_NAME[layout].token
+    return q.dim() <= at or rotation.passed(q.shape[at]) is not None
+
+
+def _carrying(
+    packed: Plain,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    rotation: PreparedRotation,
+    layout: str,
+    inverse: bool,
+    around: Around,
+) -> Packed | None:
+    """The arguments of a prepared rotation with f and P; None where that is more than to hand over the
+    tensors of f and P.
+
+    Nothing of a tensor is kept: the kernel reads the user's own, of whatever floating dtype, so it
+    sees every change of it.
+    """
+    count = 1 if k is None else 2
+    first, eps, act, gate = around.acts[0], 0.0, NONE, NO_GATE
+    carried: list[torch.Tensor] = []
+    if first is not None or around.acts[count - 1] is not None:
+        if inverse:
+            return None
+        for own in around.acts[:count]:
+            if not isinstance(first, RMSNorm):
+                if own != first:
+                    return None
+                continue
+            if not isinstance(own, RMSNorm) or own.unit_offset or own.eps != first.eps:
+                return None
+            if own.weight is None:
+                return None
+            carried.append(own.weight if own.weight.dim() == 2 else own.weight[None])
+            eps = float(first.eps)
+        act = code_of(first)
+    if around.gates[0] or around.gates[1]:
+        found = gating.ready(around.gates[:count], q, rotation, layout)
+        if found is None:
+            return None
+        gate, logs = found
+        carried += logs
+    device, learns = q.device, torch.is_grad_enabled()
+    for t in carried:
+        if type(t) not in _PLAIN or t.device != device or (learns and t.requires_grad):
+            return None
+    form = _with_around(packed.form, act, gate)
+    return packed.carrying(form, carried, eps) if carried else packed._replace(form=form)
+
+
+@lru_cache(maxsize=1024)
+def _with_around(form: int, act: int, gate: int) -> int:
+    return form_of(form)._replace(act=act, gate=gate).pack()
+
+
+def _in_functorch() -> bool:
+    """Whether a functorch transform (grad, vmap, ...) is at work."""
+    # The compiler has an object where there is none, so `is not None` would always be true of it.
+    top = torch._C._functorch.peek_interpreter_stack()
+    return isinstance(top, torch._C._functorch.CInterpreter)
+
+
+def _functionalizes() -> bool:
+    top = torch._C._functorch.peek_interpreter_stack()
+    return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
+
+
+def _has_tangents(call: Call, transformed: bool) -> bool:
+    """Whether forward-mode differentiation is at work, which a registered operator would ignore.
+
+    The level is one for all threads, so outside a transform it is the tensors that tell.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    return transformed or any(
+        forward_ad.unpack_dual(t).tangent is not None for t in tensors_of(call.tensors())
+    )
+
+
+def _any_wants_grad(tensors: Sequence[torch.Tensor | None]) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)

@@ -1,0 +1,290 @@
+"""Running calls: a table of verbs and routes, each cell a short function.
+
+docs/design.md shows the same table; tests/test_routes.py walks it. A call may be one of two launches,
+where q and k differ in the kind of f or P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+
+from .._errors import bad_value
+from ..activations import NONE
+from . import memory
+from .autograd import InPlace, OutOfPlace, Template
+from .build import Around
+from .call import Call, pack, unpack
+from .definition import define
+from .route import AUTOGRAD, DEFINITION, KERNEL, TRACED, Way, route, route_prepared, wanted
+from .schema import IN_PLACE, NEW, OUT, Operator, Packed
+
+Results = Sequence[torch.Tensor]
+
+
+def run(calls: Sequence[Call]) -> Results:
+    """Route each call and run it.
+
+    Args:
+        calls: one, or one for q and one for k.
+
+    Returns:
+        What was rotated, in place or not: for each tensor one.
+    """
+    if len(calls) == 1:
+        return _run(calls[0], route(calls[0]))
+    ways = [route(call) for call in calls]
+    verb, blind = calls[0].verb, not ways[0].sees_memory
+    # What the second refuses must not find the first done.
+    if verb == "in place" and not blind:
+        _check_in_place(calls, any(way.needs_grad for way in ways))
+    if verb == "out":
+        for call, way in zip(calls, ways):
+            _check_out_grad(call, way)
+        if not ways[0].compiling:
+            _check_out_memory(calls)
+    if verb != "new":
+        # Nor may it read what the first has written. Where memory is not seen, everything is copied.
+        written = None if blind else _written(calls)
+        calls = [calls[0], *(memory.copied_before(call, written) for call in calls[1:])]
+    return [_run(call, way)[0] for call, way in zip(calls, ways)]
+
+
+def run_prepared(
+    rotation: object,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    layout: str,
+    inverse: bool,
+    around: Around | None,
+) -> Results | None:
+    """The kernel at once, for a prepared rotation that was used before.
+
+    Returns:
+        New tensors; None where the call must be built, or where the kernel refuses it.
+    """
+    packed = route_prepared(rotation, q, k, layout, inverse, around)
+    if packed is not None:
+        with suppress(RuntimeError):
+            return _launch(NEW, q, k, packed)
+    return None
+
+
+def run_prepared_in_place(
+    rotation: object,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    layout: str,
+    inverse: bool,
+    around: Around | None,
+) -> bool:
+    """As :func:`run_prepared`, in place.
+
+    Returns:
+        Whether it is done.
+    """
+    packed = route_prepared(rotation, q, k, layout, inverse, around)
+    if packed is not None:
+        with suppress(RuntimeError):
+            _launch_in_place(q, k, packed)
+            return True
+    return False
+
+
+def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
+    """The operator for arguments that the caller has checked, where :func:`.route.mode` is "eager"."""
+    if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
+        return run([unpack(q, k, *packed)])
+    return _launch(NEW, q, k, packed)
+
+
+def _run(call: Call, way: Way) -> Results:
+    if call.verb == "out":
+        _check_out_grad(call, way)
+    return TABLE[call.verb, way.route](call, way)
+
+
+# --- new tensors ----------------------------------------------------------------------------------
+
+
+def _new_by_kernel(call: Call, way: Way) -> Results:
+    return _launch(NEW, call.q, call.k, pack(call))
+
+
+def _new_by_autograd(call: Call, way: Way) -> Results:
+    return OutOfPlace.apply(Template.of(call), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _new_by_definition(call: Call, way: Way) -> Results:
+    return define(call)
+
+
+def _new_traced(call: Call, way: Way) -> Results:
+    packed = pack(call)
+    return NEW.for_(packed)(call.q, call.k, *packed)  # type: ignore[no-any-return]
+
+
+# --- in place -------------------------------------------------------------------------------------
+
+
+def _in_place_by_kernel(call: Call, way: Way) -> Results:
+    try:
+        _launch_in_place(call.q, call.k, pack(call))
+    except RuntimeError:
+        # Kernels refuse overlapping memory before they change anything; this words it.
+        _check_in_place([call], False)
+        raise
+    return call.xs
+
+
+def _in_place_by_autograd(call: Call, way: Way) -> Results:
+    if way.transformed:
+        return _overwrite(call.xs, _new_by_autograd(_copied(call), way))
+    _check_in_place([call], True)
+    # Gradients may be made of arguments, and k is rotated after q has changed.
+    call = memory.copied_before(call, call.xs)
+    beside = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
+    if any(t is not None and t.requires_grad for t in (*beside, *call.carried.gates)):
+        # Gradients by angles, tables and gates need what a rotation in place overwrites.
+        return _overwrite(call.xs, _new_by_autograd(_copied(call), way))
+    # Autograd refuses one function that returns two views, so each is a call of its own.
+    for i, x in enumerate(call.xs):
+        one = call.only([i])
+        # The copy is made out here, so that it is part of the graph: the slope of an act depends on it.
+        one = one._replace(q=None if one.form.act == NONE else x.clone())
+        InPlace.apply(Template.of(one), x, *one.tensors())  # type: ignore[no-untyped-call]
+    return call.xs
+
+
+def _in_place_by_definition(call: Call, way: Way) -> Results:
+    # Behind a transform memory is not what it seems; the transform sees to it.
+    if way.sees_memory:
+        _check_in_place([call], way.needs_grad)
+    # Gradients by angles need what this overwrites.
+    return _overwrite(call.xs, define(_copied(call)))
+
+
+def _in_place_traced(call: Call, way: Way) -> Results:
+    if way.transformed:
+        return _overwrite(call.xs, _new_traced(_copied(call), way))
+    if way.needs_grad:
+        before = _copied(call) if call.keeps_inputs else call
+        return _overwrite(call.xs, _new_traced(before, way))
+    packed = pack(call)
+    IN_PLACE.for_(packed)(call.q, call.k, *packed)
+    return call.xs
+
+
+# --- out= -----------------------------------------------------------------------------------------
+
+
+def _out_by_kernel(call: Call, way: Way) -> Results:
+    try:
+        memory.refuse_frozen(call.outs)
+        packed = pack(call)
+        with torch._C._AutoDispatchBelowAutograd():
+            OUT.for_(packed)(call.q, call.k, *_pair(call.outs), *packed)
+        torch.autograd.graph.increment_version(call.outs)
+    except RuntimeError:
+        # Kernels refuse overlapping memory before they write; this words it.
+        _check_out_memory([call])
+        raise
+    return call.outs
+
+
+def _out_by_autograd(call: Call, way: Way) -> Results:
+    # Reached under transforms alone: elsewhere what needs a gradient is refused.
+    return _overwrite(call.outs, _new_by_autograd(call, way))
+
+
+def _out_by_definition(call: Call, way: Way) -> Results:
+    if way.sees_memory:
+        _check_out_memory([call])
+    return _overwrite(call.outs, define(call))
+
+
+def _out_traced(call: Call, way: Way) -> Results:
+    if way.transformed:
+        return _overwrite(call.outs, _new_traced(call, way))
+    packed = pack(call)
+    OUT.for_(packed)(call.q, call.k, *_pair(call.outs), *packed)
+    return call.outs
+
+
+#: What runs a call, by where its results go and the route that it takes.
+TABLE: dict[tuple[str, str], Callable[[Call, Way], Results]] = {
+    ("new", KERNEL): _new_by_kernel,
+    ("new", AUTOGRAD): _new_by_autograd,
+    ("new", DEFINITION): _new_by_definition,
+    ("new", TRACED): _new_traced,
+    ("in place", KERNEL): _in_place_by_kernel,
+    ("in place", AUTOGRAD): _in_place_by_autograd,
+    ("in place", DEFINITION): _in_place_by_definition,
+    ("in place", TRACED): _in_place_traced,
+    ("out", KERNEL): _out_by_kernel,
+    ("out", AUTOGRAD): _out_by_autograd,
+    ("out", DEFINITION): _out_by_definition,
+    ("out", TRACED): _out_traced,
+}
+
+
+# --- what the cells share -------------------------------------------------------------------------
+
+
+def _launch(operator: Operator, q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
+    """The operator below autograd, whose formula in Python would only cost time here."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.for_(packed)(q, k, *packed)  # type: ignore[no-any-return]
+
+
+def _launch_in_place(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> None:
+    if q.is_inference() or (k is not None and k.is_inference()):
+        memory.refuse_frozen([q] if k is None else [q, k])
+    _launch(IN_PLACE, q, k, packed)
+    torch.autograd.graph.increment_version(q if k is None else (q, k))
+
+
+def _pair(outs: Results) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return outs[0], outs[1] if len(outs) > 1 else None
+
+
+def _copied(call: Call) -> Call:
+    """The call of copies, where q and k themselves are about to change."""
+    return call.on([x.clone() for x in call.xs])
+
+
+def _overwrite(xs: Results, ys: Results) -> Results:
+    """Write each result where it belongs; gradients and transforms follow."""
+    for x, y in zip(xs, ys, strict=True):
+        x.copy_(y)
+    return xs
+
+
+def _written(calls: Sequence[Call]) -> list[torch.Tensor]:
+    return [x for call in calls for x in (call.outs or call.xs)]
+
+
+def _check_in_place(calls: Sequence[Call], needs_grad: bool) -> None:
+    names = [name for call in calls for name in call.names]
+    xs = [x for call in calls for x in call.xs]
+    memory.check_in_place(names, xs)
+    if needs_grad:
+        memory.check_in_place_grad(names, xs)
+
+
+def _check_out_grad(call: Call, way: Way) -> None:
+    if not way.needs_grad:
+        return
+    found, without = wanted(call), "call it under torch.no_grad(), or without out"
+    if found:
+        raise bad_value(f"out has no gradient, and {found[0]} require one; {without}")
+    for name, x, out in zip(call.names, call.xs, call.outs):
+        if x.requires_grad or out.requires_grad:
+            rule = f"out has no gradient, and {name} or out requires one; {without}"
+            raise bad_value(rule, **{name: x, "out": out})
+
+
+def _check_out_memory(calls: Sequence[Call]) -> None:
+    memory.check_out_memory([x for call in calls for x in call.xs], _written(calls))
