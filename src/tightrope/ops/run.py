@@ -110,18 +110,22 @@ def _run(call: Call, way: Way) -> Results:
 
 
 def _new_by_kernel(call: Call, way: Way) -> Results:
+    """The operator, below autograd."""
     return _launch(NEW, call.q, call.k, pack(call))
 
 
 def _new_by_autograd(call: Call, way: Way) -> Results:
+    """`OutOfPlace.apply`."""
     return OutOfPlace.apply(Template.of(call), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _new_by_definition(call: Call, way: Way) -> Results:
+    """`define`."""
     return define(call)
 
 
 def _new_traced(call: Call, way: Way) -> Results:
+    """The registered operator."""
     packed = pack(call)
     return NEW.for_(packed)(call.q, call.k, *packed)  # type: ignore[no-any-return]
 
@@ -130,6 +134,7 @@ def _new_traced(call: Call, way: Way) -> Results:
 
 
 def _in_place_by_kernel(call: Call, way: Way) -> Results:
+    """The operator in place, below autograd; the versions of the tensors are bumped."""
     try:
         _launch_in_place(call.q, call.k, pack(call))
     except RuntimeError:
@@ -140,6 +145,8 @@ def _in_place_by_kernel(call: Call, way: Way) -> Results:
 
 
 def _in_place_by_autograd(call: Call, way: Way) -> Results:
+    """`InPlace.apply` for each tensor, where only it or the weight of a norm wants a gradient;
+    otherwise, and under transforms, `OutOfPlace.apply` of copies, written back."""
     if way.transformed:
         return _overwrite(call.xs, _new_by_autograd(_copied(call), way))
     _check_in_place([call], True)
@@ -159,6 +166,7 @@ def _in_place_by_autograd(call: Call, way: Way) -> Results:
 
 
 def _in_place_by_definition(call: Call, way: Way) -> Results:
+    """`define` of copies, written back."""
     # Behind a transform memory is not what it seems; the transform sees to it.
     if way.sees_memory:
         _check_in_place([call], way.needs_grad)
@@ -167,6 +175,8 @@ def _in_place_by_definition(call: Call, way: Way) -> Results:
 
 
 def _in_place_traced(call: Call, way: Way) -> Results:
+    """The registered operator in place; where something wants a gradient, and under transforms,
+    the one for new tensors, written back."""
     if way.transformed:
         return _overwrite(call.xs, _new_traced(_copied(call), way))
     if way.needs_grad:
@@ -181,6 +191,7 @@ def _in_place_traced(call: Call, way: Way) -> Results:
 
 
 def _out_by_kernel(call: Call, way: Way) -> Results:
+    """The operator into `out`, below autograd; its version is bumped."""
     try:
         memory.refuse_frozen(call.outs)
         packed = pack(call)
@@ -195,17 +206,21 @@ def _out_by_kernel(call: Call, way: Way) -> Results:
 
 
 def _out_by_autograd(call: Call, way: Way) -> Results:
-    # Reached under transforms alone: elsewhere what needs a gradient is refused.
+    """Refused, as `out` has no gradient; under transforms that take none, `OutOfPlace.apply`,
+    written into `out`."""
     return _overwrite(call.outs, _new_by_autograd(call, way))
 
 
 def _out_by_definition(call: Call, way: Way) -> Results:
+    """`define`, written into `out`."""
     if way.sees_memory:
         _check_out_memory([call])
     return _overwrite(call.outs, define(call))
 
 
 def _out_traced(call: Call, way: Way) -> Results:
+    """The registered operator into `out`; under transforms the one for new tensors, written
+    into `out`."""
     if way.transformed:
         return _overwrite(call.outs, _new_traced(call, way))
     packed = pack(call)

@@ -1,0 +1,254 @@
+"""Every verb on every route: which cell of the table runs, what it returns or refuses, and gradients.
+
+The table stands in docs/design.md and in ops/run.py; both are the same. The truth is the definition in
+float64, which the other files hold against the oracle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from tightrope import RopeSpec, gates
+from tightrope.activations import RMSNorm
+from tightrope.functional import rotate, rotate_
+from tightrope.ops import run as running
+from tightrope.ops.call import VERBS
+from tightrope.ops.route import AUTOGRAD, DEFINITION, KERNEL, ROUTES, TRACED
+from tolerances import assert_near
+
+DESIGN = Path(__file__).resolve().parent.parent / "docs" / "design.md"
+SPEC = RopeSpec(8, rotary_dim=6, start=1, base=50.0)
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def written_table() -> dict[tuple[str, str], str]:
+    """The cells of the table in docs/design.md."""
+    lines = DESIGN.read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| | kernel |"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:]]
+    routes = rows[0][1:]
+    verbs = itertools.takewhile(lambda row: row[0] in VERBS, rows[2:])
+    return {(row[0], route): cell for row in verbs for route, cell in zip(routes, row[1:])}
+
+
+def test_the_documented_table_is_that_of_the_code() -> None:
+    documented = written_table()
+    assert documented.keys() == running.TABLE.keys() == set(itertools.product(VERBS, ROUTES))
+    for cell, function in running.TABLE.items():
+        assert " ".join(function.__doc__.split()) == documented[cell], cell
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The cells that run, in order."""
+    cells: list[tuple[str, str]] = []
+
+    def noted(cell: tuple[str, str], function: Any) -> Any:
+        def run(call: Any, way: Any) -> Any:
+            cells.append(cell)
+            return function(call, way)
+
+        return run
+
+    for cell, function in list(running.TABLE.items()):
+        monkeypatch.setitem(running.TABLE, cell, noted(cell, function))
+    return cells
+
+
+# --- calls and modes ------------------------------------------------------------------------------
+
+
+def by(verb: str, **options: Any) -> Call:
+    """A rotation as a function of x that changes nothing of its argument."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if verb == "new":
+            return rotate(x, SPEC, 3, **options)
+        if verb == "in place":
+            return rotate_(x.clone(), SPEC, 3, **options)
+        return rotate(x, SPEC, 3, out=torch.empty_like(x), **options)
+
+    return call
+
+
+def forward_mode(call: Call, x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        y, tangent = forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x))))
+        assert tangent is not None
+        return y
+
+
+def compiled(call: Call, x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.reset()
+    return torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+
+
+def exported(call: Call, x: torch.Tensor) -> torch.Tensor:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return call(x)
+
+    return torch.export.export(Module(), (x,)).module()(x)
+
+
+def mapped(call: Call, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(call)(x[None])[0]
+
+
+def graded(call: Call, x: torch.Tensor) -> torch.Tensor:
+    y = call(x.requires_grad_())
+    assert y.requires_grad
+    return y.detach()
+
+
+MODES: dict[str, tuple[str, Callable[[Call, torch.Tensor], torch.Tensor]]] = {
+    "eager": (KERNEL, lambda call, x: call(x)),
+    "no_grad": (KERNEL, lambda call, x: torch.no_grad()(call)(x.requires_grad_())),
+    "requires grad": (AUTOGRAD, graded),
+    "vmap": (AUTOGRAD, mapped),
+    "func.grad": (AUTOGRAD, lambda call, x: torch.func.vjp(call, x)[0]),
+    "forward mode": (DEFINITION, forward_mode),
+    "func.jvp": (DEFINITION, lambda call, x: torch.func.jvp(call, (x,), (x,))[0]),
+    "compiled vmap": (DEFINITION, lambda call, x: compiled(torch.vmap(call), x[None])[0]),
+    "compiled": (TRACED, compiled),
+    "compiled with grad": (TRACED, lambda call, x: compiled(call, x.requires_grad_()).detach()),
+    "exported": (TRACED, exported),
+    "functionalize": (TRACED, lambda call, x: torch.func.functionalize(call)(x)),
+}
+# Where `out` would lose a gradient or a tangent, it is refused.
+WITH_GRADIENT = ("requires grad", "func.grad", "compiled with grad")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_rotation(verb: str, mode: str, taken: list[tuple[str, str]]) -> None:
+    route, under = MODES[mode]
+    x = noise(1, 2, 5, 8)
+    want = rotate(x, SPEC, 3, backend="reference")
+    taken.clear()
+    if verb == "out" and mode in WITH_GRADIENT:
+        error = torch._dynamo.exc.Unsupported if "compiled" in mode else ValueError
+        with pytest.raises(error, match="out has no gradient" if error is ValueError else None):
+            under(by(verb), x.clone())
+        return
+    got = under(by(verb), x.clone())
+    assert set(taken) == {(verb, route)}
+    assert_near(got, want, "float64 ways")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_f_and_p_go_the_same_ways_but_by_the_definition_under_transforms(
+    verb: str, mode: str, taken: list[tuple[str, str]]
+) -> None:
+    route, under = MODES[mode]
+    if mode in ("vmap", "func.grad"):
+        route = DEFINITION
+    if verb == "out" and mode in WITH_GRADIENT:
+        pytest.skip("refused, as the rotation alone is")
+    around = {"act": RMSNorm(noise(8, seed=1)), "gate": gates.Exp(0.1 * noise(8, seed=2))}
+    x = noise(1, 2, 5, 8)
+    want = rotate(x, SPEC, 3, backend="reference", **around)
+    taken.clear()
+    got = under(by(verb, **around), x.clone())
+    assert set(taken) == {(verb, route)}
+    assert_near(got, want, "float64 ways")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_forced_reference_is_the_definition_everywhere(
+    verb: str, mode: str, taken: list[tuple[str, str]]
+) -> None:
+    _, under = MODES[mode]
+    if verb == "out" and mode in WITH_GRADIENT:
+        pytest.skip("refused, as the fastest backend's is")
+    x = noise(1, 2, 5, 8)
+    want = rotate(x, SPEC, 3)
+    taken.clear()
+    got = under(by(verb, backend="reference"), x.clone())
+    assert set(taken) == {(verb, DEFINITION)}
+    assert_near(got, want, "float64 ways")
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["rotation", "f and P"])
+@pytest.mark.parametrize("mode", ["eager", "compiled", "functional", "reference"])
+@pytest.mark.parametrize("verb", ["new", "in place"])
+def test_first_and_second_gradients(verb: str, mode: str, what: str) -> None:
+    options: dict[str, Any] = {}
+    if what == "f and P":
+        options = {"act": "silu", "gate": gates.Exp(0.1 * noise(8, seed=2))}
+    x, weight = noise(1, 2, 5, 8), noise(1, 2, 5, 8, seed=1)
+
+    def loss(call: Call) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: (call(x).pow(3) * weight).sum()
+
+    def gradients(f: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        first = torch.autograd.grad(f(leaf), leaf, create_graph=mode != "compiled")[0]
+        if mode == "compiled":
+            return [first]
+        return [first.detach(), torch.autograd.grad(first.pow(2).sum(), leaf)[0]]
+
+    want = gradients(loss(by("new", backend="reference", **options)))
+    if mode == "functional":
+        f = loss(by(verb, **options))
+        first = torch.func.grad(f)
+        got = [first(x), torch.func.grad(lambda x: first(x).pow(2).sum())(x)]
+    elif mode == "compiled":
+        torch._dynamo.reset()
+        f = torch.compile(loss(by(verb, **options)), backend="aot_eager", fullgraph=True)
+        got = gradients(f)
+    else:
+        backend = "reference" if mode == "reference" else None
+        got = gradients(loss(by(verb, backend=backend, **options)))
+    for one, other in zip(got, want, strict=True):
+        assert_near(one, other, "float64 ways")
+
+
+def test_a_call_of_two_kinds_runs_as_two(taken: list[tuple[str, str]]) -> None:
+    from tightrope.functional import rotate_qk, rotate_qk_
+
+    q, k = noise(1, 4, 5, 8), noise(1, 2, 5, 8, seed=1)
+    wanted = rotate(q, SPEC, act="silu"), rotate(k, SPEC)
+    taken.clear()
+    for found in (
+        rotate_qk(q, k, SPEC, act=("silu", None)),
+        rotate_qk_(q.clone(), k.clone(), SPEC, act=("silu", None)),
+    ):
+        for one, other in zip(found, wanted):
+            assert torch.equal(one, other)
+    assert taken == [("new", KERNEL)] * 2 + [("in place", KERNEL)] * 2
+
+
+def test_nothing_else_asks_what_is_at_work() -> None:
+    """The modes are asked for in ops/route.py; `_tracing` tells what may be read or kept."""
+    source = DESIGN.parent.parent / "src" / "tightrope"
+    asks = re.compile(r"_functorch|forward_ad|CInterpreter")
+    allowed = {"ops/route.py", "_tracing.py"}
+    found = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if asks.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == allowed
