@@ -55,7 +55,10 @@ LAZY: dict[tuple[str, str], str] = {
         "spec._rope",
         "config",
     ): "RopeSpec.from_config is where a user looks for it; what it reads builds specs",
-    ("ops.autograd", "ops.run"): "the gradient of a rotation is a rotation, which is run as any call is",
+    (
+        "ops.autograd",
+        "ops.run",
+    ): "the gradient of a rotation is a rotation, which is run as any call is",
 }
 
 # Modules that import by a name which they compute -> why, and what keeps it within the ranks.

@@ -33,6 +33,7 @@ from .._tracing import broadcasts, is_readable
 from ..gates import Gate
 from ..ops.build import Request, around, build
 from ..ops.checks import Place, layout_named, prepare
+from ..ops.route import mode
 from ..ops.run import run
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
@@ -203,8 +204,8 @@ def chunked(
     again = (
         torch.is_grad_enabled()
         and any(x.requires_grad for x in (q, k, v, decay, state))
-        # Transforms cannot save by recomputing.
-        and torch._C._functorch.peek_interpreter_stack() is None
+        # Transforms cannot save by recomputing, and a compiler decides for itself.
+        and mode() in ("eager", "forward")
     )
     outs = []
     # Split rather than sliced: the gradient of all parts is then put together once.
