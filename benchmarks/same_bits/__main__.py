@@ -17,14 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import warnings
 from collections import Counter
 from pathlib import Path
-
-# Read when torch is imported.
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
 
@@ -107,11 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "compare":
         return compare(*options.what)
-    warnings.simplefilter("ignore")
-    if options.command == "store":
-        store(options.what[0], options.calls, options.seed, options.sets)
-    for number in options.what if options.command == "show" else ():
-        print(json.dumps(told(options.seed, int(number)), indent=1))
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings(), torch.compiler.config.patch(force_disable_caches=True):
+        warnings.simplefilter("ignore")
+        if options.command == "store":
+            store(options.what[0], options.calls, options.seed, options.sets)
+        for number in options.what if options.command == "show" else ():
+            print(json.dumps(told(options.seed, int(number)), indent=1))
+    torch.set_num_threads(threads)
     return 0
 
 
