@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import compare, report, rotate
 from benchmarks.cases import CASES
+from benchmarks.same_bits import __main__ as same_bits
 
+from matrix import needs_kernel
+from tightrope.backends import cpu
 from tightrope.workbench.bench import CONTENDERS, SUITE, Case, Made, measure, method, runtimes
 from tightrope.workbench.bench.measure import expected, gate, inputs
 
@@ -228,3 +231,27 @@ def test_from_run_to_table(tmp_path: Path, monkeypatch, capsys) -> None:
     assert "plain" in capsys.readouterr().out
     monkeypatch.setattr(rotate, "CASES", ())
     assert rotate.main([]) == 2
+
+
+@needs_kernel
+def test_the_bits_of_drawn_calls(tmp_path: Path, capsys) -> None:
+    """They are the same a second time, and one that is not is found."""
+    name = cpu.instruction_set()
+    stems = [str(tmp_path / stem) for stem in ("before", "after")]
+    for stem in stems:
+        assert same_bits.main(["store", stem, "--calls", "60", "--sets", name]) == 0
+    assert same_bits.main(["show", "3"]) == 0
+    assert same_bits.main(["compare", *stems]) == 0
+    assert capsys.readouterr().out.endswith("0 of 60 calls differ\n")
+    after = Path(f"{stems[1]}-{name}.jsonl")
+    lines = after.read_text().splitlines()
+    last = json.loads(lines[-1])
+    last["result"]["y0"] = "other bits"
+    after.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    assert same_bits.main(["compare", *stems]) == 1
+    assert "call 59 of before" in capsys.readouterr().out
+    after.write_text(lines[0])
+    assert same_bits.main(["compare", *stems]) == 2
+    after.unlink()
+    assert same_bits.main(["compare", *stems]) == 2
+    assert same_bits.main(["compare", str(tmp_path / "nothing"), stems[1]]) == 2

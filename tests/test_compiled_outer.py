@@ -236,3 +236,39 @@ def test_what_the_definition_takes_for_k_from_the_memory_of_q(
         run = torch.compile(run, backend="aot_eager", fullgraph=True)
     for one, other in zip(run(X.clone(), X.flip(-1)), wanted, strict=True):
         assert_near(one, other, "float64 ways")
+
+
+DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "a spec": lambda x, rope: rotate(x, rope, backend="reference"),
+    "in place": lambda x, rope: rotate_(x * 1, rope, act="silu", backend="reference"),
+    "a batch": lambda x, rope: torch.vmap(lambda x: rotate(x[None], rope))(x),
+    "tables": lambda x, rope: apply_rotary_pos_emb_(  # noqa: ARG005
+        x * 1, None, x[0, 0, :, :2], x[0, 0, :, :2], tables="half", start=1, backend="reference"
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", DEFINED)
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
+def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str, prepared: bool) -> None:
+    """So are the fields of a spec that a function holds, where all shapes are."""
+    spec = RopeSpec(8, rotary_dim=4, start=1)
+    rope = spec.at(3) if prepared else spec
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return DEFINED[name](x, rope)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_near(compiled(X), run(X), "float64 ways")
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_the_definition_by_positions_and_frequencies_that_learn(backend: str | None) -> None:
+    def loss(where: torch.Tensor, omega: torch.Tensor) -> torch.Tensor:
+        return rotate(X, SPEC, where, inv_freq=omega, backend=backend).square()[..., 0].sum()
+
+    run = torch.func.grad(loss, (0, 1))
+    leaves = noise(5, seed=1), noise(4, seed=2)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for one, other in zip(compiled(*leaves), run(*leaves), strict=True):
+        assert_near(one, other, "float64 ways")

@@ -18,7 +18,8 @@ import torch
 from .frequencies import CONTEXT, TWO_PI, Frequencies
 
 _TURN = 2.0**-64  # one phase unit, in turns
-_RADIANS = float(TWO_PI) * _TURN
+_FLOAT_TWO_PI = float(TWO_PI)
+_RADIANS = _FLOAT_TWO_PI * _TURN
 _NO_TURNS = -(2**63)  # of a frequency that is no number; kernels know it too
 
 
@@ -313,7 +314,7 @@ def real(
 def inv_freq(words: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Frequencies in radians per position, read back from phase words."""
     omega = words.to(dtype) * _RADIANS
-    return omega if turns is None else omega + turns.to(dtype) * float(TWO_PI)
+    return omega if turns is None else omega + turns.to(dtype) * _FLOAT_TWO_PI
 
 
 def is_lost(positions: torch.Tensor | None) -> torch.Tensor | None:

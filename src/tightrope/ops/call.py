@@ -244,7 +244,9 @@ def carried_of(form: Form, carried: Sequence[Any]) -> Carried:
         form.gate != NO_GATE,
         form.act != NONE and form.direction == TRANSPOSE,
     )
-    count, rest = divmod(len(carried) - form.learned, max(sum(kinds), 1))
+    # Dynamo has no divmod of symbols.
+    own, ways = len(carried) - form.learned, max(sum(kinds), 1)
+    count, rest = own // ways, own % ways
     if rest or count not in ((1, 2) if any(kinds) else (0,)):
         raise RuntimeError("tightrope::rotate: carried must hold what the form says")
     at = int(form.learned)
