@@ -24,6 +24,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "tightrope"
 RANKS: dict[str, tuple[int, int]] = {
     "_errors": (0, 0),
     "_tracing": (0, 0),
+    "_memo": (0, 0),
     "ops.schema": (0, 0),
     "ops.registry": (0, 0),
     "channels": (0, 1),

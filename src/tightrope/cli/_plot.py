@@ -32,10 +32,14 @@ def draw(
     context: int,
     timings: list[Timing],
     contest: Contest,
-    title: str,
-    caption: str,
+    texts: tuple[str, str],
 ) -> None:
-    """Write the picture to `path`; a part that was not reached says so in its panel."""
+    """Write the picture to `path`; a part that was not reached says so in its panel.
+
+    Args:
+        texts: title and caption.
+    """
+    title, caption = texts
     with styled():
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
         figure = Figure(figsize=(16.5, 10.6), dpi=140, layout=layout)

@@ -92,15 +92,14 @@ def train(
     race: Race,
     corpus: Corpus,
     *,
-    steps: int | None,
-    seconds: float | None,
+    limit: tuple[int | None, float | None],
     seed: int,
     interrupt: Interrupt,
     report: Callable[[float], None],
     peak_rate: float = PEAK_RATE,
     alike: bool = True,
 ) -> None:
-    """Train until `steps`, `seconds` or Ctrl-C, and call `report` with the fraction done.
+    """Train to the `limit`, in steps and in seconds, or until Ctrl-C; `report` the fraction done.
 
     Models that are `alike`, with the same parameters, have their first gradients compared.
 
@@ -108,6 +107,7 @@ def train(
     get the same rate at the same step.
     """
     size = race.runs[0].model.size
+    steps, seconds = limit
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     while not interrupt.requested:

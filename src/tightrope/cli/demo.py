@@ -180,8 +180,7 @@ def _train(
         train(
             race,
             results.corpus,
-            steps=steps,
-            seconds=seconds,
+            limit=(steps, seconds),
             seed=results.seed,
             interrupt=interrupt,
             report=lambda done: ticker.update(done, _progress(race, size)),
@@ -253,8 +252,7 @@ def _contest(
         train(
             contest.race,
             results.corpus,
-            steps=steps,
-            seconds=seconds and _POLAR_SHARE * seconds,
+            limit=(steps, seconds and _POLAR_SHARE * seconds),
             seed=results.seed,
             interrupt=interrupt,
             report=lambda done: ticker.update(done, _progress(contest.race, plan.polar)),
@@ -277,8 +275,10 @@ def _write(console: Console, results: Results, out: Path) -> None:
             context=results.size.context,
             timings=results.timings,
             contest=results.contest,
-            title="tightrope beside eager rotation, and polar attention beside plain RoPE",
-            caption=report.caption(results),
+            texts=(
+                "tightrope beside eager rotation, and polar attention beside plain RoPE",
+                report.caption(results),
+            ),
         )
     if results.interrupted:
         console.print("Stopped by Ctrl-C; this is what there is so far.")

@@ -25,7 +25,7 @@ from ..spec import Memo, PreparedRotation, RopeSpec, SeqLen
 
 
 @public("rerotate")
-def rerotate(
+def rerotate(  # noqa: PLR0913  (one argument for each axis)
     k: torch.Tensor,
     from_spec: RopeSpec,
     to_spec: RopeSpec,
@@ -76,7 +76,7 @@ def rerotate(
 
 
 @public("rerotate_")
-def rerotate_(
+def rerotate_(  # noqa: PLR0913  (one argument for each axis)
     k: torch.Tensor,
     from_spec: RopeSpec,
     to_spec: RopeSpec,

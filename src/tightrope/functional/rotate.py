@@ -25,7 +25,7 @@ _X, _QK = ("x",), ("q", "k")
 
 
 @public("rotate")
-def rotate(
+def rotate(  # noqa: PLR0913  (one argument for each axis)
     x: torch.Tensor,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike = None,
@@ -105,7 +105,7 @@ def rotate(
 
 
 @public("rotate_")
-def rotate_(
+def rotate_(  # noqa: PLR0913  (one argument for each axis)
     x: torch.Tensor,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike = None,
@@ -159,7 +159,7 @@ def rotate_(
 
 
 @public("rotate_qk")
-def rotate_qk(
+def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
     q: torch.Tensor,
     k: _K,
     spec: RopeSpec | PreparedRotation,
@@ -218,7 +218,7 @@ def rotate_qk(
 
 
 @public("rotate_qk_")
-def rotate_qk_(
+def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
     q: torch.Tensor,
     k: _K,
     spec: RopeSpec | PreparedRotation,

@@ -59,7 +59,7 @@ class PolarState(NamedTuple):
 
 
 @public("polar_scan")
-def polar_scan(
+def polar_scan(  # noqa: PLR0913  (one argument for each axis)
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

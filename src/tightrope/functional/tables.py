@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -17,6 +17,7 @@ from .._errors import (
     integer,
     public,
 )
+from .._memo import TensorMemo
 from .._tracing import broadcasts, is_readable
 from ..ops import schema
 from ..ops.build import check_backend
@@ -31,7 +32,7 @@ _K = TypeVar("_K", bound=torch.Tensor | None)
 
 
 @public("apply_rotary_pos_emb")
-def apply_rotary_pos_emb(
+def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
     q: torch.Tensor,
     k: _K,
     cos: torch.Tensor,
@@ -86,7 +87,7 @@ def apply_rotary_pos_emb(
 
 
 @public("apply_rotary_pos_emb_")
-def apply_rotary_pos_emb_(
+def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each axis)
     q: torch.Tensor,
     k: _K,
     cos: torch.Tensor,
@@ -290,9 +291,7 @@ def _build(q: torch.Tensor, k: torch.Tensor | None, given: Tables, **more: Any) 
     learned = cos.requires_grad or sin.requires_grad
     if tables != "half" and not learned and is_readable(cos):
         for name, table, whole in (("cos", cos, c), ("sin", sin, s)):
-            if not _was_checked(name, table, tables):
-                _check_duplicates(name, whole, tables)
-                _checked[name] = (weakref.ref(table), _version(table), tables)
+            _checked.find(table, tables, partial(_check_duplicates, name, whole, tables))
     form = schema.Form(
         layout=layout.code,
         start=start,
@@ -395,23 +394,8 @@ def _check_fit(
             )
 
 
-# The last tables that were looked at, by name: all layers of a forward pass share theirs.
-_checked: dict[str, tuple[weakref.ref[torch.Tensor], int, str]] = {}
-
-
-def _was_checked(name: str, table: torch.Tensor, tables: str) -> bool:
-    found = _checked.get(name)
-    return (
-        found is not None
-        and found[0]() is table
-        and found[1] == _version(table)
-        and found[2] == tables
-    )
-
-
-def _version(table: torch.Tensor) -> int:
-    # Nobody counts the changes of tensors of inference mode; hardly one is another format.
-    return 0 if table.is_inference() else table._version
+# All layers of a forward pass share their tables, so each is looked at once.
+_checked = TensorMemo(trusts_inference=True)
 
 
 def _check_duplicates(name: str, table: torch.Tensor, tables: str) -> None:

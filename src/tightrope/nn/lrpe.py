@@ -52,7 +52,7 @@ class LrpeRotate1d(torch.nn.Module):
     """
 
     @public()
-    def __init__(
+    def __init__(  # noqa: PLR0913  (one argument for each axis)
         self,
         head_dim: int,
         num_heads: int | None = None,

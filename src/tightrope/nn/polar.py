@@ -166,7 +166,7 @@ class PolarRoPEAttention(torch.nn.Module):
     """
 
     @public()
-    def __init__(
+    def __init__(  # noqa: PLR0913  (one argument for each axis)
         self,
         d_model: int,
         num_heads: int,

@@ -208,7 +208,7 @@ def pack(call: Call) -> Packed:
     return packed.carrying(packed.form, carried, call.eps) if carried else packed
 
 
-def unpack(
+def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     q: torch.Tensor,
     k: torch.Tensor | None,
     primary: torch.Tensor,

@@ -34,7 +34,7 @@ def _in_memory(*arguments: object, **named: object) -> None:
     _check_devices("rotate_", *arguments)
 
 
-def _angle_gradients(
+def _angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     y: torch.Tensor,
     z: torch.Tensor | None,
     grad_y: torch.Tensor,
@@ -58,7 +58,7 @@ def _angle_gradients(
     )
 
 
-def _gate_gradients(
+def _gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     y: torch.Tensor,
     z: torch.Tensor | None,
     grad_y: torch.Tensor,

@@ -63,7 +63,7 @@ def rotate_into(
         out.copy_(y)
 
 
-def angle_gradients(
+def angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     y: torch.Tensor,
     z: torch.Tensor | None,
     grad_y: torch.Tensor,
@@ -81,7 +81,7 @@ def angle_gradients(
     return gradients.by_angles(call, call.xs, present(grad_y, grad_z), by_positions, by_frequencies)
 
 
-def gate_gradients(
+def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     y: torch.Tensor,
     z: torch.Tensor | None,
     grad_y: torch.Tensor,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ..._memo import TensorMemo
 from ._rotation import entries
 
-# owner of the memory -> its version and {how a table reads it: verdict}.
-_verdicts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_verdicts = TensorMemo(trusts_inference=False)
 
 
 def twice(table: torch.Tensor, reading: str) -> bool:
@@ -19,20 +18,8 @@ def twice(table: torch.Tensor, reading: str) -> bool:
     A function that reads an entry for each channel is a rotation only then; with other tables the
     original is asked. The layers of a model share their tables, so each is looked at once.
     """
-    owner = table if table._base is None else table._base
-    try:
-        version = owner._version
-    except RuntimeError:  # inference mode counts no versions
-        return _look(table, reading)
-    known = _verdicts.get(owner)
-    if known is None or known[0] != version:
-        known = version, {}
-        _verdicts[owner] = known
-    verdicts: dict[Any, bool] = known[1]
-    key = reading, table.shape, table.stride(), table.storage_offset()
-    if key not in verdicts:
-        verdicts[key] = _look(table, reading)
-    return verdicts[key]
+    verdict: bool = _verdicts.find(table, reading, partial(_look, table, reading))
+    return verdict
 
 
 def _look(table: torch.Tensor, reading: str) -> bool:

@@ -16,7 +16,7 @@ from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
 from ._calls import Call, parse
 from ._guard import CallFailed, Guard, Hangs, said
 from ._log import Log
-from ._probe import NoWay, check_layout, find_call
+from ._probe import Hints, NoWay, check_layout, find_call
 from ._report import Finding, Report
 from ._subject import Subject
 from ._targets import Target, resolve
@@ -27,7 +27,7 @@ _LONGEST = 2**20
 
 
 @public("audit")
-def audit(
+def audit(  # noqa: PLR0913  (one argument for each option)
     target: object,
     *,
     spec: RopeSpec | None = None,
@@ -112,10 +112,7 @@ def audit(
             found,
             guard,
             spec,
-            form=form,
-            layout=layout,
-            tables=tables,
-            head_dim=head_dim,
+            Hints(form, layout, tables, head_dim),
             dtypes=tuple(dtypes),
             longest=longest,
             device=device,
@@ -158,11 +155,8 @@ def _run(
     found: Target,
     guard: Guard,
     spec: RopeSpec | None,
+    hints: Hints,
     *,
-    form: str | None,
-    layout: str | None,
-    tables: str | None,
-    head_dim: int | None,
     dtypes: tuple[torch.dtype, ...],
     longest: int,
     device: str,
@@ -180,10 +174,7 @@ def _run(
         subject = find_call(
             found.fn,
             guard,
-            form=form,
-            layout=layout,
-            tables=tables,
-            head_dim=head_dim,
+            hints,
             inv_freq=frequencies,
             header=found.header,
             make=found.make,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,14 +29,21 @@ class NoWay(Exception):
         self.tried = tried
 
 
+class Hints(NamedTuple):
+    """What the user states of the call, by the names of :func:`tightrope.workbench.audit.audit`; None
+    is to be found."""
+
+    form: str | None
+    layout: str | None
+    tables: str | None
+    head_dim: int | None
+
+
 def find_call(
     fn: Callable[..., Any],
     guard: Guard,
+    hints: Hints,
     *,
-    form: str | None,
-    layout: str | None,
-    tables: str | None,
-    head_dim: int | None,
     inv_freq: Callable[[int], str],
     header: str | None,
     make: Callable[[], Callable[..., Any]] | None,
@@ -46,7 +53,7 @@ def find_call(
     """The subject with the first call that gives something of the right shape that depends on tokens.
 
     Args:
-        form, layout, tables, head_dim: what the user says; None: to be found.
+        hints: what the user states.
         inv_freq: makes the expression for the tables' frequencies, from the head dimension.
         axes: how many coordinates its positions have, where it takes any.
 
@@ -54,6 +61,7 @@ def find_call(
         NoWay: none does.
         Hangs: a call did not return.
     """
+    form, layout, tables, head_dim = hints
     calls = [
         replace(call, axes=axes) if "positions" in call.roles else call
         for call in (calls_of(fn) if form is None else [parse(form)])

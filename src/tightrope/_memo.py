@@ -1,0 +1,53 @@
+"""What was found out about a tensor, kept while the tensor lives and does not change."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+# Tensors that are remembered: those of the tables of a model's layers, several times over.
+_MOST = 64
+
+
+class TensorMemo:
+    """Facts about tensors, such as whether a table holds each entry twice.
+
+    A view is known by its base and its place there, so the same view made again is known too.
+
+    Args:
+        trusts_inference: whether a tensor of inference mode, whose changes nothing counts, is taken for
+            unchanged; else it is looked at each time.
+    """
+
+    def __init__(self, trusts_inference: bool) -> None:
+        self._trusts = trusts_inference
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Hashable, Any]]] = {}
+
+    def find(self, x: torch.Tensor, key: Hashable, look: Callable[[], Any]) -> Any:
+        """The fact of that key about a tensor.
+
+        Args:
+            look: finds it out, where it is not known.
+        """
+        base = x._base
+        owner = x if base is None else base
+        if not owner.is_inference():
+            version = owner._version
+        elif self._trusts:
+            version = 0
+        else:
+            return look()
+        if base is not None:
+            key = key, x.shape, x.stride(), x.storage_offset()
+        known = self._known.get(id(owner))
+        if known is None or known[0]() is not owner or known[1] != version:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            known = self._known[id(owner)] = weakref.ref(owner), version, {}
+        facts = known[2]
+        if key not in facts:
+            facts[key] = look()
+        return facts[key]
