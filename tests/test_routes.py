@@ -243,8 +243,33 @@ def test_a_call_of_two_kinds_runs_as_two(taken: list[tuple[str, str]]) -> None:
     assert taken == [("new", KERNEL)] * 2 + [("in place", KERNEL)] * 2
 
 
+@pytest.mark.parametrize("mode", ["vmap", "functionalize", "compiled"])
+def test_two_kinds_go_into_given_tensors_under_transforms(mode: str) -> None:
+    from tightrope.functional import rotate_qk
+
+    q = noise(1, 4, 5, 8)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        k = 2 * q[:, :2]
+        outs = torch.empty_like(q), torch.empty_like(k)
+        return rotate_qk(q, k, SPEC, act=("silu", "relu"), out=outs)[0]
+
+    _, under = MODES[mode]
+    assert_near(under(call, q), rotate(q, SPEC, act="silu"), "float64 ways")
+
+
+def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
+    from tightrope.functional import rotate_qk_
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return rotate_qk_(x, x, SPEC, act=("silu", "relu"))[0]
+
+    with pytest.raises(ValueError, match="the results of q and k must not share memory"):
+        torch.vmap(call)(noise(2, 1, 4, 5, 8))
+
+
 def test_nothing_else_asks_what_is_at_work() -> None:
-    """The modes are asked for in ops/route.py; `_tracing` tells what may be read or kept."""
+    """Only ops/route.py inspects transforms and forward mode; `_tracing` tells what may be read or kept."""
     source = DESIGN.parent.parent / "src" / "tightrope"
     asks = re.compile(r"_functorch|forward_ad|CInterpreter")
     allowed = {"ops/route.py", "_tracing.py"}

@@ -934,3 +934,34 @@ def test_sentences(case: str) -> None:
     make, kind, text = REFUSED[case]
     with refused(kind, text):
         make()
+
+
+def test_a_copy_of_a_prepared_rotation_rotates_as_the_original() -> None:
+    spec = RopeSpec(8, scaling=DynamicNTK(2.0, 4))
+    ids = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    x, rope = torch.randn(2, 1, 3, 8), spec.at(ids)
+    want = rotate(x, rope)
+    for copied in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
+        assert torch.equal(rotate(x, copied), want)
+        copied.ids[0, 0, 0] = 9
+        with pytest.raises(ValueError, match="positions must not change after spec.at"):
+            rotate(x, copied)
+
+
+def test_a_changed_prepared_rotation_knows_nothing_of_the_old_one() -> None:
+    rope, x = RopeSpec(8).at(3), torch.randn(1, 1, 3, 8)
+    rotate(x, rope)
+    moved = dataclasses.replace(rope, offset=7)
+    assert torch.equal(rotate(x, moved), rotate(x, RopeSpec(8), 7))
+
+
+def test_what_a_prepared_rotation_takes_does_not_depend_on_its_past() -> None:
+    rope, x = RopeSpec(8).at(3), torch.randn(1, 1, 3, 8)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="inverse must be a bool"):
+            rotate(x, rope, inverse=0)
+        with pytest.raises(ValueError, match="layout must be one of"):
+            rotate(x, rope, layout=["bhsd"])
+        with pytest.raises(ValueError, match="x must have 4 dimensions"):
+            rotate(torch.tensor(1.0), rope)
+        rotate(x, rope)

@@ -9,7 +9,7 @@ from .._errors import bad_type, bad_value, check_dense, check_local, describe, i
 from .._tracing import broadcasts
 from ..activations import ACTS, SOFTMAX, Act
 from ..channels import Channels
-from ..ops.build import Request, around, build
+from ..ops.build import Request, around_of, build
 from ..ops.checks import check_floating
 from ..ops.run import run
 from ..positions import Positions, PositionsLike
@@ -109,8 +109,8 @@ def lrpe_rotate_1d_(
     if _check(x, act, dim, offset):
         raise bad_value("softmax over the tokens cannot be in place; call lrpe_rotate_1d", x=x)
     spec, where, angles = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
-    layout, fused = _LAYOUTS[x.dim()], around(act, None, 1)
-    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, around=fused)
+    layout, around = _LAYOUTS[x.dim()], around_of(act, None, 1)
+    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, around=around)
     run(build(request._replace(verb="in place")))
     return x
 
@@ -118,8 +118,8 @@ def lrpe_rotate_1d_(
 def _turned(
     x: torch.Tensor, spec: RopeSpec, where: PositionsLike, angles: torch.Tensor, act: Act
 ) -> torch.Tensor:
-    layout, fused = _LAYOUTS[x.dim()], around(act, None, 1)
-    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, around=fused)
+    layout, around = _LAYOUTS[x.dim()], around_of(act, None, 1)
+    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, around=around)
     (y,) = run(build(request))
     return y
 
@@ -135,8 +135,8 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
         raise bad_value(
             "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels)", x=x
         )
-    fused = around(act, None, 1)
-    if fused is None or fused.acts[0] != ACTS[SOFTMAX]:
+    around = around_of(act, None, 1)
+    if around is None or around.acts[0] != ACTS[SOFTMAX]:
         if dim is not None:
             raise bad_value(f"dim must be None for act {describe(act)} but got {describe(dim)}")
         return False

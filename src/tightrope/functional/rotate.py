@@ -9,7 +9,7 @@ import torch
 from .._errors import bad_type, bad_value, describe, public
 from ..activations import Act, ActLike
 from ..gates import Gate
-from ..ops.build import Request, around, build
+from ..ops.build import Request, around_of, build
 from ..ops.run import run, run_prepared, run_prepared_in_place
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
@@ -64,8 +64,8 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
         backend: None for the fastest; "cpu", "triton" or "reference" to insist on one.
 
     Returns:
-        ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of x. Channels outside
-        the rotated slice are copied. Differentiable by x, by floating positions, by inv_freq and by
+        ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of
+        x. Channels outside the rotated slice are copied. Differentiable by x, by floating positions, by inv_freq and by
         the tensors of act and gate, to any order.
 
     Raises:
@@ -79,10 +79,10 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
     >>> rotate(q, RopeSpec(head_dim=64)).shape
     torch.Size([2, 8, 16, 64])
     """
-    fused = around(act, gate, 1)
-    plain = positions is None and inv_freq is None and seq_len is None and out is None
-    if plain and backend is None:
-        found = run_prepared(spec, x, None, layout, inverse, fused)
+    around = around_of(act, gate, 1)
+    bare = positions is None and inv_freq is None and seq_len is None and out is None
+    if bare and backend is None:
+        found = run_prepared(spec, x, None, layout, inverse, around)
         if found is not None:
             return found[0]
     request = Request(
@@ -95,7 +95,7 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
         inverse=inverse,
         inv_freq=inv_freq,
         seq_len=seq_len,
-        around=fused,
+        around=around,
         verb="new" if out is None else "out",
         outs=() if out is None else (out,),
         backend=backend,
@@ -135,10 +135,10 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
-    fused = around(act, gate, 1)
-    plain = positions is None and inv_freq is None and seq_len is None
-    if plain and backend is None:
-        if run_prepared_in_place(spec, x, None, layout, inverse, fused):
+    around = around_of(act, gate, 1)
+    bare = positions is None and inv_freq is None and seq_len is None
+    if bare and backend is None:
+        if run_prepared_in_place(spec, x, None, layout, inverse, around):
             return x
     request = Request(
         names=_X,
@@ -150,7 +150,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
         inverse=inverse,
         inv_freq=inv_freq,
         seq_len=seq_len,
-        around=fused,
+        around=around,
         verb="in place",
         backend=backend,
     )
@@ -192,10 +192,10 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
     >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
-    fused = around(act, gate)
-    plain = positions is None and inv_freq is None and seq_len is None and out is None
-    if plain and backend is None:
-        found = run_prepared(spec, q, k, layout, inverse, fused)
+    around = around_of(act, gate)
+    bare = positions is None and inv_freq is None and seq_len is None and out is None
+    if bare and backend is None:
+        found = run_prepared(spec, q, k, layout, inverse, around)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
@@ -208,13 +208,23 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
         inverse=inverse,
         inv_freq=inv_freq,
         seq_len=seq_len,
-        around=fused,
+        around=around,
         verb="new" if out is None else "out",
-        outs=() if out is None else [x for x in out if x is not None],
+        outs=() if out is None else _outs(k, out),
         backend=backend,
     )
     ys = run(build(request))
     return ys[0], cast(_K, None if k is None else ys[1])
+
+
+def _outs(k: torch.Tensor | None, out: object) -> list[torch.Tensor]:
+    """The tensors of ``out=``, of which each belongs to q or to k."""
+    if not isinstance(out, (tuple, list)) or (len(out) == 2 and (out[1] is None) != (k is None)):
+        raise bad_type(
+            "out must be a pair of tensors for q and k, with None for a k that is None, but got "
+            f"{describe(out)}"
+        )
+    return [x for x in out if x is not None]
 
 
 @public("rotate_qk_")
@@ -244,10 +254,10 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
     >>> qkv = torch.randn(1, 16, 3 * 8 * 64).unflatten(-1, (24, 64))
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
-    fused = around(act, gate)
-    plain = positions is None and inv_freq is None and seq_len is None
-    if plain and backend is None:
-        if run_prepared_in_place(spec, q, k, layout, inverse, fused):
+    around = around_of(act, gate)
+    bare = positions is None and inv_freq is None and seq_len is None
+    if bare and backend is None:
+        if run_prepared_in_place(spec, q, k, layout, inverse, around):
             return q, k
     request = Request(
         names=_QK,
@@ -259,7 +269,7 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
         inverse=inverse,
         inv_freq=inv_freq,
         seq_len=seq_len,
-        around=fused,
+        around=around,
         verb="in place",
         backend=backend,
     )

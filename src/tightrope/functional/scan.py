@@ -31,7 +31,7 @@ from .._errors import (
 )
 from .._tracing import broadcasts, is_readable
 from ..gates import Gate
-from ..ops.build import Request, around, build
+from ..ops.build import Request, around_of, build
 from ..ops.checks import Place, layout_named, prepare
 from ..ops.route import mode
 from ..ops.run import run
@@ -143,8 +143,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
         # In 16 bits rotated queries and keys would be rounded before sums that cancel.
         spec = prepare(Place(_QK, (q, k), where), spec, positions, seq_len)
         q, k, positions, seq_len = q.float(), k.float(), None, None
-    fused = around(None, gate)
-    request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, around=fused)
+    around = around_of(None, gate)
+    request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, around=around)
     q, k = run(build(request))
     given_q, given_k = where.to_bhsd(given_q), where.to_bhsd(given_k)
     v = values_of(given_q, given_k, v, where.to_bhsd)

@@ -12,11 +12,11 @@ from ..activations import NONE
 from . import gradients, schema
 from .call import Call, Carried, pack, tensors_of, unpack
 from .route import is_differentiated
-from .schema import FORWARD, IN_PLACE, NEW, NO_GATE, TRANSPOSE, library
+from .schema import FORWARD, IN_PLACE, NEW, NO_GATE, TRANSPOSE, library, pair
 
 
 class Template:
-    """A call without its tensors: an argument of an autograd function that torch does not look into."""
+    """A call without its tensors: opaque to torch, so that an autograd function can take it."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -47,13 +47,13 @@ class OutOfPlace(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         template, *tensors = inputs
-        # What a tensor says of itself is not to be trusted under vmap.
+        # Under vmap requires_grad of a tensor is unreliable; the context knows.
         needs = ctx.needs_input_grad[1:]
         wants = _remember(ctx, template.filled(tensors), template.filled(needs), output)
         if not wants.beside_x:
             idle = [y for y, needed in zip(output, needs) if not needed]
             ctx.mark_non_differentiable(*idle)
-        # A k that has no part in the loss should cost nothing.
+        # An output that the loss does not use costs nothing.
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -106,8 +106,8 @@ class _Wants(NamedTuple):
 
 
 def _remember(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
-    """Keep what the gradients need: the tensors beside q and k; what was rotated, where an act asks for
-    it, or tables; results where positions, frequencies or gates do.
+    """Save for the backward pass: always the tensors other than q and k; q and k if f or tables need
+    them; results if positions, frequencies or gates need them.
 
     Args:
         needs: a bool for each tensor of the call, whether it needs a gradient.
@@ -121,7 +121,7 @@ def _remember(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]
         any(of.gates),
     )
     ahead = form.direction == FORWARD
-    # What gates have multiplied is no rotated pair: it is rotated again.
+    # Gated results are not rotated pairs, so the rotation is computed again.
     again = wants.angles and form.gate != NO_GATE and ahead
     from_outputs = (wants.angles and not again) or (wants.gates and ahead)
     from_inputs = form.act != NONE or wants.tables or again or (wants.gates and not ahead)
@@ -235,7 +235,7 @@ def _by_angles(
     else:
         source = (words, call.secondary, positions, call.offset, call.form.pack())
         sums = schema.angle_gradients(
-            *_pair(some), *_pair(there), *source, wants.positions, wants.frequencies
+            *pair(some), *pair(there), *source, wants.positions, wants.frequencies
         )
     by_position, by_frequency = sums
     return (
@@ -266,16 +266,11 @@ def _by_gates(
         if is_differentiated():
             sums = gradients.by_gates(call, some, there, own)
         else:
-            flat = (*_pair(some), *_pair(there), *_pair(own))
+            flat = (*pair(some), *pair(there), *pair(own))
             sums = schema.gate_gradients(*flat, call.positions, call.offset, call.form.pack())
         for i, total in zip(which, sums):
             found[i] = (total if ahead else -total).to(gates[i].dtype)
     return found
-
-
-def _pair(xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One or two tensors as the schema takes them."""
-    return xs[0], xs[1] if len(xs) > 1 else None
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
@@ -294,8 +289,7 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], carries: bool) -> 
 def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
     """The Autograd kernel of a raw operator that has no gradient.
 
-    Without it a tensor that requires grad would be changed under an identity gradient, and no
-    version counter would tell; or its gradient would be lost.
+    Without it torch would silently use an identity gradient, and count no version.
 
     Args:
         operator: the operator.

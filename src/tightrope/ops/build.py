@@ -1,4 +1,4 @@
-"""From the arguments of a public function to calls: everything is checked here, and nowhere after."""
+"""Check the arguments of a public function and build calls; `run` adds checks of memory and gradients."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Around(NamedTuple):
     gates: tuple[Sequence[Gate], Sequence[Gate]]
 
 
-def around(act: object, gate: object, count: int = 2) -> Around | None:
-    """``act=`` and ``gate=`` of a public function; None where there is neither.
+def around_of(act: object, gate: object, count: int = 2) -> Around | None:
+    """Parse ``act=`` and ``gate=`` of a public function; None if both are absent.
 
     Args:
         count: the number of tensors: for one there are no pairs.
@@ -49,7 +49,7 @@ def around(act: object, gate: object, count: int = 2) -> Around | None:
 
 
 class Request(NamedTuple):
-    """What a public function was given, by the names of :func:`tightrope.functional.rotate_qk`.
+    """The arguments of a public function, named as in :func:`tightrope.functional.rotate_qk`.
 
     Attributes:
         names: what the caller knows q and k by.
@@ -76,7 +76,7 @@ class Request(NamedTuple):
 
 
 def build(request: Request) -> list[Call]:
-    """Check everything against everything else.
+    """Check all arguments against each other and build the calls.
 
     Returns:
         One call; or one for each tensor, where they differ in the kind of f or P.
@@ -88,7 +88,7 @@ def build(request: Request) -> list[Call]:
     place = Place(names, xs, layout)
     rotation = prepare(place, request.spec, request.positions, request.seq_len, request.wider)
     call = _call(request, place, rotation)
-    calls = [call] if request.around is None else _with_around(call, request.around, rotation)
+    calls = [call] if request.around is None else _add_around(call, request.around, rotation)
     if request.verb == "out":
         check_outs(names, xs, request.outs)
     if request.backend is not None:
@@ -131,13 +131,13 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
     if request.inv_freq is not None:
         return learned.with_frequencies(call, request.inv_freq)
     if rotation is request.spec and not torch.compiler.is_compiling():
-        # The next call of this kind goes straight to the kernel.
+        # The next call of this kind skips the checks.
         rotation.memo.packed[request.layout, request.inverse] = pack(call)
     return call
 
 
-def _with_around(call: Call, around: Around, rotation: PreparedRotation) -> list[Call]:
-    """The calls of a rotation between f and P."""
+def _add_around(call: Call, around: Around, rotation: PreparedRotation) -> list[Call]:
+    """Add f and P to a rotation; two calls if q and k differ in the kind of either."""
     xs, names = call.xs, call.names
     views = [call.layout.to_bhsd(x) for x in xs]
     kinds: list[tuple[int, int, float]] = []

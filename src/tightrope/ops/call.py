@@ -1,9 +1,9 @@
-"""A call of the operator: one value with everything it needs, by name.
+"""A call of the operator, with its arguments by name.
 
-The checks build it (:mod:`.build`), :mod:`.route` decides the way that it takes, and :mod:`.run` takes
-it. It has two other forms: :func:`pack` gives the arguments of the schema, and :meth:`Call.tensors` a
-row of tensors for autograd. :func:`unpack` and :meth:`Call.with_tensors` are their inverses. Nothing
-else reads an argument by its place.
+:mod:`.build` makes it, :mod:`.route` chooses its route and :mod:`.run` runs it. It has two other forms:
+:func:`pack` gives the arguments of the schema, and :meth:`Call.tensors` a flat row of tensors for
+autograd. :func:`unpack` and :meth:`Call.with_tensors` are their inverses. Only autograd functions and
+formulas, which torch hands flat rows, also depend on the order.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .schema import (
     scale,
 )
 
-# Of tensors; or of what is known of each, such as whether it needs a gradient.
+# Tensors, or one fact about each, such as whether it needs a gradient.
 _Tensors: TypeAlias = tuple[Any, ...]
 
-#: Where results go: into new tensors, over what is rotated, or into tensors that the caller gives.
+#: Where results go: new tensors, the inputs themselves, or `out`.
 VERBS = ("new", "in place", "out")
 
 
 class Carried(NamedTuple):
-    """The tensors that only some calls have; each part for q and then for k.
+    """Extra tensors of a call; each part holds that of q, then that of k.
 
     Attributes:
         frequencies: learned frequencies, from which the phase words were made: one tensor for both.
-        weights: of a norm.
+        weights: of RMSNorm.
         gates: logarithms or slopes of P.
         inputs: x of the forward call, for the transpose of an act.
     """
@@ -90,11 +90,11 @@ class Call(NamedTuple):
         form: layout, channels, direction and the kinds of f and P.
         amplitude: the factor on the rotated channels.
         carried: tensors that only some calls have.
-        eps: of a norm.
+        eps: of RMSNorm.
         names: what errors call q and k.
         verb: where results go: one of :data:`VERBS`.
         outs: the tensors that the caller gives for them.
-        backend: the name of a backend that the caller insists on, or None.
+        backend: the name of the backend that the caller forces, or None.
     """
 
     q: Any
@@ -119,7 +119,7 @@ class Call(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Which dimension is which."""
+        """Order of the dimensions."""
         return BY_CODE[self.form.layout]
 
     @property
@@ -129,15 +129,15 @@ class Call(NamedTuple):
 
     @property
     def keeps_inputs(self) -> bool:
-        """Whether gradients may be made from what is rotated, and not from the result alone."""
+        """Whether the backward pass may need q and k as they were before the call."""
         return not self.is_plain or self.form.source != WORDS
 
     def on(self, xs: Sequence[torch.Tensor]) -> Call:
-        """The same call of other tensors."""
+        """This call on other tensors."""
         return self._replace(q=xs[0], k=xs[1] if len(xs) > 1 else None)
 
     def only(self, which: Sequence[int]) -> Call:
-        """The same for some of q (0) and k (1)."""
+        """This call on some of q (0) and k (1)."""
         xs, outs = self.xs, self.outs
         return self.on([xs[i] for i in which])._replace(
             carried=self.carried.of(which),
@@ -151,7 +151,7 @@ class Call(NamedTuple):
         return self._replace(form=self.form._replace(gate=NO_GATE), carried=carried)
 
     def transposed(self, inputs: Sequence[torch.Tensor]) -> Call:
-        """The call that takes gradients of results to gradients of what was rotated.
+        """The backward call: it maps gradients of results to gradients of what was rotated.
 
         Args:
             inputs: what was rotated, for an act.
@@ -171,7 +171,7 @@ class Call(NamedTuple):
         )
 
     def tensors(self) -> _Tensors:
-        """Its tensors in a row, as autograd wants them; None for those that it lacks."""
+        """All tensors, flat, as autograd functions take them; None where one is absent."""
         fixed = (self.q, self.k, self.primary, self.secondary, self.positions)
         return (*fixed, *self.carried.flat())
 
@@ -195,7 +195,7 @@ class Call(NamedTuple):
 
 
 def pack(call: Call) -> Packed:
-    """What follows q and k in the schema."""
+    """The arguments of the operator after q and k."""
     packed = Plain(
         call.primary,
         call.secondary,
@@ -223,7 +223,7 @@ def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     """The call that the schema's arguments stand for.
 
     Raises:
-        RuntimeError: ``carried`` does not hold what the form says.
+        RuntimeError: ``carried`` does not match the form.
     """
     what = form_of(form)
     parts = carried_of(what, carried)
@@ -234,7 +234,7 @@ def carried_of(form: Form, carried: Sequence[Any]) -> Carried:
     """The parts of what a call of that form carries.
 
     Raises:
-        RuntimeError: it does not hold what the form says.
+        RuntimeError: it does not match the form.
     """
     carried = tuple(carried)
     if form.act != NONE and form.direction == INVERSE:
@@ -244,7 +244,7 @@ def carried_of(form: Form, carried: Sequence[Any]) -> Carried:
         form.gate != NO_GATE,
         form.act != NONE and form.direction == TRANSPOSE,
     )
-    # Dynamo has no divmod of symbols.
+    # Dynamo does not support divmod of SymInts.
     own, ways = len(carried) - form.learned, max(sum(kinds), 1)
     count, rest = own // ways, own % ways
     if rest or count not in ((1, 2) if any(kinds) else (0,)):

@@ -1,4 +1,4 @@
-"""Memory that a call writes: what may share it, and what must be copied first."""
+"""Aliasing of the tensors that a call writes: what is refused, and what is copied first."""
 
 from __future__ import annotations
 
@@ -36,8 +36,14 @@ def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
         )
 
 
+def check_apart(names: Sequence[str], written: Sequence[torch.Tensor]) -> None:
+    """Refuse one tensor that is to be written twice, where there are no addresses to compare."""
+    if len(written) == 2 and written[0] is written[1]:
+        raise bad_value(f"the results of {names[0]} and {names[1]} must not share memory")
+
+
 def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """Say of memory that kernels refuse why they do."""
+    """Raise the readable error for memory that kernels refuse."""
     for out in outs:
         _check_not_frozen("out", out)
     if shares_memory(outs, xs):
@@ -49,12 +55,12 @@ def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -
 
 
 def is_frozen(x: torch.Tensor) -> bool:
-    """Whether torch lets nothing change a tensor: one of inference mode, outside of it."""
+    """Whether x is an inference tensor outside of inference mode, which torch forbids to change."""
     return x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def refuse_frozen(written: Sequence[torch.Tensor]) -> None:
-    """Refuse such tensors, which torch would in a dispatch key that our operators have no kernel for."""
+    """Refuse frozen tensors: the check of torch runs in a dispatch key that our operators skip."""
     if any(map(is_frozen, written)):
         raise RuntimeError("tightrope: an inference tensor cannot change outside of inference mode")
 
@@ -131,7 +137,7 @@ def copied_before(call: Call, written: Sequence[torch.Tensor] | None) -> Call:
 
     q, k, primary, secondary, *others = call.tensors()
     if written is not None:
-        # Else phase words are the library's own at least: calls by tables are never two.
+        # Without addresses all but phase words, which belong to the library, are copied.
         primary, secondary = own(primary), own(secondary)
     return call.with_tensors((q, k, primary, secondary, *map(own, others)))
 

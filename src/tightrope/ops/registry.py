@@ -1,4 +1,4 @@
-"""The backends that are there, by name. Each is added when its kernels are registered."""
+"""Registered backends by name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 class Backend(NamedTuple):
-    """What the library asks of a backend.
+    """What a backend provides.
 
     Attributes:
         why_not: why it cannot rotate a tensor, or nothing at all, in a sentence; None if it can.
         devices: the types of the devices that it serves; none for all.
-        is_ready: whether its kernels are registered, at the price of one look.
+        is_ready: whether its kernels are registered; cheap.
     """
 
     why_not: Callable[..., str | None]
@@ -35,7 +35,7 @@ def add(name: str, backend: Backend) -> None:
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether a kernel would rotate a tensor, and not the definition.
+    """Whether x would go to a kernel rather than to the definition.
 
     >>> takes(torch.zeros(1, device="meta"))
     False

@@ -1,4 +1,4 @@
-"""The way of a call. Nothing else in the library asks what is at work around it.
+"""The route of a call. No other module inspects functorch or forward mode, or a compiler, to choose one.
 
 The first that holds decides:
 
@@ -29,16 +29,16 @@ from .schema import NO_GATE, Packed, Plain, form_of
 
 DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DENSE_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class Way(NamedTuple):
-    """The route of a call, and what else its functions must know of the mode.
+    """The route of a call and the mode in which it was chosen.
 
     Attributes:
         route: one of :data:`ROUTES`.
         compiling: whether a compiler traces the call.
-        transformed: whether a functorch transform is at work: memory is not what it seems.
+        transformed: whether a functorch transform is active.
         needs_grad: whether autograd records the call.
     """
 
@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
     @property
     def sees_memory(self) -> bool:
-        """Whether addresses of tensors mean anything."""
+        """Whether data pointers are meaningful."""
         return not self.compiling and not self.transformed
 
 
@@ -60,14 +60,14 @@ def route(call: Call) -> Way:
     if call.backend == "reference" or _has_tangents(call, transformed):
         found = DEFINITION
     elif compiling:
-        # While compiling torch knows no formula of an operator from Python within `grad`. Plain torch
-        # it can follow and fuse.
+        # Inside torch.func.grad the compiler does not use the formula of an operator from Python; plain
+        # torch it can trace and fuse.
         found = DEFINITION if transformed else TRACED
     elif transformed:
         if _functionalizes():
             found = TRACED
         else:
-            # Transforms follow plain torch wherever they are, and a weight that is mapped too.
+            # Transforms handle plain torch everywhere, with a mapped weight too.
             found = AUTOGRAD if call.is_plain else DEFINITION
     else:
         found = AUTOGRAD if needs_grad else KERNEL
@@ -93,15 +93,17 @@ def route_prepared(
     """
     if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
         return None
+    if type(layout) is not str or type(inverse) is not bool or type(q) is not torch.Tensor:
+        return None
     packed: Plain | None = rotation.memo.packed.get((layout, inverse))
     if (
         packed is None
         or rotation.rows != 1
         or rotation.is_stale
-        or type(q) is not torch.Tensor
         or (k is not None and type(k) is not torch.Tensor)
         or (rotation.limit is not None and _may_pass(rotation, q, layout))
-        or not takes(q)  # the definition takes more than it should
+        or not takes(q)  # else the definition would run, which skips the checks
+        or q.dim() == 0
         or q.shape[-1] != rotation.channels.head_dim
         or _in_functorch()
         or forward_ad._current_level >= 0
@@ -119,7 +121,7 @@ def route_prepared(
 
 
 def mode() -> str:
-    """What is at work: "compiled", "transformed", "forward" (mode) or, if nothing is, "eager".
+    """The active mode: "compiled", "transformed" (functorch), "forward" (mode) or "eager".
 
     For code above the operator that has a way of its own, such as a model's original function.
     """
@@ -131,12 +133,12 @@ def mode() -> str:
 
 
 def is_differentiated() -> bool:
-    """Whether a backward pass is differentiated too, so that its parts need formulas of their own."""
+    """Whether the backward pass is itself being differentiated."""
     return torch.is_grad_enabled() or _in_functorch()
 
 
 def wanted(call: Call) -> list[str]:
-    """What besides q and k wants a gradient, as users know it."""
+    """Names of the arguments, other than q and k, that require grad."""
     names = []
     angles = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
     if _any_wants_grad(angles):
@@ -161,8 +163,7 @@ def _carrying(
     inverse: bool,
     around: Around,
 ) -> Packed | None:
-    """The arguments of a prepared rotation with f and P; None where that is more than to hand over the
-    tensors of f and P.
+    """Packed arguments with f and P added; None if that needs more than passing their tensors on.
 
     Nothing of a tensor is kept: the kernel reads the user's own, of whatever floating dtype, so it
     sees every change of it.
@@ -193,14 +194,14 @@ def _carrying(
         carried += logs
     device, learns = q.device, torch.is_grad_enabled()
     for t in carried:
-        if type(t) not in _PLAIN or t.device != device or (learns and t.requires_grad):
+        if type(t) not in _DENSE_TYPES or t.device != device or (learns and t.requires_grad):
             return None
-    form = _with_around(packed.form, act, gate)
+    form = _form_with(packed.form, act, gate)
     return packed.carrying(form, carried, eps) if carried else packed._replace(form=form)
 
 
 @lru_cache(maxsize=1024)
-def _with_around(form: int, act: int, gate: int) -> int:
+def _form_with(form: int, act: int, gate: int) -> int:
     return form_of(form)._replace(act=act, gate=gate).pack()
 
 
@@ -219,7 +220,7 @@ def _functionalizes() -> bool:
 def _has_tangents(call: Call, transformed: bool) -> bool:
     """Whether forward-mode differentiation is at work, which a registered operator would ignore.
 
-    The level is one for all threads, so outside a transform it is the tensors that tell.
+    The level is global to all threads, so outside transforms the tensors decide.
     """
     if forward_ad._current_level < 0:
         return False

@@ -1,13 +1,12 @@
 """Running calls: a table of verbs and routes, each cell a short function.
 
-docs/design.md shows the same table; tests/test_routes.py walks it. A call may be one of two launches,
-where q and k differ in the kind of f or P.
+docs/design.md shows the same table; tests/test_routes.py walks it. A call
+is split into two launches where q and k differ in the kind of f or P.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -19,7 +18,7 @@ from .build import Around
 from .call import Call, pack, unpack
 from .definition import define
 from .route import AUTOGRAD, DEFINITION, KERNEL, TRACED, Way, route, route_prepared, wanted
-from .schema import IN_PLACE, NEW, OUT, Operator, Packed
+from .schema import IN_PLACE, NEW, OUT, Operator, Packed, pair
 
 Results = Sequence[torch.Tensor]
 
@@ -33,23 +32,14 @@ def run(calls: Sequence[Call]) -> Results:
     Returns:
         What was rotated, in place or not: for each tensor one.
     """
-    if len(calls) == 1:
-        return _run(calls[0], route(calls[0]))
     ways = [route(call) for call in calls]
-    verb, blind = calls[0].verb, not ways[0].sees_memory
-    # What the second refuses must not find the first done.
-    if verb == "in place" and not blind:
-        _check_in_place(calls, any(way.needs_grad for way in ways))
-    if verb == "out":
+    if calls[0].verb == "out":
         for call, way in zip(calls, ways):
             _check_out_grad(call, way)
-        if not ways[0].compiling:
-            _check_out_memory(calls)
-    if verb != "new":
-        # Nor may it read what the first has written. Where memory is not seen, everything is copied.
-        written = None if blind else _written(calls)
-        calls = [calls[0], *(memory.copied_before(call, written) for call in calls[1:])]
-    return [_run(call, way)[0] for call, way in zip(calls, ways)]
+    if len(calls) > 1:
+        calls = _apart(calls, ways)
+        return [_run(call, way)[0] for call, way in zip(calls, ways)]
+    return _run(calls[0], ways[0])
 
 
 def run_prepared(
@@ -66,10 +56,12 @@ def run_prepared(
         New tensors; None where the call must be built, or where the kernel refuses it.
     """
     packed = route_prepared(rotation, q, k, layout, inverse, around)
-    if packed is not None:
-        with suppress(RuntimeError):
-            return _launch(NEW, q, k, packed)
-    return None
+    if packed is None:
+        return None
+    try:
+        return _launch(NEW, q, k, packed)
+    except RuntimeError:
+        return None
 
 
 def run_prepared_in_place(
@@ -86,11 +78,13 @@ def run_prepared_in_place(
         Whether it is done.
     """
     packed = route_prepared(rotation, q, k, layout, inverse, around)
-    if packed is not None:
-        with suppress(RuntimeError):
-            _launch_in_place(q, k, packed)
-            return True
-    return False
+    if packed is None:
+        return False
+    try:
+        _launch_in_place(q, k, packed)
+    except RuntimeError:
+        return False
+    return True
 
 
 def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
@@ -101,9 +95,25 @@ def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Resul
 
 
 def _run(call: Call, way: Way) -> Results:
-    if call.verb == "out":
-        _check_out_grad(call, way)
     return TABLE[call.verb, way.route](call, way)
+
+
+def _apart(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
+    """Two calls of which the second refuses nothing once the first has written, and reads nothing that
+    the first has written."""
+    if calls[0].verb == "new":
+        return calls
+    written = [x for call in calls for x in (call.outs or call.xs)]
+    sees = ways[0].sees_memory
+    if not sees:
+        memory.check_apart([name for call in calls for name in call.names], written)
+    elif calls[0].verb == "out":
+        _check_out_memory(calls)
+    else:
+        _check_in_place(calls, any(way.needs_grad for way in ways))
+    # Without addresses everything is copied.
+    later = [memory.copied_before(call, written if sees else None) for call in calls[1:]]
+    return [calls[0], *later]
 
 
 # --- new tensors ----------------------------------------------------------------------------------
@@ -138,7 +148,7 @@ def _in_place_by_kernel(call: Call, way: Way) -> Results:
     try:
         _launch_in_place(call.q, call.k, pack(call))
     except RuntimeError:
-        # Kernels refuse overlapping memory before they change anything; this words it.
+        # Kernels refuse overlapping memory before they write; raise the readable error.
         _check_in_place([call], False)
         raise
     return call.xs
@@ -167,7 +177,7 @@ def _in_place_by_autograd(call: Call, way: Way) -> Results:
 
 def _in_place_by_definition(call: Call, way: Way) -> Results:
     """`define` of copies, written back."""
-    # Behind a transform memory is not what it seems; the transform sees to it.
+    # Transforms check the memory of what they wrap themselves.
     if way.sees_memory:
         _check_in_place([call], way.needs_grad)
     # Gradients by angles need what this overwrites.
@@ -196,10 +206,10 @@ def _out_by_kernel(call: Call, way: Way) -> Results:
         memory.refuse_frozen(call.outs)
         packed = pack(call)
         with torch._C._AutoDispatchBelowAutograd():
-            OUT.for_(packed)(call.q, call.k, *_pair(call.outs), *packed)
+            OUT.for_(packed)(call.q, call.k, *pair(call.outs), *packed)
         torch.autograd.graph.increment_version(call.outs)
     except RuntimeError:
-        # Kernels refuse overlapping memory before they write; this words it.
+        # Kernels refuse overlapping memory before they write; raise the readable error.
         _check_out_memory([call])
         raise
     return call.outs
@@ -224,7 +234,7 @@ def _out_traced(call: Call, way: Way) -> Results:
     if way.transformed:
         return _overwrite(call.outs, _new_traced(call, way))
     packed = pack(call)
-    OUT.for_(packed)(call.q, call.k, *_pair(call.outs), *packed)
+    OUT.for_(packed)(call.q, call.k, *pair(call.outs), *packed)
     return call.outs
 
 
@@ -249,7 +259,7 @@ TABLE: dict[tuple[str, str], Callable[[Call, Way], Results]] = {
 
 
 def _launch(operator: Operator, q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
-    """The operator below autograd, whose formula in Python would only cost time here."""
+    """The operator below autograd, whose Python formula would only cost time here."""
     with torch._C._AutoDispatchBelowAutograd():
         return operator.for_(packed)(q, k, *packed)  # type: ignore[no-any-return]
 
@@ -261,12 +271,8 @@ def _launch_in_place(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) ->
     torch.autograd.graph.increment_version(q if k is None else (q, k))
 
 
-def _pair(outs: Results) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return outs[0], outs[1] if len(outs) > 1 else None
-
-
 def _copied(call: Call) -> Call:
-    """The call of copies, where q and k themselves are about to change."""
+    """The call on copies of q and k, which are about to change."""
     return call.on([x.clone() for x in call.xs])
 
 
@@ -275,10 +281,6 @@ def _overwrite(xs: Results, ys: Results) -> Results:
     for x, y in zip(xs, ys, strict=True):
         x.copy_(y)
     return xs
-
-
-def _written(calls: Sequence[Call]) -> list[torch.Tensor]:
-    return [x for call in calls for x in (call.outs or call.xs)]
 
 
 def _check_in_place(calls: Sequence[Call], needs_grad: bool) -> None:
@@ -302,4 +304,5 @@ def _check_out_grad(call: Call, way: Way) -> None:
 
 
 def _check_out_memory(calls: Sequence[Call]) -> None:
-    memory.check_out_memory([x for call in calls for x in call.xs], _written(calls))
+    xs = [x for call in calls for x in call.xs]
+    memory.check_out_memory(xs, [out for call in calls for out in call.outs])

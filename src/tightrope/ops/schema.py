@@ -236,6 +236,11 @@ def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:
     return [q] if k is None else [q, k]
 
 
+def pair(xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The inverse of :func:`present`."""
+    return xs[0], xs[1] if len(xs) > 1 else None
+
+
 def scale(direction: int, amplitude: float) -> float:
     """The factor on the rotated channels: an inverse divides by the amplitude."""
     return 1.0 / amplitude if direction == INVERSE else amplitude

@@ -36,17 +36,16 @@ class Snapshot(NamedTuple):
 
     def is_of(self, ids: torch.Tensor | None) -> bool:
         """Whether the ids are still the same, as far as can be told."""
-        if _version(ids) != self.version:
-            return False
         if self.bits is None:
-            return True
+            return _version(ids) == self.version
+        # A copy of a rotation has ids with versions of their own.
         bits = _bits(ids)
         return bits is not None and torch.equal(bits, self.bits)
 
 
 @dataclass(eq=False)
 class Memo:
-    """What the calls of one prepared rotation have found out, for the next ones. Never a result's value.
+    """Cached facts about one prepared rotation, found by its calls; never a result.
 
     Attributes:
         packed: the arguments of the operator, by layout and direction.
@@ -101,6 +100,11 @@ class PreparedRotation:
     made_from: object = None
     snapshot: Snapshot | None = field(default=None, repr=False)
     limit: Limit | None = None
+
+    def __post_init__(self) -> None:
+        # dataclasses.replace would hand on what was found out about another value.
+        if self.memo.packed or self.memo.for_tokens is not None or self.memo.gate_logs:
+            object.__setattr__(self, "memo", Memo())
 
     @property
     def amplitude(self) -> float:
