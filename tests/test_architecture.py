@@ -22,7 +22,6 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "tightrope"
 # name, and makes a group of each.
 RANKS: dict[str, tuple[int, int]] = {
     "_errors": (0, 0),
-    "_rules": (0, 1),
     "channels": (0, 1),
     "_tracing": (0, 0),
     "ops.schema": (0, 0),
