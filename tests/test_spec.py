@@ -33,6 +33,7 @@ from tightrope.frequencies import (
 )
 from tightrope.functional import rotate, rotate_
 from tightrope.spec import PreparedRotation
+from tightrope.spec._device_cache import DeviceCache
 from tightrope.spec._tables import Tables
 from tolerances import value
 
@@ -604,7 +605,7 @@ def tables_of(spec: RopeSpec) -> list[torch.Tensor]:
         elif isinstance(value, (tuple, list)):
             for item in value:
                 walk(item)
-        elif isinstance(value, Tables):
+        elif isinstance(value, (Tables, DeviceCache)):
             walk(vars(value))
 
     walk(vars(spec))
