@@ -28,7 +28,6 @@ RANKS: dict[str, tuple[int, int]] = {
     "ops.schema": (0, 0),
     "ops.registry": (0, 0),
     "channels": (0, 1),
-    "_rules": (0, 1),
     "frequencies": (1, 0),
     "axes": (1, 0),
     "positions": (1, 0),

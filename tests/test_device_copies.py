@@ -19,7 +19,7 @@ from tightrope.activations import RMSNorm
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
 from tightrope.gates import Exp, Given, Scalar, Slope, XPos
 from tightrope.ops import gating, registry
-from tightrope.spec import _tables
+from tightrope.spec import _device_cache
 
 DEVICE = torch.device("meta")
 
@@ -165,7 +165,7 @@ def test_a_graph_reads_what_was_kept_and_keeps_nothing(
 ) -> None:
     CALLS[name]()
     kept = dict(gates._kept)
-    for module in (gates, gating, _tables):
+    for module in (gates, gating, _device_cache):
         monkeypatch.setattr(module, "may_keep", lambda _: False)
     with Copies() as mode:
         CALLS[name]()
@@ -179,3 +179,26 @@ def test_what_a_device_reads_anew_is_not_kept() -> None:
     prepared = SPEC.at(IDS, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=XPOS)
     assert prepared.memo.gate_logs == {}
+
+
+def test_many_lengths_do_not_push_out_what_a_graph_reads() -> None:
+    spec = RopeSpec(16, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
+    rotate_qk(Q, K, spec, IDS)
+    for length in range(100, 300):
+        spec.words_for(length, DEVICE)
+    with Copies() as mode:
+        rotate_qk(Q, K, spec, IDS)
+    assert mode.found == []
+
+
+def test_a_spec_keeps_nothing_that_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RopeSpec(16, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
+    cache = spec._words._kept
+    before = set(cache._kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(_device_cache, "may_keep", lambda _: False)
+        for seq_len in (3, 5000, [3, 5000], IDS[:, 0]):
+            spec.words_for(seq_len, DEVICE)
+    assert set(cache._kept) == before
+    spec.words_for(5000, DEVICE)
+    assert {key for device, key in cache._kept if device == DEVICE} == {5000, "unread"}

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import oracle
 import oracle_frequencies as truth
-from tightrope import _rules, angles, frequencies
+from tightrope import angles, frequencies
 from tightrope.frequencies import (
     NTK,
     RULES,
@@ -31,6 +31,7 @@ from tightrope.frequencies import (
     Proportional,
     Rule,
     YaRN,
+    _rule,
 )
 from tolerances import value
 
@@ -102,7 +103,7 @@ def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
 
     def clear() -> None:
         frequencies.default.cache_clear()
-        _rules._made.cache_clear()
+        _rule._made.cache_clear()
 
     clear()
     with decimal.localcontext() as context:
@@ -357,9 +358,9 @@ def test_no_history(rule: Rule) -> None:
     lengths = [3000, 6000, 3000, 4097, 100000, 5000, 6000]
     alone = []
     for length in lengths:
-        _rules._made.cache_clear()
+        _rule._made.cache_clear()
         alone.append(rule.frequencies(64, 1e4, length))
-    _rules._made.cache_clear()
+    _rule._made.cache_clear()
     together = [rule.frequencies(64, 1e4, length) for length in lengths]
     assert together == alone
     assert together[0] == together[2]
@@ -462,6 +463,16 @@ def test_copies_are_equal(make: Callable[[Rule], Rule], rule: Rule) -> None:
     assert hash(other) == hash(rule)
     assert type(other) is type(rule)
     assert "_hash" not in vars(pickle.loads(pickle.dumps(rule)))
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=NAMES)
+def test_pickles_from_before_the_rules_were_in_several_files_load(rule: Rule) -> None:
+    name = type(rule).__name__
+    old = pickle.dumps(rule, 0).replace(
+        f"c{type(rule).__module__}\n{name}\n".encode(), f"ctightrope.frequencies\n{name}\n".encode()
+    )
+    assert b"tightrope.frequencies\n" in old
+    assert pickle.loads(old) == rule
 
 
 @pytest.mark.parametrize("rule", ONE_OF_EACH, ids=NAMES)

@@ -33,6 +33,7 @@ from tightrope.frequencies import (
 )
 from tightrope.functional import rotate, rotate_
 from tightrope.spec import PreparedRotation
+from tightrope.spec._device_cache import DeviceCache
 from tightrope.spec._tables import Tables
 from tolerances import value
 
@@ -604,7 +605,7 @@ def tables_of(spec: RopeSpec) -> list[torch.Tensor]:
         elif isinstance(value, (tuple, list)):
             for item in value:
                 walk(item)
-        elif isinstance(value, Tables):
+        elif isinstance(value, (Tables, DeviceCache)):
             walk(vars(value))
 
     walk(vars(spec))
@@ -944,7 +945,7 @@ def test_a_copy_of_a_prepared_rotation_rotates_as_the_original() -> None:
     for copied in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
         assert torch.equal(rotate(x, copied), want)
         copied.ids[0, 0, 0] = 9
-        with pytest.raises(ValueError, match="positions must not change after spec.at"):
+        with pytest.raises(ValueError, match=r"positions must not change after spec\.at"):
             rotate(x, copied)
 
 

@@ -1,4 +1,4 @@
-"""Phase words of the fields of a spec, made once for each and kept."""
+"""Phase words of a spec's fields, made on the host: pure functions, cached by their arguments."""
 
 from __future__ import annotations
 
@@ -28,47 +28,57 @@ stretched_natively: Callable[[bytes, int, Sequence[int], int, int, torch.Tensor]
 _DOUBT = 2**40
 
 
-class Made(NamedTuple):
-    """Words and turns as plain ints, flat, with their shape ``(axes, heads, pairs)``."""
+# Phase words and turns, int64 ``[axes, rows|1, heads|1, pairs]``; turns are None where all are zero.
+Table: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
+
+
+class HostWords(NamedTuple):
+    """Phase words of one regime of a rule as plain ints.
+
+    Attributes:
+        words, turns: see :class:`tightrope.angles.Words`; flat.
+        shape: ``(axes, heads, pairs)``.
+        amplitude_hex: the attention scaling, as a hexadecimal string.
+    """
 
     words: tuple[int, ...]
     turns: tuple[int, ...]
     shape: tuple[int, int, int]
-    attention_scaling: float
+    amplitude_hex: str
 
 
-# A value of a spec, or its class and fields.
-Said: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
+# A value, or its class and fields: what the compiler can hand to a constant function.
+Constant: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
 
 
 def made(
-    rule: Said[Rule | None],
+    rule: Constant[Rule | None],
     rotary_dim: int,
     base: float,
-    axes: Said[Axes | None],
+    axes: Constant[Axes | None],
     regime: int | None,
-) -> Made:
-    """Words and turns of the fields of a spec at a regime of its rule. A pure function.
+) -> HostWords:
+    """Phase words and turns of one regime of a rule. A pure function.
 
     Args:
-        rule, rotary_dim, base, axes: as of :class:`tightrope.RopeSpec`.
-        regime: as :meth:`tightrope.frequencies.Rule.regime` gives it.
+        rule, rotary_dim, base, axes: see :class:`tightrope.RopeSpec`.
+        regime: see :meth:`tightrope.frequencies.Rule.regime`.
     """
-    return _cached(_heard(rule), rotary_dim, base, _heard(axes), regime)
+    return _cached(_value_of(rule), rotary_dim, base, _value_of(axes), regime)
 
 
-def inv_freq(rule: Said[Rule | None], dim: int, base: float) -> list[float]:
+def inv_freq(rule: Constant[Rule | None], dim: int, base: float) -> list[float]:
     """The frequencies of one row of a rule, within its original length."""
-    rule = _heard(rule)
+    rule = _value_of(rule)
     row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
     return [float(omega) for omega in row.exact]
 
 
-def _heard(said: Said[T]) -> T:
-    if isinstance(said, tuple):
-        kind, values = said
-        return kind(*values)
-    return said
+def _value_of(constant: Constant[T]) -> T:
+    if isinstance(constant, tuple):
+        kind, fields = constant
+        return kind(*fields)
+    return constant
 
 
 # A spec may be made inside a compiled function; its words are constants there, since dynamo cannot
@@ -80,15 +90,16 @@ inv_freq._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=512)
 def _cached(
     rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None, regime: int | None
-) -> Made:
+) -> HostWords:
     result = assigned(rule, rotary_dim, base, axes, regime)
     flat = words_of(result)
+    amplitude_hex = result.attention_scaling.hex()
     shape = result.shape or (len(result.exact),)
     pairs = shape[-1]
     heads = shape[-2] if len(shape) > 1 else 1
     if axes is None:
         count = shape[0] if len(shape) == 3 else 1
-        return Made(flat.words, flat.turns, (count, heads, pairs), result.attention_scaling)
+        return HostWords(flat.words, flat.turns, (count, heads, pairs), amplitude_hex)
     owners = [owner for owner, _, _ in axes.pairs] * heads
     words, turns = (
         tuple(
@@ -98,7 +109,7 @@ def _cached(
         )
         for values in (flat.words, flat.turns)
     )
-    return Made(words, turns, (axes.count, heads, pairs), result.attention_scaling)
+    return HostWords(words, turns, (axes.count, heads, pairs), amplitude_hex)
 
 
 @lru_cache(maxsize=512)
@@ -128,13 +139,13 @@ def assigned(
 
 def of_lengths(
     rule: Rule, rotary_dim: int, base: float, axes: Axes | None, lengths: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Words and turns of rows of given lengths, ``[axes, rows, heads|1, pairs]`` on the CPU.
+) -> Table:
+    """Phase words and turns of rows of given lengths, ``[axes, rows, heads|1, pairs]`` on the CPU.
 
     A pure function, with the bits of :func:`made` for each row.
 
     Args:
-        rule, rotary_dim, base, axes: as of :class:`tightrope.RopeSpec`.
+        rule, rotary_dim, base, axes: see :class:`tightrope.RopeSpec`.
         lengths: at least one.
     """
     dims, index, owners = _places(rotary_dim, axes)
@@ -152,7 +163,7 @@ def of_lengths(
 
 
 def _stretched(rule: Rule, dim: int, base: float, lengths: Sequence[int]) -> torch.Tensor | None:
-    """Words ``[rows, pairs]`` of one row of pairs; None where only the definition makes them."""
+    """Phase words ``[rows, pairs]``, made natively; None where only the definition makes them."""
     constants = None if stretched_natively is None else _constants(rule, dim, base)
     if stretched_natively is None or constants is None:
         return None
@@ -171,11 +182,11 @@ def _stretched(rule: Rule, dim: int, base: float, lengths: Sequence[int]) -> tor
 
 
 class _Constants(NamedTuple):
-    """What words of all lengths are made from.
+    """Constants of :data:`stretched_natively`, for all lengths.
 
     Attributes:
-        packed: as :data:`stretched_natively` takes them.
-        growth: of the scale per token, in units of 2^-128.
+        packed: the bytes that it takes.
+        growth: growth of the scale per token, in units of 2^-128.
     """
 
     packed: bytes
@@ -184,7 +195,7 @@ class _Constants(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _constants(rule: Rule, dim: int, base: float) -> _Constants | None:
-    """None for rules and parameters that these words are not made for."""
+    """The constants of one rule; None for rules and parameters that the native library does not serve."""
     if not rule.ntk_by_length or dim == 0 or not base > 1:
         return None
     growth = int(Fraction(rule.factor) * 2**128 / rule.original_max_position)  # type: ignore[attr-defined]
@@ -221,8 +232,8 @@ def _places(
     return dims, index, owners.to(torch.int64)
 
 
-def table(made: Made, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Words and turns as tensors ``[axes, 1, heads|1, pairs]``; turns are None where all are zero."""
+def table(made: HostWords, device: torch.device) -> Table:
+    """Phase words and turns as tensors ``[axes, 1, heads|1, pairs]``."""
     axes, heads, pairs = made.shape
     words = torch.tensor(made.words, dtype=torch.int64, device=device)
     words = words.reshape(axes, 1, heads, pairs)
@@ -232,10 +243,16 @@ def table(made: Made, device: torch.device) -> tuple[torch.Tensor, torch.Tensor 
     return words, turns.reshape(words.shape)
 
 
-def joined(
-    tables: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tables of single rows as one table."""
+def moved(table: Table, device: torch.device) -> Table:
+    """Copy a table to a device."""
+    if device.type == "cpu":
+        return table  # all of them are made there
+    words, turns = table
+    return words.to(device), None if turns is None else turns.to(device)
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """Concatenate tables of single rows."""
     words = torch.cat([words for words, _ in tables], 1)
     if all(turns is None for _, turns in tables):
         return words, None

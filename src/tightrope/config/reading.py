@@ -14,8 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 
 from .._errors import sentence
-from .._rules import LONGEST
-from ..frequencies import NTK, RULES, YaRN
+from ..frequencies import LONGEST, NTK, RULES, YaRN
 from ..spec import RopeSpec
 from . import keys
 from .heads import axes_of, base_of, pairing_of, slice_of

@@ -1,7 +1,8 @@
-"""RopeSpec: a rotary embedding as one frozen value, and what it prepares for a forward pass.
+"""RopeSpec: a rotary embedding as one frozen value, and the rotations that it prepares.
 
-From the bottom up: ``_lengths`` (how long sequences are), ``_tables`` (phase words by device and
-length), ``_prepared`` (a rotation at given positions) and ``_rope`` (the value that users write, with
+From the bottom up: ``_lengths`` (how long sequences are), ``_device_cache`` (tensors kept on each
+device), ``_unread`` (lengths that nothing may read), ``_tables`` (phase words for any length and
+device), ``_prepared`` (a rotation at given positions) and ``_rope`` (the value that users write, with
 its dictionaries).
 """
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .._errors import bad_type, bad_value, check_local, public
-from .._rules import length
 from .._tracing import is_readable, is_tracing
 from ..angles import is_lost
-from ..frequencies import Rule
+from ..frequencies import Rule, length
 from ..positions import Positions
 
 SeqLen: TypeAlias = "int | Sequence[int] | torch.Tensor | None"

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from .. import _rules, positions as positions_, words as words_
+from .. import positions as positions_, words as words_
 from .._errors import bad_type, bad_value, public
 from ..axes import Axes
 from ..channels import Channels
-from ..frequencies import Frequencies, Given, Rule
+from ..frequencies import Frequencies, Given, Rule, length as checked_length
 from ..positions import Positions, PositionsLike
 from ._lengths import SeqLen
 from ._prepared import PreparedRotation, prepare
@@ -242,7 +242,7 @@ class RopeSpec:
         >>> RopeSpec(8, axes=Axes.blocks((2, 2))).frequencies().inv_freq.tolist()
         [1.0, 0.01, 1.0, 0.01]
         """
-        length = None if seq_len is None else _rules.length(seq_len)
+        length = None if seq_len is None else checked_length(seq_len)
         regime = None if self.scaling is None else self.scaling.regime(length)
         return words_.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
 

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 import torch
 
 from ..._errors import bad_value, public
-from ..._rules import LONGEST
+from ...frequencies import LONGEST
 from ...spec import RopeSpec
 from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
 from ._calls import Call, parse

@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import torch
 
-from ..._rules import CONTEXT, TWO_PI
+from ...frequencies import CONTEXT, TWO_PI
 
 
 def cos_sin(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import angles
-from ..._rules import LONGEST
+from ...frequencies import LONGEST
 from ...spec import RopeSpec
 
 #: The largest rounding of a cosine, which is below 1, by type: half of its last bit.

@@ -1,7 +1,4 @@
-"""What frequency rules share: their result, and how a rule is known by its names.
-
-The rules themselves are in :mod:`tightrope.frequencies`, which shows all of this.
-"""
+"""The base of all frequency rules, their result, and the table of their names."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from ._errors import bad_type, bad_value, integer, public, unsupported
+from .._errors import bad_type, bad_value, integer, public, unsupported
 
 # 64 bits are 20 digits; the rest is head room for the rounding of up to thousands of products.
 CONTEXT = decimal.Context(prec=60)
@@ -37,12 +34,12 @@ Keys: TypeAlias = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Frequencies:
-    """What a frequency rule yields.
+    """The result of a frequency rule.
 
     Attributes:
         exact: angular frequency of each pair in radians per position, to 60 digits; flat.
         attention_scaling: factor on the rotated channels (YaRN, LongRoPE); 1.0 for most rules.
-        shape: how ``exact`` is to be read: None for ``(pairs,)``, else ``(heads, pairs)`` or
+        shape: the shape of ``exact``: None for ``(pairs,)``, else ``(heads, pairs)`` or
             ``(axes, heads, pairs)``.
     """
 
@@ -65,10 +62,10 @@ RULES: dict[str, type[Rule]] = {}
 
 @public("seq_len")
 def length(value: object) -> int:
-    """A length that is said as a number.
+    """Check the length of a sequence and return it as an int.
 
     Raises:
-        ValueError, TypeError: what is none.
+        ValueError, TypeError: an invalid length.
 
     >>> length(5)
     5
@@ -82,14 +79,14 @@ def length(value: object) -> int:
 class Rule:
     """A frequency rule with its parameters: the base of frozen dataclasses.
 
-    A subclass declares its fields, checks them in ``__post_init__`` and writes :meth:`make`. That
-    alone makes it a part of specs, their dictionaries and the reading of configurations.
+    A subclass declares its fields, checks them in ``__post_init__`` and defines :meth:`make`. That
+    is enough for specs, their dictionaries and the reading of configurations.
 
     Attributes:
         names: its names in configurations (``rope_type``); the first is its name in dictionaries.
         keys: for each field, how the rope section of a configuration spells it.
         by_length: whether the frequencies depend on the length of the sequence. Such a rule has a
-            field ``original_max_position``, up to which length it yields one and the same.
+            field ``original_max_position``, up to which it yields the same frequencies.
         ntk_by_length: whether longer sequences have the frequencies of NTK-aware scaling by
             ``1 + factor · (length / original_max_position − 1)``, and attention scaling 1. Phase words
             of many lengths are then made at once. False again in a subclass that overrides
@@ -131,13 +128,13 @@ class Rule:
 
         Raises:
             ValueError: parameters that do not fit the number of pairs or the base, a negative length.
-            TypeError: a length that is no int, whether or not the rule depends on it.
+            TypeError: a length that is not an int, whether or not the rule depends on it.
         """
         regime = None if seq_len is None else self.regime(length(seq_len))
         return _made(self, rotary_dim, float(base), regime)
 
     def regime(self, seq_len: int | None) -> int | None:
-        """What the frequencies depend on of a length: equal regimes, equal frequencies.
+        """The part of a length that the frequencies depend on: equal regimes, equal frequencies.
 
         Returns:
             None within the original length and for rules that do not depend on it; else a length.
@@ -147,9 +144,9 @@ class Rule:
         return seq_len
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
-        """What a subclass writes: the frequencies, computed anew.
+        """Compute the frequencies; every subclass defines this.
 
-        Runs under :data:`CONTEXT`, so plain arithmetic of decimals has 60 digits.
+        Runs under :data:`CONTEXT`, so plain decimal arithmetic has 60 digits.
 
         Args:
             rotary_dim: even and at least 2.
@@ -164,10 +161,10 @@ class Rule:
         within: torch.Tensor,  # noqa: ARG002
         lengths: torch.Tensor,
     ) -> torch.Tensor | None:
-        """The frequencies at lengths that only a device knows, all of the original one or above.
+        """The frequencies at lengths in a tensor that nothing may read, each at least the original one.
 
         Args:
-            within: those up to the original length, float64 ``[pairs]``.
+            within: the frequencies up to the original length, float64 ``[pairs]``.
             lengths: whole numbers as float64 ``[rows]`` on the same device, real or traced.
 
         Returns:
@@ -176,7 +173,7 @@ class Rule:
             first length above the original one.
 
         Raises:
-            NotImplementedError: a rule that says nothing about such lengths.
+            NotImplementedError: a rule that does not define it.
         """
         raise unsupported(
             "seq_len must be ints that can be read, as this rule makes nothing of a tensor, but "
@@ -186,7 +183,7 @@ class Rule:
 
     @property
     def softmax_scaling(self) -> float:
-        """What the model multiplies its softmax scale by; 1.0 for all rules but DeepSeek's YaRN.
+        """The factor on the model's softmax scale; 1.0 for all rules but DeepSeek's YaRN.
 
         It belongs to attention, not to the rotation, and nothing here applies it.
         """
@@ -261,11 +258,11 @@ class Rule:
         )
 
     def _set(self, **values: object) -> None:
-        """Puts checked fields in their normal form, once, in ``__post_init__``."""
+        """Store checked fields in their normal form; for ``__post_init__``."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    # What a field must be: each returns its normal form, or raises a sentence that names it.
+    # Each checks a field and returns its normal form, or raises an error that names the field.
 
     @public()
     def _positive(self, field: str) -> float:
@@ -297,7 +294,7 @@ def _made(rule: Rule, rotary_dim: int, base: float, regime: int | None) -> Frequ
 
 
 def number(field: str, value: object, zero: bool = False) -> float:
-    """A positive and finite float; or, where ``zero``, perhaps 0."""
+    """Check that a value is positive (or 0, if ``zero``) and finite; return it as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise bad_type(f"{field} must be a number but got {value!r}")
     try:

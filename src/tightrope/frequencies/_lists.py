@@ -1,0 +1,249 @@
+"""Rules with a number for every pair: the divisors of LongRoPE, and given frequencies."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from .._errors import bad_type, bad_value, public
+from ._row import default
+from ._rule import Frequencies, Keys, Rule, number
+
+Nested: TypeAlias = (
+    "tuple[float, ...] | tuple[tuple[float, ...], ...] | tuple[tuple[tuple[float, ...], ...], ...]"
+)
+
+
+@dataclass(frozen=True)
+class LongRoPE(Rule):
+    """LongRoPE: one divisor per pair, in one set for short and one for long sequences.
+
+    ω'_k = ω_k / short_factor[k] up to the length L0 = ``original_max_position``, and
+    ω_k / long_factor[k] for every longer sequence. The factor on the rotated channels is
+    ``attention_factor`` if given; ``short_mscale`` and ``long_mscale`` if given; and otherwise
+    √(1 + ln(factor) / ln(L0)), or 1 for factor <= 1.
+
+    Details that implementations get wrong: which set applies is decided by the length of the row
+    itself, not by the capacity of a cache or the longest row of the batch, and at L > L0: a sequence
+    of exactly L0 tokens is short. Keys cached before the switch must be re-rotated after it. The
+    factor is the ratio of the longest length to L0, which configurations often leave to be computed
+    from ``max_position_embeddings``; without it there is no factor on the channels to guess, so one
+    of the three must be given. Mscales may differ between short and long (PhiMoE).
+
+    Args:
+        short_factor, long_factor: one divisor per pair.
+        original_max_position: L0, the length that the model was trained with.
+        factor: longest length divided by L0.
+        attention_factor: factor on the rotated channels, for all lengths.
+        short_mscale, long_mscale: factor on the rotated channels, up to L0 and above.
+
+    Raises:
+        ValueError, TypeError: parameters out of range; lists that are not one number per pair;
+            nothing, or too much, to take the factor on the channels from.
+
+    Source: Ding et al., LongRoPE (arXiv 2402.13753), section 3; Phi-3 (arXiv 2404.14219) and its
+    modelling code.
+
+    >>> rule = LongRoPE((1.0, 1.0), (1.0, 32.0), original_max_position=4096, factor=32.0)
+    >>> rule.frequencies(4, 10000.0, seq_len=4096).inv_freq.tolist()
+    [1.0, 0.01]
+    >>> rule.frequencies(4, 10000.0, seq_len=4097).inv_freq.tolist()
+    [1.0, 0.0003125]
+    >>> round(rule.frequencies(4, 10000.0).attention_scaling, 6)
+    1.190238
+    """
+
+    names = ("longrope", "su")
+    keys: ClassVar[Keys] = {
+        "short_factor": ("short_factor",),
+        "long_factor": ("long_factor",),
+        "original_max_position": ("original_max_position_embeddings",),
+        "factor": ("factor",),
+        "attention_factor": ("attention_factor",),
+        "short_mscale": ("short_mscale",),
+        "long_mscale": ("long_mscale",),
+    }
+    by_length = True
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position: int
+    factor: float | None = None
+    attention_factor: float | None = None
+    short_mscale: float | None = None
+    long_mscale: float | None = None
+
+    @public("LongRoPE")
+    def __post_init__(self) -> None:
+        self._set(
+            short_factor=self._divisors("short_factor"),
+            long_factor=self._divisors("long_factor"),
+            original_max_position=self._length(least=2),
+            factor=self._positive_or_none("factor"),
+            attention_factor=self._positive_or_none("attention_factor"),
+            short_mscale=self._positive_or_none("short_mscale"),
+            long_mscale=self._positive_or_none("long_mscale"),
+        )
+        if len(self.short_factor) != len(self.long_factor):
+            raise bad_value(
+                "short_factor and long_factor must have one number per pair each but got "
+                f"{len(self.short_factor)} and {len(self.long_factor)}"
+            )
+        if (self.short_mscale is None) != (self.long_mscale is None):
+            raise bad_value(
+                f"short_mscale and long_mscale must be given together but got "
+                f"{self.short_mscale} and {self.long_mscale}"
+            )
+        if self.attention_factor is not None and self.short_mscale is not None:
+            raise bad_value(
+                "attention_factor must not be given together with short_mscale and long_mscale "
+                f"but got {self.attention_factor}, {self.short_mscale} and {self.long_mscale}"
+            )
+        if self.factor is self.attention_factor is self.short_mscale is None:
+            raise bad_value(
+                "factor (the longest length / original_max_position), attention_factor, or "
+                "short_mscale and long_mscale must be given but got none"
+            )
+
+    def _divisors(self, field: str) -> tuple[float, ...]:
+        values = getattr(self, field)
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise bad_type(f"{field} must be a sequence of numbers but got {values!r}")
+        return tuple(number(f"{field}[{k}]", value) for k, value in enumerate(values))
+
+    def regime(self, seq_len: int | None) -> int | None:
+        """None up to the original length; one and the same length for all that are longer."""
+        if seq_len is None or seq_len <= self.original_max_position:
+            return None
+        return self.original_max_position + 1
+
+    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> None:
+        """None: all longer sequences have one set."""
+
+    @public("LongRoPE")
+    def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
+        if 2 * len(self.short_factor) != rotary_dim:
+            raise bad_value(
+                "short_factor and long_factor must have one number per pair, "
+                f"{rotary_dim // 2}, but got {len(self.short_factor)}"
+            )
+        divisors = self.short_factor if seq_len is None else self.long_factor
+        row = default(rotary_dim, base).exact
+        exact = (omega / Decimal(divisor) for omega, divisor in zip(row, divisors, strict=True))
+        return Frequencies(tuple(exact), self._attention_scaling(seq_len))
+
+    def _attention_scaling(self, seq_len: int | None) -> float:
+        given = self.attention_factor
+        if given is None:
+            given = self.short_mscale if seq_len is None else self.long_mscale
+        if given is not None:
+            return given
+        if self.factor is None or self.factor <= 1.0:
+            return 1.0
+        ratio = Decimal(self.factor).ln() / Decimal(self.original_max_position).ln()
+        return float((1 + ratio).sqrt())
+
+
+@dataclass(frozen=True)
+class Given(Rule):
+    """Frequencies as numbers: learned and then frozen, or from a rule that is not implemented here.
+
+    They may differ per head, and per head and axis: RoPE-mixed. The base of a spec plays no part.
+
+    Args:
+        inv_freq: radians per position, nested as ``(pairs,)``, ``(heads, pairs)`` or
+            ``(axes, heads, pairs)``; of any sign. For a tensor, see :meth:`of`.
+
+    Raises:
+        ValueError, TypeError: numbers that are not finite, lists of unequal lengths.
+
+    Source: per-head and mixed frequencies: Heo et al., RoPE for Vision Transformer
+    (arXiv 2403.13298), section 3.2.
+
+    >>> Given((1.0, 0.25)).frequencies(4, 10000.0).inv_freq.tolist()
+    [1.0, 0.25]
+    >>> Given(((1.0, 0.25), (2.0, 0.5))).shape
+    (2, 2)
+    """
+
+    names = ("given",)
+    keys: ClassVar[Keys] = {"inv_freq": ("inv_freq",)}
+
+    inv_freq: Nested
+
+    @public("Given")
+    def __post_init__(self) -> None:
+        inv_freq = _frozen(self.inv_freq)
+        shape = _shape_of(inv_freq)
+        if not 1 <= len(shape) <= 3:
+            raise bad_value(
+                "inv_freq must be nested as (pairs,), (heads, pairs) or (axes, heads, pairs) but "
+                f"got {len(shape)} levels"
+            )
+        self._set(inv_freq=inv_freq)
+
+    @classmethod
+    @public("Given.of")
+    def of(cls, inv_freq: torch.Tensor) -> Given:
+        """From a floating tensor of any device; its values now.
+
+        >>> Given.of(torch.tensor([1.0, 0.25]))
+        Given(inv_freq=(1.0, 0.25))
+        """
+        if not isinstance(inv_freq, torch.Tensor) or not inv_freq.is_floating_point():
+            raise bad_type("inv_freq must be a floating tensor", inv_freq=inv_freq)
+        if 0 in inv_freq.shape[:-1]:
+            raise bad_value("inv_freq must have heads and axes", inv_freq=inv_freq)
+        return cls(inv_freq.detach().double().cpu().tolist())  # type: ignore[arg-type]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(pairs,)``, ``(heads, pairs)`` or ``(axes, heads, pairs)``."""
+        return _shape_of(self.inv_freq)
+
+    @public("Given")
+    def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
+        shape = self.shape
+        if 2 * shape[-1] != rotary_dim:
+            raise bad_value(
+                f"inv_freq must have one number per pair, {rotary_dim // 2}, but got {shape[-1]}"
+            )
+        exact = tuple(Decimal(omega) for omega in _flat(self.inv_freq))
+        return Frequencies(exact, 1.0, None if len(shape) == 1 else shape)
+
+
+def _frozen(values: Any) -> Any:
+    """Nested sequences of numbers as nested tuples of floats."""
+    if isinstance(values, numbers.Real) and not isinstance(values, bool):
+        omega = float(values)
+        if not math.isfinite(omega):
+            raise bad_value(f"inv_freq must be finite but got {omega}")
+        return omega
+    if isinstance(values, torch.Tensor):
+        raise bad_type("inv_freq must be nested numbers; call Given.of", inv_freq=values)
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise bad_type(f"inv_freq must hold numbers but got {values!r}")
+    return tuple(_frozen(value) for value in values)
+
+
+def _shape_of(nested: Any) -> tuple[int, ...]:
+    if not isinstance(nested, tuple):
+        return ()
+    shapes = {_shape_of(part) for part in nested}
+    if len(shapes) > 1:
+        raise bad_value(f"inv_freq must be nested evenly but got {sorted(shapes)} side by side")
+    return (len(nested), *(shapes.pop() if shapes else ()))
+
+
+def _flat(nested: Any) -> Iterator[float]:
+    if isinstance(nested, tuple):
+        for part in nested:
+            yield from _flat(part)
+    else:
+        yield nested

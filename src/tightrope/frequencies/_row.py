@@ -1,0 +1,232 @@
+"""Rules whose frequencies are one geometric row: as it is, divided, on another base, or cut off."""
+
+from __future__ import annotations
+
+import decimal
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+
+from .._errors import bad_value, public
+from ._rule import CONTEXT, Frequencies, Keys, Rule, number
+
+
+@lru_cache(maxsize=256)
+def default(rotary_dim: int, base: float) -> Frequencies:
+    r"""The rule of the first RoPE paper, :math:`\omega_k = base^{-2k/rotary\_dim}`.
+
+    Args:
+        rotary_dim: number of channels that rotate; even.
+        base: positive; the wavelengths run from 2π to nearly 2π · base positions.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2.2.
+
+    >>> [round(float(omega), 6) for omega in default(4, 10000.0).exact]
+    [1.0, 0.01]
+    """
+    if rotary_dim == 0:
+        return Frequencies(())
+    with decimal.localcontext(CONTEXT):
+        return Frequencies(_row(rotary_dim // 2, Decimal(base).ln() * -2 / rotary_dim))
+
+
+def _row(pairs: int, step: Decimal) -> tuple[Decimal, ...]:
+    """The geometric row ``exp(k · step)``.
+
+    One exponential in all; the products lose one digit in the sixtieth place each.
+    """
+    ratio, omega = step.exp(), Decimal(1)
+    row = []
+    for _ in range(pairs):
+        row.append(omega)
+        omega *= ratio
+    return tuple(row)
+
+
+@dataclass(frozen=True)
+class Linear(Rule):
+    """Position interpolation: every pair turns ``factor`` times slower, ω' = ω / factor.
+
+    Positions are left alone and frequencies divided, which is the same angle; so an integer position
+    stays an integer, whatever the factor.
+
+    Args:
+        factor: how many times longer sequences become.
+
+    Raises:
+        ValueError, TypeError: a factor that is not a positive number.
+
+    Source: Chen et al., Position Interpolation (arXiv 2306.15595), equation 4.
+
+    >>> Linear(4.0).frequencies(4, 10000.0).inv_freq.tolist()
+    [0.25, 0.0025]
+    """
+
+    names = ("linear",)
+    keys: ClassVar[Keys] = {"factor": ("factor",)}
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        self._set(factor=self._positive("factor"))
+
+    def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
+        factor = Decimal(self.factor)
+        return Frequencies(tuple(omega / factor for omega in default(rotary_dim, base).exact))
+
+
+@dataclass(frozen=True)
+class NTK(Rule):
+    """NTK-aware scaling: another base, so that fast pairs keep their speed and slow ones scale.
+
+    base' = base · factor^(d / (d − 2)) with d = ``rotary_dim``. The exponent is chosen so that the
+    slowest pair, k = d/2 − 1, is divided by ``factor`` exactly and the fastest, k = 0, by nothing.
+    With d = 2 there is only that one pair, whose frequency is 1 for any base.
+
+    Details that implementations get wrong: d is the number of channels that rotate, not the width of
+    the head; and "alpha" in configurations (Hunyuan, ExLlama) is this factor, not a new base.
+
+    Args:
+        factor: the divisor of the slowest pair.
+
+    Raises:
+        ValueError, TypeError: a factor that is not a positive number.
+
+    Source: bloc97, 2023, as in Peng et al., YaRN (arXiv 2309.00071), section 3.1, definition 1.
+
+    >>> NTK(8.0).frequencies(4, 10000.0).inv_freq.tolist()
+    [1.0, 0.00125]
+    """
+
+    names = ("ntk",)
+    keys: ClassVar[Keys] = {"factor": ("factor", "alpha")}
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        self._set(factor=self._positive("factor"))
+
+    def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
+        return Frequencies(_stretched(rotary_dim, base, Decimal(self.factor)))
+
+
+def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, ...]:
+    """The row of base · scale^(d/(d−2)): ω_k = base^(−2k/d) · scale^(−2k/(d−2))."""
+    if rotary_dim == 0:
+        return ()
+    step = Decimal(base).ln() * -2 / rotary_dim
+    if rotary_dim > 2:
+        step -= 2 * scale.ln() / (rotary_dim - 2)
+    return _row(rotary_dim // 2, step)
+
+
+@dataclass(frozen=True)
+class DynamicNTK(Rule):
+    """NTK-aware scaling by the length of the sequence itself.
+
+    Up to ``original_max_position`` = L0 the frequencies are the default ones. For a length L above it
+    they are those of :class:`NTK` with the scale ``factor · L / L0 − (factor − 1)``, which grows from
+    1 at L0. With ``factor=1`` that is L / L0, the rule as the paper has it.
+
+    Details that implementations get wrong: L is the length of the row itself, so a row does not
+    change with its neighbours in a batch or with what ran before (transformers 5.23 keeps the
+    frequencies of the longest sequence seen until one below L0 comes); the switch is at L > L0, not
+    at L >= L0; and keys that were cached under another length must be re-rotated before they meet
+    queries of this one.
+
+    Args:
+        factor: how fast the scale grows.
+        original_max_position: L0, the length that the model was trained with.
+
+    Raises:
+        ValueError, TypeError: a factor or a length that is not a positive number.
+
+    Source: Peng et al., YaRN (arXiv 2309.00071), section 3.3 and appendix A.2 (factor 1); emozilla,
+    2023, for the factor, as in transformers.
+
+    >>> rule = DynamicNTK(2.0, original_max_position=4096)
+    >>> rule.frequencies(4, 10000.0, seq_len=4096) == rule.frequencies(4, 10000.0)
+    True
+    >>> rule.frequencies(4, 10000.0, seq_len=8192).inv_freq.tolist()[1] * 3
+    0.01
+    """
+
+    names = ("dynamic",)
+    keys: ClassVar[Keys] = {
+        "factor": ("factor",),
+        "original_max_position": ("original_max_position_embeddings",),
+    }
+    by_length = True
+    ntk_by_length = True
+
+    factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        self._set(factor=self._positive("factor"), original_max_position=self._length())
+
+    def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
+        if seq_len is None:
+            return default(rotary_dim, base)
+        excess = Decimal(seq_len - self.original_max_position) / self.original_max_position
+        return Frequencies(_stretched(rotary_dim, base, 1 + Decimal(self.factor) * excess))
+
+    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """In float64: relative error at most 1e-15 · (4 + 2 ln scale), so 4e-14 up to scale 1e7."""
+        excess = (lengths - self.original_max_position) / self.original_max_position
+        logarithm = torch.log1p(self.factor * excess)[:, None]
+        pairs = within.shape[0]
+        index = torch.arange(pairs, dtype=torch.float64, device=lengths.device)
+        # The exponent is 2k / (d − 2), which is k / (d/2 − 1).
+        return within * torch.exp(-index * logarithm / max(pairs - 1, 1))
+
+
+@dataclass(frozen=True)
+class Proportional(Rule):
+    """p-RoPE: only the fastest pairs turn; the slow rest have frequency zero.
+
+    ω_k = base^(−2k/d) / factor for the first ``rotary_fraction · d / 2`` pairs, rounded down, and 0
+    for the others; d is the whole width that pairs are made of.
+
+    Details that implementations get wrong: this is not partial rotation. The pairs that turn have the
+    denominator d of the whole width, and channel i is paired with i + d/2, not with its neighbour
+    within a narrower slice. So a spec with this rule has ``rotary_dim`` = the width of the head.
+
+    Args:
+        rotary_fraction: share of the pairs that turn, from 0 to 1. ``rotary_fraction · d`` is rounded
+            to float64 before it is halved and rounded down, as the models' code does: 0.6 of 10
+            channels are 3 pairs.
+        factor: the divisor of their frequencies.
+
+    Raises:
+        ValueError, TypeError: a fraction outside [0, 1], a factor that is not a positive number.
+
+    Source: Barbero et al., Round and Round We Go (arXiv 2410.06205), section 6; Gemma 4 in
+    transformers for the factor.
+
+    >>> Proportional(0.5).frequencies(8, 10000.0).inv_freq.tolist()
+    [1.0, 0.1, 0.0, 0.0]
+    """
+
+    names = ("proportional",)
+    keys: ClassVar[Keys] = {"rotary_fraction": ("partial_rotary_factor",), "factor": ("factor",)}
+
+    rotary_fraction: float
+    factor: float = 1.0
+
+    @public("Proportional")
+    def __post_init__(self) -> None:
+        fraction = number("rotary_fraction", self.rotary_fraction, zero=True)
+        if fraction > 1:
+            raise bad_value(f"rotary_fraction must be at most 1 but got {fraction}")
+        self._set(rotary_fraction=fraction, factor=self._positive("factor"))
+
+    def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
+        turning = int(self.rotary_fraction * rotary_dim // 2)
+        factor = Decimal(self.factor)
+        row = default(rotary_dim, base).exact
+        still = (Decimal(0),) * (len(row) - turning)
+        return Frequencies(tuple(omega / factor for omega in row[:turning]) + still)

@@ -1,0 +1,74 @@
+"""Phase words of rows whose lengths nothing may read: they are on a device, or traced."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..angles import words_from
+from ..axes import Axes
+from ..frequencies import Rule
+from ..words import Table, moved
+
+
+class UnreadLengths(NamedTuple):
+    """What a rule that depends on the length has ready on a device for lengths that nothing may read.
+
+    Attributes:
+        beyond: phase words and turns just above the original length.
+        inv_freq: for each rotary dimension, the frequencies within the original length, float64
+            ``[pairs]``.
+    """
+
+    beyond: Table
+    inv_freq: dict[int, torch.Tensor]
+
+    def on(self, device: torch.device) -> UnreadLengths:
+        """Copy everything to a device."""
+        rows = {dim: row.to(device) for dim, row in self.inv_freq.items()}
+        return UnreadLengths(moved(self.beyond, device), rows)
+
+    def table(self, rule: Rule, axes: Axes | None, within: Table, lengths: torch.Tensor) -> Table:
+        """Phase words and turns, ``[axes, rows, heads|1, pairs]``.
+
+        Args:
+            rule, axes: see :class:`tightrope.RopeSpec`.
+            within: phase words and turns up to the original length.
+            lengths: whole numbers as float64 ``[rows]``, on the device of the rest.
+        """
+        limit = rule.original_max_position
+        longer = (lengths > limit)[None, :, None, None]
+        short, short_turns = within
+        omega = self._frequencies(rule, axes, lengths.clamp(min=limit))
+        long, long_turns = self.beyond if omega is None else words_from(omega)
+        words = torch.where(longer, long, short)
+        if short_turns is None and (long_turns is None or omega is not None):
+            # Frequencies that a rule computes from lengths are none above those within.
+            return words, None
+        zero = torch.zeros_like(short)
+        return words, torch.where(
+            longer,
+            zero if long_turns is None else long_turns,
+            zero if short_turns is None else short_turns,
+        )
+
+    def _frequencies(
+        self, rule: Rule, axes: Axes | None, lengths: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The result of :meth:`Rule.inv_freq_beyond`, as ``[axes, rows, 1, pairs]``."""
+        rows = {dim: rule.inv_freq_beyond(row, lengths) for dim, row in self.inv_freq.items()}
+        if axes is None:
+            (made,) = rows.values()
+            return None if made is None else made[None, :, None]
+        columns = []
+        for owner, index, dim in axes.pairs:
+            made = rows[dim]
+            if made is None:
+                return None
+            omega = made[:, index]
+            zero = torch.zeros_like(omega)
+            columns.append(
+                torch.stack([omega if axis == owner else zero for axis in range(axes.count)])
+            )
+        return torch.stack(columns, -1)[:, :, None] if columns else None
