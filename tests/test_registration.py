@@ -231,9 +231,10 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
             if source == "cat"
             else (lambda t: t.repeat_interleave(2, -1))
         )
-        call = (how(call[0]), how(call[1]), *call[2:])
-    wide = [one.double() if isinstance(one, torch.Tensor) else one for one in call]
-    wide[6:7] = [[one.double() for one in carried] for carried in call[6:7]]
+        call = call._replace(primary=how(call.primary), secondary=how(call.secondary))
+    wide = call._replace(primary=call.primary.double(), secondary=call.secondary.double())
+    if carried_by(call):
+        wide = wide._replace(carried=[one.double() for one in carried_by(call)])
     right = reference.compose(x.double(), k.double(), *wide)
     got = rotated(x, k, *call)
     assert len(got) == len(right)

@@ -129,7 +129,8 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
         backend=request.backend,
     )
     if request.inv_freq is not None:
-        return learned.with_frequencies(call, request.inv_freq)
+        pairs = rotation.channels.rotary_dim // 2
+        return learned.with_frequencies(call, request.inv_freq, pairs)
     if rotation is request.spec and not torch.compiler.is_compiling():
         # The next call of this kind skips the checks.
         rotation.memo.packed[request.layout, request.inverse] = pack(call)

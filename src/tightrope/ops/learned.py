@@ -10,12 +10,12 @@ from .call import Call
 from .checks import check_floating, check_heads
 
 
-def with_frequencies(call: Call, inv_freq: torch.Tensor) -> Call:
+def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
     """The call with phase words of these frequencies, which it carries for their gradient."""
     if isinstance(inv_freq, torch.Tensor):
         check_local("inv_freq", inv_freq)
     check_floating("inv_freq", inv_freq)
-    axes, _, _, pairs = call.primary.shape
+    axes = call.primary.shape[0]
     dims = inv_freq.dim()
     fits = dims in (1, 2) if axes == 1 else dims == 3 and inv_freq.shape[0] == axes
     if not fits or inv_freq.shape[-1] != pairs:
