@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...ops.call import Carried
 from ...ops.schema import LOG, SLOPE, Form
-from .forms import require, views_of
+from .forms import require, steps_of, views_of
+from .groups import Steps
 from .views import View, broadcast_strides, vector_of
 
 
-def carried_values(
+class Read(NamedTuple):
+    """What a call carries, as the rotation kernel reads it.
+
+    Attributes:
+        types: of its tensors, by their names in :class:`Carries`.
+        norms, gates, inputs: the steps of each for q and for k, where the call has any.
+        gate_vector, input_vector: elements that strides count; 0 if channels do not lie side by side.
+    """
+
+    types: dict[str, torch.dtype]
+    norms: Sequence[int]
+    gates: Sequence[Steps]
+    inputs: Sequence[Steps]
+    gate_vector: int
+    input_vector: int
+
+    def steps(self, which: int) -> dict[str, Any]:
+        """The part for q (0) or k (1), by the names of :class:`OperandSteps`."""
+        every = {"norm": self.norms, "gate": self.gates, "input": self.inputs}
+        return {name: found[which] for name, found in every.items() if found}
+
+
+def read(
     form: Form, parts: Carried, views: Sequence[View], axes: int, device: torch.device
-) -> dict[str, Any]:
-    """The parameters of what a call carries, checked against what it turns.
+) -> Read:
+    """How the kernel reads what a call carries, checked against what it turns.
 
     Args:
         form, parts: of the call.
@@ -24,21 +47,21 @@ def carried_values(
         axes: of positions.
         device: of q.
     """
-    for part in (parts.weights, parts.gates, parts.inputs):
+    types: dict[str, torch.dtype] = {}
+    for kind, part in (("norm", parts.weights), ("gate", parts.gates), ("input", parts.inputs)):
         require(
             not part or (len(part) == len(views) and all(x.device == device for x in part)),
             "carried must hold one tensor for each of q and k",
         )
-    return {
-        **_weights(parts.weights, views),
-        **_gates(form, parts.gates, views, axes),
-        **_inputs(form, parts.inputs, views),
-    }
+        types |= {f"{kind}_{name}": x.dtype for name, x in zip("qk", part)}
+    norms = _weights(parts.weights, views)
+    gates, gate_vector = _gates(form, parts.gates, views, axes)
+    inputs, input_vector = _inputs(form, parts.inputs, views)
+    return Read(types, norms, gates, inputs, gate_vector, input_vector)
 
 
-def _weights(weights: Sequence[torch.Tensor], views: Sequence[View]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, weight, view in zip("qk", weights, views):
+def _weights(weights: Sequence[torch.Tensor], views: Sequence[View]) -> list[int]:
+    for weight, view in zip(weights, views):
         require(
             weight.dim() == 2
             and weight.shape[0] in (1, view.heads)
@@ -46,14 +69,13 @@ def _weights(weights: Sequence[torch.Tensor], views: Sequence[View]) -> dict[str
             and weight.is_floating_point(),
             "weights must be [heads|1, channels]",
         )
-        # Whether heads have weights of their own, which are handed over contiguous.
-        values |= {f"norm_{name}": weight.dtype, f"norm_{name}_head": int(weight.shape[0] != 1)}
-    return values
+    # Whether heads have weights of their own, which are handed over contiguous.
+    return [int(weight.shape[0] != 1) for weight in weights]
 
 
 def _gates(
     form: Form, gates: Sequence[torch.Tensor], views: Sequence[View], axes: int
-) -> dict[str, Any]:
+) -> tuple[list[Steps], int]:
     require(
         not gates or form.gate != SLOPE or axes == 1,
         "a gate of slopes must have positions of 1 axis",
@@ -69,32 +91,24 @@ def _gates(
         )
         steps = broadcast_strides(gate)
         every.append(steps if form.gate == LOG else (0, steps[0], 0, steps[1]))
-    values: dict[str, Any] = {"GATE_VECTOR": _vector(gates, every)}
-    return values | _strided("gate", gates, every, values["GATE_VECTOR"])
+    return _scaled(gates, every)
 
 
-def _inputs(form: Form, inputs: Sequence[torch.Tensor], views: Sequence[View]) -> dict[str, Any]:
+def _inputs(
+    form: Form, inputs: Sequence[torch.Tensor], views: Sequence[View]
+) -> tuple[list[Steps], int]:
     every: list[tuple[int, ...]] = []
     for x, view in zip(inputs, views):
         (seen,) = views_of([x], form)
         require(seen.sizes == view.sizes, "inputs must have the shapes of q and k")
         every.append(seen.scaled(1))
-    values: dict[str, Any] = {"INPUT_VECTOR": _vector(inputs, every)}
-    return values | _strided("input", inputs, every, values["INPUT_VECTOR"])
+    return _scaled(inputs, every)
 
 
-def _vector(tensors: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]) -> int:
+def _scaled(
+    tensors: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]
+) -> tuple[list[Steps], int]:
+    """Strides by the elements of an access, and how many these are: 0 if single ones are counted."""
     one_size = len({x.element_size() for x in tensors}) == 1
-    return vector_of(tensors, strides) if one_size else 0
-
-
-def _strided(
-    kind: str, tensors: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], vector: int
-) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    unit = vector or 1
-    for name, x, (row, head, token, channel) in zip("qk", tensors, strides):
-        values |= {f"{kind}_{name}": x.dtype, f"{kind}_{name}_row": row // unit}
-        values |= {f"{kind}_{name}_head": head // unit, f"{kind}_{name}_token": token // unit}
-        values |= {f"{kind}_{name}_channel": channel}
-    return values
+    vector = vector_of(tensors, strides) if one_size else 0
+    return [steps_of(steps, vector or 1) for steps in strides], vector

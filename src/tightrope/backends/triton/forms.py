@@ -16,6 +16,7 @@ import torch
 from ...ops.layouts import BY_CODE
 from ...ops.schema import FORWARD, SOURCES, WORDS, Form, scale
 from . import blocks as shapes
+from .groups import Amplitude, AngleKind, AngleSteps, Head, PositionSteps, Steps
 from .views import ACCESS, View, broadcast_strides, is_aligned, vector_of, view_of
 
 _FLOATING = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
@@ -27,16 +28,27 @@ class Source:
     """Where the angles of a call come from, as kernels take it.
 
     Attributes:
-        values: parameters of the kernels, by name.
+        positions, steps, kind: of positions and of angles.
         pairs, rows, heads: of the words or tables.
         axes: of the words.
     """
 
-    values: dict[str, Any]
+    positions: PositionSteps
+    steps: AngleSteps
+    kind: AngleKind
     pairs: int
     rows: int
     heads: int
     axes: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Parameters of the kernels, by name."""
+        return {
+            "position_steps": self.positions,
+            "angle_steps": self.steps,
+            "ANGLES": self.kind,
+        }
 
 
 def require(condition: bool, what: str) -> None:
@@ -76,7 +88,7 @@ def source_of(
     device: torch.device,
 ) -> Source:
     """Words or tables, and positions, checked against what they turn."""
-    values: dict[str, Any] = {"ramp": int(form.ramp)}
+    vector = 0
     if form.source == WORDS:
         for words in (primary, secondary):
             require(
@@ -92,8 +104,7 @@ def source_of(
             )
         axes, rows, heads, pairs = primary.shape
         require(axes >= 1, "words must have an axis")
-        values |= {"TABLES": False, "TURNS": secondary is not None, "AXES": axes}
-        values |= {"TABLE_VECTOR": 0, "word_rows": rows, "word_heads": heads}
+        steps = AngleSteps(rows=rows, heads=heads)
     else:
         if secondary is None:
             raise RuntimeError("tightrope: cosines without sines")
@@ -111,20 +122,17 @@ def source_of(
         kind = SOURCES[form.source]
         pairs = width if kind == "half" else width // 2
         step = 2 if kind == "repeat" else 1
-        values |= {"TABLES": True, "TURNS": False, "AXES": 1, "length": length}
         both = [broadcast_strides(table) for table in (primary, secondary)]
         # Neighbours that hold the same are a stride of two.
         both = [(*steps[:3], (steps[3] or 1) * step) for steps in both]
         vector = vector_of((primary, secondary), both)
-        for name, (row, head, token, channel) in zip(("cos", "sin"), both):
-            unit = vector or 1
-            values |= {f"{name}_row": row // unit, f"{name}_head": head // unit}
-            values |= {f"{name}_token": token // unit, f"{name}_pair": channel}
-        values["TABLE_VECTOR"] = vector
+        cos, sin = [steps_of(found, vector or 1) for found in both]
+        steps = AngleSteps(length=length, cos=cos, sin=sin)
     require(rows in (1, views[0].rows), "rows of angles")
     require(all(heads in (1, view.heads) for view in views), "heads of angles")
     require(form.start + 2 * pairs <= views[0].channels, "rotated channels lie outside the head")
-    values |= {"ROW_ANGLES": rows != 1, "HEAD_ANGLES": heads != 1, "POSITIONS": 0}
+    places = PositionSteps(None, None, None, int(form.ramp))
+    kind_of = 0
     if positions is not None:
         tokens = 1 if form.ramp else views[0].tokens
         require(
@@ -137,15 +145,24 @@ def source_of(
         kind_of = _POSITIONS[positions.dtype]
         require(form.source == WORDS or kind_of == 1, "positions in a table must be integers")
         axis, row, token = broadcast_strides(positions)
-        values |= {"POSITIONS": kind_of, "position_axis": axis, "position_row": row}
-        values |= {"position_token": token}
-    return Source(values, pairs, rows, heads, axes)
+        places = PositionSteps(axis, row, token, places.ramp)
+    is_words = form.source == WORDS
+    angles = AngleKind(
+        TABLES=not is_words,
+        TABLE_VECTOR=vector,
+        AXES=axes,
+        POSITIONS=kind_of,
+        TURNS=is_words and secondary is not None,
+        ROWS=rows != 1,
+        HEADS=heads != 1,
+    )
+    return Source(places, steps, angles, pairs, rows, heads, axes)
 
 
-def strides_of(name: str, view: View | None, unit: int) -> dict[str, int | None]:
-    """The parameters that say where the heads of a tensor are."""
-    steps = (None,) * 4 if view is None else view.scaled(unit)
-    return dict(zip((f"{name}_row", f"{name}_head", f"{name}_token", f"{name}_channel"), steps))
+def steps_of(strides: Sequence[int], unit: int = 1) -> Steps:
+    """Strides, of which all but that of channels count so many elements."""
+    row, head, token, channel = strides
+    return Steps(row // unit, head // unit, token // unit, channel)
 
 
 def unit_of(views: Sequence[View], element: int, pointers_aligned: bool) -> int:
@@ -153,19 +170,23 @@ def unit_of(views: Sequence[View], element: int, pointers_aligned: bool) -> int:
     return ACCESS // element if pointers_aligned and is_aligned(views, element) else 1
 
 
-def slices_of(form: Form, pairs: int, head_dim: int) -> dict[str, int]:
-    """What of a head rotates, and the blocks that hold it."""
-    return {
-        "HEAD_DIM": head_dim,
-        "START": form.start,
-        "PAIRS": pairs,
-        "BLOCK_P": shapes.power_of_two(pairs),
-        "BLOCK_F": shapes.power_of_two(form.start),
-        "BLOCK_B": shapes.power_of_two(head_dim - form.start - 2 * pairs),
-    }
+def head_of(form: Form, pairs: int, head_dim: int) -> Head:
+    """What of a head rotates, and the blocks that hold it; the rest is for the caller to say."""
+    return Head(
+        DIM=head_dim,
+        START=form.start,
+        PAIRS=pairs,
+        BLOCK_T=None,
+        BLOCK_P=shapes.power_of_two(pairs),
+        BLOCK_F=shapes.power_of_two(form.start),
+        BLOCK_B=shapes.power_of_two(head_dim - form.start - 2 * pairs),
+        INTERLEAVED=form.interleaved,
+        UNIT=None,
+        WIDE=None,
+    )
 
 
-def amplitudes_of(form: Form, amplitude: float, wide: bool) -> tuple[float | int, float | int]:
+def amplitudes_of(form: Form, amplitude: float, wide: bool) -> Amplitude:
     """The factors of cosines and of sines.
 
     A float parameter is float32, so float64 crosses as the integer with its bits.
@@ -173,6 +194,5 @@ def amplitudes_of(form: Form, amplitude: float, wide: bool) -> tuple[float | int
     factor = scale(form.direction, float(amplitude))
     both = factor, factor if form.direction == FORWARD else -factor
     if wide:
-        one, other = struct.unpack("<2q", struct.pack("<2d", *both))
-        return one, other
-    return both
+        return Amplitude(*struct.unpack("<2q", struct.pack("<2d", *both)))
+    return Amplitude(*both)

@@ -9,15 +9,16 @@ its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from . import kernels
 from .blocks import Blocks
+from .groups import CONSTANTS
 
-#: What a kernel is given, by the names of its parameters: tensors as types, numbers, None.
+#: What a kernel is given, in the order of its parameters: tensors as types, numbers, groups, None.
 Values: TypeAlias = Sequence[Any]
 
 _TYPES = {
@@ -37,17 +38,35 @@ compiled: dict[tuple[Any, ...], Any] = {}
 INTERPRETED = not hasattr(kernels.rotate, "cache_key")
 
 
-def signature_of(kernel: Any, values: Values) -> tuple[str, ...]:
-    """The type of each parameter: a pointer, i64, fp32, or "constexpr" for a constant or None."""
-    types = []
-    for parameter, value in zip(kernel.params, values, strict=True):
-        if parameter.is_constexpr or value is None:
-            types.append("constexpr")
-        elif isinstance(value, torch.dtype):
-            types.append(_TYPES[value])
+def signature_of(kernel: Any, values: Values) -> tuple[Any, ...]:
+    """The type of each parameter, and of each member of a group that is not of constants."""
+    return tuple(
+        [
+            "constexpr" if parameter.is_constexpr else _type_of(value)
+            for parameter, value in zip(kernel.params, values, strict=True)
+        ]
+    )
+
+
+def _type_of(value: Any) -> Any:
+    """A pointer, i64, fp32, "constexpr" for None, or a group of these."""
+    if value is None:
+        return "constexpr"
+    if isinstance(value, tuple):
+        return type(value)(*map(_type_of, value))
+    if isinstance(value, torch.dtype):
+        return _TYPES[value]
+    return "fp32" if isinstance(value, float) else "i64"
+
+
+def _leaves(names: Sequence[str], types: Sequence[Any], values: Values) -> Iterator[Any]:
+    """What parameters and groups consist of: the path, name, type and value of each."""
+    for i, (name, kind, value) in enumerate(zip(names, types, values, strict=True)):
+        if isinstance(kind, str):
+            yield (i,), name, kind, value
         else:
-            types.append("fp32" if isinstance(value, float) else "i64")
-    return tuple(types)
+            for path, *leaf in _leaves(value._fields, kind, value):
+                yield (i, *path), *leaf
 
 
 def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
@@ -55,20 +74,21 @@ def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
 
     Args:
         kernel: a function of :mod:`.kernels`.
-        values: for each of its parameters the dtype of a tensor, a number, or None.
+        values: for each of its parameters the dtype of a tensor, a number, a group of
+            :mod:`.groups`, or None.
         aligned: the tensors that begin at a multiple of 16 bytes.
     """
     from triton.compiler import ASTSource
 
     types = signature_of(kernel, values)
-    names = kernel.arg_names
-    constants = {(i,): v for i, (v, t) in enumerate(zip(values, types)) if t == "constexpr"}
+    leaves = list(_leaves(kernel.arg_names, types, values))
+    constants = {path: value for path, _, kind, value in leaves if kind == "constexpr"}
     attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name in aligned and types[i][0] == "*"
+        path: [["tt.divisibility", 16]]
+        for path, name, kind, _ in leaves
+        if name in aligned and kind[0] == "*"
     }
-    return ASTSource(kernel, dict(zip(names, types)), constants, attributes)
+    return ASTSource(kernel, dict(zip(kernel.arg_names, types)), constants, attributes)
 
 
 def options_of(blocks: Blocks, target: Any) -> dict[str, Any]:
@@ -93,7 +113,7 @@ def launcher(
     blocks: Blocks,
     device: torch.device,
 ) -> Callable[..., None]:
-    """A function of all arguments of the kernel that launches it on the current stream.
+    """A function of all arguments of the kernel, :func:`flat`, that launches it on the current stream.
 
     Args:
         kernel, values, aligned: as of :func:`source_of`.
@@ -112,8 +132,10 @@ def launcher(
         import triton
 
         target = triton.runtime.driver.active.get_current_target()
-        options = options_of(blocks, target)
-        found = triton.compile(source_of(kernel, values, aligned), target=target, options=options)
+        source = source_of(kernel, values, aligned)
+        found = triton.compile(source, target=target, options=options_of(blocks, target))
+        # Triton's launcher would take groups apart in every launch, at up to twice the price.
+        source.signature = dict(enumerate(_members(types)))
         compiled[key] = found
     return runner(found, grid, device)
 
@@ -154,6 +176,19 @@ def runner(found: Any, grid: tuple[int, int, int], device: torch.device) -> Call
 def _is_idle(hook: Any) -> bool:
     """Whether nobody observes launches: nothing, or since Triton 3.5 a chain of nothing."""
     return hook is None or not getattr(hook, "calls", True)
+
+
+def flat(values: Values) -> tuple[Any, ...]:
+    """Arguments as a launch takes them: without groups, unless they are of constants."""
+    return tuple(values) if INTERPRETED else tuple(_members(values))
+
+
+def _members(values: Values) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple) and not isinstance(value, CONSTANTS):
+            yield from _members(value)
+        else:
+            yield value
 
 
 def handle_of(x: torch.Tensor | None) -> Any:

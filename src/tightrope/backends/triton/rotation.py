@@ -12,9 +12,10 @@ from ...ops.call import Carried, carried_of
 from ...ops.memory import is_written, shares_memory
 from ...ops.schema import NO_GATE, TRANSPOSE, Carrying, Form, form_of
 from . import blocks as shapes, kernels
-from .carried import carried_values
-from .forms import amplitudes_of, require, slices_of, source_of, strides_of, unit_of, views_of
-from .launch import INTERPRETED, handle_of, launcher
+from .carried import Read, read
+from .forms import amplitudes_of, head_of, require, source_of, unit_of, views_of
+from .groups import AngleKind, Carries, Extent, Kind, OperandSteps
+from .launch import INTERPRETED, flat, handle_of, launcher
 from .views import ACCESS, has_unit_channels, starts_aligned
 
 _Tensors = Sequence[torch.Tensor]
@@ -132,7 +133,7 @@ def run(
 
 
 _UNKNOWN: Any = object()
-_CARRIES_NOTHING = (None,) * 9
+_CARRIES_NOTHING = flat([Carries()])
 
 
 def _check_memory(
@@ -177,21 +178,28 @@ def _run_carried(
     norms = [norm.contiguous() for norm in parts.weights]
     partials = [q.new_empty(shape, dtype=torch.float32) for shape in plan.partials]
     tensors = (*map(handle_of, (q, k, outs[0], out_k, primary, secondary, positions)), offset)
-    carries = (*_two(norms), *_two(parts.gates), *_two(parts.inputs), *_two(partials))
-    more = (*tensors, *map(handle_of, carries))
+    every = (*_two(norms), *_two(parts.gates), *_two(parts.inputs), *_two(partials))
+    handles = tuple(map(handle_of, every))
     if not plan.partials:
-        plan.launches[0].run(*more, None, *plan.fixed)
+        plan.launches[0].run(*tensors, *_carries(handles, None), *plan.fixed)
         return []
     # The second stage: tiles in order, in float64.
     totals: list[Any] = [0] * len(partials)
     for launch in plan.launches:
-        launch.run(*more, launch.first, *plan.fixed)
+        launch.run(*tensors, *_carries(handles, launch.first), *plan.fixed)
         for i, partial in enumerate(partials):
             totals[i] = totals[i] + partial[: launch.tiles].sum(0, dtype=torch.float64)
     return [
         (total.sum(0, keepdim=True) if weight.shape[0] == 1 else total).to(torch.float32)
         for weight, total in zip(parts.weights, totals, strict=True)
     ]
+
+
+def _carries(handles: tuple[Any, ...], first: int | None) -> tuple[Any, ...]:
+    """As ``flat([Carries(...)])``, at a fraction of its price."""
+    if INTERPRETED:
+        return (Carries(*handles)._replace(first_tile=first),)
+    return (*handles, first)
 
 
 def _summed(form: Form, parts: Carried) -> Sequence[torch.Tensor]:
@@ -210,14 +218,12 @@ def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tens
     return found[0], found[1] if len(found) > 1 else None
 
 
-def _all_whole(reads: dict[str, Any], parts: Carried) -> bool:
+def _all_whole(kind: AngleKind, reads: Read) -> bool:
     """Whether tables, gates and inputs are read by 16 bytes, or one number for all channels."""
     return (
-        (reads["TABLE_VECTOR"] > 0 or not reads["TABLES"])
-        and (reads["INPUT_VECTOR"] > 0 or not parts.inputs)
-        and (
-            reads["GATE_VECTOR"] > 0 or not any(reads.get(f"gate_{name}_channel") for name in "qk")
-        )
+        (kind.TABLE_VECTOR > 0 or not kind.TABLES)
+        and (reads.input_vector > 0 or not reads.inputs)
+        and (reads.gate_vector > 0 or not any(steps.channel for steps in reads.gates))
     )
 
 
@@ -249,13 +255,13 @@ def _plan(
         return None
     if source.pairs == 0 or max(2 * block, head_dim) > shapes.WIDEST:
         return None
-    reads = {**source.values, **carried_values(form, parts, views, source.axes, q.device)}
+    reads = read(form, parts, views, source.axes, q.device)
     carries = form if form.act != NONE or form.gate != NO_GATE else None
     heads = max(view.heads for view in views)
     if 0 in (rows, heads, tokens, head_dim):
         return _Plan(form=carries)
     rest = whose != IN_PLACE or form.act != NONE or form.gate != NO_GATE
-    slices = slices_of(form, source.pairs, head_dim)
+    head = head_of(form, source.pairs, head_dim)
     every = [*views, *out_views]
     element = q.element_size()
     unit = unit_of(every, element, aligned)
@@ -263,65 +269,66 @@ def _plan(
     held = 0
     if rest:
         behind = head_dim - form.start - 2 * source.pairs
-        held = (slices["BLOCK_F"] if form.start else 0) + (slices["BLOCK_B"] if behind else 0)
+        held = (head.BLOCK_F if form.start else 0) + (head.BLOCK_B if behind else 0)
     step = 2 * source.pairs if form.interleaved else source.pairs
     whole = unit > 1 and form.start % unit == 0 and step % unit == 0
     back = form.act != NONE and form.direction == TRANSPOSE
-    blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(reads, parts))
+    blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(source.kind, reads))
     block_tokens = shapes.tokens_of(blocks, block, held)
     tiles = -(-rows * tokens // block_tokens)
     # The kernel has two heads under way at most, and of those with more to do one.
     together = 1 if held or heavy else min(blocks.together, heads, 2)
     chunk = shapes.chunk_of(heads, tiles, together)
-    cosine, sine = amplitudes_of(form, amplitude, wide)
-    values: dict[str, Any] = {
-        "offset": 0,
-        "count": rows * tokens,
-        "tokens": tokens,
-        "chunk": chunk,
-        "amplitude": cosine,
-        "sine_amplitude": sine,
-        "eps": float(eps) if form.act == RMS_NORM else None,
-        **reads,
-        **slices,
-        "BLOCK_T": block_tokens,
-        "INTERLEAVED": form.interleaved,
-        "REST": rest,
-        "UNIT": has_unit_channels(every),
-        "VECTOR": unit,
-        "BITS": INTERPRETED,
-        "ACT": form.act,
-        "GATE": form.gate,
-        "DIRECTION": form.direction if heavy else 0,
-        "TOGETHER": together,
-        "WIDE": wide,
-        "primary": primary.dtype,
-        "secondary": None if secondary is None else secondary.dtype,
-        "positions": None if positions is None else positions.dtype,
-    }
+    summed = _summed(form, parts)
+    # Heads that share their weights share a sum.
+    one_sum = bool(summed) and all(weight.shape[0] == 1 for weight in summed)
+    kind = Kind(
+        ACT=form.act,
+        GATE=form.gate,
+        DIRECTION=form.direction if heavy else 0,
+        REST=rest,
+        TOGETHER=together,
+        VECTOR=unit,
+        GATE_VECTOR=reads.gate_vector,
+        INPUT_VECTOR=reads.input_vector,
+        ONE_SUM=one_sum,
+        BITS=INTERPRETED,
+    )
     known = {"partial_q", "partial_k"}
     known |= {"q", "k", "out_q", "out_k"} if aligned else set()
     known |= {"primary"} if starts_aligned(primary) else set()
     known |= {"secondary"} if secondary is not None and starts_aligned(secondary) else set()
-    known |= {"gate_q", "gate_k"} if values["GATE_VECTOR"] else set()
-    known |= {"input_q", "input_k"} if values["INPUT_VECTOR"] else set()
+    known |= {"gate_q", "gate_k"} if reads.gate_vector else set()
+    known |= {"input_q", "input_k"} if reads.input_vector else set()
     known |= {"norm_q", "norm_k"} if all(map(starts_aligned, parts.weights)) else set()
     parts_of_heads = -(-heads // chunk)
-    summed = _summed(form, parts)
-    # Heads that share their weights share a sum.
-    values["ONE_SUM"] = bool(summed) and all(weight.shape[0] == 1 for weight in summed)
-    own_sums = bool(summed) and not values["ONE_SUM"]
+    own_sums = bool(summed) and not one_sum
     at_once = min(tiles, shapes.tiles_summed(heads * head_dim)) if own_sums else tiles
     partials = []
-    for name, x, view, out_view in zip("qk", xs, views, out_views):
-        values |= {name: x.dtype, f"out_{name}": x.dtype, f"{name}_heads": view.heads}
-        values |= strides_of(name, view, unit) | strides_of(f"out_{name}", out_view, unit)
+    types = dict(reads.types)
+    values: dict[str, Any] = {
+        "offset": 0,
+        "extent": Extent(rows * tokens, tokens, chunk),
+        "amplitude": amplitudes_of(form, amplitude, wide),
+        "eps": float(eps) if form.act == RMS_NORM else None,
+        "primary": primary.dtype,
+        "secondary": None if secondary is None else secondary.dtype,
+        "positions": None if positions is None else positions.dtype,
+        **source.values,
+        "HEAD": head._replace(BLOCK_T=block_tokens, UNIT=has_unit_channels(every), WIDE=wide),
+        "KIND": kind,
+    }
+    for i, (name, x, view, out_view) in enumerate(zip("qk", xs, views, out_views)):
+        values |= {name: x.dtype, f"out_{name}": x.dtype}
+        values[f"{name}_steps"] = OperandSteps(
+            view.heads, view.scaled(unit), out_view.scaled(unit), **reads.steps(i)
+        )
         if summed:
-            values[f"partial_{name}"] = torch.float32
+            types[f"partial_{name}"] = torch.float32
             each = view.heads if own_sums else parts_of_heads
             partials.append((at_once, each, head_dim))
     kernel = kernels.rotate
-    values["first_tile"] = 0 if at_once < tiles else None
+    values["carries"] = Carries(**types, first_tile=0 if at_once < tiles else None)
     arguments_ = [values.get(name) for name in kernel.arg_names]
     launches = []
     for first in range(0, tiles, at_once):
@@ -329,5 +336,5 @@ def _plan(
         grid = (some, parts_of_heads, 1)
         launch = launcher(kernel, grid, arguments_, frozenset(known), blocks, q.device)
         launches.append(_Launch(launch, first if at_once < tiles else None, some))
-    fixed = tuple(arguments_[kernel.arg_names.index("ramp") :])
+    fixed = flat(arguments_[kernel.arg_names.index("extent") :])
     return _Plan(tuple(launches), fixed, tuple(partials), set(), carries)

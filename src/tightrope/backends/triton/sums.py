@@ -10,8 +10,9 @@ import torch
 
 from ...ops.schema import FORWARD, SLOPE, WORDS, Form, form_of, present
 from . import blocks as shapes, kernels
-from .forms import Source, require, slices_of, source_of, strides_of, unit_of, views_of
-from .launch import INTERPRETED, handle_of, launcher
+from .forms import Source, head_of, require, source_of, unit_of, views_of
+from .groups import Tiling
+from .launch import INTERPRETED, flat, handle_of, launcher
 from .views import View, has_unit_channels, starts_aligned
 
 
@@ -33,7 +34,7 @@ def _run(
         contextlib.nullcontext() if INTERPRETED else torch.accelerator.device_index(device.index)
     )
     with elsewhere:
-        launcher(kernel, grid, by_type, aligned, blocks, device)(*arguments)
+        launcher(kernel, grid, by_type, aligned, blocks, device)(*flat(arguments))
 
 
 def _views(
@@ -50,7 +51,7 @@ def _views(
     return views, grad_views
 
 
-def angle_sums(
+def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     y: torch.Tensor,
     z: torch.Tensor | None,
     grad_y: torch.Tensor,
@@ -90,31 +91,25 @@ def angle_sums(
     every = [*views, *grad_views]
     aligned = all(map(starts_aligned, [*ys, *grads]))
     unit = unit_of(every, element, aligned)
-    slices = slices_of(form, source.pairs, head_dim)
+    head = head_of(form, source.pairs, head_dim)
     values: dict[str, Any] = {
         "offset": offset,
-        "rows": rows,
-        "tokens": tokens,
-        "tiles": tiles,
+        "tiling": Tiling(rows, tokens, tiles),
         "sign": 1.0 if form.direction == FORWARD else -1.0,
         **source.values,
-        **{name: slices[name] for name in ("START", "PAIRS", "BLOCK_P")},
-        "BLOCK_T": block_tokens,
-        "INTERLEAVED": form.interleaved,
-        "UNIT": has_unit_channels(every),
+        "HEAD": head._replace(BLOCK_T=block_tokens, UNIT=has_unit_channels(every), WIDE=wide),
         "VECTOR": unit,
-        "WIDE": wide,
     }
     for name, view, grad_view in zip("yz", views, grad_views):
-        values |= {f"{name}_heads": view.heads}
-        values |= strides_of(name, view, unit) | strides_of(f"grad_{name}", grad_view, unit)
+        values |= {f"{name}_heads": view.heads, f"{name}_steps": view.scaled(unit)}
+        values[f"grad_{name}_steps"] = grad_view.scaled(unit)
     tensors = {
         "y": y,
         "z": z,
         "grad_y": grad_y,
         "grad_z": grad_z,
-        "words": words,
-        "turns": turns,
+        "primary": words,
+        "secondary": turns,
         "positions": positions,
         "by_position": by_position,
         "by_frequency": by_frequency,
@@ -149,7 +144,7 @@ def _added(
     return of_positions, of_frequencies
 
 
-def gate_sums(
+def gate_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     y: torch.Tensor,
     z: torch.Tensor | None,
     grad_y: torch.Tensor,
@@ -207,21 +202,20 @@ def _one_gate(
     # A stand-in for words, of which only positions are asked.
     words = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=y.device)
     plain = form._replace(source=WORDS, start=0)
-    places = source_of(words, None, positions if slopes else None, plain, [view], y.device).values
+    places = source_of(words, None, positions if slopes else None, plain, [view], y.device)
     values: dict[str, Any] = {
         "offset": offset,
-        "rows": rows,
-        "tokens": tokens,
-        "tiles": tiles,
+        "tiling": Tiling(rows, tokens, tiles),
         "heads": heads,
-        **places,
-        **strides_of("y", view, unit),
-        **strides_of("grad", grad_view, unit),
+        "position_steps": places.positions,
+        "y_steps": view.scaled(unit),
+        "grad_steps": grad_view.scaled(unit),
         "HEAD_DIM": channels,
         "BLOCK_T": block_tokens,
         "BLOCK_D": block,
         "UNIT": has_unit_channels([view, grad_view]),
         "VECTOR": unit,
+        "POSITIONS": places.kind.POSITIONS,
         "SLOPES": slopes,
         "OVER_HEADS": over_heads,
         "OVER_TOKENS": over_tokens,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...ops.layouts import Layout
+from .groups import Steps
 
 #: Bytes that a thread loads at once.
 ACCESS = 16
@@ -35,9 +36,9 @@ class View(NamedTuple):
         """All four sizes."""
         return self[0], self[1], self[2], self[3]
 
-    def scaled(self, unit: int) -> tuple[int, int, int, int]:
+    def scaled(self, unit: int) -> Steps:
         """Strides, of which all but that of channels count so many elements."""
-        return self.row // unit, self.head // unit, self.token // unit, self.channel
+        return Steps(self.row // unit, self.head // unit, self.token // unit, self.channel)
 
 
 def view_of(x: torch.Tensor, layout: Layout) -> View:

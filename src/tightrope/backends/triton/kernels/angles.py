@@ -22,18 +22,16 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def position_of(
-    positions, axis, row, token, axis_stride, row_stride, token_stride, offset, ramp,
-    POSITIONS: tl.constexpr,
-):  # fmt: skip
+def position_of(positions, axis, row, token, POSITIONS: tl.constexpr):
     """Positions of tokens as an integer and a fraction in [-1/2, 1/2] in units of 2^-63, and whether
     one is NaN, infinite or too large for an integer."""
-    whole = token * ramp + offset
+    steps = positions.steps
+    whole = token * steps.ramp + positions.offset
     fraction = token * 0
     lost = token < 0
     if POSITIONS != 0:
-        at = axis * axis_stride + row * row_stride + token * token_stride
-        value = tl.load(positions + at)
+        at = axis * steps.axis + row * steps.row + token * steps.token
+        value = tl.load(positions.ids + at)
         if POSITIONS == 2:
             lost = (tl.abs(value) < LARGEST) == 0
             value = tl.where(lost, 0.0, value)
@@ -112,40 +110,37 @@ def cos_sin(phase, WIDE: tl.constexpr):
 
 
 @triton.jit
-def from_words(
-    words, turns, positions, row, head, token, offset, ramp, word_rows, word_heads,
-    position_axis, position_row, position_token,
-    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, AXES: tl.constexpr, POSITIONS: tl.constexpr,
-    TURNS: tl.constexpr, ROW_ANGLES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     """Cosines and sines from phase words, NaN where a position or a frequency is no number."""
-    pair = tl.arange(0, BLOCK_P)[None, :]
-    there = pair < PAIRS
-    gone = (token < 0)[:, None]
+    # A name of its own: before Triton 3.8 a member of a group is a number, and no constexpr.
+    AXES: tl.constexpr = ANGLES.AXES
+    steps = angles.steps
+    pair = tl.arange(0, HEAD.BLOCK_P)[None, :]
+    there = pair < HEAD.PAIRS
+    gone = (tile.token < 0)[:, None]
     for axis in tl.static_range(AXES):
         whole, fraction, lost = position_of(
-            positions, axis, row, token, position_axis, position_row, position_token,
-            offset, ramp, POSITIONS,
-        )  # fmt: skip
-        at = axis * word_rows * word_heads * PAIRS + head * PAIRS + pair
-        if ROW_ANGLES:
-            at = at + (row * word_heads * PAIRS)[:, None]
-        word = tl.load(words + at, mask=there, other=0)
+            angles.positions, axis, tile.row, tile.token, ANGLES.POSITIONS
+        )
+        at = axis * steps.rows * steps.heads * HEAD.PAIRS + head * HEAD.PAIRS + pair
+        if ANGLES.ROWS:
+            at = at + (tile.row * steps.heads * HEAD.PAIRS)[:, None]
+        word = tl.load(angles.primary + at, mask=there, other=0)
         part = whole[:, None] * word
-        if POSITIONS == 2:
+        if ANGLES.POSITIONS == 2:
             part += 2 * high_product(fraction[:, None], word)
             gone = gone | lost[:, None]
-        if TURNS:
-            turn = tl.load(turns + at, mask=there, other=0)
+        if ANGLES.TURNS:
+            turn = tl.load(angles.secondary + at, mask=there, other=0)
             gone = gone | (turn == NO_TURNS)
-            if POSITIONS == 2:
+            if ANGLES.POSITIONS == 2:
                 part += 2 * (fraction[:, None] * turn)
         if axis == 0:
             phase = part
         else:
             phase += part
-    c, s = cos_sin(phase, WIDE)
-    if TURNS or POSITIONS == 2:
+    c, s = cos_sin(phase, HEAD.WIDE)
+    if ANGLES.TURNS or ANGLES.POSITIONS == 2:
         nan = float("nan")
         c = tl.where(gone, nan, c)
         s = tl.where(gone, nan, s)
@@ -153,35 +148,31 @@ def from_words(
 
 
 @triton.jit
-def from_tables(
-    cosines, sines, positions, row, head, token, offset, ramp, length,
-    position_row, position_token,
-    cos_row, cos_head, cos_token, cos_pair, sin_row, sin_head, sin_token, sin_pair,
-    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, POSITIONS: tl.constexpr, VECTOR: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """Rows of a caller's tables, NaN where a position lies outside of them. Strides count VECTOR
-    elements, and pairs lie side by side, unless it is 0."""
-    at, _, _ = position_of(
-        positions, 0, row, token, 0, position_row, position_token, offset, ramp, POSITIONS
-    )
-    found = (at >= 0) & (at < length)
+def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
+    """Rows of a caller's tables, NaN where a position lies outside of them."""
+    steps = angles.steps
+    at, _, _ = position_of(angles.positions, 0, tile.row, tile.token, ANGLES.POSITIONS)
+    found = (at >= 0) & (at < steps.length)
     at = tl.where(found, at, 0)
-    pair = tl.arange(0, BLOCK_P)[None, :]
-    mask = found[:, None] & (pair < PAIRS)
+    pair = tl.arange(0, HEAD.BLOCK_P)[None, :]
+    mask = found[:, None] & (pair < HEAD.PAIRS)
     cos_step = pair
     sin_step = pair
-    if VECTOR == 0:
-        cos_step = pair * cos_pair
-        sin_step = pair * sin_pair
-    UNIT: tl.constexpr = VECTOR if VECTOR > 0 else 1
-    cos_at = ((row * cos_row + head * cos_head + at * cos_token) * UNIT)[:, None] + cos_step
-    sin_at = ((row * sin_row + head * sin_head + at * sin_token) * UNIT)[:, None] + sin_step
+    if ANGLES.TABLE_VECTOR == 0:
+        cos_step = pair * steps.cos.channel
+        sin_step = pair * steps.sin.channel
+    UNIT: tl.constexpr = ANGLES.TABLE_VECTOR if ANGLES.TABLE_VECTOR > 0 else 1
+    cos_at = ((tile.row * steps.cos.row + head * steps.cos.head + at * steps.cos.token) * UNIT)[
+        :, None
+    ] + cos_step
+    sin_at = ((tile.row * steps.sin.row + head * steps.sin.head + at * steps.sin.token) * UNIT)[
+        :, None
+    ] + sin_step
     # Not what pads the pairs: sums over a head read it.
     nan = float("nan")
-    c = tl.where(found[:, None], tl.load(cosines + cos_at, mask=mask, other=0.0), nan)
-    s = tl.where(found[:, None], tl.load(sines + sin_at, mask=mask, other=0.0), nan)
-    if WIDE:
+    c = tl.where(found[:, None], tl.load(angles.primary + cos_at, mask=mask, other=0.0), nan)
+    s = tl.where(found[:, None], tl.load(angles.secondary + sin_at, mask=mask, other=0.0), nan)
+    if HEAD.WIDE:
         cosine = c.to(tl.float64)
         sine = s.to(tl.float64)
     else:

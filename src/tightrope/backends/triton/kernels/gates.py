@@ -13,15 +13,10 @@ SLOPE = tl.constexpr(2)
 
 
 @triton.jit
-def place_of(
-    positions, row, token, row_stride, token_stride, offset, ramp,
-    POSITIONS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def place_of(positions, tile, POSITIONS: tl.constexpr, WIDE: tl.constexpr):
     """Positions of one axis as numbers, in two parts that add up to them, [tokens, 1] each; NaN where
     they are none."""
-    whole, fraction, lost = position_of(
-        positions, 0, row, token, 0, row_stride, token_stride, offset, ramp, POSITIONS
-    )
+    whole, fraction, lost = position_of(positions, 0, tile.row, tile.token, POSITIONS)
     if WIDE:
         high = whole.to(tl.float64)
         low = fraction.to(tl.float64) * (1.0 / HALF_RANGE)
@@ -37,42 +32,39 @@ def place_of(
 
 @triton.jit
 def factor(
-    gate, at, channel, high, low, FIRST: tl.constexpr, STEP: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, INVERSE: tl.constexpr,
-    WIDE: tl.constexpr, UNIT: tl.constexpr,
+    gate, FIRST: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """P of channels FIRST, FIRST + STEP, …: [tokens, BLOCK].
+    """P, or of the inverse 1 / P, of channels FIRST, FIRST + STEP, …: [tokens, BLOCK].
 
     Args:
-        gate, at, channel: logarithms at [tokens, 1] or slopes at a scalar, and their channel
-            stride, unless UNIT.
-        high, low: positions, of slopes.
+        gate: logarithms at [tokens, 1] or slopes at a scalar.
     """
     index = tl.arange(0, BLOCK)[None, :]
     there = index < SIZE
     index = FIRST + index * STEP
-    if not UNIT:
-        index = index * channel
+    if KIND.GATE_VECTOR == 0:
+        index = index * gate.channel
     if SIZE != BLOCK:
-        value = tl.load(gate + (at + index), mask=there, other=0.0)
+        value = tl.load(gate.of + (gate.at + index), mask=there, other=0.0)
     else:
-        value = tl.load(gate + (at + index))
-    if INVERSE:
+        value = tl.load(gate.of + (gate.at + index))
+    if KIND.DIRECTION == 2:
         value = -value
     if WIDE:
         value = value.to(tl.float64)
-        if KIND == SLOPE:
-            value = value * high + value * low
+        if KIND.GATE == SLOPE:
+            value = value * gate.high + value * gate.low
         y = tl.exp(value)
     else:
         first = value.to(tl.float32)
         rest = first * 0.0
         if value.dtype == tl.float64:
             rest = (value - first.to(tl.float64)).to(tl.float32)
-        if KIND == SLOPE:
+        if KIND.GATE == SLOPE:
             # A product of slope and position has more digits than float32, and all of them count.
-            product = first * high
-            rest = tl.fma(first, high, -product) + tl.fma(first, low, rest * high)
+            product = first * gate.high
+            rest = tl.fma(first, gate.high, -product) + tl.fma(first, gate.low, rest * gate.high)
             first = product
         y = of.exp(first)
         # Beyond the range of exp there is nothing to put right, and infinities would make NaN.

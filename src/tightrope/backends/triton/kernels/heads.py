@@ -76,33 +76,37 @@ def store_segment(
 
 @triton.jit
 def load_pairs(
-    x, at, channel, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    x, at, channel, HEAD: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """First and second members of the pairs. Neighbours are loaded as one and split in registers."""
-    if INTERLEAVED:
-        both = load_segment(x, at, channel, START, 2 * PAIRS, 2 * BLOCK_P, UNIT, WIDE)
-        u, v = tl.split(tl.reshape(both, (BLOCK_T, BLOCK_P, 2)))
+    START: tl.constexpr = HEAD.START
+    PAIRS: tl.constexpr = HEAD.PAIRS
+    BLOCK: tl.constexpr = HEAD.BLOCK_P
+    if HEAD.INTERLEAVED:
+        both = load_segment(x, at, channel, START, 2 * PAIRS, 2 * BLOCK, UNIT, WIDE)
+        u, v = tl.split(tl.reshape(both, (TOKENS, BLOCK, 2)))
     else:
-        u = load_segment(x, at, channel, START, PAIRS, BLOCK_P, UNIT, WIDE)
-        v = load_segment(x, at, channel, START + PAIRS, PAIRS, BLOCK_P, UNIT, WIDE)
+        u = load_segment(x, at, channel, START, PAIRS, BLOCK, UNIT, WIDE)
+        v = load_segment(x, at, channel, START + PAIRS, PAIRS, BLOCK, UNIT, WIDE)
     return u, v
 
 
 @triton.jit
 def store_pairs(
-    x, at, inside, channel, u, v, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
+    x, at, inside, channel, u, v, HEAD: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """The inverse of `load_pairs`."""
-    if INTERLEAVED:
-        both = tl.reshape(tl.join(u, v), (BLOCK_T, 2 * BLOCK_P))
-        store_segment(
-            x, at, inside, channel, both, START, 2 * PAIRS, 2 * BLOCK_P, UNIT, BITS
-        )  # fmt: skip
+    START: tl.constexpr = HEAD.START
+    PAIRS: tl.constexpr = HEAD.PAIRS
+    BLOCK: tl.constexpr = HEAD.BLOCK_P
+    if HEAD.INTERLEAVED:
+        both = tl.reshape(tl.join(u, v), (TOKENS, 2 * BLOCK))
+        store_segment(x, at, inside, channel, both, START, 2 * PAIRS, 2 * BLOCK, UNIT, BITS)
     else:
-        store_segment(x, at, inside, channel, u, START, PAIRS, BLOCK_P, UNIT, BITS)
-        store_segment(x, at, inside, channel, v, START + PAIRS, PAIRS, BLOCK_P, UNIT, BITS)
+        store_segment(x, at, inside, channel, u, START, PAIRS, BLOCK, UNIT, BITS)
+        store_segment(x, at, inside, channel, v, START + PAIRS, PAIRS, BLOCK, UNIT, BITS)
 
 
 @triton.jit
