@@ -144,6 +144,17 @@ ERRORS = {
         ValueError,
         "[rotate_qk] out must hold one tensor for each of q, k, got 1.",
     ),
+    "no pair": (
+        lambda: rotate_qk(X, X.clone(), SPEC, out=3),
+        TypeError,
+        "[rotate_qk] out must be a pair of tensors for q and k, with None for a k that is None, but got 3.",
+    ),
+    "k's slot for q": (
+        lambda: rotate_qk(X, None, SPEC, out=(None, 3)),
+        TypeError,
+        "[rotate_qk] out must be a pair of tensors for q and k, with None for a k that is None, but got "
+        "(None, 3).",
+    ),
     "grad": (
         lambda: rotate(X.clone().requires_grad_(), SPEC, out=X.clone()),
         ValueError,

@@ -210,16 +210,16 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
         seq_len=seq_len,
         around=around,
         verb="new" if out is None else "out",
-        outs=() if out is None else _outs(k, out),
+        outs=() if out is None else _outs(out),
         backend=backend,
     )
     ys = run(build(request))
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
-def _outs(k: torch.Tensor | None, out: object) -> list[torch.Tensor]:
-    """The tensors of ``out=``, of which each belongs to q or to k."""
-    if not isinstance(out, (tuple, list)) or (len(out) == 2 and (out[1] is None) != (k is None)):
+def _outs(out: object) -> list[torch.Tensor]:
+    """The tensors of ``out=``, that of q first."""
+    if not isinstance(out, (tuple, list)) or (len(out) and out[0] is None):
         raise bad_type(
             "out must be a pair of tensors for q and k, with None for a k that is None, but got "
             f"{describe(out)}"

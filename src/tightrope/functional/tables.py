@@ -303,7 +303,7 @@ def _build(q: torch.Tensor, k: torch.Tensor | None, given: Tables, **more: Any) 
     if more.get("backend") is not None:
         check_backend(more["backend"], q)
     names = ("q",) if k is None else ("q", "k")
-    return [Call(q, k, c, s, ids, 0, form, 1.0, names=names, **more)]
+    return [Call(q, k, c, s, ids, 0, form, 1.0, eps=0.0, names=names, **more)]
 
 
 def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:

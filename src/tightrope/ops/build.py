@@ -123,6 +123,7 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
         rotation.offset,
         form,
         rotation.amplitude,
+        eps=0.0,  # here, for the compiler takes the default of a field for a symbol
         names=place.names,
         verb=request.verb,
         outs=request.outs,
