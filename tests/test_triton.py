@@ -15,8 +15,9 @@ import torch
 import oracle
 import pairwise
 from tightrope.activations import ACTS, RMS_NORM
+from tightrope.backends.reference import compose
 from tightrope.ops import gradients
-from tightrope.ops.definition import compose
+from tightrope.ops.call import Call
 from tightrope.ops.layouts import BY_CODE
 from tightrope.ops.schema import LOG, SLOPE, WORDS, Form, form_of
 from tolerances import Case, assert_near, assert_rotated, assert_same_bits, value
@@ -413,9 +414,10 @@ def test_sums_by_angles(angles: str, dtype: torch.dtype) -> None:
             made.q, made.k, *grads, primary, secondary, ids, offset, form, True, True
         )
         wide = made.wide()
-        at_wide = (wide.arguments[0], None, wide.arguments[2], offset, form_of(form), True, True)
+        at_wide = (wide.arguments[0], None, wide.arguments[2], offset, form_of(form))
         doubles = [grad.double().cpu() for grad in grads]
-        want = gradients.by_angles(wide.xs, doubles, *at_wide)
+        call = Call(wide.q, wide.k, *at_wide, 1.0)
+        want = gradients.by_angles(call, wide.xs, doubles, True, True)
         moduli = moduli_of(wide.xs, doubles, *at_wide)
         entry = "angle sums, float64" if dtype == torch.float64 else "angle sums, float32"
         for one, other, scale in zip(got, want, moduli, strict=True):
@@ -437,7 +439,6 @@ def moduli_of(
     ids: torch.Tensor | None,
     offset: int,
     form: Form,
-    *_: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of |ω|·|products| and of |p|·|products|, as the gradients are summed."""
     axes, rows, heads, pairs = primary.shape
@@ -477,11 +478,12 @@ def test_sums_by_gates(gate: int, dtype: torch.dtype) -> None:
             got = operators().gate_gradients(made.q, made.k, *grads, *gates, ids, offset, form)
             wide = made.wide()
             doubles = [grad.double().cpu() for grad in grads]
-            rest = (wide.arguments[6], wide.arguments[2], offset, form_of(form))
-            want = gradients.by_gates(wide.xs, doubles, *rest)
-            where = None if wide.arguments[2] is None else wide.arguments[2].abs()
+            where, own = wide.arguments[2], wide.arguments[6]
+            call = Call(wide.q, wide.k, None, None, where, offset, form_of(form), 1.0)
+            want = gradients.by_gates(call, wide.xs, doubles, own)
+            away = call._replace(positions=None if where is None else where.abs())
             moduli = gradients.by_gates(
-                [x.abs() for x in wide.xs], [g.abs() for g in doubles], rest[0], where, *rest[2:]
+                away, [x.abs() for x in wide.xs], [g.abs() for g in doubles], own
             )
             entry = "angle sums, float64" if dtype == torch.float64 else "angle sums, float32"
             for one, other, scale in zip(got, want, moduli, strict=True):

@@ -161,7 +161,8 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
         there = [cast(torch.Tensor, grads[i]) for i in which]
         some = call._replace(carried=parts.of(which)).on(there)
         kept = [inputs[i] for i in which] if form.act != NONE else ()
-        turned = _rotated(some.transposed(kept))
+        # A rotation alone is linear, so its gradient can be differentiated as it is.
+        turned = _rotated(some.transposed(kept), is_differentiated() and not call.is_plain)
     by_x: list[torch.Tensor | None] = [None, None]
     by_weight: list[torch.Tensor | None] = [None] * len(parts.weights)
     for i, found in zip(which, turned):
@@ -194,14 +195,15 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
     )
 
 
-def _rotated(call: Call) -> Sequence[torch.Tensor]:
-    """The operator in a backward pass."""
+def _rotated(call: Call, define: bool) -> Sequence[torch.Tensor]:
+    """The operator in a backward pass.
+
+    Args:
+        define: by its definition, which can be differentiated to any order.
+    """
     from .run import run  # the gradient of a rotation is a rotation
 
-    if is_differentiated() and not call.is_plain:
-        # A rotation alone is linear, and its gradient has one; that of f or P has the definition's.
-        call = call._replace(backend="reference")
-    return run([call])
+    return run([call._replace(backend="reference") if define else call])
 
 
 def _by_angles(
@@ -226,7 +228,8 @@ def _by_angles(
         there = [gradients.gated(call, i, cast(torch.Tensor, grads[i])) for i in which]
         # In the dtype of factors: what gates bring back into the range of a narrow one may lie beyond.
         xs = [inputs[i].to(grad.dtype) for i, grad in zip(which, there)]
-        some = _rotated(call._replace(carried=call.carried.of(which)).on(xs).without_gates())
+        alone = call._replace(carried=call.carried.of(which)).on(xs).without_gates()
+        some = _rotated(alone, is_differentiated())
     else:
         some = [outputs[i] for i in which]
     call = call._replace(form=form._replace(act=NONE, gate=NO_GATE))
