@@ -26,11 +26,20 @@ class TensorMemo:
         self._trusts = trusts_inference
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Hashable, Any]]] = {}
 
-    def find(self, x: torch.Tensor, key: Hashable, look: Callable[[], Any]) -> Any:
+    def knows(self, x: torch.Tensor, key: Hashable) -> bool:
+        """Whether :meth:`find` would not look; False for views, to be quick."""
+        known = self._known.get(id(x))
+        if known is None or known[0]() is not x or key not in known[2]:
+            return False
+        return (x.is_inference() and self._trusts) or known[1] == x._version
+
+    def find(
+        self, x: torch.Tensor, key: Hashable, look: Callable[..., Any], *arguments: Any
+    ) -> Any:
         """The fact of that key about a tensor.
 
         Args:
-            look: finds it out, where it is not known.
+            look: finds it out of the arguments, where it is not known.
         """
         base = x._base
         owner = x if base is None else base
@@ -39,7 +48,7 @@ class TensorMemo:
         elif self._trusts:
             version = 0
         else:
-            return look()
+            return look(*arguments)
         if base is not None:
             key = key, x.shape, x.stride(), x.storage_offset()
         known = self._known.get(id(owner))
@@ -49,5 +58,5 @@ class TensorMemo:
             known = self._known[id(owner)] = weakref.ref(owner), version, {}
         facts = known[2]
         if key not in facts:
-            facts[key] = look()
+            facts[key] = look(*arguments)
         return facts[key]

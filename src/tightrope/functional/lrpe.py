@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from .. import positions
@@ -169,11 +171,21 @@ def _arguments(
 ) -> tuple[RopeSpec, PositionsLike, torch.Tensor]:
     """What is rotated, where, and by which frequencies ``(heads|1, pairs)``."""
     channels = Channels.checked(x.shape[-1], rotary_dim, start, False)
-    # The base, which nothing looks at, is said: a default would be a symbol to torch 2.10's Dynamo.
-    spec = RopeSpec(channels.head_dim, 10000.0, channels.rotary_dim, channels.start)
+    # The compiler cannot see into a cache, and needs none.
+    make = _spec if torch.compiler.is_compiling() else _kept_spec
+    spec = make(channels.head_dim, channels.rotary_dim, channels.start)
     heads = x.shape[2] if x.dim() == 4 else None
     angles = _spread(x, theta, heads, channels.rotary_dim // 2, theta_axis)
     return spec, _where(x, offset), angles
+
+
+def _spec(head_dim: int, rotary_dim: int, start: int) -> RopeSpec:
+    """A spec of these channels. Its frequencies are not used, so they are given as a constant: torch
+    2.10's Dynamo would make a symbol of a default."""
+    return RopeSpec(head_dim, 10000.0, rotary_dim, start)
+
+
+_kept_spec = lru_cache(maxsize=64)(_spec)
 
 
 def _where(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:

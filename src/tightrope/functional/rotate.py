@@ -86,20 +86,9 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
         if found is not None:
             return found[0]
     request = Request(
-        names=_X,
-        q=x,
-        k=None,
-        spec=spec,
-        positions=positions,
-        layout=layout,
-        inverse=inverse,
-        inv_freq=inv_freq,
-        seq_len=seq_len,
-        around=around,
-        verb="new" if out is None else "out",
-        outs=() if out is None else (out,),
-        backend=backend,
-    )
+        _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
+        around, "new" if out is None else "out", () if out is None else (out,), backend,
+    )  # fmt: skip
     (y,) = run(build(request))
     return y
 
@@ -141,19 +130,9 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
         if run_prepared_in_place(spec, x, None, layout, inverse, around):
             return x
     request = Request(
-        names=_X,
-        q=x,
-        k=None,
-        spec=spec,
-        positions=positions,
-        layout=layout,
-        inverse=inverse,
-        inv_freq=inv_freq,
-        seq_len=seq_len,
-        around=around,
-        verb="in place",
-        backend=backend,
-    )
+        _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
+        around, "in place", (), backend,
+    )  # fmt: skip
     run(build(request))
     return x
 
@@ -199,20 +178,9 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
-        names=_QK,
-        q=q,
-        k=k,
-        spec=spec,
-        positions=positions,
-        layout=layout,
-        inverse=inverse,
-        inv_freq=inv_freq,
-        seq_len=seq_len,
-        around=around,
-        verb="new" if out is None else "out",
-        outs=() if out is None else _outs(out),
-        backend=backend,
-    )
+        _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
+        around, "new" if out is None else "out", () if out is None else _outs(out), backend,
+    )  # fmt: skip
     ys = run(build(request))
     return ys[0], cast(_K, None if k is None else ys[1])
 
@@ -260,19 +228,9 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
         if run_prepared_in_place(spec, q, k, layout, inverse, around):
             return q, k
     request = Request(
-        names=_QK,
-        q=q,
-        k=k,
-        spec=spec,
-        positions=positions,
-        layout=layout,
-        inverse=inverse,
-        inv_freq=inv_freq,
-        seq_len=seq_len,
-        around=around,
-        verb="in place",
-        backend=backend,
-    )
+        _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
+        around, "in place", (), backend,
+    )  # fmt: skip
     run(build(request))
     return q, k
 

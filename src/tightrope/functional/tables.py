@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -21,7 +20,7 @@ from .._memo import TensorMemo
 from .._tracing import broadcasts, is_readable
 from ..ops import schema
 from ..ops.build import check_backend
-from ..ops.call import Call
+from ..ops.call import Call, Carried
 from ..ops.checks import check_flag, check_floating, check_partner, shape_of
 from ..ops.layouts import BY_NAME, Layout
 from ..ops.run import run
@@ -291,19 +290,15 @@ def _build(q: torch.Tensor, k: torch.Tensor | None, given: Tables, **more: Any) 
     learned = cos.requires_grad or sin.requires_grad
     if tables != "half" and not learned and is_readable(cos):
         for name, table, whole in (("cos", cos, c), ("sin", sin, s)):
-            _checked.find(table, tables, partial(_check_duplicates, name, whole, tables))
-    form = schema.Form(
-        layout=layout.code,
-        start=start,
-        interleaved=interleaved,
-        direction=schema.INVERSE if inverse else schema.FORWARD,
-        ramp=ids is None,
-        source=schema.SOURCES.index(tables),
-    )
+            if not _checked.knows(table, tables):
+                _checked.find(table, tables, _check_duplicates, name, whole, tables)
+    direction = schema.INVERSE if inverse else schema.FORWARD
+    source = schema.SOURCES.index(tables)
+    form = schema.Form(layout.code, start, interleaved, direction, ids is None, source)
     if more.get("backend") is not None:
         check_backend(more["backend"], q)
     names = ("q",) if k is None else ("q", "k")
-    return [Call(q, k, c, s, ids, 0, form, 1.0, eps=0.0, names=names, **more)]
+    return [Call(q, k, c, s, ids, 0, form, 1.0, Carried(), 0.0, names, **more)]
 
 
 def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:

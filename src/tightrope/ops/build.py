@@ -107,30 +107,17 @@ def check_backend(name: str, x: torch.Tensor) -> None:
 
 def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
     """The call of a rotation alone."""
-    form = schema.Form(
-        layout=place.layout.code,
-        start=rotation.channels.start,
-        interleaved=rotation.channels.interleaved,
-        direction=schema.INVERSE if request.inverse else schema.FORWARD,
-        ramp=rotation.ramp,
-    )
+    channels, layout = rotation.channels, place.layout.code
+    direction = schema.INVERSE if request.inverse else schema.FORWARD
+    form = schema.Form(layout, channels.start, channels.interleaved, direction, rotation.ramp)
     call = Call(
-        request.q,
-        request.k,
-        rotation.words,
-        rotation.turns,
-        rotation.ids,
-        rotation.offset,
-        form,
-        rotation.amplitude,
-        eps=0.0,  # here, for the compiler takes the default of a field for a symbol
-        names=place.names,
-        verb=request.verb,
-        outs=request.outs,
-        backend=request.backend,
-    )
+        request.q, request.k, rotation.words, rotation.turns, rotation.ids, rotation.offset, form,
+        # Here, for the compiler takes the default of a field that is a float for a symbol.
+        rotation.amplitude, Carried(), 0.0,
+        place.names, request.verb, request.outs, request.backend,
+    )  # fmt: skip
     if request.inv_freq is not None:
-        pairs = rotation.channels.rotary_dim // 2
+        pairs = channels.rotary_dim // 2
         return learned.with_frequencies(call, request.inv_freq, pairs)
     if rotation is request.spec and not torch.compiler.is_compiling():
         # The next call of this kind skips the checks.

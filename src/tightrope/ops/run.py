@@ -17,7 +17,17 @@ from .autograd import InPlace, OutOfPlace, Template
 from .build import Around
 from .call import Call, pack, unpack
 from .definition import define
-from .route import AUTOGRAD, DEFINITION, KERNEL, TRACED, Way, route, route_prepared, wanted
+from .route import (
+    AUTOGRAD,
+    DEFINITION,
+    KERNEL,
+    TRACED,
+    Way,
+    any_requires_grad,
+    route,
+    route_prepared,
+    wanted,
+)
 from .schema import IN_PLACE, NEW, OUT, Operator, Packed, pair
 
 Results = Sequence[torch.Tensor]
@@ -32,14 +42,12 @@ def run(calls: Sequence[Call]) -> Results:
     Returns:
         What was rotated, in place or not: for each tensor one.
     """
+    if len(calls) == 1:
+        (call,) = calls
+        return _run(call, route(call))
     ways = [route(call) for call in calls]
-    if calls[0].verb == "out":
-        for call, way in zip(calls, ways):
-            _check_out_grad(call, way)
-    if len(calls) > 1:
-        calls = _apart(calls, ways)
-        return [_run(call, way)[0] for call, way in zip(calls, ways)]
-    return _run(calls[0], ways[0])
+    calls = _apart(calls, ways)
+    return [_run(call, way)[0] for call, way in zip(calls, ways)]
 
 
 def run_prepared(
@@ -95,6 +103,8 @@ def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Resul
 
 
 def _run(call: Call, way: Way) -> Results:
+    if call.verb == "out":
+        _check_out_grad(call, way)
     return TABLE[call.verb, way.route](call, way)
 
 
@@ -103,6 +113,9 @@ def _apart(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
     the first has written."""
     if calls[0].verb == "new":
         return calls
+    if calls[0].verb == "out":
+        for call, way in zip(calls, ways):
+            _check_out_grad(call, way)
     written = [x for call in calls for x in (call.outs or call.xs)]
     sees = ways[0].sees_memory
     if not sees:
@@ -163,7 +176,7 @@ def _in_place_by_autograd(call: Call, way: Way) -> Results:
     # Gradients may be made of arguments, and k is rotated after q has changed.
     call = memory.copied_before(call, call.xs)
     beside = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
-    if any(t is not None and t.requires_grad for t in (*beside, *call.carried.gates)):
+    if any_requires_grad((*beside, *call.carried.gates)):
         # Gradients by angles, tables and gates need what a rotation in place overwrites.
         return _overwrite(call.xs, _new_by_autograd(_copied(call), way))
     # Autograd refuses one function that returns two views, so each is a call of its own.

@@ -243,6 +243,7 @@ def prepare(
             # What is turned by a copy on a device does not follow the original.
             limit = limit._replace(ids=limit.ids.clone())
     words, turns = tables.words(lengths, device)
+    amplitude_hex = tables.amplitude_hex if lengths is None else tables.amplitude(lengths)
     return PreparedRotation(
         channels,
         words,
@@ -252,7 +253,7 @@ def prepare(
         where.ramp,
         device,
         Memo(),
-        tables.amplitude(lengths),
+        amplitude_hex,
         1 if lengths is None else len(lengths),
         awaits,
         made_from,

@@ -82,12 +82,14 @@ class Tables:
             seq_len = torch.full((1,), seq_len, dtype=torch.int64, device=device)
         return _lengths.read(seq_len)
 
-    @public("seq_len")
     def words(self, lengths: Lengths | None, device: torch.device) -> Table:
         """Phase words and turns for rows of given lengths; one row where all have the same."""
-        rule = self.rule
-        if lengths is None or rule is None:
+        if lengths is None or self.rule is None:
             return self._of_regime(device)
+        return self._of_rows(self.rule, lengths, device)
+
+    @public("seq_len")
+    def _of_rows(self, rule: Rule, lengths: Lengths, device: torch.device) -> Table:
         if isinstance(lengths, torch.Tensor):
             if lengths.is_meta and device.type != "meta":
                 raise bad_value(

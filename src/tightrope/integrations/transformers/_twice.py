@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from ..._memo import TensorMemo
@@ -18,7 +16,7 @@ def twice(table: torch.Tensor, reading: str) -> bool:
     A function that reads an entry for each channel is a rotation only then; with other tables the
     original is asked. The layers of a model share their tables, so each is looked at once.
     """
-    verdict: bool = _verdicts.find(table, reading, partial(_look, table, reading))
+    verdict: bool = _verdicts.find(table, reading, _look, table, reading)
     return verdict
 
 
