@@ -35,8 +35,11 @@ def define(call: Call) -> list[torch.Tensor]:
     elif call.secondary is None:
         raise RuntimeError("tightrope::rotate: cosines without sines")
     else:
-        at = (SOURCES[form.source], call.positions, call.offset, form.ramp, tokens)
-        c, s = (angles.look_up(table, *at).to(dtype) for table in (call.primary, call.secondary))
+        source, positions = SOURCES[form.source], call.positions
+        c, s = (
+            angles.look_up(table, source, positions, call.offset, form.ramp, tokens).to(dtype)
+            for table in (call.primary, call.secondary)
+        )
     if form.direction != FORWARD:
         s = -s
     if call.amplitude != 1.0:
@@ -103,8 +106,7 @@ def _turn(
 
 def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     words, turns, positions = call.primary, call.secondary, call.positions
-    offset, ramp = call.offset, call.form.ramp
-    phase = angles.phases(words, turns, positions, offset, ramp, tokens)
+    phase = angles.phases(words, turns, positions, call.offset, call.form.ramp, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
     # d(cos, sin)/dφ = (-sin, cos): a step of size zero along the circle, with its derivatives.
     step = None
@@ -117,9 +119,8 @@ def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor,
         cos, sin = torch.where(gone, torch.nan, cos), torch.where(gone, torch.nan, sin)
         step = angles.position_angle(words, turns, positions, dtype)
     if call.carried.frequencies:
-        wide = gradients.sum_dtype(words.device)
-        at = angles.real(positions, offset, ramp, tokens, words.device, wide)
-        by_frequency = angles.frequency_angle(call.carried.frequencies[0], at, dtype)
+        where = gradients.places(call, tokens, words.device)
+        by_frequency = angles.frequency_angle(call.carried.frequencies[0], where, dtype)
         step = by_frequency if step is None else step + by_frequency
     if step is None:
         return cos, sin

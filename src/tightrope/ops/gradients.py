@@ -56,8 +56,7 @@ def by_angles(
     )
     omega = learned[0].to(wide) if learned else angles.inv_freq(words, turns, wide)
     omega = omega[:, :, :, None]
-    at = (call.positions, call.offset, form.ramp, some.shape[2])
-    where = angles.real(*at, words.device, wide)
+    where = places(call, some.shape[2], words.device)
     # Without ids all axes are at the same positions.
     where = where[:, :, None, :, None].expand(axes, -1, -1, -1, -1)
     # One axis at a time keeps the peak at the size of x.
@@ -81,6 +80,12 @@ def by_angles(
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The widest floating dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def places(call: Call, tokens: int, device: torch.device) -> torch.Tensor:
+    """Positions of a call as numbers, ``[axes, rows|1, tokens]``, in the widest dtype of a device."""
+    offset, ramp = call.offset, call.form.ramp
+    return angles.real(call.positions, offset, ramp, tokens, device, sum_dtype(device))
 
 
 def sum_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -122,8 +127,11 @@ def by_tables(
         factor = scale(form.direction, call.amplitude)
         by_cos, by_sin = by_cos * factor, by_sin * factor
 
-    at = (source, call.positions, call.offset, form.ramp)
-    return angles.put_back(by_cos, cos, *at), angles.put_back(by_sin, sin, *at)
+    positions, offset, ramp = call.positions, call.offset, form.ramp
+    return (
+        angles.put_back(by_cos, cos, source, positions, offset, ramp),
+        angles.put_back(by_sin, sin, source, positions, offset, ramp),
+    )
 
 
 def by_gates(
@@ -147,9 +155,7 @@ def by_gates(
         each = (layout.to_bhsd(output).to(dtype) * layout.to_bhsd(grad).to(dtype)).to(wide)
         shape = tuple(gate.shape)
         if form.gate == SLOPE:
-            tokens = each.shape[2]
-            at = (call.positions, call.offset, form.ramp, tokens)
-            where = angles.real(*at, gate.device, wide)
+            where = places(call, each.shape[2], gate.device)
             each = each * where[0][:, None, :, None]
             shape = (1, shape[0], 1, shape[1])
         dims = [dim for dim in range(4) if shape[dim] == 1 and each.shape[dim] != 1]
@@ -173,9 +179,7 @@ def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torc
     if call.form.gate == LOG:
         return (sign * gate.to(dtype)).exp()
     # A product of slope and position has more digits than float32, and all of them count.
-    wide = sum_dtype(gate.device)
-    at = (call.positions, call.offset, call.form.ramp, tokens)
-    where = angles.real(*at, gate.device, wide)
+    wide, where = sum_dtype(gate.device), places(call, tokens, gate.device)
     if where.shape[0] != 1:
         raise RuntimeError("tightrope::rotate: a gate of slopes must have positions of 1 axis")
     return (sign * gate[:, None].to(wide) * where[0][:, None, :, None]).exp().to(dtype)

@@ -77,7 +77,11 @@ class Angles:
             _positions(spec, position_ids), device=position_ids.device, seq_len=lengths
         )
         phase = exact_angles.phases(
-            *(prepared.words, prepared.turns, prepared.ids, prepared.offset, prepared.ramp),
+            prepared.words,
+            prepared.turns,
+            prepared.ids,
+            prepared.offset,
+            prepared.ramp,
             position_ids.shape[-1],
         )
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -284,7 +284,11 @@ def _fused(
         cos, sin = entries(cos, rotation.reading)[0], entries(sin, rotation.reading)[0]
     try:
         y, _ = functional.apply_rotary_pos_emb(
-            *(x.to(dtype), None, cos, sin, heads),
+            x.to(dtype),
+            None,
+            cos,
+            sin,
+            heads,
             interleaved=rotation.pairs != HALF,
             tables=_TABLES.get(rotation.reading, "half"),
             start=start,
