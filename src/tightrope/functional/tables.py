@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -254,12 +254,14 @@ class Tables(NamedTuple):
     position_ids: torch.Tensor | None = None
 
 
-def _build(q: torch.Tensor, k: torch.Tensor | None, given: Tables, **more: Any) -> list[Call]:
-    """Check everything against everything else.
-
-    Args:
-        more: further fields of the call: its verb and its backend.
-    """
+def _build(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    given: Tables,
+    verb: str = "new",
+    backend: str | None = None,
+) -> list[Call]:
+    """Check all arguments against each other and build the call."""
     cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids = given
     check_flag("interleaved", interleaved)
     check_flag("inverse", inverse)
@@ -295,10 +297,10 @@ def _build(q: torch.Tensor, k: torch.Tensor | None, given: Tables, **more: Any) 
     direction = schema.INVERSE if inverse else schema.FORWARD
     source = schema.SOURCES.index(tables)
     form = schema.Form(layout.code, start, interleaved, direction, ids is None, source)
-    if more.get("backend") is not None:
-        check_backend(more["backend"], q)
+    if backend is not None:
+        check_backend(backend, q)
     names = ("q",) if k is None else ("q", "k")
-    return [Call(q, k, c, s, ids, 0, form, 1.0, Carried(), 0.0, names, **more)]
+    return [Call(q, k, c, s, ids, 0, form, 1.0, Carried(), 0.0, names, verb, (), backend)]
 
 
 def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:
@@ -331,16 +333,16 @@ def _check_tables(
     width = cos.shape[-1] if cos.dim() else 0
     if tables != "half" and width % 2:
         raise bad_value(f"tables {tables!r} must have an even width but got {width}", cos=cos)
-    rotated = 2 * width if tables == "half" else width
-    if rotated > q.shape[-1]:
+    rotated, channels = 2 * width if tables == "half" else width, q.shape[-1]
+    if rotated > channels:
         raise bad_value(
-            f"tables {tables!r} of width {width} rotate {rotated} channels but q has {q.shape[-1]}",
+            f"tables {tables!r} of width {width} rotate {rotated} channels but q has {channels}",
             q=q,
             cos=cos,
         )
-    if start and not 0 <= start <= q.shape[-1] - rotated:
+    if start and not 0 <= start <= channels - rotated:
         raise bad_value(
-            f"start must lie between 0 and {q.shape[-1] - rotated}, as tables {tables!r} of width "
+            f"start must lie between 0 and {channels - rotated}, as tables {tables!r} of width "
             f"{width} rotate {rotated} channels, but got {start}",
             q=q,
             cos=cos,
@@ -375,16 +377,17 @@ def _check_fit(
     cos: torch.Tensor,
     layout: Layout,
 ) -> None:
+    own_rows, own_heads = c.shape[0], c.shape[1]
     rows = 1 if layout.row is None else q.shape[layout.row]
-    if not broadcasts(c.shape[0], rows):
-        raise bad_value(
-            f"cos and sin must have 1 or {rows} rows but got {c.shape[0]}", q=q, cos=cos
-        )
+    if not broadcasts(own_rows, rows):
+        raise bad_value(f"cos and sin must have 1 or {rows} rows but got {own_rows}", q=q, cos=cos)
+    if own_heads == 1:
+        return
     for name, x in (("q", q), ("k", k)):
         heads = 1 if x is None or layout.head is None else x.shape[layout.head]
-        if x is not None and not broadcasts(c.shape[1], heads):
+        if x is not None and not broadcasts(own_heads, heads):
             raise bad_value(
-                f"cos and sin must have 1 or {heads} heads for {name} but got {c.shape[1]}",
+                f"cos and sin must have 1 or {heads} heads for {name} but got {own_heads}",
                 **{name: x, "cos": cos},
             )
 
