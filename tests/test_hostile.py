@@ -229,19 +229,20 @@ def rotation(draw: Draw) -> Call:
     xs = [shape(layout, rows, n, tokens, head_dim) for n in heads]
     if act != NONE and direction != schema.FORWARD:
         carried += [draw.tensor(draw.sizes(one), dtype) for one in xs]
-    if carried or draw.sometimes(0.2):
+    carries = bool(carried) or draw.sometimes(0.2)
+    if carries:
         end += [carried, 1e-6 if act == RMS_NORM else 0.0]
 
     def operands(*, written: bool) -> list[torch.Tensor | None]:
         made = [draw.tensor(draw.sizes(one), dtype, written=written) for one in xs]
         return [*made, *[None] * (2 - len(made))]
 
-    way = draw.choice((schema.rotation, schema.rotation_, schema.rotation_into))
-    first = operands(written=way is schema.rotation_)
-    if way is schema.rotation_into:
+    verb = draw.choice((schema.NEW, schema.IN_PLACE, schema.OUT))
+    first = operands(written=verb is schema.IN_PLACE)
+    if verb is schema.OUT:
         first += operands(written=True)
-    written = {schema.rotation: [], schema.rotation_: [0, 1], schema.rotation_into: [2, 3]}[way]
-    return way(end), first + end, written
+    written = {schema.NEW: [], schema.IN_PLACE: [0, 1], schema.OUT: [2, 3]}[verb]
+    return verb.carrying if carries else verb.plain, first + end, written
 
 
 def results(
