@@ -62,6 +62,7 @@ def rerotate(  # noqa: PLR0913  (one argument for each axis)
         TypeError, ValueError: arguments that do not fit, each with its sentence.
 
     >>> from tightrope import RopeSpec
+    >>> from tightrope.functional import rotate
     >>> spec, k = RopeSpec(64), torch.randn(1, 2, 16, 64)
     >>> moved = rerotate(rotate(k, spec, 1000), spec, spec, 1000, 0)
     >>> torch.allclose(moved, rotate(k, spec), atol=1e-5)
