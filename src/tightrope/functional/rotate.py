@@ -10,7 +10,7 @@ from .._errors import bad_type, bad_value, describe, public
 from ..activations import Act, ActLike
 from ..gates import Gate
 from ..ops.build import Request, around_of, build
-from ..ops.run import run, run_prepared, run_prepared_in_place
+from ..ops.run import run, run_prepared
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 
@@ -82,7 +82,7 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
     around = around_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared(spec, x, None, layout, inverse, around)
+        found = run_prepared("new", spec, x, None, layout, inverse, around)
         if found is not None:
             return found[0]
     request = Request(
@@ -127,7 +127,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
     around = around_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared_in_place(spec, x, None, layout, inverse, around):
+        if run_prepared("in place", spec, x, None, layout, inverse, around) is not None:
             return x
     request = Request(
         _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
@@ -174,7 +174,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
     around = around_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared(spec, q, k, layout, inverse, around)
+        found = run_prepared("new", spec, q, k, layout, inverse, around)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
@@ -225,7 +225,7 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
     around = around_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared_in_place(spec, q, k, layout, inverse, around):
+        if run_prepared("in place", spec, q, k, layout, inverse, around) is not None:
             return q, k
     request = Request(
         _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,

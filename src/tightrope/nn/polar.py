@@ -14,7 +14,7 @@ from ..channels import Channels
 from ..gates import Exp, Gate, Slope
 from ..ops.build import Around, Request, build
 from ..ops.checks import check_count, check_dtype, check_flag
-from ..ops.run import run, run_prepared_in_place
+from ..ops.run import run, run_prepared
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 
@@ -276,8 +276,10 @@ class PolarRoPEAttention(torch.nn.Module):
         fused = Around((None, None), gates) if any(gates) else None
         # Nothing else sees the projections.
         verb = "new" if torch.is_grad_enabled() else "in place"
-        done = where is None and run_prepared_in_place(rope, q, k, "bhsd", False, fused)
-        if not done:
+        done = None if where is not None else run_prepared(verb, rope, q, k, "bhsd", False, fused)
+        if done is not None:
+            q, k = done
+        else:
             request = Request(("q", "k"), q, k, rope, where, around=fused, verb=verb)
             q, k = run(build(request))
         if cache is not None:

@@ -28,7 +28,7 @@ from .route import (
     route_prepared,
     wanted,
 )
-from .schema import IN_PLACE, NEW, OUT, Operator, Packed, pair
+from .schema import IN_PLACE, NEW, OUT, Operator, Packed, pair, present
 
 Results = Sequence[torch.Tensor]
 
@@ -51,6 +51,7 @@ def run(calls: Sequence[Call]) -> Results:
 
 
 def run_prepared(
+    verb: str,
     rotation: object,
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -60,39 +61,22 @@ def run_prepared(
 ) -> Results | None:
     """The kernel at once, for a prepared rotation that was used before.
 
+    Args:
+        verb: "new" or "in place".
+
     Returns:
-        New tensors; None where the call must be built, or where the kernel refuses it.
+        What was rotated; None where the call must be built, or where the kernel refuses it.
     """
     packed = route_prepared(rotation, q, k, layout, inverse, around)
     if packed is None:
         return None
     try:
-        return _launch(NEW, q, k, packed)
-    except RuntimeError:
-        return None
-
-
-def run_prepared_in_place(
-    rotation: object,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    layout: str,
-    inverse: bool,
-    around: Around | None,
-) -> bool:
-    """As :func:`run_prepared`, in place.
-
-    Returns:
-        Whether it is done.
-    """
-    packed = route_prepared(rotation, q, k, layout, inverse, around)
-    if packed is None:
-        return False
-    try:
+        if verb == "new":
+            return _launch(NEW, q, k, packed)
         _launch_in_place(q, k, packed)
     except RuntimeError:
-        return False
-    return True
+        return None
+    return present(q, k)
 
 
 def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
