@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.workbench.audit import Report, audit
 from tightrope.workbench.audit._exact import cos_sin
+from tightrope.workbench.audit._guard import Guard
 from tightrope.workbench.audit._identify import identify
 
 # Where a call is refused the program raises what the function raises.
@@ -474,6 +477,21 @@ def test_a_call_that_does_not_return() -> None:
     assert report.codes == ("hangs",)
     assert report.findings[0].sentence == "A call did not return within 0.5 s."
     assert "checking: two equal calls give equal results" in report.findings[0].evidence
+
+
+def test_the_thread_of_the_calls_has_ended() -> None:
+    # In a process that ends while a thread frees tensors, C++ calls abort().
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.2)
+
+    def call(slow: Slow) -> None:
+        pass
+
+    before = threading.enumerate()  # with the one that another test left hanging
+    with Guard(5.0) as guard:
+        guard.run(functools.partial(call, Slow()))
+    assert set(threading.enumerate()) <= set(before)
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,17 @@ class Guard:
         self._work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
         self._hung = False
-        threading.Thread(target=self._serve, daemon=True, name="tightrope-audit").start()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="tightrope-audit")
+        self._thread.start()
 
     def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._work.put(None)
+        # A daemon thread that still frees tensors while the interpreter ends aborts the process.
+        if not self._hung:
+            self._thread.join()
 
     def _serve(self) -> None:
         while (call := self._work.get()) is not None:
