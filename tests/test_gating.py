@@ -165,6 +165,16 @@ def test_what_the_short_way_leaves_to_the_long_one() -> None:
         assert by_ids.abs().sum() > 0
 
 
+def test_a_gate_of_positions_compiles_without_a_warning() -> None:
+    spec, q = SPECS["halves"], noise(1, HEADS, TOKENS, WIDTH)
+    gate = gates.XPos(centre=3.0)
+    compiled = torch.compile(
+        lambda q, k: rotate_qk(q, k, spec, gate=gate), backend="eager", fullgraph=True
+    )
+    for one, other in zip(compiled(q, q), rotate_qk(q, q, spec, gate=gate)):
+        assert_same_bits(one, other)
+
+
 def test_sentences_are_those_of_the_long_way() -> None:
     spec = SPECS["halves"]
     q, k = noise(1, HEADS, TOKENS, WIDTH), noise(1, KV_HEADS, TOKENS, WIDTH)

@@ -164,6 +164,13 @@ REPRS = {
 }
 
 
+def test_repr_of_a_prepared_rotation_shows_what_was_given() -> None:
+    shown = repr(RopeSpec(16).at(torch.arange(3)))
+    assert "made_from=RopeSpec(head_dim=16)" in shown
+    assert "ids=tensor([[[0, 1, 2]]])" in shown
+    assert "words" not in shown
+
+
 @pytest.mark.parametrize("text", REPRS)
 def test_repr_shows_what_differs_from_the_defaults(text: str) -> None:
     assert repr(REPRS[text]) == text

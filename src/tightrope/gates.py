@@ -276,7 +276,8 @@ class XPos(Gate):
 
     def for_keys(self) -> Gate:
         """The gate with opposite exponents."""
-        return _opposite(self)
+        # Dynamo looks through caches and warns that it does.
+        return _reversed(self) if is_tracing() else _opposite(self)
 
     @public("XPos")
     def log_factor(
@@ -346,9 +347,11 @@ def _rates(
     return found
 
 
-@lru_cache(maxsize=64)
-def _opposite(gate: XPos) -> XPos:
+def _reversed(gate: XPos) -> XPos:
     return replace(gate, opposite=not gate.opposite)
+
+
+_opposite = lru_cache(maxsize=64)(_reversed)
 
 
 def total(

@@ -87,8 +87,8 @@ class PreparedRotation:
     """
 
     channels: Channels
-    words: torch.Tensor
-    turns: torch.Tensor | None
+    words: torch.Tensor = field(repr=False)
+    turns: torch.Tensor | None = field(repr=False)
     ids: torch.Tensor | None
     offset: int
     ramp: bool
@@ -96,7 +96,7 @@ class PreparedRotation:
     memo: Memo = field(repr=False)  # no default: torch's Dynamo cannot trace a factory
     amplitude_hex: str = "0x1p+0"
     rows: int = 1
-    awaits: Tables | None = None
+    awaits: Tables | None = field(default=None, repr=False)
     made_from: object = None
     snapshot: Snapshot | None = field(default=None, repr=False)
     limit: Limit | None = None
