@@ -52,7 +52,7 @@ struct View {
 
 inline int32_t code_of(const Tensor& x) {
   int32_t code = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &code));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &code));
   return code;
 }
 
