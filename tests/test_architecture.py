@@ -389,6 +389,31 @@ def test_a_touched_device_is_seen() -> None:
 # --- the native sources ---------------------------------------------------------------------------
 
 
+def properties_of_named_tuples(source: str) -> list[str]:
+    return [
+        f"{cls.name}.{each.name}"
+        for cls in ast.walk(ast.parse(source))
+        if isinstance(cls, ast.ClassDef)
+        and any(ast.unparse(base) == "NamedTuple" for base in cls.bases)
+        for each in cls.body
+        if isinstance(each, ast.FunctionDef)
+        and any(ast.unparse(decorator) == "property" for decorator in each.decorator_list)
+    ]
+
+
+def test_no_named_tuple_that_is_traced_has_a_property() -> None:
+    """Torch 2.10 cannot trace one; what is traced lies outside of the backends and the workbench."""
+    found = [
+        f"{path}: {name}"
+        for path, source in read_files(SOURCE).items()
+        if not path.startswith(("backends/", "workbench/", "cli/", "config/"))
+        for name in properties_of_named_tuples(source)
+    ]
+    assert found == []
+    planted = "class A(NamedTuple):\n    @property\n    def b(self): ...\n"
+    assert properties_of_named_tuples(planted) == ["A.b"]
+
+
 def test_only_the_binding_knows_torch() -> None:
     """The loops are compiled per instruction set, and what they share with torch's headers the linker
     could take from the wrong one."""

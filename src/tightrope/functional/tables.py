@@ -158,9 +158,7 @@ def build_freqs_cis(
         raise bad_type(f"dtype must be float32 or float64 but got {dtype}")
     # As torch's own factories: a device that somebody set as the default is heeded.
     device = torch.empty(0).device if device is None else device
-    # Under dynamic=True the default of a function is a symbol, of which no frequencies can be made.
-    spec = RopeSpec(d) if base == 10000.0 else RopeSpec(d, base)
-    rotation = spec.at(None, device)
+    rotation = RopeSpec(d, base).at(None, device)
     phase = angles.phases(rotation.words, rotation.turns, None, 0, True, seq_len)
     cos, sin = angles.cos_sin(phase, dtype)
     return cos[0, 0], sin[0, 0]

@@ -50,7 +50,7 @@ class OutOfPlace(torch.autograd.Function):
         # Under vmap requires_grad of a tensor is unreliable; the context knows.
         needs = ctx.needs_input_grad[1:]
         wants = _remember(ctx, template.filled(tensors), template.filled(needs), output)
-        if not wants.beside_x:
+        if not wants.beside_x():
             idle = [y for y, needed in zip(output, needs) if not needed]
             ctx.mark_non_differentiable(*idle)
         # An output that the loss does not use costs nothing.
@@ -96,13 +96,11 @@ class _Wants(NamedTuple):
     weights: tuple[bool, ...]
     gates: bool
 
-    @property
     def angles(self) -> bool:
         return self.positions or self.frequencies
 
-    @property
     def beside_x(self) -> bool:
-        return self.angles or self.tables or any(self.weights) or self.gates
+        return self.angles() or self.tables or any(self.weights) or self.gates
 
 
 def _remember(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
@@ -122,8 +120,8 @@ def _remember(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]
     )
     ahead = form.direction == FORWARD
     # Gated results are not rotated pairs, so the rotation is computed again.
-    again = wants.angles and form.gate != NO_GATE and ahead
-    from_outputs = (wants.angles and not again) or (wants.gates and ahead)
+    again = wants.angles() and form.gate != NO_GATE and ahead
+    from_outputs = (wants.angles() and not again) or (wants.gates and ahead)
     from_inputs = form.act != NONE or wants.tables or again or (wants.gates and not ahead)
     if not from_inputs:
         call = call._replace(q=None, k=None)
@@ -142,9 +140,9 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
     """
     saved = ctx.saved_tensors  # read once: checkpointing hands them out only once
     call: Call = ctx.template.filled(saved[: ctx.count])
-    inputs, outputs = call.xs if call.q is not None else [], saved[ctx.count :]
+    inputs, outputs = call.xs() if call.q is not None else [], saved[ctx.count :]
     form, parts, wants = call.form, call.carried, ctx.wants
-    if form.direction == TRANSPOSE and not call.is_plain:
+    if form.direction == TRANSPOSE and not call.is_plain():
         raise NotImplementedError(
             "[rotate] the gradient of a gradient by an act or a gate goes through the definition; call "
             "it with create_graph=True."
@@ -162,7 +160,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
         some = call._replace(carried=parts.of(which)).on(there)
         kept = [inputs[i] for i in which] if form.act != NONE else ()
         # A rotation alone is linear, so its gradient can be differentiated as it is.
-        turned = _rotated(some.transposed(kept), is_differentiated() and not call.is_plain)
+        turned = _rotated(some.transposed(kept), is_differentiated() and not call.is_plain())
     by_x: list[torch.Tensor | None] = [None, None]
     by_weight: list[torch.Tensor | None] = [None] * len(parts.weights)
     for i, found in zip(which, turned):
@@ -171,7 +169,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
         by_weight[i] = found.to(parts.weights[i].dtype)
 
     by_primary = by_secondary = by_position = by_frequency = None
-    if wants.angles:
+    if wants.angles():
         by_position, by_frequency = _by_angles(call, wants, inputs, outputs, grads)
     if wants.tables:
         by_primary, by_secondary = gradients.by_tables(call, inputs, grads)

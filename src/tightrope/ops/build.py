@@ -127,8 +127,8 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
 
 def _add_around(call: Call, around: Around, rotation: PreparedRotation) -> list[Call]:
     """Add f and P to a rotation; two calls if q and k differ in the kind of either."""
-    xs, names = call.xs, call.names
-    views = [call.layout.to_bhsd(x) for x in xs]
+    xs, names = call.xs(), call.names
+    views = [call.layout().to_bhsd(x) for x in xs]
     kinds: list[tuple[int, int, float]] = []
     weights: list[torch.Tensor | None] = []
     gates = gating.lower(names, views, around.gates, rotation)

@@ -82,6 +82,8 @@ class Carried(NamedTuple):
 class Call(NamedTuple):
     """One call of the operator.
 
+    What it tells about itself it tells by methods: torch 2.10 cannot trace properties of named tuples.
+
     Attributes:
         q, k: what is rotated; k may be None.
         primary, secondary: the source of the angles: phase words and turns, or tables.
@@ -112,25 +114,21 @@ class Call(NamedTuple):
     outs: Sequence[torch.Tensor] = ()
     backend: str | None = None
 
-    @property
     def xs(self) -> list[torch.Tensor]:
         """q, and k where there is one."""
         return present(self.q, self.k)
 
-    @property
     def layout(self) -> Layout:
         """Order of the dimensions."""
         return BY_CODE[self.form.layout]
 
-    @property
     def is_plain(self) -> bool:
         """Whether f and P are the identity: a rotation alone, which is linear."""
         return self.form.act == NONE and self.form.gate == NO_GATE
 
-    @property
     def keeps_inputs(self) -> bool:
         """Whether the backward pass may need q and k as they were before the call."""
-        return not self.is_plain or self.form.source != WORDS
+        return not self.is_plain() or self.form.source != WORDS
 
     def on(self, xs: Sequence[torch.Tensor]) -> Call:
         """This call on other tensors."""
@@ -138,7 +136,7 @@ class Call(NamedTuple):
 
     def only(self, which: Sequence[int]) -> Call:
         """This call on some of q (0) and k (1)."""
-        xs, outs = self.xs, self.outs
+        xs, outs = self.xs(), self.outs
         return self.on([xs[i] for i in which])._replace(
             carried=self.carried.of(which),
             names=[self.names[i] for i in which],

@@ -22,10 +22,10 @@ def define(call: Call) -> list[torch.Tensor]:
     Returns:
         As ``rotate`` of :mod:`tightrope.ops.schema`.
     """
-    form, parts, layout = call.form, call.carried, call.layout
+    form, parts, layout = call.form, call.carried, call.layout()
     if form.numerics:
         raise NotImplementedError("tightrope::rotate: numerics is reserved")
-    views = [layout.to_bhsd(x) for x in call.xs]
+    views = [layout.to_bhsd(x) for x in call.xs()]
     inputs = [layout.to_bhsd(x) for x in parts.inputs]
     _check(call, views, inputs)
     dtype = torch.float64 if views[0].dtype == torch.float64 else torch.float32
@@ -47,7 +47,7 @@ def define(call: Call) -> list[torch.Tensor]:
         c, s = c * factor, s * factor
     ys, by_weights = [], []
     for i, view in enumerate(views):
-        x = view if call.is_plain else view.to(dtype)
+        x = view if call.is_plain() else view.to(dtype)
         weight = parts.weights[i] if parts.weights else None
         gate = gradients.gate_factor(call, i, tokens, dtype) if parts.gates else None
         if form.direction == FORWARD:

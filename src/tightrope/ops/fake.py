@@ -15,7 +15,7 @@ from .schema import TRANSPOSE, form_of, present
 def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
     call = unpack(*arguments, **named)
     _check_devices("rotate", *call.tensors())
-    outs = [torch.empty_like(x) for x in call.xs]
+    outs = [torch.empty_like(x) for x in call.xs()]
     if call.form.direction == TRANSPOSE:
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         outs += [w.new_empty(w.shape, dtype=dtype) for w in call.carried.weights]

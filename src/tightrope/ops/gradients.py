@@ -43,7 +43,7 @@ def by_angles(
     Returns:
         Both in the dtype of :func:`sum_dtype`.
     """
-    words, turns, form, layout = call.primary, call.secondary, call.form, call.layout
+    words, turns, form, layout = call.primary, call.secondary, call.form, call.layout()
     learned = call.carried.frequencies
     axes, rows, heads, pairs = words.shape
     wide = sum_dtype(words.device)
@@ -147,7 +147,7 @@ def by_gates(
         outputs, grads: results of the operator and their gradients.
         gates: the tensor of the gate of each result.
     """
-    form, layout = call.form, call.layout
+    form, layout = call.form, call.layout()
     found = []
     for output, grad, gate in zip(outputs, grads, gates, strict=True):
         dtype = _wide(output)
@@ -189,7 +189,7 @@ def _around(
     call: Call, which: int, x: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the rotation itself took, and the gradient of what it gave, between f and P."""
-    parts, layout = call.carried, call.layout
+    parts, layout = call.carried, call.layout()
     if call.form.act != NONE:
         weight = parts.weights[which] if parts.weights else None
         inside = apply(call.form.act, layout.to_bhsd(x), weight, call.eps)
@@ -204,7 +204,7 @@ def _around(
 
 def gated(call: Call, which: int, x: torch.Tensor) -> torch.Tensor:
     """x times P, or the inverse of an inverse, in the dtype of the factor."""
-    layout, dtype = call.layout, _wide(x)
+    layout, dtype = call.layout(), _wide(x)
     factor = gate_factor(call, which, x.shape[layout.token], dtype)
     return layout.from_bhsd(layout.to_bhsd(x).to(dtype) * factor)
 

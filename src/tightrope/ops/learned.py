@@ -27,7 +27,7 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
         where = f"inv_freq is on {inv_freq.device} but {call.names[0]} is on {call.q.device}"
         raise bad_value(where)
     full = inv_freq.reshape(axes, 1, 1 if dims == 1 else inv_freq.shape[-2], pairs)
-    check_heads("inv_freq", full.shape[2], call.names, call.xs, call.layout)
+    check_heads("inv_freq", full.shape[2], call.names, call.xs(), call.layout())
     words, turns = angles.words_from(full.detach())
     # Turns say of a frequency that it is no number, even where positions are whole.
     return call._replace(

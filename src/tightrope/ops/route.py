@@ -47,7 +47,6 @@ class Way(NamedTuple):
     transformed: bool
     needs_grad: bool
 
-    @property
     def sees_memory(self) -> bool:
         """Whether data pointers are meaningful."""
         return not self.compiling and not self.transformed
@@ -71,7 +70,7 @@ def route(call: Call) -> Way:
             found = TRACED
         else:
             # Transforms handle plain torch everywhere, with a mapped weight too.
-            found = AUTOGRAD if call.is_plain else DEFINITION
+            found = AUTOGRAD if call.is_plain() else DEFINITION
     elif needs_grad:
         found = AUTOGRAD
     else:

@@ -100,8 +100,8 @@ def _apart(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
     if calls[0].verb == "out":
         for call, way in zip(calls, ways):
             _check_out_grad(call, way)
-    written = [x for call in calls for x in (call.outs or call.xs)]
-    sees = ways[0].sees_memory
+    written = [x for call in calls for x in (call.outs or call.xs())]
+    sees = ways[0].sees_memory()
     if not sees:
         memory.check_apart([name for call in calls for name in call.names], written)
     elif calls[0].verb == "out":
@@ -148,50 +148,50 @@ def _in_place_by_kernel(call: Call, way: Way) -> Results:
         # Kernels refuse overlapping memory before they write; raise the readable error.
         _check_in_place([call], False)
         raise
-    return call.xs
+    return call.xs()
 
 
 def _in_place_by_autograd(call: Call, way: Way) -> Results:
     """`InPlace.apply` for each tensor, where only it or the weight of a norm wants a gradient;
     otherwise, and under transforms, `OutOfPlace.apply` of copies, written back."""
     if way.transformed:
-        return _overwrite(call.xs, _new_by_autograd(_copied(call), way))
+        return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
     _check_in_place([call], True)
     # Gradients may be made of arguments, and k is rotated after q has changed.
-    call = memory.copied_before(call, call.xs)
+    call = memory.copied_before(call, call.xs())
     beside = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
     if any_requires_grad((*beside, *call.carried.gates)):
         # Gradients by angles, tables and gates need what a rotation in place overwrites.
-        return _overwrite(call.xs, _new_by_autograd(_copied(call), way))
+        return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
     # Autograd refuses one function that returns two views, so each is a call of its own.
-    for i, x in enumerate(call.xs):
+    for i, x in enumerate(call.xs()):
         one = call.only([i])
         # The copy is made out here, so that it is part of the graph: the slope of an act depends on it.
         one = one._replace(q=None if one.form.act == NONE else x.clone())
         InPlace.apply(Template.of(one), x, *one.tensors())  # type: ignore[no-untyped-call]
-    return call.xs
+    return call.xs()
 
 
 def _in_place_by_definition(call: Call, way: Way) -> Results:
     """`define` of copies, written back."""
     # Transforms check the memory of what they wrap themselves.
-    if way.sees_memory:
+    if way.sees_memory():
         _check_in_place([call], way.needs_grad)
     # Gradients by angles need what this overwrites.
-    return _overwrite(call.xs, define(_copied(call)))
+    return _overwrite(call.xs(), define(_copied(call)))
 
 
 def _in_place_traced(call: Call, way: Way) -> Results:
     """The registered operator in place; where something wants a gradient, and under transforms,
     the one for new tensors, written back."""
     if way.transformed:
-        return _overwrite(call.xs, _new_traced(_copied(call), way))
+        return _overwrite(call.xs(), _new_traced(_copied(call), way))
     if way.needs_grad:
-        before = _copied(call) if call.keeps_inputs else call
-        return _overwrite(call.xs, _new_traced(before, way))
+        before = _copied(call) if call.keeps_inputs() else call
+        return _overwrite(call.xs(), _new_traced(before, way))
     packed = pack(call)
     IN_PLACE.for_(packed)(call.q, call.k, *packed)
-    return call.xs
+    return call.xs()
 
 
 # --- out= -----------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def _out_by_autograd(call: Call, way: Way) -> Results:
 
 def _out_by_definition(call: Call, way: Way) -> Results:
     """`define`, written into `out`."""
-    if way.sees_memory:
+    if way.sees_memory():
         _check_out_memory([call])
     return _overwrite(call.outs, define(call))
 
@@ -270,7 +270,7 @@ def _launch_in_place(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) ->
 
 def _copied(call: Call) -> Call:
     """The call on copies of q and k, which are about to change."""
-    return call.on([x.clone() for x in call.xs])
+    return call.on([x.clone() for x in call.xs()])
 
 
 def _overwrite(xs: Results, ys: Results) -> Results:
@@ -282,7 +282,7 @@ def _overwrite(xs: Results, ys: Results) -> Results:
 
 def _check_in_place(calls: Sequence[Call], needs_grad: bool) -> None:
     names = [name for call in calls for name in call.names]
-    xs = [x for call in calls for x in call.xs]
+    xs = [x for call in calls for x in call.xs()]
     memory.check_in_place(names, xs)
     if needs_grad:
         memory.check_in_place_grad(names, xs)
@@ -294,12 +294,12 @@ def _check_out_grad(call: Call, way: Way) -> None:
     found, without = wanted(call), "call it under torch.no_grad(), or without out"
     if found:
         raise bad_value(f"out has no gradient, and {found[0]} require one; {without}")
-    for name, x, out in zip(call.names, call.xs, call.outs):
+    for name, x, out in zip(call.names, call.xs(), call.outs):
         if x.requires_grad or out.requires_grad:
             rule = f"out has no gradient, and {name} or out requires one; {without}"
             raise bad_value(rule, **{name: x, "out": out})
 
 
 def _check_out_memory(calls: Sequence[Call]) -> None:
-    xs = [x for call in calls for x in call.xs]
+    xs = [x for call in calls for x in call.xs()]
     memory.check_out_memory(xs, [out for call in calls for out in call.outs])

@@ -36,12 +36,12 @@ def _rotate(
     slopes = mapped.gates if form.gate == schema.SLOPE else ()
     if norm_back or any(dim is not None for dim in (*mapped.weights, *slopes)):
         return _one_by_one(size, call, dims)
-    layout = call.layout
+    layout = call.layout()
 
     def in_rows(x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return layout.to_bhsd(_to_front(x, dim, size)).flatten(0, 1)
 
-    xs = [in_rows(x, dim) for x, dim in zip(call.xs, (dims.q, dims.k))]
+    xs = [in_rows(x, dim) for x, dim in zip(call.xs(), (dims.q, dims.k))]
     rows = xs[0].shape[0] // size if size else 0
     # Words are [axes, rows, ...] and positions too; tables and gates are [rows, ...].
     axis = 1 if form.source == schema.WORDS else 0

@@ -363,7 +363,8 @@ def _base(value: object) -> float:
         raise bad_value(
             f"base must be positive and finite, above 1e-18 and below 1e300, but got {value}"
         )
-    return base
+    # Under dynamic=True a default is a symbol to the compiler, of which no frequencies can be made.
+    return 10000.0 if base == 10000.0 else base
 
 
 def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:

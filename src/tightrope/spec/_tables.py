@@ -55,8 +55,9 @@ class Tables:
         self._first: int | None = None
         self._beyond = self._within
         if rule is not None and rule.by_length:
-            self._first = rule.regime(rule.original_max_position + 1)
-            self._beyond = self._on_host(self._first)
+            first = rule.regime(rule.original_max_position + 1)
+            self._beyond = self._on_host(first)
+            self._first = first
         self.axis_count = self._within.shape[0]
         self.amplitude_hex = self._within.amplitude_hex
         self._kept = DeviceCache()
@@ -140,7 +141,7 @@ class Tables:
         """Phase words and attention scaling of a regime, as plain ints and a string."""
         if regime is None:
             return self._within
-        if regime == self._first and self._beyond is not self._within:
+        if regime == self._first:
             return self._beyond
         rule, axes = self._constants
         return words_.made(rule, self._rotary_dim, float.fromhex(self._base_hex), axes, regime)

@@ -78,7 +78,9 @@ def angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``angle_gradients`` of :mod:`tightrope.ops.schema`."""
     call = Call(y, z, words, turns, positions, offset, form_of(form), 1.0)
-    return gradients.by_angles(call, call.xs, present(grad_y, grad_z), by_positions, by_frequencies)
+    return gradients.by_angles(
+        call, call.xs(), present(grad_y, grad_z), by_positions, by_frequencies
+    )
 
 
 def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
@@ -94,7 +96,7 @@ def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the 
 ) -> list[torch.Tensor]:
     """As ``gate_gradients`` of :mod:`tightrope.ops.schema`."""
     call = Call(y, z, None, None, positions, offset, form_of(form), 1.0)
-    return gradients.by_gates(call, call.xs, present(grad_y, grad_z), present(gate_q, gate_k))
+    return gradients.by_gates(call, call.xs(), present(grad_y, grad_z), present(gate_q, gate_k))
 
 
 def register() -> None:
