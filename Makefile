@@ -4,6 +4,7 @@
 #   make test     the tests
 #   make check    formatting, lint, types, documentation
 #   make wheel    dist/tightrope-*.whl
+#   make oldest   the tests with the oldest torch that users may have (gigabytes of CUDA come with it)
 #   make clean    remove all that the others made
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.10 or later)
@@ -15,6 +16,7 @@ WORKERS ?= 2
 ARGS ?=
 
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TOOLS := $(VENV)/tools.stamp
@@ -22,7 +24,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check wheel clean
+.PHONY: help demo test oldest check wheel clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -37,6 +39,12 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 		--ignore=tests/test_docs.py $(ARGS)
 
+# Before a release, and after a change to what compilers trace: with PYTHON=python3.10 as well.
+oldest:
+	mkdir -p build
+	sed -e 's/^torch==.*/torch==2.10.0/' -e '/^triton==/d' constraints.txt > build/oldest.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=build/oldest.txt
+
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -50,7 +58,7 @@ wheel: $(READY)
 	@ls dist
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info src/tightrope/_native.*
+	rm -rf $(VENV) .venv-oldest build dist site src/*.egg-info src/tightrope/_native.*
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -65,9 +73,9 @@ $(TOOLS): pyproject.toml setup.py constraints.txt
 		echo "they are in the package python3-venv. Or name another Python: make PYTHON=python3.12" >&2; \
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt setuptools wheel
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[cli,dev]'
+	$(PIP) install --quiet -c $(CONSTRAINTS) torch
+	$(PIP) install --quiet -c $(CONSTRAINTS) setuptools wheel
+	$(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[cli,dev]'
 	@touch $@
 
 # pip keeps to itself what a build says, so the library is built once more in the open: nothing is
