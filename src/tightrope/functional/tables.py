@@ -274,7 +274,8 @@ def _build(
         raise bad_value(f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}")
     start = integer("start", start)
     _check_tables(q, cos, sin, tables, start)
-    c, s = (_canonical(table, q, unsqueeze_dim, layout) for table in (cos, sin))
+    c = _canonical(cos, q, unsqueeze_dim, layout)
+    s = _canonical(sin, q, unsqueeze_dim, layout)
     _check_fit(c, q, k, cos, layout)
     length, tokens = c.shape[2], shape[layout.token]
     ids = None
@@ -289,9 +290,10 @@ def _build(
         )
     learned = cos.requires_grad or sin.requires_grad
     if tables != "half" and not learned and is_readable(cos):
-        for name, table, whole in (("cos", cos, c), ("sin", sin, s)):
-            if not _checked.knows(table, tables):
-                _checked.find(table, tables, _check_duplicates, name, whole, tables)
+        if not _checked.knows(cos, tables):
+            _checked.find(cos, tables, _check_duplicates, "cos", c, tables)
+        if not _checked.knows(sin, tables):
+            _checked.find(sin, tables, _check_duplicates, "sin", s, tables)
     direction = schema.INVERSE if inverse else schema.FORWARD
     source = schema.SOURCES.index(tables)
     form = schema.Form(layout.code, start, interleaved, direction, ids is None, source)
@@ -322,13 +324,14 @@ def _check_tables(
     tables: str,
     start: int,
 ) -> None:
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_floating(name, table)
-    if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.device != sin.device:
+    check_floating("cos", cos)
+    check_floating("sin", sin)
+    shape = cos.shape
+    if shape != sin.shape or cos.dtype != sin.dtype or cos.device != sin.device:
         raise bad_value("cos and sin must share shape, dtype and device", cos=cos, sin=sin)
     if cos.device != q.device:
         raise bad_value(f"cos and sin are on {cos.device} but q is on {q.device}", cos=cos)
-    width = cos.shape[-1] if cos.dim() else 0
+    width = shape[-1] if shape else 0
     if tables != "half" and width % 2:
         raise bad_value(f"tables {tables!r} must have an even width but got {width}", cos=cos)
     rotated, channels = 2 * width if tables == "half" else width, q.shape[-1]
@@ -351,17 +354,16 @@ def _canonical(
     table: torch.Tensor, q: torch.Tensor, unsqueeze_dim: int, layout: Layout
 ) -> torch.Tensor:
     """A view [rows|1, heads|1, length, width]."""
-    dims = q.dim()
-    view = table
-    if view.dim() == 2 and dims == 4:
-        view = view[None]
-    if view.dim() == dims - 1:
+    dims, own, view = q.dim(), table.dim(), table
+    if own == 2 and dims == 4:
+        own, view = 3, view[None]
+    if own == dims - 1:
         view = view.unsqueeze(unsqueeze_dim)
-    if view.dim() != dims:
+    elif own != dims:
         raise bad_value(
             f"cos and sin must have {dims - 1} or {dims} dimensions"
             + (", or 2," if dims == 4 else "")
-            + f" for a q of {dims} but got {table.dim()}",
+            + f" for a q of {dims} but got {own}",
             q=q,
             cos=table,
         )
