@@ -238,6 +238,16 @@ CASES = {
         ValueError,
         "[XPos] centre must be finite but got inf.",
     ),
+    "xPos around a number that no float holds": (
+        lambda: XPos(10**400),
+        ValueError,
+        "[XPos] centre must be finite but got inf.",
+    ),
+    "scalar that no float holds": (
+        lambda: Scalar(-(10**400)),
+        ValueError,
+        "[Scalar] value must be finite but got -inf.",
+    ),
     "xPos that overflows": (
         lambda: XPos(centre=0).factor(CHANNELS, FAR, torch.float32),
         ValueError,

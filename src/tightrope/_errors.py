@@ -11,6 +11,8 @@ the user called. :func:`public`, which decorates that, puts the operation in fro
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 import operator
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -167,6 +169,20 @@ def integer(
     if number is None:
         raise bad_type(f"{name} must be {kind} but got {describe(value)}{hint}")
     return number
+
+
+def as_real(value: object) -> float | None:
+    """A real number as a float, infinite where it is too large for one; None for anything else.
+
+    >>> as_real(3), as_real(-(10**400)), as_real(True), as_real("3")
+    (3.0, -inf, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
 def as_integer(value: object, tensors: bool = False) -> int | None:

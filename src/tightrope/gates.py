@@ -11,7 +11,6 @@ constant one then leaves scores a function of distance.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ._errors import bad_type, bad_value, check_dense, check_local, describe, public
+from ._errors import as_real, bad_type, bad_value, check_dense, check_local, describe, public
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep
 from .channels import Channels as Channels
 
@@ -508,9 +507,9 @@ def _check_tied(tied: object) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    number = as_real(value)
+    if number is None:
         raise bad_type(f"{name} must be a number but got {describe(value)}")
-    number = float(value)
     if not math.isfinite(number):
         raise bad_value(f"{name} must be finite but got {number}")
     return number

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import math
-import numbers
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from .._errors import bad_type, bad_value, integer, public, unsupported
+from .._errors import as_real, bad_type, bad_value, integer, public, unsupported
 
 # 64 bits are 20 digits; the rest is head room for the rounding of up to thousands of products.
 CONTEXT = decimal.Context(prec=60)
@@ -295,12 +294,9 @@ def _made(rule: Rule, rotary_dim: int, base: float, regime: int | None) -> Frequ
 
 def number(field: str, value: object, zero: bool = False) -> float:
     """Check that a value is positive (or 0, if ``zero``) and finite; return it as a float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    number = as_real(value)
+    if number is None:
         raise bad_type(f"{field} must be a number but got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
     if not (0.0 < number < math.inf or (zero and number == 0.0)):
         rule = "at least 0" if zero else "positive"
         raise bad_value(f"{field} must be {rule} and finite but got {value}")

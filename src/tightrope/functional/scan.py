@@ -11,7 +11,6 @@ decay does not take the digits of the weak ones around it. −∞ forgets everyt
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._errors import (
     OPERATION,
+    as_real,
     bad_type,
     bad_value,
     check_dense,
@@ -285,11 +285,12 @@ def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
             )
         made = view.to(k)
     else:
-        if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        decay = as_real(given)
+        if decay is None:
             raise bad_type(f"log_decay must be None, a number or a tensor but got {given!r}")
-        if not given <= 0:
+        if not decay <= 0:
             raise bad_value(f"log_decay must not be positive but got {given}")
-        made = k.new_full((1, 1, 1, 1), float(given))
+        made = k.new_full((1, 1, 1, 1), decay)
     return made.expand(-1, -1, tokens, -1)
 
 

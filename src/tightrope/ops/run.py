@@ -263,7 +263,7 @@ def _launch(operator: Operator, q: torch.Tensor, k: torch.Tensor | None, packed:
 
 def _launch_in_place(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> None:
     if q.is_inference() or (k is not None and k.is_inference()):
-        memory.refuse_frozen([q] if k is None else [q, k])
+        memory.refuse_frozen(present(q, k))
     _launch(IN_PLACE, q, k, packed)
     torch.autograd.graph.increment_version(q if k is None else (q, k))
 

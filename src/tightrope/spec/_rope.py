@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import positions as positions_, words as words_
-from .._errors import bad_type, bad_value, public
+from .._errors import as_real, bad_type, bad_value, public
 from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
@@ -352,12 +350,9 @@ class RopeSpec:
 
 
 def _base(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    base = as_real(value)
+    if base is None:
         raise bad_type(f"base must be a number but got {value!r}")
-    try:
-        base = float(value)
-    except OverflowError:
-        base = math.inf
     # A float64 holds bases up to 1e308; below 1e-18 a pair would turn 2^57 times per position.
     if not 1e-18 < base < 1e300:
         raise bad_value(
