@@ -36,7 +36,7 @@ class TensorMemo:
     def find(
         self, x: torch.Tensor, key: Hashable, look: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """The fact of that key about a tensor.
+        """The fact stored about a tensor under a key; found out first if it is not known.
 
         Args:
             look: finds it out of the arguments, where it is not known.

@@ -275,7 +275,7 @@ class XPos(Gate):
 
     def for_keys(self) -> Gate:
         """The gate with opposite exponents."""
-        # Dynamo looks through caches and warns that it does.
+        # Dynamo ignores caches and warns about each.
         return _reversed(self) if is_tracing() else _opposite(self)
 
     @public("XPos")

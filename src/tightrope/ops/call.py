@@ -82,7 +82,7 @@ class Carried(NamedTuple):
 class Call(NamedTuple):
     """One call of the operator.
 
-    What it tells about itself it tells by methods: torch 2.10 cannot trace properties of named tuples.
+    Derived facts are methods: torch 2.10 cannot trace properties of named tuples.
 
     Attributes:
         q, k: what is rotated; k may be None.

@@ -358,7 +358,7 @@ def _base(value: object) -> float:
         raise bad_value(
             f"base must be positive and finite, above 1e-18 and below 1e300, but got {value}"
         )
-    # Under dynamic=True a default is a symbol to the compiler, of which no frequencies can be made.
+    # Under dynamic=True the compiler makes a symbol of a default; frequencies need a number.
     return 10000.0 if base == 10000.0 else base
 
 

@@ -196,7 +196,7 @@ def _run_carried(
 
 
 def _carries(handles: tuple[Any, ...], first: int | None) -> tuple[Any, ...]:
-    """As ``flat([Carries(...)])``, at a fraction of its price."""
+    """The same as ``flat([Carries(...)])``, but faster."""
     if INTERPRETED:
         return (Carries(*handles)._replace(first_tile=first),)
     return (*handles, first)
