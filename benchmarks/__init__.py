@@ -1,1 +1,1 @@
-"""Benchmarks of the rotation. `python -m benchmarks.rotate --help` states the method and runs them."""
+"""What is measured around the library; `tightrope bench` itself is in `tightrope.workbench`."""

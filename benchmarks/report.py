@@ -1,6 +1,10 @@
-"""A table and a picture from committed results: `python -m benchmarks.report RESULTS.json`.
+"""A table from the numbers of `tightrope bench --out RESULTS.json`.
 
-With `--readme README.md` the table replaces what stands between the two marks there.
+    python -m benchmarks.report RESULTS.json [--readme README.md] [--png PICTURE.png]
+    python -m benchmarks.report RESULTS.json --before OLDER.json
+
+With `--readme`, the table replaces what stands between two marks there. With `--before`, two results are
+compared by their ratios to `neg_` and `clone`: seconds of different days cannot be compared.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- benchmark table -->", "<!-- end of benchmark table -->"
+from .pages import between_marks, table
+
+MARK = "benchmark table"
+FLOORS = ("neg_", "clone")
 COLUMNS = (
-    "neg_",
-    "clone",
+    *FLOORS,
     "0..n-1",
     "rotation",
     "eager",
@@ -26,6 +32,7 @@ COLUMNS = (
     "onnxruntime",
     "jax jit",
 )
+DRAWN = ("tightrope", *FLOORS, "eager", "compiled eager")
 
 
 def span(values: list[float]) -> str:
@@ -34,74 +41,77 @@ def span(values: list[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def table(data: dict[str, Any]) -> str:
+def ratios(data: dict[str, Any]) -> str:
     """Markdown: our time as a share of each contender's; below 1 is faster."""
     present = [c for c in COLUMNS if any(c in result["ratios"] for result in data["results"])]
-    lines = [
-        "| time of tightrope / time of | " + " | ".join(f"`{c}`" for c in present) + " |",
-        "|---|" + "---|" * len(present),
-    ]
-    for result in data["results"]:
-        cells = [span(result["ratios"][c]) if c in result["ratios"] else "" for c in present]
-        lines.append(f"| {result['case']['name']} | " + " | ".join(cells) + " |")
-    machine = data["machine"]
-    lines += [
-        "",
-        f"Range over {data['runs']} runs of medians of {data['rounds']} interleaved rounds; "
-        f"{machine['processor']}, {machine['cores']} cores, {machine['instruction set']}, torch "
-        f"{machine['torch']}, commit {machine['commit']}, {machine['date']}.",
-    ]
-    return "\n".join(lines)
+    lines = table(
+        ["time of tightrope / time of", *(f"`{name}`" for name in present)],
+        (
+            [
+                result["case"]["name"],
+                *(span(result["ratios"][c]) if c in result["ratios"] else "" for c in present),
+            ]
+            for result in data["results"]
+        ),
+    )
+    return "\n".join([*lines, "", f"Range over {where(data)}."])
 
 
-def picture(data: dict[str, Any], path: Path) -> None:
-    """Bars: how many times as long the others take."""
-    from matplotlib.figure import Figure
+def where(data: dict[str, Any]) -> str:
+    """How often it was measured, and where."""
+    here = data["machine"]
+    return (
+        f"{data['runs']} runs of medians of {data['rounds']} interleaved rounds; "
+        f"{here['processor']}, {here['cores']} cores, {here['instruction_set']}, torch "
+        f"{here['torch']}, commit {here['commit']}, {here['date']}"
+    )
 
-    results = [r for r in data["results"] if "eager" in r["ratios"]]
-    figure = Figure(figsize=(8, 0.34 * len(results) + 1.6), layout="constrained")
-    axes = figure.add_subplot()
-    for shift, name, colour in ((-0.2, "eager", "#b0b7c3"), (0.2, "compiled eager", "#4c78a8")):
-        for y, result in enumerate(results):
-            if name not in result["ratios"]:
-                continue
-            values = result["ratios"][name]
-            times = 1 / values[len(values) // 2]
-            axes.barh(y + shift, times, 0.38, color=colour, label=name if y == 0 else None)
-            axes.text(times * 1.03, y + shift, f"{times:.1f}×", va="center", fontsize=7)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(results)), [r["case"]["name"] for r in results], fontsize=8)
-    axes.set_ylim(len(results) - 0.4, -0.6)
-    axes.set_xscale("log")
-    axes.set_xlabel("times as long as tightrope (median of the runs, log scale)")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The cases of two results side by side, marked where their ranges do not touch."""
+    now = {result["case"]["name"]: result["ratios"] for result in after["results"]}
+    rows = []
+    for result in before["results"]:
+        name = result["case"]["name"]
+        for floor in FLOORS:
+            a, b = result["ratios"].get(floor), now.get(name, {}).get(floor)
+            if a is not None and b is not None:
+                mark = "slower" if b[0] > a[-1] else "faster" if b[-1] < a[0] else ""
+                rows.append([f"{name} / {floor}", span(a), span(b), mark])
+    return "\n".join(table(["time of tightrope / time of", "before", "after", ""], rows))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    """Parse the command line, print or write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("results", type=Path)
     parser.add_argument("--only", default="", help="regular expression for the names of cases")
     parser.add_argument("--readme", type=Path, help="file whose marked table is replaced")
-    parser.add_argument("--png", type=Path, help="picture to write")
+    parser.add_argument("--png", type=Path, help="picture to draw")
+    parser.add_argument("--before", type=Path, help="older results to compare with")
     options = parser.parse_args(arguments)
     data = json.loads(options.results.read_text())
     data["results"] = [r for r in data["results"] if re.search(options.only, r["case"]["name"])]
     if options.png:
-        picture(data, options.png)
-    text = table(data)
-    if options.readme:
-        page = options.readme.read_text()
-        if BEGIN not in page or END not in page:
-            print(f"{options.readme} has no marks {BEGIN} … {END}", file=sys.stderr)
+        from tightrope.workbench.bench.picture import draw
+
+        for result in data["results"]:
+            result["seconds"] = {n: v for n, v in result["seconds"].items() if n in DRAWN}
+        draw(options.png, data["results"], where(data).partition("; ")[2])
+    if options.before:
+        print(changes(json.loads(options.before.read_text()), data))
+    elif options.readme:
+        try:
+            between_marks(options.readme, MARK, ratios(data))
+        except ValueError as error:
+            print(error, file=sys.stderr)
             return 2
-        before, rest = page.split(BEGIN, 1)
-        after = rest.split(END, 1)[1]
-        options.readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
     else:
-        print(text)
+        print(ratios(data))
     return 0
 
 

@@ -2,25 +2,25 @@
 error of attention scores far out.
 
 `python -m benchmarks.transformers_end_to_end` measures a Llama-shaped model (4 layers, 2048 hidden, 32
-query and 8 key heads, 2048 tokens, bfloat16), forward and training step, eager and compiled. Runs of the
-variants alternate, and medians are compared. Writes JSON with the machine, the versions and the commit.
+query and 8 key heads, 2048 tokens, bfloat16), forward and training step, eager and compiled. The variants
+take turns in random order, and medians are compared. Writes JSON with the machine and the versions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
+import random
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import tightrope.functional  # noqa: F401  (loads the native library before the machine is described)
-
-from .rotate import machine
+from tightrope.workbench.bench import method
+from tightrope.workbench.environment import read_environment
 
 SHAPE = {
     "hidden_size": 2048,
@@ -63,16 +63,9 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], None]] = {
 }
 
 
-def measure(models: dict[str, Any], ids: torch.Tensor, step: str, rounds: int) -> dict[str, float]:
-    """Median seconds of each, runs alternating."""
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for i in range(rounds + 1):
-        for name, model in models.items():
-            start = time.perf_counter()
-            STEPS[step](model, ids)
-            if i:  # the first is for compiling and for memory
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+def seconds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each call, by the method of `tightrope bench`."""
+    return method.medians(calls, cold=True, rounds=rounds, rng=random.Random(0))
 
 
 def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
@@ -94,15 +87,14 @@ def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
     rotary = model.model.rotary_emb
     cos, sin = rotary(q, torch.arange(tokens)[None])
     cotangents = (torch.randn(q.shape).to(q.dtype), torch.randn(k.shape).to(k.dtype))
-    values = []
-    for _ in range(8):
-        start = time.perf_counter()
+
+    def call() -> None:
         with torch.set_grad_enabled(training):
             ys = function(q, k, cos, sin)
         if training:
             torch.autograd.grad(ys, (q, k), cotangents)
-        values.append(time.perf_counter() - start)
-    return statistics.median(values[2:]) * len(model.model.layers)
+
+    return seconds_of({"rotation": call}, 6)["rotation"] * len(model.model.layers)
 
 
 def times(shape: dict[str, Any], tokens: int, rounds: int, compiled: bool) -> list[dict[str, Any]]:
@@ -118,7 +110,8 @@ def times(shape: dict[str, Any], tokens: int, rounds: int, compiled: bool) -> li
         if way == "compiled":
             models = {name: torch.compile(model) for name, model in models.items()}
         for step in STEPS:
-            seconds = measure(models, ids, step, rounds)
+            calls = {name: partial(STEPS[step], model, ids) for name, model in models.items()}
+            seconds = seconds_of(calls, rounds)
             row: dict[str, Any] = {"way": way, "step": step, **seconds}
             if way == "eager":
                 for name, model in models.items():
@@ -205,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the JSON file")
     options = parser.parse_args(arguments)
     data: dict[str, Any] = {
-        "machine": machine(),
+        "machine": asdict(read_environment()),
         "tokens": options.tokens,
         "rounds": options.rounds,
     }

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle_acts
 import tolerances
+from helpers import noise
 from matrix import both_pairings, every_backend, every_dtype, needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
@@ -16,12 +17,6 @@ from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 
 NAMES = ACTS[1:-1]
 OFFSET = 7
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
 
 
 def assert_outer(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str = "") -> None:
@@ -386,19 +381,15 @@ def test_sums_are_the_same_for_any_number_of_threads() -> None:
     spec = RopeSpec(64)
     x = noise(2, 4, 300, 64, dtype=torch.float32)
     found = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            weight, gamma = (
-                torch.ones(64, requires_grad=True),
-                torch.zeros(4, 64, requires_grad=True),
-            )
-            for turned in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
-                y = rotate(turned, spec, act=RMSNorm(weight), gate=gates.Exp(gamma))
-                found.append(torch.autograd.grad(y, (weight, gamma), x))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        weight, gamma = (
+            torch.ones(64, requires_grad=True),
+            torch.zeros(4, 64, requires_grad=True),
+        )
+        for turned in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+            y = rotate(turned, spec, act=RMSNorm(weight), gate=gates.Exp(gamma))
+            found.append(torch.autograd.grad(y, (weight, gamma), x))
     for by_weight, by_gamma in found[1:]:
         assert torch.equal(by_weight, found[0][0])
         assert torch.equal(by_gamma, found[0][1])

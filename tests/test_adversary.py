@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,6 @@ IDS = torch.tensor([3, 1, 4, 1, 5])
 HALVES = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def defaults() -> Iterator[None]:
-    dtype = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(dtype)
-    torch.set_default_device(None)
-
-
 CALLS: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: rotate(X, SPEC),
     "a new spec": lambda: rotate(X, RopeSpec(8, base=4242.0)),
@@ -57,7 +49,6 @@ CALLS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.usefixtures("defaults")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_default_dtype_has_no_say(name: str, dtype: torch.dtype) -> None:
@@ -66,7 +57,6 @@ def test_the_default_dtype_has_no_say(name: str, dtype: torch.dtype) -> None:
     assert_same_bits(CALLS[name](), wanted)
 
 
-@pytest.mark.usefixtures("defaults")
 @pytest.mark.parametrize("name", CALLS)
 def test_the_default_device_has_no_say(name: str) -> None:
     wanted = CALLS[name]()

@@ -1,10 +1,12 @@
 """What is changed in place, what is not, and what autograd is told about it."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 
+import helpers
 from tightrope import RopeSpec
 from tightrope.functional import (
     apply_rotary_pos_emb_,
@@ -16,11 +18,10 @@ from tightrope.functional import (
 )
 from tightrope.ops import schema
 
+noise = partial(helpers.noise, dtype=torch.float32)
+
+
 SPEC = RopeSpec(8)
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def raw_arguments() -> tuple[object, ...]:

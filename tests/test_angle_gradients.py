@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import oracle
+from helpers import noise
 from matrix import both_pairings, every_dtype, needs_kernel
 from tightrope.backends import cpu
 from tightrope.backends.reference import rotate as definition
@@ -96,10 +97,6 @@ def check(call: Call, operator: Operator) -> None:
 
 
 # --- what calls are made of ---------------------------------------------------------------------
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -386,18 +383,14 @@ def test_threads_change_no_bit(words: str, operator: Operator) -> None:
         at=torch.float64, word_rows=words == "per row", word_heads=words == "per head",
     )  # fmt: skip
     one = make(rows=1, heads=(640,), tokens=1, pairs=64, at=torch.float64)
-    before = torch.get_num_threads()
-    try:
-        for call in (big, one):
-            results = []
-            for threads in (1, 2, 4, 3):
-                torch.set_num_threads(threads)
-                results.append(call.run(operator))
-            for result in results[1:]:
-                for got, want in zip(result, results[0], strict=True):
-                    assert_same_bits(got, want)
-    finally:
-        torch.set_num_threads(before)
+    for call in (big, one):
+        results = []
+        for threads in (1, 2, 4, 3):
+            torch.set_num_threads(threads)
+            results.append(call.run(operator))
+        for result in results[1:]:
+            for got, want in zip(result, results[0], strict=True):
+                assert_same_bits(got, want)
 
 
 @needs_kernel

@@ -4,22 +4,19 @@ import importlib.util
 import json
 import random
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks import compare, report, rotate
-from benchmarks.cases import CASES
+from benchmarks import pages, report
 from benchmarks.same_bits import __main__ as same_bits
+from typer.testing import CliRunner
 
 from matrix import needs_kernel
 from tightrope.backends import cpu
-from tightrope.workbench.bench import CONTENDERS, SUITE, Case, Made, measure, method, runtimes
+from tightrope.cli.app import app
+from tightrope.workbench.bench import CONTENDERS, SUITES, Case, Made, measure, method, runtimes
 from tightrope.workbench.bench.measure import expected, gate, inputs
 
 SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
@@ -161,7 +158,7 @@ def test_who_fails_is_absent(error: type[Exception]) -> None:
 
 
 def test_names_are_unique() -> None:
-    for cases in (CASES, SUITE):
+    for cases in SUITES.values():
         assert len({case.name for case in cases}) == len(cases)
     assert len({contender.name for contender in CONTENDERS}) == len(CONTENDERS)
 
@@ -196,41 +193,48 @@ def test_turns_wait_only_where_threads_differ(cold: bool, own_threads: bool, mon
     assert len(rests) == (8 if own_threads else 0)
 
 
-def test_from_run_to_table(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(rotate, "CASES", (VARIANTS["plain"], VARIANTS["out of place"]))
-    out = tmp_path / "deep" / "results.json"
-    arguments = [
-        "--runs",
-        "2",
-        "--rounds",
-        "2",
-        "--against",
-        "neg_|clone|^eager",
-        "--out",
-        str(out),
-    ]
-    assert rotate.main(arguments) == 0
+def test_from_run_to_table(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "results.json"
+    arguments = ["--tokens", "3", "--only", "prefill 2048.*fp32", "--rounds", "2", "--runs", "2"]
+    arguments += ["--against", "^eager", "--out", str(out)]
+    assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 0
     data = json.loads(out.read_text())
-    assert [r["case"]["name"] for r in data["results"]] == ["plain", "out of place"]
     assert {"processor", "torch", "commit", "date"} <= set(data["machine"])
-    assert set(data["results"][0]["ratios"]) == {"neg_", "eager"}
-    assert len(data["results"][0]["ratios"]["eager"]) == 2
     page = tmp_path / "README.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    marks = f"<!-- {report.MARK} -->", f"<!-- end of {report.MARK} -->"
+    page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
     picture = tmp_path / "picture.png"
     assert report.main([str(out), "--readme", str(page), "--png", str(picture)]) == 0
     text = page.read_text()
-    assert "| plain |" in text
+    assert "| prefill 3, in place, fp32 |" in text
     assert "old" not in text
     assert text.startswith("before")
     assert text.endswith("after\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
     page.write_text("no marks")
     assert report.main([str(out), "--readme", str(page)]) == 2
-    assert compare.main([str(out), str(out)]) == 0
-    assert "plain" in capsys.readouterr().out
-    monkeypatch.setattr(rotate, "CASES", ())
-    assert rotate.main([]) == 2
+    assert report.main([str(out), "--only", "interleaved"]) == 0
+    words = capsys.readouterr().out
+    assert "interleaved" in words
+    assert "in place" not in words
+
+
+def test_two_results_side_by_side() -> None:
+    def result(*ratios: float) -> dict[str, object]:
+        return {"results": [{"case": {"name": "case"}, "ratios": {"neg_": list(ratios)}}]}
+
+    for after, word in (((3.0, 4.0), "slower"), ((0.5, 0.9), "faster"), ((1.5, 4.0), "")):
+        row = report.changes(result(1.0, 2.0), result(*after)).splitlines()[-1]
+        assert row.startswith("| case / neg_ | 1.00–2.00 |")
+        assert row.endswith(f"| {word} |")
+
+
+def test_tables_escape_what_markdown_would_read() -> None:
+    assert pages.table(["a", "b"], [["x|y", "<z>\n"]]) == [
+        "| a | b |",
+        "|---|---|",
+        "| x\\|y | &lt;z>  |",
+    ]
 
 
 @needs_kernel

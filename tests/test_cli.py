@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 
 import tightrope
 from tightrope import RopeSpec
-from tightrope.cli import _polar, _text, _timings, app
+from tightrope.cli import app
 from tightrope.cli._console import Ticker
-from tightrope.cli._interrupt import Interrupt
-from tightrope.cli._model import ModelSize
-from tightrope.cli._rotations import EagerRotation, TightropeRotation
-from tightrope.cli._words import duration
+from tightrope.examples import train_bytes
+from tightrope.examples.train_bytes import Attention, ByteTransformer, Size
+from tightrope.workbench.demo import polar
+from tightrope.workbench.demo.rotations import EagerAttention, is_steady, seconds
+from tightrope.workbench.text import duration
 
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -95,39 +96,39 @@ def test_demo_times_every_case(demo: tuple[dict[str, Any], str]) -> None:
     timings = demo[0]["timings"]
     assert len(timings["cases"]) == 10
     for case in [*timings["cases"], timings["in_model"]]:
-        assert case["rounds"] >= 3
-        assert min(case[f"{name}_seconds"] for name in ("tightrope", "eager", "neg")) > 0
+        assert min(seconds(case, name) for name in ("tightrope", "eager", "floor")) > 0
+        assert {len(runs) for runs in case["seconds"].values()} == {3}
 
 
 def test_demo_trains_polar_attention_beside_plain(demo: tuple[dict[str, Any], str]) -> None:
-    polar = demo[0]["polar"]
-    assert polar["steps"] == 12
-    assert set(polar["runs"]) == {"polar", "plain RoPE"}
-    for run in polar["runs"].values():
+    numbers = demo[0]["polar"]
+    assert numbers["steps"] == 12
+    assert set(numbers["runs"]) == {"polar", "plain RoPE"}
+    for run in numbers["runs"].values():
         assert len(run["losses"]) == len(run["step_seconds"]) == 12
         assert run["losses"][-1] < run["losses"][0]
         places, stretches = run["nats_per_byte_by_position"], run["nats_per_byte_by_stretch"]
-        assert len(places) == 4 * polar["model"]["context"]
+        assert len(places) == 4 * numbers["model"]["context"]
         assert len(stretches) == 4
         assert sum(stretches) / 4 == pytest.approx(sum(places) / len(places))
         assert 0 < max(places) < run["losses"][0]
-    first, second = (run["losses"] for run in polar["runs"].values())
+    first, second = (run["losses"] for run in numbers["runs"].values())
     assert first != second
 
 
 def test_demo_gates_learn(demo: tuple[dict[str, Any], str]) -> None:
-    polar = demo[0]["polar"]
-    model = polar["model"]
-    assert len(polar["half_distances"]) == model["head_dim"] // 2
-    for pair in polar["half_distances"]:
+    numbers = demo[0]["polar"]
+    model = numbers["model"]
+    assert len(numbers["half_distances"]) == model["head_dim"] // 2
+    for pair in numbers["half_distances"]:
         assert len(pair) == model["layers"] * model["heads"]
         assert all(0 < distance < 100 for distance in pair)
-    every = {distance for pair in polar["half_distances"] for distance in pair}
+    every = {distance for pair in numbers["half_distances"] for distance in pair}
     assert len(every) == model["head_dim"] // 2 * model["layers"] * model["heads"]
 
 
 def test_models_of_the_second_part_begin_alike() -> None:
-    contest = _polar.set_up(ModelSize(layers=2, heads=2, head_dim=8, context=8, batch=1), seed=0)
+    contest = polar.set_up(Size(layers=2, heads=2, head_dim=8, context=8, batch=1), seed=0)
     gated, plain = (dict(run.model.named_parameters()) for run in contest.race.runs)
     assert plain.keys() < gated.keys()
     assert all(torch.equal(gated[name], weight) for name, weight in plain.items())
@@ -135,8 +136,8 @@ def test_models_of_the_second_part_begin_alike() -> None:
 
 
 def test_a_pair_decays_by_its_rate() -> None:
-    size = ModelSize(layers=1, heads=1, head_dim=2, context=4, batch=1)
-    attention = _polar.PolarAttention(size, gated=True)
+    size = Size(layers=1, heads=1, head_dim=2, context=4, batch=1)
+    attention = polar.PolarAttention(size, gated=True)
     assert attention.log_rate is not None
     with torch.no_grad():
         # Rotated back beforehand, all queries and keys are (2, 2): scores differ by their decay alone.
@@ -157,8 +158,8 @@ def test_a_pair_decays_by_its_rate() -> None:
 
 
 def test_the_second_part_counts_by_stretch() -> None:
-    size = ModelSize(layers=1, heads=1, head_dim=2, context=2, batch=1)
-    contest = _polar.set_up(size, seed=0)
+    size = Size(layers=1, heads=1, head_dim=2, context=2, batch=1)
+    contest = polar.set_up(size, seed=0)
     assert contest.past_length("polar") is None
     contest.by_position = {"polar": [1.0, 3.0, 5.0, 5.0, 7.0, 9.0, 2.0, 4.0]}
     assert contest.stretches("polar") == [2.0, 5.0, 8.0, 3.0]
@@ -177,20 +178,11 @@ def test_demo_says_what_it_compares(demo: tuple[dict[str, Any], str]) -> None:
     assert "\x1b" not in words
 
 
-@pytest.mark.parametrize("samples, steady", [((1.0, 1.1, 1.2), True), ((1.0, 4.0, 4.1), False)])
-def test_a_busy_machine_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, samples: tuple[float, ...], steady: bool
-) -> None:
-    # One call to find out how often to repeat, then three rounds.
-    taken = {name: iter((1.0, *samples)) for name in ("neg", "eager", "tightrope")}
-    contestants = {name: lambda name=name: name for name in taken}
-    monkeypatch.setattr(_timings, "_contestants", lambda *_: contestants)
-    monkeypatch.setattr(_timings, "_measure", lambda call, _: next(taken[call()]))
-    case = _timings.Case("", _timings.IN_PLACE, torch.float32, 1, 1, 1, 1, 2)
-    timing = _timings.time_case(case, seconds=0.0, seed=0, interrupt=Interrupt())
-    assert timing is not None
-    assert timing.steady is steady
-    assert timing.tightrope == samples[1]
+@pytest.mark.parametrize("runs, steady", [((1.0, 1.1, 1.2), True), ((1.0, 1.1, 4.0), False)])
+def test_a_busy_machine_is_noticed(runs: tuple[float, ...], steady: bool) -> None:
+    timing = {"seconds": {"tightrope": runs, "eager": (1.0, 1.0, 1.0), "neg_": (1.0, 1.0, 1.0)}}
+    assert is_steady(timing) is steady
+    assert seconds(timing, "tightrope") == 1.1
 
 
 def test_demo_ends_when_its_seconds_are_over(tmp_path: Path) -> None:
@@ -218,7 +210,7 @@ def test_demo_ends_cleanly_on_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_demo_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(train_bytes.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     result = CliRunner().invoke(app.app, [*TINY, "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "holds too few .py files" in result.stderr
@@ -229,24 +221,47 @@ def test_text_is_split_by_file(tmp_path: Path) -> None:
         (tmp_path / f"file_{index}.py").write_bytes(bytes([index]) * 6000)
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "skipped.py").write_bytes(b"\xff" * 6000)
-    corpus = _text.load_corpus(tmp_path)
+    corpus = train_bytes.load_text(tmp_path)
     train, validation = set(corpus.train.tolist()), set(corpus.validation.tolist())
     assert corpus.files == 40
     assert (len(train), len(validation)) == (36, 4)
     assert train.isdisjoint(validation)
-    assert corpus.sha256 == _text.load_corpus(tmp_path).sha256
+    assert corpus.sha256 == train_bytes.load_text(tmp_path).sha256
 
 
 @pytest.mark.parametrize("offset", [0, 5])
 def test_rotations_agree(offset: int) -> None:
-    q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16)
-    ours = TightropeRotation(RopeSpec(16))(q, k, offset)
-    eager = EagerRotation(16, 10000.0, 12)(q, k, offset)
+    q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 4, 7, 16)
+    size = Size(heads=4, head_dim=16)
+    ours = Attention(size).rotate(q, k, offset)
+    eager = EagerAttention(size).rotate(q, k, offset)
     torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)
 
 
+def test_the_example_runs_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = Size(layers=1, heads=2, head_dim=8, context=16, batch=2)
+    monkeypatch.setattr(train_bytes, "Size", lambda: small)
+    train_bytes.main(["--steps", "21", "--seed", "1"])
+    words = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss (\S+)", words))
+    assert last < first
+    assert "validation" in words
+    assert "\ndef " in words
+
+
+def test_the_example_decodes_as_it_reads() -> None:
+    torch.manual_seed(0)
+    model = ByteTransformer(Size(layers=2, heads=2, head_dim=8))
+    found = list(train_bytes.write(model, "abc", 5))
+    tokens = torch.tensor([[*b"abc", *(token for token, _ in found)]])
+    want = model(tokens)[0, 2:-1]
+    torch.testing.assert_close(torch.stack([logits for _, logits in found]), want)
+
+
 @pytest.mark.parametrize(
-    "seconds, words",
+    "time, words",
     [
         (2.5, "2.50 s"),
         (0.1234, "123 ms"),
@@ -255,8 +270,8 @@ def test_rotations_agree(offset: int) -> None:
         (1e-8, "0.01 us"),
     ],
 )
-def test_duration(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+def test_duration(time: float, words: str) -> None:
+    assert duration(time) == words
 
 
 def test_progress_off_a_terminal_is_a_few_plain_lines() -> None:
@@ -314,10 +329,10 @@ def test_help_has_an_example(
     "arguments, about",
     [
         (["demo", "--steps", "0"], "--steps"),
-        (["demo", "--seconds", "inf"], "inf is not a finite number"),
+        (["demo", "--seconds", "inf"], "--seconds must be a finite number but got inf"),
         (["demo", "--seconds", "soon"], "--seconds"),
         (["demo", "--out", __file__], "test_cli.py"),
-        (["demo", "--out", f"{__file__}/below"], "cannot be made"),
+        (["demo", "--out", f"{__file__}/below"], "Not a directory"),
         (["demo", "--sped"], "--sped"),
         (["sing"], "sing"),
     ],

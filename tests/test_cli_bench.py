@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 import tightrope
-from tightrope.cli import _benchmark, app, bench as command, info as info_command
-from tightrope.workbench.bench import CONTENDERS, SUITE
+from tightrope.cli import _bench, app, bench as command, info as info_command
+from tightrope.workbench.bench import CONTENDERS, SUITES
 from tightrope.workbench.bench.picture import copies
 from tightrope.workbench.environment import PACKAGES, read_environment
 
@@ -46,7 +46,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_every_case_is_measured(measured: tuple[dict[str, Any], str, Path]) -> None:
     numbers = measured[0]
     assert [result["case"]["name"] for result in numbers["results"]] == [
-        case.name.replace("2048", "3") for case in SUITE
+        case.name.replace("2048", "3") for case in SUITES["short"]
     ]
     for result in numbers["results"]:
         floor = "neg_" if result["case"]["work"] == "in place" else "clone"
@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_what_there_is() -> None:
     assert process.returncode == 130
     numbers = json.loads(words)
     assert numbers["interrupted"]
-    assert 1 <= len(numbers["results"]) < len(SUITE)
+    assert 1 <= len(numbers["results"]) < len(SUITES["short"])
 
 
 def test_who_is_missing_is_named() -> None:
@@ -153,7 +153,7 @@ def test_who_is_missing_is_named() -> None:
         {"absent": {"jax jit": "something later", "eager": "in one case", "peer": "it failed: x"}},
     ]
     wanted = {"jax jit": "jax is not installed", "peer": "it failed: x"}
-    assert _benchmark._absent(results, ["eager"]) == wanted
+    assert _bench._absent(results, ["eager"]) == wanted
 
 
 # --- info -----------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_the_pairing_can_be_said(tmp_path: Path) -> None:
     path.write_text(json.dumps({**LLAMA3, "model_type": "nobody"}))
     code, _, error = run(path)
     assert code == 2
-    assert "pass --halves if channel i" in error
+    assert "pass --half if channel i" in error
     assert json.loads(run(path, "--interleaved", "--json")[1])["configs"][0]["parts"][0]["spec"][
         "interleaved"
     ]
@@ -420,7 +420,7 @@ def test_a_file_does_not_steer_the_terminal(tmp_path: Path) -> None:
         {"model_type": "other", f"{evil}_config": nested, "text_config": nested},
     ):
         path.write_text(json.dumps(config))
-        for options in ([], ["--lenient", "--halves"], ["--json"], [path]):
+        for options in ([], ["--lenient", "--half"], ["--json"], [path]):
             _, words, error = run(path, *options)
             assert not set(evil) & set("\x1b\x07\u009b") & set(words + error), options
 

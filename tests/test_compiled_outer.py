@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from helpers import noise
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import (
@@ -28,18 +29,10 @@ from tolerances import assert_near, assert_same_bits
 SPEC = RopeSpec(8)
 
 
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 X = noise(2, 3, 5, 8)
 
 
-@pytest.fixture(autouse=True)
-def _no_graphs() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Holder(torch.nn.Module):

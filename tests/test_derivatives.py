@@ -15,6 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import pairwise
 import tolerances
+from helpers import noise
 from tightrope import RopeSpec, gates, positions
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.axes import Axes
@@ -85,11 +86,6 @@ def allowed(case: Mapping[str, Any]) -> bool:
 
 
 CASES = pairwise.covering(AXES, allowed)
-
-
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def spec_of(case: Mapping[str, Any]) -> RopeSpec:

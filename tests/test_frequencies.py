@@ -6,9 +6,7 @@ import decimal
 import json
 import math
 import pickle
-import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy
@@ -18,6 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import oracle
 import oracle_frequencies as truth
+from helpers import refused
 from tightrope import angles, frequencies
 from tightrope.frequencies import (
     NTK,
@@ -46,10 +45,6 @@ PROFILE = settings(
 
 def as_real(number: decimal.Decimal) -> Any:
     return oracle.MP.mpf(str(number))
-
-
-def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
-    return pytest.raises(kind, match=f"^{re.escape(text)}$")
 
 
 # --- the default rule -----------------------------------------------------------------------------

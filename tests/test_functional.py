@@ -3,13 +3,10 @@
 import pytest
 import torch
 
+from helpers import noise
 from tightrope import RopeSpec, functional, positions
 from tightrope.functional import rotary_pos_embedding, rotate, rotate_, rotate_qk, rotate_qk_
 from tolerances import assert_near
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def turned(x: torch.Tensor, ids: torch.Tensor, interleaved: bool) -> torch.Tensor:

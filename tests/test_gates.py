@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from helpers import noise
 from tightrope import gates
 from tightrope._errors import public
 from tightrope.gates import Channels, Exp, Given, Scalar, Slope, XPos
@@ -14,10 +15,6 @@ from tolerances import assert_near
 CHANNELS = Channels(8, 0, 8, True)
 HALF = Channels(8, 2, 4, False)
 WHERE = torch.tensor([[0, 1, 5], [7, -3, 2]])
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def pair_of(channels: Channels, channel: int) -> int | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
+from helpers import noise
 from matrix import every_backend
 from tightrope import RopeSpec, positions
 from tightrope.functional import (
@@ -33,10 +34,6 @@ SPECS = {
     "interleaved slice": RopeSpec(8, rotary_dim=4, start=3, interleaved=True),
     "fast": RopeSpec(8, base=1e-3),
 }
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -84,12 +81,10 @@ def test_the_gradient_of_positions_is_the_same_for_any_thread_count() -> None:
     for shape in ((2, 300), (300,), (2,)):
         grads = []
         for threads in (1, 2, 4):
-            before = torch.get_num_threads()
             torch.set_num_threads(threads)
             p = noise(*shape, seed=1).requires_grad_()
             where = positions.per_row(p) if shape == (2,) else p
             rotate(x, RopeSpec(64), where).square().sin().sum().backward()
-            torch.set_num_threads(before)
             grads.append(p.grad)
         assert torch.equal(grads[0], grads[1])
         assert torch.equal(grads[0], grads[2])
@@ -99,13 +94,11 @@ def test_one_offset_of_one_row_sums_the_same_for_any_thread_count() -> None:
     """The result is a single number, for which torch's own sum depends on the thread count."""
     x = noise(1, 8, 5000, 64, dtype=torch.float32)
     grads = []
-    before = torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         p = torch.tensor([0.5], requires_grad=True)
         rotate(x, RopeSpec(64), positions.per_row(p)).square().sin().sum().backward()
         grads.append(p.grad)
-    torch.set_num_threads(before)
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])
 
@@ -358,11 +351,9 @@ def test_one_token_of_many_heads_sums_the_same_for_any_thread_count() -> None:
     """A result of one number out of more than torch sums on one thread."""
     x = noise(1, 1280, 1, 128, dtype=torch.float32)
     grads = []
-    before = torch.get_num_threads()
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
         p = torch.tensor([0.5], requires_grad=True)
         rotate(x, RopeSpec(128), p).square().sin().sum().backward()
         grads.append(p.grad.item())
-    torch.set_num_threads(before)
     assert len(set(grads)) == 1

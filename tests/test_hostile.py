@@ -6,7 +6,7 @@ Each call that is drawn here is compared with itself on ordinary memory.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -31,12 +31,8 @@ MARGIN = 64
 
 
 @pytest.fixture(autouse=True, params=cpu.instruction_sets())
-def _each_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = cpu.instruction_set()
+def _each_set(request: pytest.FixtureRequest) -> None:
     cpu.use_instruction_set(request.param)
-    yield
-    if before is not None:
-        cpu.use_instruction_set(before)
 
 
 class Draw(random.Random):

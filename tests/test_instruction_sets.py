@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,6 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library:
 SETS = cpu.instruction_sets()
 # The set in use is what the ordinary run of those files tests.
 OTHERS = [name for name in SETS if name != cpu.instruction_set()]
-
-
-@pytest.fixture(autouse=True)
-def _restore_the_set() -> Iterator[None]:
-    before = cpu.instruction_set()
-    yield
-    if before is not None:
-        cpu.use_instruction_set(before)
 
 
 def python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:

@@ -6,13 +6,13 @@ tests/test_instruction_sets.py runs this file once more for each instruction set
 import itertools
 import multiprocessing
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import oracle
+from helpers import noise
 from matrix import DTYPES, both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
@@ -21,18 +21,6 @@ from tolerances import assert_same_bits
 
 # Every remainder of a vector of 4, 8 or 16 pairs, with a body and without one.
 PAIRS = [*range(1, 36), 48, 50, 63, 64, 125]
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:

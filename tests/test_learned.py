@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle
 import tolerances
+from helpers import noise
 from matrix import both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
@@ -29,10 +30,6 @@ COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++
 SPEC = RopeSpec(8, rotary_dim=6, start=1)
 PLANE = RopeSpec(8, axes=Axes.blocks((2, 2)))
 TOKENS = torch.arange(5)
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -583,15 +580,11 @@ def test_frequencies_that_change_before_the_backward_are_refused_by_autograd() -
 def test_threads_change_no_bit_of_a_gradient() -> None:
     x = noise(2, 16, 300, 64, dtype=torch.float32)
     spec, theta = RopeSpec(64), leaf(16, 32, seed=1)
-    before = torch.get_num_threads()
     grads = []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            y = rotate(x, spec, 0, inv_freq=theta).square().sin()
-            grads.append(torch.autograd.grad(y, theta, torch.ones_like(y))[0])
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        y = rotate(x, spec, 0, inv_freq=theta).square().sin()
+        grads.append(torch.autograd.grad(y, theta, torch.ones_like(y))[0])
     assert_same_bits(grads[1], grads[0])
     assert_same_bits(grads[2], grads[0])
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle
 import oracle_frequencies as truth
+from helpers import refused
 from matrix import every_backend
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
@@ -93,10 +93,6 @@ def assert_exact(
     wanted, lengths = exact(x, spec, ids, length, **options)
     reach = max(map(abs, ids), default=0.0)
     assert_rotated([Case(got, wanted, lengths, reach)])
-
-
-def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
-    return pytest.raises(kind, match=f"^{re.escape(text)}$")
 
 
 # --- rows of 3,000 and 6,000 tokens ---------------------------------------------------------------

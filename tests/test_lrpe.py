@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -16,6 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import oracle
 import oracle_lrpe as truth
 import tolerances
+from helpers import noise
 from matrix import every_dtype
 from tightrope import positions
 from tightrope.activations import ACTS, RMSNorm
@@ -52,10 +52,6 @@ THETAS: dict[str, tuple[tuple[int, ...], str]] = {
 every_theta = pytest.mark.parametrize("kind", THETAS)
 
 OFFSETS: list[int | list[int]] = [0, 1_000_003, 2**40 + 1, [7, 123_456]]
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def angles(kind: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -405,14 +401,6 @@ def test_gradcheck_in_full(act: str, dim: int | None) -> None:
     assert gradgradcheck(call, (x, theta))
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @some_acts
 def test_any_number_of_threads(act: str, dim: int | None, dtype: torch.dtype) -> None:

@@ -3,18 +3,18 @@
 import copy
 import pickle
 import threading
+from functools import partial
 
 import pytest
 import torch
 
+import helpers
 from tightrope import RopeSpec
 from tightrope.functional import rotate
 from tightrope.nn import RotaryPositionalEmbedding
 from tolerances import assert_near
 
-
-def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+noise = partial(helpers.noise, dtype=torch.float32)
 
 
 def seed_formula(x: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tensor:

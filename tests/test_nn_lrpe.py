@@ -3,21 +3,21 @@
 import copy
 import pickle
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import helpers
 from tightrope import RopeSpec
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.functional import lrpe_rotate_1d, rotate
 from tightrope.nn import LrpeRotate1d
 from tolerances import assert_near, assert_same_bits
 
-
-def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+noise = partial(helpers.noise, dtype=torch.float32)
 
 
 SHAPES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

@@ -1,20 +1,21 @@
 """`out=`: straight into a slot of a cache."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 
+import helpers
 from tightrope import RopeSpec
 from tightrope.functional import rotate, rotate_qk
 from tightrope.ops import schema
 
+noise = partial(helpers.noise, dtype=torch.float32)
+
+
 SPEC = RopeSpec(12, rotary_dim=8, start=2)
 BACKENDS = [None, "reference"]
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def slots(x: torch.Tensor) -> dict[str, torch.Tensor]:

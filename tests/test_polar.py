@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers import noise
 from tightrope import RopeSpec
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, YaRN
@@ -22,10 +23,6 @@ from tightrope.positions import multi_axis
 from tolerances import assert_near
 
 F64 = torch.float64
-
-
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 # --- the seed's equations, in float64 -------------------------------------------------------------

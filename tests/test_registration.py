@@ -4,12 +4,14 @@ import copy
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import helpers
 from tightrope import RopeSpec, angles, gates, nn, positions
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import reference
@@ -23,16 +25,13 @@ from tightrope.functional import (
 from tightrope.ops import schema
 from tolerances import assert_near
 
+noise = partial(helpers.noise, dtype=torch.float32)
+
+
 SPEC = RopeSpec(8, rotary_dim=6, start=1)
 
 
-def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def arguments(

@@ -1,9 +1,7 @@
 """Keys that are rotated already, moved to other positions or other frequencies in one pass."""
 
 import math
-import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import oracle
 import oracle_frequencies as truth
+from helpers import refused
 from matrix import both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
@@ -178,10 +177,6 @@ def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, floa
     reach = sum(max(abs(p) for row in axis for p in row) for axis in exact_ids)
     lengths = oracle.pair_lengths(k, 12, **place) * max(1.0, ratio)  # type: ignore[arg-type]
     return wanted, lengths, float(reach)
-
-
-def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
-    return pytest.raises(kind, match=f"^{re.escape(text)}$")
 
 
 def assert_ways(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from helpers import noise
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_
@@ -28,11 +29,6 @@ DESIGN = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 SPEC = RopeSpec(8, rotary_dim=6, start=1, base=50.0)
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import tolerances
+from helpers import noise
 from tightrope import RopeSpec
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import polar_scan
@@ -18,11 +19,6 @@ from tightrope.gates import Exp
 from tolerances import assert_near, assert_same_bits
 
 SPEC = RopeSpec(8, interleaved=True)
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import pickle
-import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import oracle
 import oracle_frequencies as truth
+from helpers import refused
 from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import (
@@ -744,10 +744,6 @@ def test_many_specs_made_in_many_threads() -> None:
 
 
 # --- sentences ------------------------------------------------------------------------------------
-
-
-def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
-    return pytest.raises(kind, match=f"^{re.escape(text)}$")
 
 
 @pytest.mark.parametrize("dims", [{"head_dim": 7}, {"head_dim": 8, "rotary_dim": 7}])

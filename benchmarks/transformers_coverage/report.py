@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ..pages import table
+
 Row = dict[str, Any]
 
 
@@ -69,9 +71,8 @@ def _functions(rows: list[Row]) -> list[str]:
         "original against replacement. In "
         f"{equal} files all of them are recognised, replaced, and equal in values and gradients.",
         "",
-        "| recognised as | functions | float32 values | gradients | bfloat16 off, before → after |",
-        "|---|---|---|---|---|",
     ]
+    found = []
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["status"] == "equal":
@@ -80,24 +81,26 @@ def _functions(rows: list[Row]) -> list[str]:
         worst = {
             k: max(r[k] for r in group) for k in ("values", "gradients", "bf16", "bf16_original")
         }
-        lines.append(
-            f"| {words} | {len(group)} | {worst['values']:.0e} | {worst['gradients']:.0e} | "
-            f"{worst['bf16_original']:.1e} → {worst['bf16']:.1e} |"
-        )
+        off = f"{worst['bf16_original']:.1e} → {worst['bf16']:.1e}"
+        values, gradients = f"{worst['values']:.0e}", f"{worst['gradients']:.0e}"
+        found.append([words, str(len(group)), values, gradients, off])
+    headings = "recognised as,functions,float32 values,gradients,bfloat16 off before → after"
     lines += [
+        *table(headings.split(","), found),
         "",
         "Largest differences over the functions of a line, relative to the largest value; in bfloat16 "
         "against float64 on the same numbers.",
         "",
         "Left as they are:",
         "",
-        "| function | reason |",
-        "|---|---|",
-    ]
-    lines += [
-        f"| `{row['file']}`, `{row['function']}` | {row['reason']} |"
-        for row in rows
-        if row["status"] != "equal"
+        *table(
+            ["function", "reason"],
+            (
+                [f"`{row['file']}`, `{row['function']}`", row["reason"]]
+                for row in rows
+                if row["status"] != "equal"
+            ),
+        ),
     ]
     return [*lines, ""]
 
@@ -111,45 +114,47 @@ def _models(rows: list[Row]) -> list[str]:
         f"{len(rows)} model types, a small random model of each, in float32, forward and backward before and "
         "after `patch(model)`:",
         "",
-        "| | types | |",
-        "|---|---|---|",
-        *(f"| {name} | {counts[name]} | {words} |" for name, words in STATUSES.items()),
+        *table(
+            ["", "types", ""],
+            ([name, str(counts[name]), words] for name, words in STATUSES.items()),
+        ),
         "",
         "### Equal",
         "",
         "The largest difference of an output and of a gradient, each relative to the largest value of its "
         "tensor, over the types of a modeling file.",
         "",
-        "| file | types | output | gradient |",
-        "|---|---|---|---|",
     ]
     by_file: dict[str, list[Row]] = {}
     for row in equal:
         by_file.setdefault(row["file"], []).append(row)
+    found = []
     for file, group in sorted(by_file.items()):
         types = ", ".join(row["model_type"] for row in group)
         worst = [max(row[key] for row in group) for key in ("max_rel_doutput", "max_rel_dgrad")]
-        name = file.rpartition("/")[0]
-        lines.append(f"| {name} | {types} | {worst[0]:.0e} | {worst[1]:.0e} |")
+        found.append([file.rpartition("/")[0], types, *(f"{value:.0e}" for value in worst)])
+    lines += table(["file", "types", "output", "gradient"], found)
     if aside := [row for row in equal if row.get("given_back") or row.get("left")]:
         lines += [
             "",
             "In these some functions were left, or gave calls back to the original:",
             "",
-            "| type | calls given back | left |",
-            "|---|---|---|",
+            *table(
+                ["type", "calls given back", "left"],
+                (
+                    [
+                        row["model_type"],
+                        ", ".join(f"`{name}` {calls}" for name, calls in row["given_back"].items()),
+                        "; ".join(row["left"]),
+                    ]
+                    for row in aside
+                ),
+            ),
         ]
-        for row in aside:
-            back = ", ".join(f"`{name}` {calls}" for name, calls in row["given_back"].items())
-            lines.append(f"| {row['model_type']} | {back} | {_cell('; '.join(row['left']))} |")
     for status in list(STATUSES)[1:]:
         if counts[status]:
-            lines += ["", f"### {status.capitalize()}", "", "| type | reason |", "|---|---|"]
-            lines += [
-                f"| {row['model_type']} | {_cell(_reason(row))} |"
-                for row in rows
-                if row["status"] == status
-            ]
+            which = ([row["model_type"], _reason(row)] for row in rows if row["status"] == status)
+            lines += ["", f"### {status.capitalize()}", "", *table(["type", "reason"], which)]
     return [*lines, ""]
 
 
@@ -165,7 +170,3 @@ STATUSES = {
 
 def _reason(row: Row) -> str:
     return "; ".join([row["reason"], *row["left"]])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

@@ -4,8 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import typer
-
 from ..workbench.place import write_whole
 from .audit import here
 
@@ -16,6 +14,6 @@ def main() -> None:
     target, options = json.load(sys.stdin)
     try:
         saved = here(target, options).to_dict()
-    except typer.BadParameter as error:
-        saved = {"wrong use": error.message}
+    except (ValueError, TypeError) as error:
+        saved = {"wrong use": str(error)}
     write_whole(out, json.dumps(saved).encode())

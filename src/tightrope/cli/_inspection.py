@@ -8,8 +8,8 @@ from rich.text import Text
 from ..workbench.inspect import Comparison, Inspection, Pair, PartReport
 from ..workbench.inspect.compare import LOST, NOTICED, Difference, PartComparison
 from ..workbench.inspect.exactness import EXACT, FLOAT32, MEANING, WORDS
+from ..workbench.text import printable
 from ._tables import facts, titled
-from ._words import printable
 
 _SHOWN = 14
 

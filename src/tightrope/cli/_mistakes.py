@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import typer
 
+from ..workbench.text import printable
 from ._console import make_console
-from ._words import printable
 
 #: What exit codes mean, the same for every command. CLOSED is what a shell says of a process that wrote to
 #: a closed pipe (`| head -1`).

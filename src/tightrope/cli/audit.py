@@ -20,6 +20,7 @@ from .. import RopeSpec
 from ..config.files import load
 from ..workbench.audit import SEVERITIES, Finding, Report, audit as run_audit, verdict
 from ._console import make_console
+from ._mistakes import as_mistakes, stop
 from ._tables import StackedTable, facts
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -125,9 +126,11 @@ def audit(
         "timeout": timeout,
         "dtypes": ["float32", *(["bfloat16"] if not only_float32 else [])]
         + (["float16"] if float16 else []),
-        "spec": _declared(meant, head_dim, base, rotary_dim, interleaved),
+        "spec": None,
     }
-    report = _apart(target, options) if isolate else here(target, options)
+    with as_mistakes():
+        options["spec"] = _declared(meant, head_dim, base, rotary_dim, interleaved)
+        report = _apart(target, options) if isolate else here(target, options)
     if as_json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
     else:
@@ -145,22 +148,17 @@ def _declared(
     interleaved: bool | None,
 ) -> dict[str, Any] | None:
     """The declared spec as its dictionary; None where nothing was declared."""
-    said = {"base": base, "rotary_dim": rotary_dim, "interleaved": interleaved}
-    said = {name: value for name, value in said.items() if value is not None}
-    try:
-        if meant is None:
-            if not said:
-                return None
-            if head_dim is None:
-                raise typer.BadParameter("--base, --rotary-dim and --half need --head-dim as well.")
-            return RopeSpec(head_dim=head_dim, **said).to_dict()  # type: ignore[arg-type]
-        if said:
-            raise typer.BadParameter(
-                "--meant says it all; leave out --base, --rotary-dim and --half."
-            )
+    given = {"base": base, "rotary_dim": rotary_dim, "interleaved": interleaved}
+    given = {name: value for name, value in given.items() if value is not None}
+    if meant is not None:
+        if given:
+            stop("--meant gives the whole spec; leave out --base, --rotary-dim and --half.")
         return _read(meant).to_dict()
-    except (OSError, ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error)) from None
+    if not given:
+        return None
+    if head_dim is None:
+        stop("--base, --rotary-dim and --half need --head-dim as well.")
+    return RopeSpec(head_dim=head_dim, **given).to_dict()  # type: ignore[arg-type]
 
 
 def _read(path: Path) -> RopeSpec:
@@ -174,18 +172,19 @@ def _read(path: Path) -> RopeSpec:
 
 
 def here(target: str, options: dict[str, Any]) -> Report:
-    """The audit in this process; what somebody did wrong becomes an error of the command line."""
+    """The audit in this process.
+
+    Raises:
+        ValueError, TypeError: the target or an option is not usable.
+    """
     spec = options["spec"]
     chosen = options | {
         "dtypes": [getattr(torch, name) for name in options["dtypes"]],
         "spec": None if spec is None else RopeSpec.from_dict(spec),
     }
-    try:
-        # What the function's module prints while it is imported must not get into the JSON.
-        with redirect_stdout(sys.stderr):
-            return run_audit(target, **chosen)
-    except (ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error)) from None
+    # What the function's module prints while it is imported must not get into the JSON.
+    with redirect_stdout(sys.stderr):
+        return run_audit(target, **chosen)
 
 
 def _apart(target: str, options: dict[str, Any]) -> Report:
@@ -210,7 +209,7 @@ def _apart(target: str, options: dict[str, Any]) -> Report:
             return _lost(target, "crashes", f"The process of the audit was ended by {said}.")
         saved = json.loads(out.read_text(encoding="utf-8"))
     if "wrong use" in saved:
-        raise typer.BadParameter(saved["wrong use"])
+        stop(saved["wrong use"])
     return Report.from_dict(saved)
 
 

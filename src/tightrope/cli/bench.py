@@ -4,17 +4,16 @@ import dataclasses
 import json
 import re
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from ..workbench.bench import CONTENDERS, SUITE, Case, measure
+from ..workbench.bench import CONTENDERS, SUITES, Case, measure
 from ..workbench.environment import Environment, read_environment
 from ..workbench.place import write_whole
-from . import _benchmark as report
+from . import _bench as report
 from ._console import Ticker, make_console
 from ._interrupt import Interrupt
 from ._mistakes import FINDING, as_mistakes, stop
@@ -25,6 +24,12 @@ _FLOORS = "^(neg_|clone)$"
 
 
 def bench(
+    suite: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help=f"What to measure: {' or '.join(SUITES)} (half an hour a run)."
+        ),
+    ] = "short",
     only: Annotated[
         str, typer.Option(metavar="REGEX", help="Cases whose names match, such as 'decode|fp32'.")
     ] = "",
@@ -75,8 +80,11 @@ def bench(
 
     `tightrope bench --only 'prefill.*bf16' --against 'eager|transformers' --json`
     """
-    wanted, chosen = _regex("--against", against or _AGAINST), _regex("--only", only)
-    cases = [_sized(case, threads, tokens) for case in SUITE]
+    if suite not in SUITES:
+        stop(f"--suite must be {' or '.join(SUITES)} but got {suite!r}.")
+    wanted = _regex("--against", _AGAINST if against is None else against)
+    chosen = _regex("--only", only)
+    cases = [_sized(case, threads, tokens) for case in SUITES[suite]]
     cases = [case for case in cases if chosen.search(case.name)]
     if not cases:
         stop(f"--only {only!r} matches no case: --list names them")
@@ -120,7 +128,7 @@ def _regex(option: str, text: str) -> re.Pattern[str]:
 
 
 def _sized(case: Case, threads: int | None, tokens: int | None) -> Case:
-    case = replace(case, threads=threads or torch.get_num_threads())
+    case = replace(case, threads=threads or case.threads or torch.get_num_threads())
     if tokens is None or case.tokens == 1:
         return case
     name = case.name.replace(str(case.tokens), str(tokens))
@@ -140,8 +148,7 @@ def _measure_all(
             try:
                 results.append(measure(case, CONTENDERS, runs=runs, rounds=rounds, wanted=taking))
             except RuntimeError as error:
-                make_console(stderr=True).print(f"Error: {error}", markup=False, soft_wrap=True)
-                raise typer.Exit(FINDING) from None
+                stop(str(error), FINDING)
         return results, interrupt.requested
 
 
@@ -152,7 +159,6 @@ def _document(
         result["copies"] = report.copies_of(result)
     return {
         "machine": dataclasses.asdict(here),
-        "date": date.today().isoformat(),
         "runs": runs,
         "rounds": rounds,
         "interrupted": stopped,

@@ -8,33 +8,26 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
-from .. import RopeSpec
+from ..examples.train_bytes import Attention, NoTextError, Size, load_text
+from ..workbench.bench import Case
+from ..workbench.demo import Results, polar, race, rotations, write_sample
+from ..workbench.demo.picture import draw
+from ..workbench.demo.race import MakeAttention
 from ..workbench.environment import read_environment
-from . import _report as report
+from . import _demo as report
 from ._console import Ticker, make_console
 from ._interrupt import Interrupt
-from ._mistakes import as_mistakes
-from ._model import MakeAttention, ModelSize, RotatedAttention
-from ._plot import draw
-from ._polar import PEAK_RATE, read_longer, set_up
-from ._results import Results
-from ._rotations import EagerRotation, TightropeRotation
-from ._sample import write_sample
-from ._text import NoTextError, load_corpus
-from ._timings import BOTH_WAYS, Case, large_cases, time_case
-from ._train import Race, prepare, train, validate, wrong_rotation_difference
+from ._mistakes import FINDING, as_mistakes, stop
 
 _SECONDS = 75.0
 _POLAR_SHARE = 0.48
-_BASE = 10000.0
 _WRONG_BASE = 9900.0
 
 
-class Size(str, Enum):
+class Extent(str, Enum):
     """How much a demo does: `full` is the demo, `tiny` is for the tests."""
 
     FULL = "full"
@@ -43,35 +36,29 @@ class Size(str, Enum):
 
 @dataclass(frozen=True)
 class _Plan:
-    model: ModelSize
+    model: Size
     sample_bytes: int
     cases: list[Case]
-    seconds_per_case: float
-    polar: ModelSize
+    rounds: int
+    polar: Size
 
 
 _PLANS = {
-    Size.FULL: _Plan(
-        ModelSize(layers=4, heads=4, head_dim=64, context=256, batch=8),
+    Extent.FULL: _Plan(
+        Size(layers=4, heads=4, head_dim=64, context=256, batch=8),
         sample_bytes=320,
-        cases=large_cases(2048, 32, 8, 128),
-        seconds_per_case=2.0,
-        polar=ModelSize(layers=3, heads=4, head_dim=32, context=64, batch=16),
+        cases=rotations.cases(2048, 32, 8, 128),
+        rounds=7,
+        polar=Size(layers=3, heads=4, head_dim=32, context=64, batch=16),
     ),
-    Size.TINY: _Plan(
-        ModelSize(layers=2, heads=2, head_dim=16, context=32, batch=4),
+    Extent.TINY: _Plan(
+        Size(layers=2, heads=2, head_dim=16, context=32, batch=4),
         sample_bytes=16,
-        cases=large_cases(64, 4, 2, 32),
-        seconds_per_case=0.0,
-        polar=ModelSize(layers=2, heads=2, head_dim=16, context=16, batch=4),
+        cases=rotations.cases(64, 4, 2, 32),
+        rounds=2,
+        polar=Size(layers=2, heads=2, head_dim=16, context=16, batch=4),
     ),
 }
-
-
-def _finite(value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number.")
-    return value
 
 
 def demo(
@@ -87,7 +74,6 @@ def demo(
         float | None,
         typer.Option(
             min=0.1,
-            callback=_finite,
             help="Time to train the first two models, and half of it for the second two: 75 by "
             "default, or as long as --steps takes.",
         ),
@@ -96,8 +82,8 @@ def demo(
         int, typer.Option(min=0, max=2**32 - 1, help="Seed of weights, batches and sample.")
     ] = 0,
     size: Annotated[
-        Size, typer.Option(hidden=True, help="`tiny` runs every part in seconds, for the tests.")
-    ] = Size.FULL,
+        Extent, typer.Option(hidden=True, help="`tiny` runs every part in seconds, for the tests.")
+    ] = Extent.FULL,
 ) -> None:
     """Train a small transformer beside eager rotation, time rotations, train polar attention beside
     plain RoPE, draw one picture.
@@ -110,11 +96,11 @@ def demo(
 
     `tightrope demo --steps 100 --seed 7 --out /tmp/demo`
     """
+    if seconds is not None and not math.isfinite(seconds):
+        stop(f"--seconds must be a finite number but got {seconds}.")
     console = make_console()
-    try:
+    with as_mistakes():
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"{out} cannot be made: {error.strerror}.") from None
     if steps is None and seconds is None:
         seconds = _SECONDS
     with Interrupt() as interrupt:
@@ -122,15 +108,14 @@ def demo(
         try:
             results = _set_up(plan, seed)
         except NoTextError as error:
-            make_console(stderr=True).print(f"Error: {error}", markup=False, soft_wrap=True)
-            raise typer.Exit(1) from None
+            stop(str(error), FINDING)
         report.print_setting(console, results)
         _train(console, plan, results, interrupt, steps=steps, seconds=seconds)
         report.print_training(console, results)
         report.print_sample(console, results)
         _time(console, plan, results, interrupt)
         report.print_timings(console, results.timings)
-        _contest(console, plan, results, interrupt, steps=steps, seconds=seconds)
+        _contest(console, results, interrupt, steps=steps, seconds=seconds)
         report.print_contest(console, results.contest)
         results.interrupted = interrupt.requested
         _write(console, results, out)
@@ -139,29 +124,21 @@ def demo(
 
 
 def _set_up(plan: _Plan, seed: int) -> Results:
-    size = plan.model
-    spec = RopeSpec(head_dim=size.head_dim, base=_BASE)
-    length = size.context + plan.sample_bytes
-    corpus = load_corpus()
-    wrong = TightropeRotation(RopeSpec(head_dim=size.head_dim, base=_WRONG_BASE))
+    size, text = plan.model, load_text()
     attentions: dict[str, MakeAttention] = {
-        "tightrope": partial(RotatedAttention, rotation=TightropeRotation(spec)),
-        "eager": partial(RotatedAttention, rotation=EagerRotation(size.head_dim, _BASE, length)),
+        "tightrope": Attention,
+        "eager": rotations.EagerAttention,
     }
     return Results(
         seed=seed,
         environment=read_environment(),
-        spec=spec,
+        spec=Attention(size).spec,
         size=size,
-        corpus=corpus,
-        race=prepare(size, attentions, seed),
-        contest=set_up(plan.polar, seed),
-        wrong_gradient_difference=wrong_rotation_difference(
-            size,
-            right=attentions["tightrope"],
-            wrong=partial(RotatedAttention, rotation=wrong),
-            corpus=corpus,
-            seed=seed,
+        corpus=text,
+        race=race.prepare(size, attentions, seed),
+        contest=polar.set_up(plan.polar, seed),
+        wrong_gradient_difference=race.wrong_rotation_difference(
+            size, Attention, partial(Attention, base=_WRONG_BASE), text, seed
         ),
     )
 
@@ -175,51 +152,39 @@ def _train(
     steps: int | None,
     seconds: float | None,
 ) -> None:
-    race, size = results.race, plan.model
+    stop = partial(getattr, interrupt, "requested")
     with Ticker(console, "training") as ticker:
-        train(
-            race,
+        race.train(
+            results.race,
             results.corpus,
             limit=(steps, seconds),
             seed=results.seed,
-            interrupt=interrupt,
-            report=lambda done: ticker.update(done, _progress(race, size)),
+            stop=stop,
+            report=lambda done: ticker.update(done, _progress(results.race)),
         )
     if interrupt.requested:
         return
-    validate(race, results.corpus, interrupt)
-    case = Case(
-        label="one layer of the model",
-        what=BOTH_WAYS,
-        dtype=torch.float32,
-        batch=size.batch,
-        length=size.context,
-        q_heads=size.heads,
-        k_heads=size.heads,
-        head_dim=size.head_dim,
-    )
-    results.in_model = time_case(
-        case, seconds=plan.seconds_per_case, seed=results.seed, interrupt=interrupt
-    )
+    race.validate_both(results.race, results.corpus, stop)
     if interrupt.requested:
         return
+    results.in_model = rotations.time_case(rotations.case_in_model(plan.model), plan.rounds)
     results.sample = write_sample(
-        race.runs[0].model,
+        results.race.runs[0].model,
         prompt="def ",
         count=plan.sample_bytes,
         temperature=0.6,
         seed=results.seed,
-        interrupt=interrupt,
+        stop=stop,
     )
 
 
-def _progress(race: Race, size: ModelSize) -> str:
-    if race.steps == 0:
+def _progress(both: race.Race) -> str:
+    if both.steps == 0:
         return "step 0"
-    ours, other = race.runs
-    recent = median(ours.seconds[-10:])
+    ours, other = both.runs
+    size, recent = ours.model.size, median(ours.seconds[-10:])
     return (
-        f"step {race.steps}  loss {ours.losses[-1]:.4f}, {other.name} {other.losses[-1]:.4f}  "
+        f"step {both.steps}  loss {ours.losses[-1]:.4f}, {other.name} {other.losses[-1]:.4f}  "
         f"{size.batch * size.context / recent:,.0f} tokens/s"
     )
 
@@ -229,18 +194,12 @@ def _time(console: Console, plan: _Plan, results: Results, interrupt: Interrupt)
         for index, case in enumerate(plan.cases):
             if interrupt.requested:
                 return
-            text = f"{case.label}, {case.what}, {case.dtype_name}"
-            ticker.update(index / len(plan.cases), text)
-            timing = time_case(
-                case, seconds=plan.seconds_per_case, seed=results.seed, interrupt=interrupt
-            )
-            if timing is not None:
-                results.timings.append(timing)
+            ticker.update(index / len(plan.cases), f"{case.name}, {case.work}")
+            results.timings.append(rotations.time_case(case, plan.rounds))
 
 
 def _contest(
     console: Console,
-    plan: _Plan,
     results: Results,
     interrupt: Interrupt,
     *,
@@ -248,19 +207,20 @@ def _contest(
     seconds: float | None,
 ) -> None:
     contest = results.contest
+    stop = partial(getattr, interrupt, "requested")
     with Ticker(console, "polar attention") as ticker:
-        train(
+        race.train(
             contest.race,
             results.corpus,
             limit=(steps, seconds and _POLAR_SHARE * seconds),
             seed=results.seed,
-            interrupt=interrupt,
-            report=lambda done: ticker.update(done, _progress(contest.race, plan.polar)),
-            peak_rate=PEAK_RATE,
+            stop=stop,
+            report=lambda done: ticker.update(done, _progress(contest.race)),
+            peak_rate=polar.PEAK_RATE,
             alike=False,
         )
     if contest.race.steps:
-        read_longer(contest, results.corpus, interrupt)
+        polar.read_longer(contest, results.corpus, stop)
 
 
 def _write(console: Console, results: Results, out: Path) -> None:
@@ -269,16 +229,9 @@ def _write(console: Console, results: Results, out: Path) -> None:
         results.write_json(numbers)
         draw(
             picture,
-            race=results.race,
-            entropy=results.entropy,
-            spec=results.spec,
-            context=results.size.context,
-            timings=results.timings,
-            contest=results.contest,
-            texts=(
-                "tightrope beside eager rotation, and polar attention beside plain RoPE",
-                report.caption(results),
-            ),
+            results,
+            title="tightrope beside eager rotation, and polar attention beside plain RoPE",
+            caption=report.caption(results),
         )
     if results.interrupted:
         console.print("Stopped by Ctrl-C; this is what there is so far.")

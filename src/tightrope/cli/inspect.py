@@ -9,14 +9,14 @@ import typer
 from rich.console import Console
 
 from ..workbench.inspect import Comparison, Inspection, compare, inspect as look_at
+from ..workbench.text import printable
 from . import _inspection as report
 from ._console import make_console
 from ._mistakes import FINDING, as_mistakes, stop
-from ._words import printable
 
 # How the library's sentences spell what here are options.
 _SPELLED = {
-    "interleaved=False": "--halves",
+    "interleaved=False": "--half",
     "interleaved=True": "--interleaved",
     "strict=False": "--lenient",
 }
@@ -50,7 +50,7 @@ def inspect(
     interleaved: Annotated[
         bool | None,
         typer.Option(
-            "--interleaved/--halves",
+            "--interleaved/--half",
             show_default=False,
             help="How channels are paired, where the configuration does not tell.",
         ),

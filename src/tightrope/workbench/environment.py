@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,9 +25,12 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions, backends and hardware, as `tightrope info` and the demo report them."""
+    """Versions, backends, hardware and the day: what every command and result says of a machine."""
 
+    date: str
     tightrope: str
+    commit: str | None
+    """The commit that the package is imported from; None where that is no checkout of it."""
     torch: str
     python: str
     system: str
@@ -53,7 +58,9 @@ def read_environment() -> Environment:
     """Look at this machine; nothing is initialised on a device that is not there."""
     runs, why_not_faster = which(torch.empty(1, 1, 1, 64))
     return Environment(
+        date=date.today().isoformat(),
         tightrope=__version__,
+        commit=_commit(),
         torch=torch.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -88,6 +95,19 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _commit() -> str | None:
+    """What git says of the checkout that this file is in, `-dirty` if it was changed."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -46,10 +46,10 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, dpi: int = 200) -> Figure:
     """An empty figure, in inches, that needs no display."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.04, hspace=0.05)
-    figure = Figure(figsize=(width, height), dpi=200, layout=layout)
+    figure = Figure(figsize=(width, height), dpi=dpi, layout=layout)
     FigureCanvasAgg(figure)
     return figure
 

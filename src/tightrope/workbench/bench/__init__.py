@@ -1,8 +1,8 @@
 """How long a rotation takes here, beside what memory alone costs and what else is installed.
 
-    from tightrope.workbench.bench import CONTENDERS, SUITE, measure
+    from tightrope.workbench.bench import CONTENDERS, SUITES, measure
 
-    measure(SUITE[0], CONTENDERS, runs=1, rounds=7, wanted=re.compile("neg_|^eager"))
+    measure(SUITES["short"][0], CONTENDERS, runs=1, rounds=7, wanted=re.compile("neg_|^eager"))
 
 The method is stated in :mod:`tightrope.workbench.bench.method`.
 """
@@ -10,7 +10,8 @@ The method is stated in :mod:`tightrope.workbench.bench.method`.
 from __future__ import annotations
 
 from . import method as method, runtimes as runtimes
-from .case import SUITE as SUITE, Case as Case, in_both as in_both
+from .case import Case as Case, in_both as in_both
 from .contender import Contender as Contender, Made as Made
 from .contenders import CONTENDERS as CONTENDERS
 from .measure import measure as measure
+from .suites import SUITES as SUITES

@@ -24,7 +24,7 @@ class Case:
             for k.
         gate: P: "exp", a factor for each head and channel, or "slope", one that follows the position.
         compiled: whether torch.compile of the rotation and of its definition takes part.
-        threads: of every contender.
+        threads: of every contender; 0 for as many as torch uses.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Case:
     act: str | None = None
     gate: str | None = None
     compiled: bool = False
-    threads: int = 2
+    threads: int = 0
 
 
 def in_both(case: Case) -> list[Case]:
@@ -52,17 +52,3 @@ def in_both(case: Case) -> list[Case]:
         replace(case, name=f"{case.name}, {short}", dtype=dtype)
         for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"))
     ]
-
-
-_SUITE = (
-    Case("prefill 2048, in place"),
-    Case("prefill 2048, out of place", work="out of place"),
-    Case("training 2048", work="training"),
-    Case("prefill 2048, interleaved", interleaved=True),
-    Case("M-RoPE 2048, in place", positions="M-RoPE"),
-    Case("decode 1 token, out of place", tokens=1, cold=False, work="out of place"),
-    Case("decode 32 rows, in place", rows=32, tokens=1, cold=False),
-)
-
-#: What users measure: the calls of a model, of the size of Llama 3 8B's attention.
-SUITE = tuple(case for group in _SUITE for case in in_both(group))

@@ -11,8 +11,8 @@ from rich.text import Text
 from ..workbench.bench import CONTENDERS, Case
 from ..workbench.bench.picture import FLOORS, copies
 from ..workbench.environment import Environment
+from ..workbench.text import duration
 from ._tables import titled
-from ._words import duration
 
 _NEWS = ("its result is off", "it failed")
 

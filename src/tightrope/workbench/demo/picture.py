@@ -1,20 +1,20 @@
-"""One picture of a demo: loss curves, wavelengths of the pairs, timing bars; and polar attention."""
+"""The picture of a demo: loss curves, wavelengths of the pairs, timing bars, polar attention."""
+
+from __future__ import annotations
 
 import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from .. import RopeSpec
-from ..workbench.figures import GRID, INK, MUTED, save, styled
-from ._polar import TIMES_LONGER, Contest, means
-from ._timings import Timing
-from ._train import Race
-from ._words import duration
+from ...spec import RopeSpec
+from ..figures import GRID, INK, MUTED, new_figure, save, styled
+from ..text import duration
+from .polar import TIMES_LONGER, Contest, means
+from .race import Race
+from .results import Results
+from .rotations import Timing, seconds
 
 _EAGER = "#f2b37a"
 _OURS = "#0b5fa5"
@@ -23,33 +23,21 @@ _POLAR = "#0d7f6f"
 _PLAIN = "#c8553d"
 
 
-def draw(
-    path: Path,
-    *,
-    race: Race,
-    entropy: float,
-    spec: RopeSpec,
-    context: int,
-    timings: list[Timing],
-    contest: Contest,
-    texts: tuple[str, str],
-) -> None:
-    """Write the picture to `path`; a part that was not reached says so in its panel.
+def draw(path: Path, results: Results, *, title: str, caption: str) -> None:
+    """Write the picture of a demo; the panel of a part that was not reached says so.
 
-    Args:
-        texts: title and caption.
+    Raises:
+        OSError: a place that cannot be written.
     """
-    title, caption = texts
+    race, contest = results.race, results.contest
     with styled():
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
-        figure = Figure(figsize=(16.5, 10.6), dpi=140, layout=layout)
-        FigureCanvasAgg(figure)
+        figure = new_figure(16.5, 10.6, dpi=140)
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
         figure.supxlabel(caption, x=0.008, ha="left", fontsize=8.5, color=MUTED)
         top, bottom = figure.subplots(2, 3, width_ratios=(1.15, 0.85, 1.2), height_ratios=(1.25, 1))
-        _losses(top[0], race, entropy)
-        _wavelengths(top[1], spec, context)
-        _bars(top[2], timings)
+        _losses(top[0], race, results.entropy)
+        _wavelengths(top[1], results.spec, results.size.context)
+        _bars(top[2], results.timings)
         _contest(bottom[0], contest)
         _half_distances(bottom[1], contest)
         _by_position(bottom[2], contest)
@@ -113,19 +101,18 @@ def _bars(axes: Axes, timings: list[Timing]) -> None:
         _not_reached(axes)
         return
     rows = range(len(timings))
-    ours = [timing.tightrope / timing.eager for timing in timings]
-    floor = [timing.neg / timing.eager for timing in timings]
+    ours = [seconds(each, "tightrope") / seconds(each, "eager") for each in timings]
+    floor = [seconds(each, "floor") / seconds(each, "eager") for each in timings]
     axes.barh(rows, 1.0, height=0.62, color=_EAGER, label="eager")
     axes.barh(rows, ours, height=0.62, color=_OURS, label="tightrope")
-    axes.scatter(floor, rows, marker="|", s=170, lw=2, color=INK, label="neg_, in place", zorder=3)
+    axes.scatter(floor, rows, marker="|", s=170, lw=2, color=INK, label="neg_ or clone", zorder=3)
     end = max(1.0, *ours)
-    for row, timing in zip(rows, timings, strict=True):
-        text = f"{duration(timing.eager)} → {duration(timing.tightrope)}"
+    for row, (each, share) in enumerate(zip(timings, ours, strict=True)):
+        text = f"{duration(seconds(each, 'eager'))} → {duration(seconds(each, 'tightrope'))}"
         axes.text(end * 1.03, row, text, va="center", fontsize=8.5)
-        ratio = f"{timing.eager / timing.tightrope:.1f}x"
+        ratio = f"{1 / share:.1f}x"
         axes.text(end * 1.62, row, ratio, va="center", ha="right", fontweight="bold", fontsize=9.5)
-    cases = [timing.case for timing in timings]
-    labels = [f"{case.label}, {case.dtype_name}\n{case.what}" for case in cases]
+    labels = [f"{each['case']['name']}\n{each['case']['work']}" for each in timings]
     axes.set_yticks(rows, labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, end * 1.65)

@@ -1,4 +1,6 @@
-"""The second part of a demo: polar attention beside plain RoPE, and both read past their length."""
+"""Polar attention beside plain RoPE, both also read at several times their training length."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -8,14 +10,11 @@ from statistics import fmean
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..gates import Slope
-from ..nn import KVCache, PolarRoPEAttention
-from ._interrupt import Interrupt
-from ._model import ByteTransformer, ModelSize
-from ._text import Corpus
-from ._train import Race, Run, evenly, prepare
+from ...examples.train_bytes import Size, Text, even_windows
+from ...gates import Slope
+from ...nn import KVCache, PolarRoPEAttention
+from .race import Race, Run, Stop, prepare
 
 PEAK_RATE = 3e-3
 """Three times that of the first part: the models are a fifth of the size."""
@@ -31,7 +30,7 @@ class PolarAttention(nn.Module):
     for each pair: what a pair adds to a score shrinks by exp(−rate) with each token of distance.
     """
 
-    def __init__(self, size: ModelSize, *, gated: bool) -> None:
+    def __init__(self, size: Size, *, gated: bool) -> None:
         super().__init__()
         self.attention = PolarRoPEAttention(
             size.width, size.heads, size.head_dim, use_spd=gated, tied="pair", causal=True
@@ -50,7 +49,7 @@ class PolarAttention(nn.Module):
         return out
 
 
-def _first_rate(size: ModelSize) -> float:
+def _first_rate(size: Size) -> float:
     return 1.0 / size.context
 
 
@@ -58,7 +57,7 @@ def _first_rate(size: ModelSize) -> float:
 class Contest:
     """Both models, and how well each reads windows that are longer than those it was trained on."""
 
-    size: ModelSize
+    size: Size
     race: Race
     by_position: dict[str, list[float]] = field(default_factory=dict)
     """Mean nats of each byte of the long windows; empty where it was not reached."""
@@ -100,7 +99,7 @@ class Contest:
         return distances
 
 
-def set_up(size: ModelSize, seed: int) -> Contest:
+def set_up(size: Size, seed: int) -> Contest:
     """Both models with the same weights; the one has gates besides."""
     makers = {
         "polar": partial(PolarAttention, gated=True),
@@ -109,25 +108,21 @@ def set_up(size: ModelSize, seed: int) -> Contest:
     return Contest(size, prepare(size, makers, seed))
 
 
-def read_longer(contest: Contest, corpus: Corpus, interrupt: Interrupt) -> None:
-    """Set what each model makes of windows of the validation files, several times as long."""
+@torch.no_grad()
+def read_longer(contest: Contest, text: Text, stop: Stop) -> None:
+    """Set the loss at each place of windows that are several times as long as those of training."""
     length = TIMES_LONGER * contest.size.context
-    windows = evenly(corpus.validation, min(_WINDOWS, corpus.validation.numel() // length), length)
+    count = min(_WINDOWS, text.validation.numel() // length)
+    windows = even_windows(text.validation, count, length + 1)
     found = {}
     for run in contest.race.runs:
         losses = []
         for batch in windows.split(_BATCH):
-            if interrupt.requested:
+            if stop():
                 return
-            losses.append(_losses(run.model, batch))
+            losses.append(run.model.losses(batch))
         found[run.name] = torch.cat(losses).mean(0).tolist()
     contest.by_position = found
-
-
-@torch.no_grad()
-def _losses(model: ByteTransformer, windows: Tensor) -> Tensor:
-    logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")
 
 
 def means(losses: Sequence[float], size: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Numbers and texts as a person reads them."""
+"""Numbers and texts, written for people."""
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,6 @@
-"""What one demo found, and how it is written as JSON."""
+"""Everything that one demo found, and how it is written as JSON."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
@@ -7,34 +9,36 @@ from typing import Any
 
 import torch
 
-from .. import RopeSpec
-from ..workbench.environment import Environment
-from ..workbench.place import write_whole
-from ._model import ModelSize
-from ._polar import PEAK_RATE as POLAR_RATE, Contest
-from ._sample import Sample
-from ._text import Corpus, byte_entropy
-from ._timings import METHOD, Timing
-from ._train import PEAK_RATE, Race, Run
+from ...examples.train_bytes import Size, Text
+from ...spec import RopeSpec
+from ..bench import method
+from ..environment import Environment
+from ..place import write_whole
+from .polar import PEAK_RATE as POLAR_RATE, Contest
+from .race import PEAK_RATE, Race, Run
+from .rotations import Timing, is_steady, seconds
+from .sample import Sample
 
 
 @dataclasses.dataclass
 class Results:
-    """Everything that a demo compares and finds; parts that were not reached stay empty."""
+    """Everything that a demo compares and finds; parts that were not reached stay empty.
+
+    Attributes:
+        wrong_gradient_difference: the difference of gradients for a base that is 1 % too low.
+        in_model: the rotation of one layer of the trained model, forward and backward.
+    """
 
     seed: int
     environment: Environment
     spec: RopeSpec
-    size: ModelSize
-    corpus: Corpus
+    size: Size
+    corpus: Text
     race: Race
     contest: Contest
-    """The second part."""
     wrong_gradient_difference: float
-    """As `race.first_gradient_difference`, of a rotation whose base is 1 % too low."""
     sample: Sample | None = None
     in_model: Timing | None = None
-    """Forward and backward rotation of one layer of the trained model."""
     timings: list[Timing] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
@@ -48,11 +52,16 @@ class Results:
     @property
     def rotation_shares(self) -> tuple[float, float] | None:
         """Share of a step that rotation takes, with tightrope and eager; None if unsteady."""
-        ours, eager = (run.median_step for run in self.race.runs)
-        if self.in_model is None or not self.in_model.steady or ours is None or eager is None:
+        steps = [run.median_step for run in self.race.runs]
+        if self.in_model is None or not is_steady(self.in_model) or None in steps:
             return None
-        layers = self.size.layers
-        return layers * self.in_model.tightrope / ours, layers * self.in_model.eager / eager
+        names = ("tightrope", "eager")
+        ours, eager = (
+            self.size.layers * seconds(self.in_model, name) / step
+            for name, step in zip(names, steps, strict=True)
+            if step is not None
+        )
+        return ours, eager
 
     def write_json(self, path: Path) -> None:
         """Write all numbers to `path`."""
@@ -87,9 +96,9 @@ class Results:
             },
             "sample": self.sample and dataclasses.asdict(self.sample),
             "timings": {
-                "method": METHOD,
-                "in_model": self.in_model and _timing(self.in_model),
-                "cases": [_timing(timing) for timing in self.timings],
+                "method": method.__doc__,
+                "in_model": self.in_model,
+                "cases": self.timings,
             },
             "polar": _contest(self.contest),
         }
@@ -133,17 +142,7 @@ def _contest(contest: Contest) -> dict[str, Any]:
     }
 
 
-def _timing(timing: Timing) -> dict[str, Any]:
-    case = dataclasses.asdict(timing.case)
-    return case | {
-        "dtype": timing.case.dtype_name,
-        "caches_flushed": timing.case.cold,
-        "rounds": timing.rounds,
-        "tightrope_seconds": timing.tightrope,
-        "eager_seconds": timing.eager,
-        "neg_seconds": timing.neg,
-        "unsteadiness": timing.unsteadiness,
-        "steady": timing.steady,
-        "eager_over_tightrope": timing.eager / timing.tightrope,
-        "tightrope_over_neg": timing.tightrope / timing.neg,
-    }
+def byte_entropy(text: torch.Tensor) -> float:
+    """Nats per byte for a model that knows only how frequent each byte is."""
+    shares = torch.bincount(text.long(), minlength=256).double() / text.numel()
+    return float(torch.special.entr(shares).sum())

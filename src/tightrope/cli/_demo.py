@@ -1,4 +1,6 @@
-"""The words and tables that a demo prints."""
+"""What `tightrope demo` prints."""
+
+from __future__ import annotations
 
 from statistics import median
 
@@ -6,13 +8,20 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from ._model import ModelSize
-from ._polar import PEAK_RATE, TIMES_LONGER, Contest
-from ._results import Results
+from ..examples.train_bytes import Size
+from ..workbench.demo import Results
+from ..workbench.demo.polar import PEAK_RATE, TIMES_LONGER, Contest
+from ..workbench.demo.race import Race
+from ..workbench.demo.rotations import RUNS, Timing, is_steady, seconds
+from ..workbench.text import duration
 from ._tables import facts, titled
-from ._timings import BOTH_WAYS, METHOD, Timing
-from ._train import Race
-from ._words import duration
+
+_METHOD = (
+    f"Medians of interleaved calls in random order, of {RUNS} runs, on transposed views, as models "
+    "hand them over; for sequences of 1024 and more, caches are flushed before each call. Eager is "
+    "out of place with tables in the dtype of x. The floor touches each byte once: neg_ in place, "
+    "else clone."
+)
 
 
 def print_setting(console: Console, results: Results) -> None:
@@ -60,7 +69,7 @@ def print_training(console: Console, results: Results) -> None:
             "-" if run.median_step is None else duration(run.median_step),
         )
     console.print(table)
-    ours, eager = race.runs
+    first, second = (run.median_step for run in race.runs)
     lines = {
         "curves": f"differ by at most {max(race.differences):.1e} nats per byte over all steps, "
         f"{race.differences[0]:.1e} at step 1",
@@ -68,15 +77,15 @@ def print_training(console: Console, results: Results) -> None:
         f"of their norm; a base 1 % too low would make it {results.wrong_gradient_difference:.1e}",
         "for scale": f"knowing only how frequent each byte is gives {results.entropy:.3f} nats",
     }
-    if ours.median_step is not None and eager.median_step is not None:
-        lines["step time"] = f"eager / tightrope = {eager.median_step / ours.median_step:.3f}"
+    if first is not None and second is not None:
+        lines["step time"] = f"eager / tightrope = {second / first:.3f}"
     shares = results.rotation_shares
     if shares is not None and results.in_model is not None:
-        timing = results.in_model
+        ours, eager = (seconds(results.in_model, name) for name in ("tightrope", "eager"))
         lines["rotation"] = (
             f"takes about {shares[0]:.1%} of a tightrope step and {shares[1]:.1%} of an eager one "
-            f"(forward and backward alone on a layer's q and k, {duration(timing.tightrope)} and "
-            f"{duration(timing.eager)}, times {results.size.layers} layers)"
+            f"(forward and backward alone on a layer's q and k, {duration(ours)} and "
+            f"{duration(eager)}, times {results.size.layers} layers)"
         )
     elif results.in_model is not None:
         lines["rotation"] = "its share of a step was not measurable: other processes had the cores"
@@ -102,32 +111,34 @@ def print_timings(console: Console, timings: list[Timing]) -> None:
     """Compare rotations alone."""
     if not timings:
         return
-    case = timings[0].case
+    case = timings[0]["case"]
     table = titled(
-        f"Rotating q ({case.q_heads} heads) and k ({case.k_heads} heads) x {case.head_dim}"
+        f"Rotating q ({case['q_heads']} heads) and k ({case['k_heads']} heads) x {case['head_dim']}"
     )
     for column in ("tokens", "what", "type"):
         table.add_column(column, no_wrap=True)
-    for column in ("eager", "tightrope", "neg_", "faster", "/ neg_"):
+    for column in ("eager", "tightrope", "floor", "faster", "/ floor"):
         table.add_column(column, justify="right", no_wrap=True)
     for timing in timings:
+        case = timing["case"]
+        ours, eager, floor = (seconds(timing, name) for name in ("tightrope", "eager", "floor"))
         table.add_row(
-            str(timing.case.length),
-            timing.case.what.replace(BOTH_WAYS, "fwd + bwd"),
-            timing.case.dtype_name.replace("bfloat", "bf").replace("float", "fp"),
-            duration(timing.eager),
-            duration(timing.tightrope),
-            duration(timing.neg),
-            Text(f"{timing.eager / timing.tightrope:.1f}x", style="bold"),
-            f"{timing.tightrope / timing.neg:.2f}x",
+            str(case["tokens"]),
+            case["work"],
+            case["dtype"].replace("bfloat", "bf").replace("float", "fp"),
+            duration(eager),
+            duration(ours),
+            duration(floor),
+            Text(f"{eager / ours:.1f}x", style="bold"),
+            f"{ours / floor:.2f}x",
         )
     console.print(table)
-    console.print(METHOD)
-    unsteady = sum(not timing.steady for timing in timings)
+    console.print(_METHOD)
+    unsteady = sum(not is_steady(timing) for timing in timings)
     if unsteady:
         console.print(
-            f"Other processes were using the cores: in {unsteady} of {len(timings)} rows a median is "
-            "far above the fastest call. Do not quote these times; run again on a quiet machine.",
+            f"Other processes were using the cores: in {unsteady} of {len(timings)} rows the runs "
+            "disagree. Do not quote these times; run again on a quiet machine.",
             style="bold yellow",
         )
     console.print()
@@ -201,7 +212,7 @@ def caption(results: Results) -> str:
         f"tightrope {here.tightrope} (backend {here.runs}), torch {here.torch}, "
         f"Python {here.python}, {_threads(here.threads)}"
     )
-    if not all(timing.steady for timing in results.timings):
+    if not all(map(is_steady, results.timings)):
         first.append("times unreliable: the machine was busy")
     if results.interrupted:
         first.append("stopped early")
@@ -211,7 +222,7 @@ def caption(results: Results) -> str:
     return "\n".join(lines)
 
 
-def _of(size: ModelSize, race: Race) -> str:
+def _of(size: Size, race: Race) -> str:
     return (
         f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, "
         f"context {size.context}, batch {size.batch}, {race.steps} steps"

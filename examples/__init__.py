@@ -1,0 +1,1 @@
+"""Examples to copy from. Each file runs by itself: `python examples/train_bytes.py`."""

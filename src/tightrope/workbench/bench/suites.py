@@ -1,0 +1,88 @@
+"""What is measured, as data. `tightrope bench --suite NAME` runs one suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .case import Case, in_both
+
+
+def _in_both(cases: Iterable[Case]) -> tuple[Case, ...]:
+    return tuple(each for case in cases for each in in_both(case))
+
+
+#: What users measure: the calls of a model, of the size of Llama 3 8B's attention.
+SHORT = _in_both(
+    (
+        Case("prefill 2048, in place"),
+        Case("prefill 2048, out of place", work="out of place"),
+        Case("training 2048", work="training"),
+        Case("prefill 2048, interleaved", interleaved=True),
+        Case("M-RoPE 2048, in place", positions="M-RoPE"),
+        Case("decode 1 token, out of place", tokens=1, cold=False, work="out of place"),
+        Case("decode 32 rows, in place", rows=32, tokens=1, cold=False),
+    )
+)
+
+_ROTATION = _in_both(
+    (
+        Case("prefill 128, cold", tokens=128),
+        Case("prefill 128, warm", tokens=128, cold=False),
+        Case(
+            "prefill 128, warm, out of place",
+            tokens=128,
+            cold=False,
+            work="out of place",
+            compiled=True,
+        ),
+        Case("prefill 2048, cold"),
+        Case("prefill 2048, warm", cold=False),
+        Case("prefill 8192, cold", tokens=8192),
+        Case("prefill 2048, cold, 1 thread", threads=1),
+        Case("prefill 2048, out of place", work="out of place", compiled=True),
+        Case("training 2048", work="training", compiled=True),
+        Case("decode 1 row", tokens=1, cold=False),
+        Case(
+            "decode 1 row, out of place", tokens=1, cold=False, work="out of place", compiled=True
+        ),
+        Case("decode 32 rows", rows=32, tokens=1, cold=False),
+        Case("decode 256 rows", rows=256, tokens=1, cold=False),
+        Case("interleaved 2048, cold", interleaved=True),
+        Case("partial 64 of 128, cold", rotary_dim=64),
+        Case("contiguous 2048, cold", strided=False),
+        Case("ids per row, 4 x 512, cold", rows=4, tokens=512, positions="ids per row"),
+        Case("packed 2048, cold", positions="packed"),
+        Case("M-RoPE 2048, cold", positions="M-RoPE"),
+        Case("head_dim 64, cold", head_dim=64),
+        Case("head_dim 80, cold", head_dim=80),
+        Case("head_dim 256, cold", head_dim=256, q_heads=16, k_heads=4),
+    )
+)
+
+# What f and P cost beside the rotation alone, and against the same composed of torch's functions.
+_F_AND_P: dict[str, dict[str, Any]] = {
+    **{act: {"act": act} for act in ("relu", "silu", "rms_norm", "gelu", "softmax")},
+    "exp gate": {"gate": "exp"},
+    "slope gate": {"gate": "slope"},
+}
+_WITH = _in_both(
+    case
+    for name, given in _F_AND_P.items()
+    for case in (
+        Case(f"with {name}, 2048, cold", **given),
+        Case(f"with {name}, 2048, warm", cold=False, **given),
+        Case(f"with {name}, training 2048", work="training", compiled=True, **given),
+    )
+)
+
+#: What the README shows, and what is compared from change to change.
+FULL = (
+    *_ROTATION,
+    *_WITH,
+    Case("prefill 2048, cold, fp16", dtype="float16"),
+    Case("prefill 2048, warm, fp16", dtype="float16", cold=False),
+    Case("prefill 2048, cold, fp64", dtype="float64"),
+)
+
+SUITES = {"short": SHORT, "full": FULL}

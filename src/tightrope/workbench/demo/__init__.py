@@ -1,0 +1,11 @@
+"""What `tightrope demo` computes: models trained side by side, timed rotations, and one picture.
+
+The model and its training are `examples/train_bytes.py`; rotations are timed by
+:mod:`tightrope.workbench.bench`.
+"""
+
+from __future__ import annotations
+
+from . import polar as polar, race as race, rotations as rotations
+from .results import Results as Results
+from .sample import Sample as Sample, write_sample as write_sample

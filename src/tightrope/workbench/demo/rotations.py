@@ -1,0 +1,81 @@
+"""The rotations of the demo, timed as `tightrope bench` times them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...examples.train_bytes import Attention, Size
+from ..bench import CONTENDERS, Case, in_both, measure
+
+Timing = dict[str, Any]
+"""What :func:`tightrope.workbench.bench.measure` returns for a case."""
+
+#: Runs of each case: their spread tells whether other processes had the cores.
+RUNS = 3
+# Above this ratio between the slowest and the fastest run, times mean nothing.
+_QUIET = 1.5
+_WANTED = re.compile("^(neg_|clone|eager)$")
+_FLOORS = ("neg_", "clone")
+
+
+class EagerAttention(Attention):
+    """The example's attention, rotated as model files do: float32 tables and `rotate_half`."""
+
+    def rotate(self, q: Tensor, k: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`Attention.rotate`."""
+        inv_freq = 1.0 / self.spec.base ** (torch.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = torch.arange(offset, offset + q.shape[-2])[:, None] * inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    u, v = x.chunk(2, dim=-1)
+    return torch.cat((-v, u), dim=-1)
+
+
+def cases(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> list[Case]:
+    """A long prompt and the decoding of one token, in float32 and bfloat16."""
+
+    works = ("in place", "out of place", "training")
+    prompt = Case(
+        f"{tokens} tokens", tokens=tokens, q_heads=q_heads, k_heads=k_heads, head_dim=head_dim,
+        cold=tokens >= 1024, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    token = replace(prompt, name="1 token", tokens=1, cold=False)
+    made = [replace(prompt, work=work) for work in works]
+    made += [replace(token, work=work) for work in works[:2]]
+    return [each for case in made for each in in_both(case)]
+
+
+def case_in_model(size: Size) -> Case:
+    """The rotation of one layer of the example's model, forward and backward."""
+    return Case(
+        "one layer of the model", rows=size.batch, tokens=size.context, q_heads=size.heads,
+        k_heads=size.heads, head_dim=size.head_dim, work="training", cold=False,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def time_case(case: Case, rounds: int) -> Timing:
+    """Time tightrope, the eager expression and the cost of memory alone."""
+    return measure(case, CONTENDERS, runs=RUNS, rounds=rounds, wanted=_WANTED)
+
+
+def seconds(timing: Timing, name: str) -> float:
+    """Median seconds of "tightrope", "eager" or "floor": `neg_` in place, else `clone`."""
+    taken = timing["seconds"]
+    found = name if name != "floor" else next(each for each in _FLOORS if each in taken)
+    return float(median(taken[found]))
+
+
+def is_steady(timing: Timing) -> bool:
+    """Whether the runs agree, so that the machine was quiet."""
+    return all(max(runs) <= _QUIET * min(runs) for runs in timing["seconds"].values())
