@@ -6,6 +6,7 @@ they must reject.
 """
 
 import ast
+import glob
 import json
 import re
 import subprocess
@@ -76,10 +77,9 @@ DYNAMIC: dict[str, str] = {
 
 def read_files(folder: Path) -> dict[str, str]:
     """The Python files under a folder: path -> text."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
-        for path in sorted(folder.rglob("*.py"))
-    }
+    # Not rglob, which leaves out links: examples/ is one.
+    paths = sorted(glob.glob("**/*.py", root_dir=folder, recursive=True))
+    return {path: (folder / path).read_text(encoding="utf-8") for path in paths}
 
 
 def module_of(path: str) -> str:
