@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -31,3 +33,20 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but one in n cases of a test with `@pytest.mark.one_in(n)`.
+
+    Which cases stay is drawn once and for all, from the name of the test.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, found in cases.items():
+        (n,) = found[0].get_closest_marker("one_in").args
+        found.sort(key=lambda item: item.nodeid)
+        drawn = random.Random(name).sample(range(len(found)), math.ceil(len(found) / n))
+        for index in set(range(len(found))) - set(drawn):
+            found[index].add_marker("slow")

@@ -310,6 +310,7 @@ def test_what_a_gate_brings_back_into_the_type_has_gradients_by_angles(backend) 
     torch.testing.assert_close(*found, rtol=tolerances.value("f and P, float16"), atol=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("act", ["silu", "softmax", "gelu", "sin", "norm"])
 @pytest.mark.parametrize("kind", ["exp", "slope"])
 def test_gradcheck_of_all_together(act, kind) -> None:

@@ -237,6 +237,7 @@ def test_tables_escape_what_markdown_would_read() -> None:
     ]
 
 
+@pytest.mark.slow
 @needs_kernel
 def test_the_bits_of_drawn_calls(tmp_path: Path, capsys) -> None:
     """They are the same a second time, and one that is not is found."""

@@ -367,6 +367,7 @@ def test_without_the_extra() -> None:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that only Linux has")
 @pytest.mark.parametrize(
     "arguments", [["inspect"], ["audit", "llama", "--no-isolate", "--json", "--meant"]]
@@ -414,6 +415,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     assert (process.returncode, error) == (130, "Interrupted.\n")
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
 @pytest.mark.parametrize(
     "arguments",

@@ -260,6 +260,7 @@ def test_ctrl_c_removes_what_was_written(source: Path, tmp_path: Path) -> None:
         assert contents(source) == before
 
 
+@pytest.mark.slow
 def test_the_soak_at_64_mb(tmp_path: Path) -> None:
     numbers = tmp_path / "soak.json"
     command = [sys.executable, "-m", "benchmarks.convert_soak", "--bytes", "64e6", "--kills", "2"]

@@ -208,6 +208,7 @@ def test_a_picture(folder: Path, form: str) -> None:
     assert path.read_bytes().startswith(MAGIC[form])
 
 
+@pytest.mark.slow
 def test_pictures_of_several_parts_and_models(folder: Path) -> None:
     config = folder / "vl.json"
     config.write_text(json.dumps(QWEN3_VL))
@@ -511,6 +512,7 @@ with Ticker(make_console(), "work") as ticker:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
 @pytest.mark.parametrize("no_colour, plain", [("1", True), ("", False)])
 def test_no_escape_codes_when_asked(folder: Path, no_colour: str, plain: bool) -> None:

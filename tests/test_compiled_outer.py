@@ -59,6 +59,7 @@ PARAMETERS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_beside_symbols(name: str) -> None:
     """Every size of x is a symbol, and those of the parameter are not."""
@@ -71,6 +72,7 @@ def test_a_parameter_beside_symbols(name: str) -> None:
     assert_near(compiled(rows), module(rows), "float64 ways")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("per", ["head and pair", "pair", "head"])
 def test_the_module_beside_symbols(per: str) -> None:
     module = LrpeRotate1d(8, 3, per=per, act="silu")
@@ -94,6 +96,7 @@ IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_gradients_in_place(name: str) -> None:
     """What a gradient is made of is kept before it is overwritten."""
@@ -149,6 +152,7 @@ CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("source", ["a view", "an argument"])
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if CXX else [])])
 @pytest.mark.parametrize("call", [in_place, into])
@@ -174,6 +178,7 @@ def test_what_k_takes_from_the_memory_of_q(
     assert_same_bits(memory, wanted[0])
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("way", ["aot_eager", "eager", "vmap", "functionalize"])
 @every_kind_of_k
 def test_what_k_takes_from_the_memory_of_q_where_others_follow(kind: str, way: str) -> None:
@@ -214,6 +219,7 @@ def test_what_k_takes_from_the_memory_of_q_where_others_follow(kind: str, way: s
         assert_near(one, other, "float64 ways")
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("call", [in_place, into])
 @every_kind_of_k
@@ -241,6 +247,7 @@ DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", DEFINED)
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str, prepared: bool) -> None:
@@ -255,6 +262,7 @@ def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str, prepared
     assert_near(compiled(X), run(X), "float64 ways")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_the_definition_by_positions_and_frequencies_that_learn(backend: str | None) -> None:
     def loss(where: torch.Tensor, omega: torch.Tensor) -> torch.Tensor:

@@ -243,6 +243,7 @@ def slopes(call: Call, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor]
     return dict(zip(call.learned(), found)), size
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_axis_beside_every_other(number: int) -> None:
     case = CASES[number]
@@ -272,6 +273,7 @@ LOOK_UPS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("learns", ["x", "tables", "both"])
 @pytest.mark.parametrize("lead, ids", LOOK_UPS.values(), ids=LOOK_UPS)
 @pytest.mark.parametrize("tables", ["cat", "repeat", "half"])
@@ -299,6 +301,7 @@ def test_tables(verb: Any, tables: str, lead: tuple[int, ...], ids: Any, learns:
     check(call, {name: leaves[name] for name in names})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("act", ["none", "rms_norm", *ACTS[1:]])
 @pytest.mark.parametrize("verb", [lrpe_rotate_1d, lrpe_rotate_1d_])
 def test_lrpe(verb: Any, act: str) -> None:

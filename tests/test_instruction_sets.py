@@ -78,6 +78,7 @@ def test_an_unknown_set_is_an_import_error(name: str) -> None:
     assert done.stderr.strip().splitlines()[-1] == sentence
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(
     "file",

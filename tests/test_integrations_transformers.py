@@ -93,6 +93,7 @@ def test_outputs_depend_on_the_rotation(family: str, monkeypatch: pytest.MonkeyP
     assert off > 5 * value("patched outputs")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "ModernBERT"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_family_generates_the_same(family: str, cache: str) -> None:
@@ -112,6 +113,7 @@ def test_family_generates_the_same(family: str, cache: str) -> None:
     assert torch.equal(generate(), before)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_with_exact_angles(family: str) -> None:
     model, given = small_model(family), small_inputs(family)
@@ -272,6 +274,7 @@ def test_save_pretrained_knows_nothing_of_the_patch(
         assert_same_bits(outputs(loaded.eval(), inputs), before)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("angles", ["model", "exact"])
 def test_compiles_as_one_graph(llama: Any, inputs: dict[str, torch.Tensor], angles: str) -> None:
     before = gradients(llama, inputs)

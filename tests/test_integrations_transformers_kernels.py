@@ -74,6 +74,7 @@ for training in (True, False):
 """)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_compiled() -> None:
     run("""

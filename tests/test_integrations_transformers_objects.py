@@ -107,6 +107,7 @@ def is_served(module: Any) -> bool:
     return not bool(cos.isnan().any())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("first", ROPES)
 def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str) -> None:
@@ -152,6 +153,7 @@ def test_objects_made_of_one_config_that_changes(mode: str) -> None:
         assert_tables(tables(made[name]), want[name])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["exact", "library, exact"])
 @pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
 @pytest.mark.parametrize(
@@ -423,6 +425,7 @@ def test_a_default_dtype_has_no_say(mode: str, default: torch.dtype) -> None:
     assert_exact(module, torch.bfloat16)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ROPES)
 def test_every_rule_is_served_whatever_the_default_dtype(name: str, default: torch.dtype) -> None:

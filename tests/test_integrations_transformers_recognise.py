@@ -216,6 +216,7 @@ def test_what_is_something_else_is_left_alone(function: Function) -> None:
     assert recognition.reason
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
 def test_a_model_with_such_a_function_keeps_it(function: Function) -> None:
     model = Attention(function)

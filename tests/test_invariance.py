@@ -44,6 +44,7 @@ def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
 # --- threads --------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @every_dtype
 @every_backend
 @both_pairings
@@ -327,6 +328,7 @@ class Rotated(Dataset[torch.Tensor]):
         return rotate(x, self.spec, 1000 * index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_data_loader_workers(method: str) -> None:

@@ -306,6 +306,7 @@ def in_place(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
 both_ways = pytest.mark.parametrize("function", [rotate, in_place])
 
 
+@pytest.mark.one_in(3)
 @both_ways
 @pytest.mark.parametrize("inverse", [False, True])
 @every_shape
@@ -322,6 +323,7 @@ def test_gradcheck(
     assert gradgradcheck(turned, (x, theta, at), fast_mode=True)
 
 
+@pytest.mark.one_in(3)
 @every_shape
 def test_gradcheck_of_queries_and_keys_in_full(spec: RopeSpec, shape: tuple[int, ...]) -> None:
     q, k, theta = leaf(1, 2, 2, 8), leaf(1, 2, 2, 8, seed=2), leaf(*shape, seed=1)
@@ -410,6 +412,7 @@ def test_functorch(function: Callable[..., torch.Tensor]) -> None:
             assert_near(found, wanted, "float64 ways, higher order")
 
 
+@pytest.mark.one_in(6)
 @both_ways
 @pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if COMPILER else [])])
 @every_shape

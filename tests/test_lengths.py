@@ -448,6 +448,7 @@ def steps(kind: str) -> Iterator[tuple[torch.Tensor, Any, Any]]:
 UNREAD = ["offset", "seq_len", "a tensor of lengths", "offsets per row", "ids per row", "tokens"]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", UNREAD)
 @pytest.mark.parametrize("dynamic", [True, None])
 @every_rule
@@ -532,6 +533,7 @@ def in_a_grad(make: Callable[[], RopeSpec]) -> RopeSpec:
     return made[0]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["fake", "inference", "meta", "grad"])
 @pytest.mark.parametrize("rule", [*RULES, "unequal"])
 def test_a_spec_made_in_a_mode_works_after_it(rule: str, mode: str) -> None:

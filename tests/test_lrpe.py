@@ -110,6 +110,7 @@ def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -
     assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.3g} of the bound"
 
 
+@pytest.mark.one_in(2)
 @every_dtype
 @every_act
 def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> None:
@@ -375,6 +376,7 @@ def test_an_offset_that_is_a_fraction_has_a_gradient() -> None:
 # --- gradients ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @every_act
 @every_theta
 def test_gradcheck(kind: str, act: str, dim: int | None) -> None:
@@ -388,6 +390,7 @@ def test_gradcheck(kind: str, act: str, dim: int | None) -> None:
     assert gradgradcheck(call, (x, theta), fast_mode=True)
 
 
+@pytest.mark.one_in(5)
 @every_act
 def test_gradcheck_in_full(act: str, dim: int | None) -> None:
     """With an offset, some channels, and under vmap."""
@@ -442,6 +445,7 @@ def test_in_place(act: str, dim: int | None, dtype: torch.dtype) -> None:
 # --- the compiler ---------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("act, dim", [("none", None), ("silu", None), ("softmax", -1)])
 def test_one_graph_for_all_offsets(act: str, dim: int | None) -> None:
     torch.compiler.reset()

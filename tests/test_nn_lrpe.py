@@ -96,6 +96,7 @@ def test_saving_copying_and_building_without_memory(
     assert torch.equal(empty.theta, begun)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fake", [False, True])
 @pytest.mark.parametrize("per", ["pair", "head", "head and pair"])
 @pytest.mark.parametrize("act", ACTS[:RMS_NORM])

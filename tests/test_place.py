@@ -33,6 +33,7 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize(
     "command, name",
@@ -77,6 +78,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "below").iterdir()] == ["real.json"]
 
 
+@pytest.mark.slow
 def test_devices_and_pipes_are_written_as_they_are(tmp_path: Path) -> None:
     write_whole(Path(os.devnull), b"x")
     assert not Path(os.devnull).is_file()

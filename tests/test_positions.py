@@ -507,6 +507,7 @@ FLOATING: dict[str, Callable[[torch.Tensor], positions.PositionsLike]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @every_backend
 @pytest.mark.parametrize("name", FLOATING)
 def test_gradients_reach_fractional_positions(name: str, backend: str) -> None:
@@ -712,6 +713,7 @@ def what_is_given() -> Given:
     return Given(torch.tensor([0, 4, 8], dtype=torch.int32), mask)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", MADE)
 def test_made_in_a_compiled_function(name: str, dynamic: bool) -> None:

@@ -46,6 +46,7 @@ def arguments(
 # ---- opcheck --------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("direction", [schema.FORWARD, schema.TRANSPOSE, schema.INVERSE])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", ["ramp", "ids", "fractional"])
@@ -64,6 +65,7 @@ def test_opcheck(kind: str, interleaved: bool, direction: int) -> None:
     torch.library.opcheck(schema.rotate_, (*(x.detach() for x in xs), *fixed))
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout, shape", list(enumerate(
     [(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)]
@@ -74,6 +76,7 @@ def test_opcheck_of_every_layout(layout: int, shape: tuple[int, ...], dtype: tor
     torch.library.opcheck(schema.rotate_, (x.detach(), None, *arguments(layout=layout)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("fractional", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
@@ -104,6 +107,7 @@ def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interlea
         torch.library.opcheck(schema.rotate_carried_into, (*fixed[:2], *outs, *fixed[2:]))
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("layout, shape", list(enumerate(
     [(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)]
 )))  # fmt: skip
@@ -187,6 +191,7 @@ OUTER = [
 ]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("act, gate, direction", OUTER)
 def test_opcheck_with_acts_and_gates(act: str, gate: int, direction: int) -> None:
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
@@ -202,6 +207,7 @@ def test_opcheck_with_acts_and_gates(act: str, gate: int, direction: int) -> Non
             torch.library.opcheck(schema.OUT.for_(call), (x, other, *outs, *call))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("gate", [schema.LOG, schema.SLOPE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
@@ -439,6 +445,7 @@ def graphs_for(function, calls, *, dynamic: bool | None = None) -> int:
 LENGTHS = ((5, 2), (6, 3), (7, 4), (9, 100), (13, 100_000), (4, 5))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("where", ["offset", "ids", "per row", "prepared"])
 def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> None:
@@ -681,6 +688,7 @@ CARRIED = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(
     "what, transform",
@@ -755,6 +763,7 @@ def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return rotate_qk(q * 2, k, SPEC, 9, backend="reference", out=outs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("function", [_out_of_place, _in_place, _into])
 def test_the_definition_may_be_left_to_the_compiler(

@@ -157,6 +157,7 @@ ANSWERED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("verb, mode", ANSWERED)
 def test_f_and_p_go_the_same_ways_but_by_the_definition_under_transforms(
     verb: str, mode: str, taken: list[tuple[str, str]]
@@ -173,6 +174,7 @@ def test_f_and_p_go_the_same_ways_but_by_the_definition_under_transforms(
     assert_near(got, want, "float64 ways")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("verb, mode", ANSWERED)
 def test_a_forced_reference_is_the_definition_everywhere(
     verb: str, mode: str, taken: list[tuple[str, str]]

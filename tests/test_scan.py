@@ -204,6 +204,7 @@ def test_any_split_in_any_form_is_one_call(
     assert state.tokens == 37
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(form: str) -> None:
     q, k, v = (x[:1, :, :5].clone().requires_grad_() for x in inputs(2, 1))
@@ -245,6 +246,7 @@ def test_gradients_of_a_shared_decay_and_under_a_transform() -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("strongest", [-1e30, torch.finfo(torch.float32).min, -torch.inf])
 @pytest.mark.parametrize("width", [1, 8])
 def test_the_strongest_decay_is_finite_at_32k(strongest: float, width: int) -> None:
@@ -292,6 +294,7 @@ def most_bytes(tokens: int) -> int:
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
+@pytest.mark.slow
 def test_memory_grows_linearly() -> None:
     """One score of each pair of tokens would be 512 tensors like q at the greater length."""
     most_bytes(64)  # what is made once
@@ -334,6 +337,7 @@ def test_autocast_changes_nothing(
         assert_same_bits(got, want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_nothing_when_compiled(dtype: torch.dtype) -> None:
     q, k, v = inputs(dtype=dtype)

@@ -369,6 +369,7 @@ def unread(spec: RopeSpec, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return make(lengths)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64])
 @pytest.mark.parametrize(
     "name",
@@ -426,6 +427,7 @@ def test_rows_made_in_inference_mode_can_be_saved_by_autograd() -> None:
     assert not words.is_inference()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "make",
     [

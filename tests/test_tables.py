@@ -57,6 +57,7 @@ SHAPES = {
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", FORMS)

@@ -59,6 +59,7 @@ def types() -> dict[str, ModelType]:
     return {each.name: each for each in catalogue()}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ODD)
 def test_patched_models_are_equal_and_their_rotations_were_served(
     name: str, types: dict[str, ModelType]

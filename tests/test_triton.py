@@ -109,6 +109,7 @@ def check(made: Made) -> None:
         assert_as_definition(one, other, dtype, wide)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("first", range(0, len(CASES), GROUP))
 def test_every_pair_of_values(first: int) -> None:
     for case in CASES[first : first + GROUP]:
@@ -231,6 +232,7 @@ def test_rows_outside_a_table_become_nan() -> None:
 # --- bits -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
     """Alone or in a batch, decoded or prefilled, in any layout and place, with k or without."""
@@ -391,6 +393,7 @@ def test_codes_are_those_of_the_schema() -> None:
 # --- sums -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 @pytest.mark.parametrize("angles", AXES["angles"])
 def test_sums_by_angles(angles: str, dtype: torch.dtype) -> None:
@@ -464,6 +467,7 @@ def moduli_of(
     return by_position, by_frequency
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 @pytest.mark.parametrize("gate", [LOG, SLOPE])
 def test_sums_by_gates(gate: int, dtype: torch.dtype) -> None:
@@ -732,6 +736,7 @@ def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
             assert_near(one, other, "float32 ways")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "of each head"])
 def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room for the sums of all tiles, or heads are shared out, sums are the same."""

@@ -56,6 +56,7 @@ WHOLE = (
 )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", WHOLE)
 def test_accesses_are_of_16_bytes(name: str) -> None:
     facts = found()["compiled"][name]
