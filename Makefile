@@ -1,7 +1,8 @@
 # Every target does all of its own set-up, from a fresh clone on.
 #
 #   make demo     train a small model with the library, on real text, and show what it costs
-#   make test     the tests
+#   make test     the tests, but for those that take long and rarely fail alone
+#   make test-all all tests
 #   make check    formatting, lint, types, documentation
 #   make wheel    dist/tightrope-*.whl
 #   make oldest   the tests with the oldest torch that users may have (gigabytes of CUDA come with it)
@@ -9,7 +10,7 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.10 or later)
 #   WORKERS=4           how many processes the tests run in
-#   ARGS='-k half'      more arguments for pytest (make test) or for the demo (make demo)
+#   ARGS='-k half'      more arguments for pytest (make test, test-all) or the demo (make demo)
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -24,7 +25,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test oldest check wheel clean
+.PHONY: help demo test test-all oldest check wheel clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -35,15 +36,20 @@ demo: $(READY)
 # Each process computes on one core: two that share two cores with two threads each only wait for
 # one another. A test that is about threads sets their number itself. The blocks of the documents
 # run under `make check`.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	--ignore=tests/test_docs.py
+
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-		--ignore=tests/test_docs.py $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-all: $(READY)
+	$(PYTEST) $(ARGS)
 
 # Before a release, and after a change to what compilers trace: with PYTHON=python3.10 as well.
 oldest:
 	mkdir -p build
 	sed -e 's/^torch==.*/torch==2.10.0/' -e '/^triton==/d' constraints.txt > build/oldest.txt
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=build/oldest.txt
+	$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=build/oldest.txt
 
 check: $(READY)
 	$(BIN)/ruff format --check .
