@@ -58,8 +58,8 @@ TURN_SECONDS = {"cpu": 2e-4, "cuda": 2e-3}
 GRAPHED = 20
 
 
-def captured(call: Call) -> Call:
-    """A CUDA graph of `GRAPHED` calls, as one call. A first call must have compiled what it runs."""
+def captured(call: Call, count: int = GRAPHED) -> Call:
+    """A CUDA graph of so many calls, as one call. A first call must have compiled what it runs."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -67,7 +67,7 @@ def captured(call: Call) -> Call:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(GRAPHED):
+        for _ in range(count):
             call()
     return graph.replay
 
