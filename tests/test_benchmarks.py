@@ -5,7 +5,7 @@ import json
 import random
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,6 +218,70 @@ def test_medians_take_every_contender_equally_often() -> None:
     assert counts == {"a": 4, "b": 4}
     assert set(medians) == {"a", "b"}
     assert all(value > 0 for value in medians.values())
+
+
+class FakeEvent:
+    """Of a device that takes 3 ms for whatever lies between two events."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _: object) -> float:
+        return 3.0
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+def test_events_of_a_gpu_are_the_clock_there(cold: bool, monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(method, "flush", lambda device: calls.append(device))
+    monkeypatch.setattr(method, "TURN_SECONDS", {"cuda": 0.0305})
+    found = method.medians(
+        {"a": lambda: calls.append("a")},
+        cold=cold,
+        rounds=2,
+        rng=random.Random(0),
+        device="cuda",
+        each=4,
+    )
+    # A turn has one call, each after a flush; or ten, after a call to warm up. Each call stands for 4.
+    assert found == {"a": pytest.approx(3e-3 / (1 if cold else 10) / 4)}
+    assert calls == (["a"] + ["cuda", "a"] * 2 if cold else ["a"] * (2 + 2 * 11))
+
+
+def test_a_graph_has_many_calls_of_which_the_first_is_before_it(monkeypatch) -> None:
+    seen: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            seen.append("replay")
+
+    class Stream:
+        def wait_stream(self, _: object) -> None: ...
+
+    def entered(name: str):
+        @contextmanager
+        def manager(_: object):
+            seen.append(name)
+            yield
+            seen.append("end")
+
+        return manager
+
+    for name, fake in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "CUDAGraph": Graph,
+        "stream": entered("aside"),
+        "graph": entered("graph"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    method.captured(lambda: seen.append("call"), 3)()
+    assert seen == ["aside", "call", "end", "graph", "call", "call", "call", "end", "replay"]
 
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])

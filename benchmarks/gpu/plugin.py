@@ -144,7 +144,7 @@ class Units:
             self.unit["note"] += f"{report.when}: {report.longreprtext[-4000:]}"
         elif report.skipped and self.unit["outcome"] == "running":
             self.unit |= {"outcome": "skipped", "note": str(report.longrepr[-1])}
-        broken = self._broken()
+        broken = self._broken(report.when == "teardown")
         if broken:
             self.unit["outcome"] = "failed"
             self.unit["note"] += f"\nthe device is unusable: {broken}"
@@ -160,15 +160,16 @@ class Units:
             os._exit(3)
         return report
 
-    def _broken(self) -> str | None:
+    def _broken(self, last: bool) -> str | None:
         """Why nothing runs on the device any more. What it was still doing has ended then."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return None
         try:
             torch.cuda.synchronize()
-            gc.collect()
-            torch.cuda.empty_cache()  # other workers need it
+            if last:
+                gc.collect()
+                torch.cuda.empty_cache()  # other workers need it
         except RuntimeError as error:
             return str(error)
         return None

@@ -165,14 +165,19 @@ def check(
         WrongError: its result is wrong. Whatever `make` raises is raised here as well.
     """
     if q.device.type != "cpu":
-        # Memory that comes back from the allocator may hold the right result of another contender.
-        _ = [torch.full_like(x, float("nan")) for x in (q, k, q, k)]
+        _poison(q, k)
     made = contender.make(case, q, k, ids)
     ours = contender.name == "tightrope" and not case.neighbours
     reason = gate(case, made, right, OWN_GATE if ours else GATE)
     if reason is not None:
         raise WrongError(reason)
     return made
+
+
+def _poison(*xs: torch.Tensor) -> None:
+    """Fill memory that the allocator hands out next, which may hold the right results of another."""
+    for spoilt in [torch.empty_like(x) for _ in range(2) for x in xs]:
+        spoilt.fill_(float("nan"))
 
 
 def measure(
