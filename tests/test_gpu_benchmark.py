@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu import __main__ as command, cases, contenders, peers, report
+from benchmarks.gpu import __main__ as command, cases, contenders, peers, report, test_cases
 from benchmarks.gpu.plugin import Options, read_units
 
 from tightrope.workbench.bench import Made, measure
@@ -255,6 +255,20 @@ def named(name: str) -> Any:
     return next(one for one in contenders.KERNELS if one.name == name)
 
 
+def test_who_was_lost_is_not_timed() -> None:
+    decode, other = small("decode 32"), small("decode 1")
+    units = [
+        unit("right", decode, outcome="passed", contender="eager"),
+        unit("right", decode, outcome="no time", contender="xopes"),
+        unit("right", decode, outcome="skipped", contender="FLA", note="wrong\nmore"),
+        unit("right", decode, outcome="crashed", contender="Liger", note="Fatal Python error"),
+        unit("right", other, outcome="crashed", contender="transformers"),
+        unit("right", decode, outcome="crashed", contender="tightrope"),
+        unit("time", decode, outcome="crashed"),
+    ]
+    assert test_cases.lost(decode, units) == {"FLA": "wrong", "Liger": "Fatal Python error"}
+
+
 @pytest.mark.parametrize(
     "name, at",
     [
@@ -342,7 +356,8 @@ def test_the_numbers_of_a_report() -> None:
         timed("time[b]", decode, 2e-5, compiled_eager=[1.2], Liger=[0.5]),
         unit("right", decode, outcome="crashed", contender="Liger", note="Fatal Python error"),
     ]  # fmt: skip
-    data = {"dry": False, "date": "2026-01-01", "commit": "abc", "seconds": 5.0, "units": units}
+    data = {"dry": False, "date": "2026-01-01", "commit": "abc", "seconds": 5.0, "pytest": [0, 3]}
+    data["units"] = units
     text = report.written(data)
     for line in (
         "| bandwidth of 12 x 32768, 12 heads | ≥ 92% of a copy's | 95.24–100.00 %: held |",
@@ -362,6 +377,7 @@ def test_the_numbers_of_a_report() -> None:
     ):
         assert line in text.splitlines(), line
     assert "Fatal" not in text  # somebody else's
+    assert text.endswith("pytest ended with 3")
     timed_out = unit("share_of_the_copy", prefill, outcome="no time")
     text = report.written({**data, "units": [timed_out]})
     assert "| bandwidth of prefill 32k | ≥ 92% of a copy's | not measured: no time |" in text

@@ -16,6 +16,9 @@ from .contenders import CONTENDERS, FLOORS, OURS, RIVALS
 SHARE, HOST = 0.92, 25.0
 HOST_CALLS = ("rotate_qk_, prepared", "rotate_qk, prepared")
 
+#: The exit codes of pytest that tell no more than the units do: all passed, some failed, none chosen.
+USUAL_EXITS = (0, 1, 5)
+
 _FAILED = ("failed", "crashed", "hung")
 
 Units = list[dict[str, Any]]
@@ -157,4 +160,5 @@ def written(data: Mapping[str, Any]) -> str:
     if wrong := failures(units):
         lines += ["", "Failures:", ""]
         lines += [f"- {unit['unit']}: {_said(unit)}" for unit in wrong]
+    lines += [f"\npytest ended with {code}" for code in data["pytest"] if code not in USUAL_EXITS]
     return "\n".join(lines)

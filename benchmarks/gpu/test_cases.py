@@ -75,14 +75,21 @@ def _unless_other(contender: Contender, work: Any) -> None:
         pytest.skip(f"{type(error).__name__}: {error}"[:1000])
 
 
+def lost(case: Case, units: list[dict[str, Any]]) -> dict[str, str]:
+    """Those that were not right in a case, or ended their process or the device, and why."""
+    return {
+        unit["contender"]: unit["note"].splitlines()[0][:300] if unit["note"] else unit["outcome"]
+        for unit in units
+        if unit.get("case") == case.name
+        and unit.get("contender", OURS.name) != OURS.name
+        and unit["outcome"] not in ("passed", "no time")
+    }
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_time(case: Case, record: dict[str, Any]) -> None:
-    """All contenders of a case, those aside that ended their process."""
-    lost = [
-        str(unit.get("contender"))
-        for unit in read_units(Path(OPTIONS.results))
-        if unit["outcome"] in ("crashed", "hung") and unit.get("case") == case.name
-    ]
-    there = [one for one in CONTENDERS if one.name not in lost]
+    """All contenders of a case that were right, or that there was no time to check."""
+    without = lost(case, read_units(Path(OPTIONS.results)))
+    there = [one for one in CONTENDERS if one.name not in without]
     record |= measure(sized(case), there, **_OFTEN, wanted=re.compile(""))
-    record["absent"] |= dict.fromkeys(lost, "it ended its process")
+    record["absent"] |= without
