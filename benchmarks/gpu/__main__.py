@@ -2,7 +2,7 @@
 
 It runs pytest over the files of this folder, in three phases:
 
-    budgets   what DESIGN 12 asks for, beside a copy: alone on the device
+    budgets   the speed budgets, most of them beside a copy: alone on the device
     checks    every case at small sizes; every contender of every case, compiled and compared; the
               tests of the Triton backend (tests/test_triton*.py): in parallel workers
     times     everybody who was right, in turns; then other shapes of blocks: alone on the device

@@ -12,7 +12,7 @@ from ..report import span
 from .cases import CASES, SHARES
 from .contenders import CONTENDERS, FLOORS, OURS, RIVALS
 
-#: DESIGN 12: the least share of a copy's bandwidth, and the microseconds of the host.
+#: The budgets: the least share of a copy's bandwidth, and the microseconds of the host.
 SHARE, HOST = 0.92, 25.0
 HOST_CALLS = ("rotate_qk_, prepared", "rotate_qk, prepared")
 

@@ -1,4 +1,4 @@
-"""What DESIGN 12 asks of a GPU, as far as it is not about other contenders."""
+"""The speed budgets of a GPU, as far as they are not about other contenders."""
 
 from __future__ import annotations
 

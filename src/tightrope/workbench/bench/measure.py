@@ -19,8 +19,9 @@ from .case import Case
 from .contender import Contender, Made, between, cotangents, spec_of
 
 #: How far an element may be off, as a share of the largest channel of its head. Others hold their
-#: tables in the dtype of x and round several times; some compute their angles in float32.
-GATE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-5, "float16": 2.0**-8}
+#: tables in the dtype of x and round several times: eager bfloat16 is off by up to 2^-5 after a
+#: softmax and its backward. Some compute their angles in float32.
+GATE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-4, "float16": 2.0**-7}
 
 #: The same for this library, which rounds once.
 OWN_GATE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}
