@@ -4,6 +4,8 @@ import importlib.util
 import json
 import random
 import re
+import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from matrix import needs_kernel
 from tightrope.backends import cpu
 from tightrope.cli.app import app
 from tightrope.workbench.bench import CONTENDERS, SUITES, Case, Made, measure, method, runtimes
-from tightrope.workbench.bench.measure import expected, gate, inputs
+from tightrope.workbench.bench.measure import Right, WrongError, check, expected, gate, inputs
 
 SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
 VARIANTS = {
@@ -33,6 +35,7 @@ VARIANTS = {
     "M-RoPE": Case("M-RoPE", **SMALL, positions="M-RoPE"),
     "out of place": Case("out of place", **SMALL, work="out of place"),
     "training": Case("training", **SMALL, work="training"),
+    "backward": Case("backward", **SMALL, work="backward"),
     "relu": Case("relu", **SMALL, act="relu", dtype="bfloat16"),
     "silu": Case("silu", **SMALL, act="silu", rows=2),
     "gelu": Case("gelu", **SMALL, act="gelu", work="training"),
@@ -47,7 +50,7 @@ VARIANTS = {
 @pytest.mark.parametrize("case", VARIANTS.values(), ids=VARIANTS)
 def test_every_contender_passes_the_gate(case: Case) -> None:
     q, k, ids = inputs(case)
-    right = expected(case, q, k, ids)
+    right = Right(case, q, k, ids)
     ran = []
     for contender in CONTENDERS:
         if contender.why_not(case) is None and "compiled" not in contender.name:
@@ -55,7 +58,7 @@ def test_every_contender_passes_the_gate(case: Case) -> None:
             assert gate(case, made, right) is None, contender.name
             made.call()
             ran.append(contender.name)
-    assert {"tightrope", "eager"} <= set(ran)
+    assert {"tightrope", "eager"} - {"eager" if case.work == "backward" else ""} <= set(ran)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_every_contender_passes_the_gate(case: Case) -> None:
 def test_the_gate_sees_a_missing_factor(name: str) -> None:
     case = VARIANTS[name]
     q, k, ids = inputs(case)
-    right = expected(case, q, k, ids)
+    right = Right(case, q, k, ids)
     for lacking in {replace(case, act=None), replace(case, gate=None)} - {case}:
         assert gate(case, Made(lambda: None, expected(lacking, q, k, ids)), right) is not None
 
@@ -101,7 +104,7 @@ def test_numbers_are_made_new_before_each_turn(cold: bool) -> None:
 def test_the_gate_refuses_wrong_results() -> None:
     case = VARIANTS["plain"]
     q, k, ids = inputs(case)
-    right = expected(case, q, k, ids)
+    right = Right(case, q, k, ids)
     wrong = {
         "unrotated": (q, k),
         "pairing": expected(VARIANTS["interleaved"], q, k, ids),
@@ -111,6 +114,42 @@ def test_the_gate_refuses_wrong_results() -> None:
         reason = gate(case, Made(lambda: None, result), right)
         assert reason is not None, name
         assert "off by" in reason
+
+
+@pytest.mark.parametrize("planted", [1.0, float("nan")])
+def test_the_gate_sees_single_elements_and_says_where_they_are(planted: float, monkeypatch) -> None:
+    case = replace(VARIANTS["training"], rows=2)
+    q, k, ids = inputs(case)
+    monkeypatch.setattr(sys.modules[Right.__module__], "AT_A_TIME", 200)  # a token or two at a time
+    right = Right(case, q, k, ids)
+    assert len(list(right)) > 3
+    made = CONTENDERS[0].make(case, q, k, ids)
+    assert gate(case, made, right) is None
+    for which, name in enumerate(("q", "k", "the gradient of q", "the gradient of k")):
+        result = [x.clone() for x in made.result]
+        result[which][1, 0, 7, 5] += planted
+        result[which][1, 1, 8, 0] += planted
+        reason = str(gate(case, Made(lambda: None, tuple(result)), right))
+        assert ": 2 of 3,456 elements are wrong" in reason
+        assert f"the first, {name}[1, 0, 7, 5] is " in reason
+    for result in (made.result[:2], tuple(x[:, :, :-1] for x in made.result)):
+        assert "shapes" in str(gate(case, Made(lambda: None, result), right))
+    longer = tuple(torch.cat((x, x), 2) for x in made.result)
+    assert "shapes" in str(gate(case, Made(lambda: None, longer), right))
+
+
+def test_this_library_is_held_to_more_than_others() -> None:
+    case = VARIANTS["plain"]
+    ours = CONTENDERS[0]
+
+    def make(*given) -> Made:
+        made = ours.make(*given)
+        return Made(made.call, tuple(x * (1 + 1e-4) for x in made.result))
+
+    for name, outcome in (("tightrope", pytest.raises(WrongError)), ("other", nullcontext())):
+        with outcome:
+            given = inputs(case)
+            check(replace(ours, name=name, make=make), case, *given, Right(case, *given))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +216,70 @@ def test_medians_take_every_contender_equally_often() -> None:
     assert counts == {"a": 4, "b": 4}
     assert set(medians) == {"a", "b"}
     assert all(value > 0 for value in medians.values())
+
+
+class FakeEvent:
+    """Of a device that takes 3 ms for whatever lies between two events."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _: object) -> float:
+        return 3.0
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+def test_events_of_a_gpu_are_the_clock_there(cold: bool, monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(method, "flush", lambda device: calls.append(device))
+    monkeypatch.setattr(method, "TURN_SECONDS", {"cuda": 0.0305})
+    found = method.medians(
+        {"a": lambda: calls.append("a")},
+        cold=cold,
+        rounds=2,
+        rng=random.Random(0),
+        device="cuda",
+        each=4,
+    )
+    # A turn has one call, each after a flush; or ten, after a call to warm up. Each call stands for 4.
+    assert found == {"a": pytest.approx(3e-3 / (1 if cold else 10) / 4)}
+    assert calls == (["a"] + ["cuda", "a"] * 2 if cold else ["a"] * (2 + 2 * 11))
+
+
+def test_a_graph_has_many_calls_of_which_the_first_is_before_it(monkeypatch) -> None:
+    seen: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            seen.append("replay")
+
+    class Stream:
+        def wait_stream(self, _: object) -> None: ...
+
+    def entered(name: str):
+        @contextmanager
+        def manager(_: object):
+            seen.append(name)
+            yield
+            seen.append("end")
+
+        return manager
+
+    for name, fake in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "CUDAGraph": Graph,
+        "stream": entered("aside"),
+        "graph": entered("graph"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    method.captured(lambda: seen.append("call"), 3)()
+    assert seen == ["aside", "call", "end", "graph", "call", "call", "call", "end", "replay"]
 
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])

@@ -1,12 +1,14 @@
-"""The benchmark of GPUs without one: what is lost and what is kept when something fails."""
+"""The benchmark of GPUs, without one: what it finds, what it survives and what it reports."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,303 +16,387 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu import (
-    record as recording,
-    supervise,
-)
-from benchmarks.gpu.record import Record
-from benchmarks.gpu.voice import Voice, shortened
+from benchmarks.gpu import __main__ as command, cases, contenders, peers, report, test_cases
+from benchmarks.gpu.plugin import Options, read_units
+
+from tightrope.workbench.bench import Made, measure
+from tightrope.workbench.bench.measure import Right, WrongError, check, inputs
+from triton_cases import kernels_in_place, needs_triton
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# --- units that fail ------------------------------------------------------------------------------
 
-# A worker without torch: units a to d, of which a fault may take any.
-WORKER = """
-import json, os, sys, time
-from pathlib import Path
-from benchmarks.gpu.voice import AbsentError, Voice
-options = json.loads(Path(sys.argv[1]).read_text())
-voice = Voice(Path(options["lines"]), options["skip"], options["lost"],
-              time.monotonic() + options["seconds"], lambda: "GPU_BENCHMARK_BROKEN" in os.environ,
-              options["faults"])
-print("noise", '{"end": "a"}', flush=True)
-def absent():
-    raise AbsentError("not here")
-voice.plan("abcd")
-for name in "abcd":
-    voice.unit(name, options["limit"], absent if name == "c" else lambda: {"value": name})
-voice.finish()
-time.sleep(options.get("lingers", 0))
+UNITS = """
+import os, sys, time
+from types import SimpleNamespace
+import pytest
+
+def broken():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+@pytest.mark.parametrize("contender", [SimpleNamespace(name=n) for n in ("tightrope", "Liger")])
+def test_aborts(contender, record):
+    record["before"] = 1
+    os.abort()
+
+def test_right(record):
+    record["value"] = 5
+
+def test_wrong():
+    assert 1 == 2, "planted"
+
+def test_hangs():
+    while True:
+        time.sleep(0.01)
+
+def test_spoils_the_device():
+    cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=broken)
+    sys.modules["torch"] = SimpleNamespace(cuda=cuda)
+
+def test_absent():
+    pytest.skip("not here")
+
+def test_last(record):
+    record["torch"] = "torch" in sys.modules
 """
 
 
+def run(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    """The units of a file of tests, as the command runs them, by their names."""
+    path = folder / "test_units.py"
+    path.write_text(UNITS)
+    phase = command.Phase((str(path),), alone=True, share=1.0)
+    given = Options(str(folder), **{"deadline": time.time() + 60, **options})
+    command.run(phase, given, 1, lambda: None)
+    return {unit["unit"].partition("::test_")[2]: unit for unit in read_units(folder)}
+
+
+def test_a_failure_costs_its_unit(tmp_path: Path) -> None:
+    """A crash, a hang, a wrong result and a device that is lost: all others have their results."""
+    found = run(tmp_path, limit=1.5)
+    outcomes = {name: unit["outcome"] for name, unit in found.items()}
+    assert outcomes == {
+        "aborts[contender0]": "crashed",
+        "aborts[contender1]": "crashed",
+        "right": "passed",
+        "wrong": "failed",
+        "hangs": "hung",
+        "spoils_the_device": "failed",
+        "absent": "skipped",
+        "last": "passed",
+    }
+    assert found["right"]["result"] == {"value": 5}
+    # Whoever lost the device was replaced.
+    assert found["last"]["result"] == {"torch": False}
+    for name, text in {
+        "aborts[contender0]": "test_aborts",
+        "wrong": "planted",
+        "hangs": "test_hangs",
+        "spoils_the_device": "the device is unusable: CUDA error",
+        "absent": "not here",
+    }.items():
+        assert text in found[name]["note"], name
+    failed = [
+        unit["unit"].partition("::test_")[2] for unit in report.failures(read_units(tmp_path))
+    ]
+    assert failed == ["aborts[contender0]", "wrong", "hangs", "spoils_the_device"]
+
+
+def test_after_the_deadline_nothing_starts(tmp_path: Path) -> None:
+    found = run(tmp_path, deadline=time.time() - 1, only="right|last")
+    assert {name: unit["outcome"] for name, unit in found.items()} == {
+        "right": "no time",
+        "last": "no time",
+    }
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A dry run of a few units, from the command line to the tables."""
+    phases = command.phases()
+    assert [phase.alone for phase in phases] == [True, False, True]
+    assert "tests/test_triton_device.py" in phases[1].tests
+    for path in (path.partition("::")[0] for phase in phases for path in phase.tests):
+        assert (ROOT / path).is_file(), path
+    few = command.Phase((phases[0].tests[0], f"{command.HERE}/test_cases.py"), True, 1.0)
+    monkeypatch.setattr(command, "phases", lambda: (few,))
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    out = tmp_path / "deep" / "out.json"
+    chosen = "machine|compilations|share.*prefill 32k.$|(right|time).decode 1(,|])"
+    arguments = ["--dry-run", "--out", str(out), "--only", chosen, "--against", "^eager$"]
+    assert command.main(arguments) == 0
+    data = json.loads(out.read_text())
+    assert {unit["outcome"] for unit in data["units"]} == {"passed"}
+    assert len(data["units"]) == 3 + 2 * 2
+    assert data["dry"]
+    printed = capsys.readouterr().out
+    assert "A dry run: times mean nothing." in printed
+    assert re.search(r"^\| decode 1, graph \(cut\) \| [\d.e+]+ \| 0 \|", printed, re.MULTILINE)
+    assert command.main(["--report", str(out)]) == 0
+    assert capsys.readouterr().out.strip() in printed
+    monkeypatch.setattr(command, "_has_gpu", lambda: False)
+    assert command.main(["--out", str(tmp_path / "none.json")]) == command.NO_GPU
+    with pytest.raises(SystemExit):
+        command.main(["--only", "("])
+
+
+@pytest.mark.slow
+@needs_triton
+def test_everything_dry(tmp_path: Path) -> None:
+    """Every unit of every phase; compilers are for the CPU here, and left out."""
+    out = tmp_path / "out.json"
+    options = ["--dry-run", "--minutes", "30", "--jobs", "2", "--out", str(out)]
+    call = [sys.executable, "-m", "benchmarks.gpu", *options]
+    assert subprocess.run(call, cwd=ROOT, check=False).returncode == 0
+    units = json.loads(out.read_text())["units"]
+    assert {unit["outcome"] for unit in units} <= {"passed", "skipped"}
+    assert len(units) > 300
+
+
+# --- cases and contenders -------------------------------------------------------------------------
+
+
+def test_cases_are_those_of_the_budgets() -> None:
+    every = (*cases.SHARES, *cases.CASES)
+    assert {(c.rows, c.tokens, c.q_heads, c.k_heads, c.head_dim) for c in cases.SHARES} == {
+        (12, 32768, 12, 12, 128),
+        (1, 32768, 32, 8, 128),
+    }
+    assert [c.work for c in cases.SHARES] == ["out of place"] * 2 + ["backward"] * 2
+    assert {c.dtype for c in cases.SHARES} == {"bfloat16"}
+    assert {c.device for c in every} == {"cuda"}
+    for group in (cases.SHARES, cases.CASES):
+        assert len({case.name for case in group}) == len(group)
+    assert set(report.RIVALS) <= {one.name for one in contenders.CONTENDERS}
+    whole = cases.CASES[0]
+    assert cases.fitted(whole, 10**10) is whole
+    assert [cases.fitted(whole, room).rows for room in (1_300_000_000, 10**9)] == [6, 3]
+    assert cases.fitted(whole, 10**8).tokens == 8192
+
+
+LOOSE = {
+    # Python in place of kernels, called as the libraries' own functions are.
+    "Liger-Kernel/src/liger_kernel/ops/rope.py": """
+import torch
+
+class LigerRopeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return turned(q, cos[:, None], sin[:, None]), turned(k, cos[:, None], sin[:, None])
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        cos, sin = (x[:, None] for x in ctx.saved_tensors)
+        return turned(dq, cos, -sin), turned(dk, cos, -sin), None, None
+
+def turned(x, cos, sin):
+    u, v = x.detach().clone().chunk(2, -1)
+    return x.detach().copy_(torch.cat((u, v), -1) * cos + torch.cat((-v, u), -1) * sin)
+""",
+    "flash-attention/flash_attn/layers/rotary.py": """
+import torch
+
+def apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets=0, cu_seqlens=None, max_seqlen=0):
+    at = torch.arange(x.shape[-3])
+    if cu_seqlens is not None:
+        assert x.dim() == 3 and max_seqlen <= len(cos)
+        at = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])
+    elif not isinstance(seqlen_offsets, int):
+        at = at + seqlen_offsets[:, None]
+    cos, sin = (table[at][..., None, :] for table in (cos, sin))
+    u, v = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    y = u * cos - v * sin, u * sin + v * cos
+    y = torch.stack(y, -1).flatten(-2) if interleaved else torch.cat(y, -1)
+    return x.copy_(y) if inplace else y
+""",
+    "xopes/xopes/ops/lrpe/rotate/_1d/lrpe_rotate_1d_sp_triton.py": """
+import torch
+from xopes.utils import contiguous
+
+def lrpe_rotate_1d_sp_triton(x, theta, offset, act, dim):
+    angle = torch.arange(x.shape[1])[:, None, None] * theta
+    u, v = x.chunk(2, -1)
+    return torch.cat((u * angle.cos() - v * angle.sin(), u * angle.sin() + v * angle.cos()), -1)
+""",
+    "xopes/xopes/utils/utils.py": "contiguous = generate_configs = next_power_of_two = None",
+    "xopes/xopes/__init__.py": "raise RuntimeError('the whole package')",
+}  # fmt: skip
+
+
 @pytest.fixture
-def small_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
-    """Workers are those of WORKER; the record that they fill."""
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    popen: Any = subprocess.Popen
+def loose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of peers."""
+    monkeypatch.setenv(peers.VARIABLE, str(tmp_path))
+    names = ("liger_kernel", "flash_attn", "xopes", "fla")
 
-    class Started(popen):
-        def __init__(self, arguments: list[str], **named: Any) -> None:
-            super().__init__([sys.executable, str(script), arguments[-1]], **named)
+    def forget() -> None:
+        for module in [m for m in sys.modules if m.split(".")[0] in names]:
+            del sys.modules[module]
 
-    monkeypatch.setattr(subprocess, "Popen", Started)
-    monkeypatch.setattr(supervise, "GRACE", 0.4)
-    return Record(tmp_path / "out.json", {})
-
-
-def job(seconds: float = 60.0, limit: float = 30.0, **options: Any) -> supervise.Job:
-    return supervise.Job(
-        "stage",
-        {"limit": limit, "faults": {}, **options},
-        seconds,
-        {"PYTHONPATH": str(ROOT)},
-    )
+    forget()
+    for name, text in LOOSE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    yield tmp_path
+    forget()
 
 
-def units_of(record: Record) -> dict[str, Any]:
-    assert record.path is not None
-    found = json.loads(record.path.read_text())["stages"]["stage"]
-    return found["units"]
+def small(name: str) -> Any:
+    (case,) = (case for case in cases.CASES if case.name == name)
+    return replace(cases.small(case, 9), device="cpu", dtype="float32", threads=1)
 
 
-GOOD = {"a": {"value": "a"}, "b": {"value": "b"}, "d": {"value": "d"}}
+def named(name: str) -> Any:
+    return next(one for one in contenders.KERNELS if one.name == name)
 
 
-def test_units_are_taken_down_as_they_end(small_worker: Record) -> None:
-    supervise.run(job(), small_worker)
-    found = units_of(small_worker)
-    assert {name: unit.get("result") for name, unit in found.items()} == {**GOOD, "c": None}
-    assert found["c"] == {"absent": "not here", "missing": False}
-    assert small_worker.data["stages"]["stage"]["troubles"] == []
+def test_who_was_lost_is_not_timed() -> None:
+    decode, other = small("decode 32"), small("decode 1")
+    units = [
+        unit("right", decode, outcome="passed", contender="eager"),
+        unit("right", decode, outcome="no time", contender="xopes"),
+        unit("right", decode, outcome="skipped", contender="FLA", note="wrong\nmore"),
+        unit("right", decode, outcome="crashed", contender="Liger", note="Fatal Python error"),
+        unit("right", other, outcome="crashed", contender="transformers"),
+        unit("right", decode, outcome="crashed", contender="tightrope"),
+        unit("time", decode, outcome="crashed"),
+    ]
+    assert test_cases.lost(decode, units) == {"FLA": "wrong", "Liger": "Fatal Python error"}
 
 
 @pytest.mark.parametrize(
-    "fault, kind, text",
+    "name, at",
     [
-        ("raise", "raised", "PlantedError: planted"),
-        ("memory", "raised", "RuntimeError: CUDA out of memory"),
-        ("quit", "raised", "SystemExit"),
-        ("poison", "raised", "illegal memory access"),
-        ("exit", "died", "its process ended with 3"),
-        ("crash", "died", "its process ended with -11"),
-        ("garbage", "died", "its process ended with -9"),
+        ("Liger", "prefill 32k, training"),
+        ("Liger", "decode 32"),
+        ("flash-attention", "prefill 2k"),
+        ("flash-attention", "prefill 2k, in place"),
+        ("flash-attention", "prefill 32k, interleaved"),
+        ("flash-attention", "packed 32k"),
+        ("flash-attention", "decode 32"),
+        ("xopes", "prefill 32k"),
     ],
 )
-def test_a_fault_costs_its_unit(small_worker: Record, fault: str, kind: str, text: str) -> None:
-    supervise.run(job(faults={"b": fault}), small_worker)
-    found = units_of(small_worker)
-    assert found["b"]["kind"] == kind
-    assert text in found["b"]["failed"]
-    if kind == "raised":
-        assert 'File "' in found["b"]["failed"]
-    assert {n: found[n]["result"] for n in "ad"} == {n: GOOD[n] for n in "ad"}
-    troubles = small_worker.data["stages"]["stage"]["troubles"]
-    assert len(troubles) == 2 * (fault == "garbage")
-    assert all("a line that is none" in text for text in troubles)
+def test_peers_are_called_as_they_want_to_be(name: str, at: str, loose: Path) -> None:
+    case = small(at)
+    assert named(name).why_not(case) is None
+    given = inputs(case)
+    check(named(name), case, *given, Right(case, *given)).call()
 
 
-def test_a_hang_costs_its_unit_and_says_where(small_worker: Record) -> None:
-    supervise.run(job(limit=0.3, faults={"b": "hang"}), small_worker)
-    found = units_of(small_worker)
-    assert found["b"]["kind"] == "late"
-    assert "in _hang" in found["b"]["failed"]
-    assert {n: found[n]["result"] for n in "ad"} == {n: GOOD[n] for n in "ad"}
+def test_a_peer_that_is_wrong_or_missing_is_not_timed(loose: Path) -> None:
+    path = loose / "flash-attention" / "flash_attn" / "layers" / "rotary.py"
+    path.write_text(LOOSE["flash-attention/flash_attn/layers/rotary.py"].replace("+ v", "- v"))
+    (loose / "Liger-Kernel/src/liger_kernel/ops/rope.py").unlink()
+    case = small("prefill 2k")
+    given = inputs(case)
+    with pytest.raises(WrongError, match=r"elements are wrong, and the first, q\[0, 0, 0, 8\]"):
+        check(named("flash-attention"), case, *given, Right(case, *given))
+    reason = named("Liger").why_not(small("decode 32"))
+    assert reason == "liger_kernel is neither installed nor among the files of peers"
+    assert "it tunes itself" in str(named("FLA").why_not(case))
+    with pytest.raises(ImportError):
+        peers.function("FLA")
 
 
-def test_who_stops_the_watchdog_too_is_killed(small_worker: Record, tmp_path: Path) -> None:
-    """A process that is stopped altogether, as by a driver that does not return."""
-    script = tmp_path / "worker.py"
-    stopped = "os.kill(os.getpid(), 19) if name == 'b' else None"
-    script.write_text(
-        WORKER.replace('lambda: {"value": name}', f'lambda: [{{"value": name}}, {stopped}][0]')
-    )
-    supervise.run(job(limit=0.2), small_worker)
-    found = units_of(small_worker)
-    assert found["b"]["kind"] == "late"
-    assert {n: found[n]["result"] for n in "ad"} == {n: GOOD[n] for n in "ad"}
+@needs_triton
+def test_a_wrong_element_is_found_and_its_contender_not_timed() -> None:
+    """One of 1,536, where the kernels are the Triton backend's."""
+    case = small("prefill 32k, in place")
+    calls = []
+
+    def wrong(*given: Any) -> Made:
+        made = contenders.OURS.make(*given)
+        made.result[1][0, 0, 3, 5] += 0.5
+        return Made(lambda: calls.append(None), made.result)
+
+    planted = replace(contenders.OURS, name="planted", make=wrong)
+    with kernels_in_place():
+        found = measure(
+            case, (contenders.OURS, planted), runs=1, rounds=2, wanted=re.compile("planted")
+        )
+    assert set(found["seconds"]) == {"tightrope"}
+    assert ": 1 of 432 elements are wrong" in found["absent"]["planted"]
+    assert "the first, k[0, 0, 3, 5] is" in found["absent"]["planted"]
+    assert calls == []
 
 
-def test_a_worker_that_cannot_start_is_given_up(small_worker: Record, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text("import nothing_of_that_name")
-    supervise.run(job(), small_worker)
-    troubles = small_worker.data["stages"]["stage"]["troubles"]
-    assert "nothing_of_that_name" in troubles[0]
-    assert troubles[-1] == "given up: 2 processes did nothing"
+# --- the report -----------------------------------------------------------------------------------
 
 
-def test_no_time_is_said(small_worker: Record) -> None:
-    start = time.monotonic()
-    supervise.run(job(seconds=0.5, faults={"b": "hang"}), small_worker)
-    assert time.monotonic() - start < 20
-    found = units_of(small_worker)
-    assert found["a"]["result"] == GOOD["a"]
-    assert found["b"] == {"not run": "cut off when the time was over"}
-    assert found["c"] == found["d"] == {"not run": "no time was left"}
-    supervise.run(job(seconds=0.0), small_worker)
-    assert small_worker.data["stages"]["stage"]["troubles"][-1] == "no time was left"
+def unit(test: str, case: Any = None, result: Any = None, **more: Any) -> dict[str, Any]:
+    name = f"benchmarks/gpu/test_x.py::test_{test}"
+    found = {"unit": name, "outcome": "passed", "note": "", "result": result or {}, **more}
+    return found if case is None else {**found, "case": case.name}
 
 
-def test_all_may_be_stopped(small_worker: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervise.stop.set()
-    try:
-        supervise.run(job(), small_worker)
-    finally:
-        supervise.stop.clear()
-    assert small_worker.data["stages"]["stage"]["troubles"] == ["it was stopped"]
+def timed(test: str, case: Any, ours: float, **others: list[float]) -> dict[str, Any]:
+    """A unit with our time in seconds, and the ratios to others."""
+    others = {name.replace("_", " "): ratios for name, ratios in others.items()}
+    seconds = {"tightrope": [ours], **{name: [1.0] for name in others}}
+    return unit(test, case, {"case": asdict(case), "seconds": seconds, "ratios": others})
 
 
-def test_who_has_finished_is_not_waited_for(small_worker: Record) -> None:
-    start = time.monotonic()
-    supervise.run(job(lingers=300), small_worker)
-    assert time.monotonic() - start < 60
-    assert set(units_of(small_worker)) == set("abcd")
+def test_the_numbers_of_a_report() -> None:
+    long, prefill, back, _ = cases.SHARES
+    decode = next(case for case in cases.CASES if case.name == "decode 32")
+    error = "E   AssertionError: off by 5\nmore"
+    units = [
+        timed("share_of_the_copy", long, 1.0, clone=[1.0, 1.05]),
+        timed("share_of_the_copy", replace(prefill, tokens=16384), 1.0, clone=[1.0]),
+        timed("share_of_the_copy", back, 1.0, clone=[1.2, 1.25]),
+        unit("host_time", None, {"rotate_qk_, prepared": 24.4, "rotate_qk, prepared": 25.6}),
+        unit("compilations", None, {"after one call": 2, "after all": 3}, outcome="failed", note=error),
+        timed("time[a]", cases.CASES[0], 0.001, clone=[1.0], compiled_eager=[0.5, 0.6], Liger=[0.9, 1.1]),
+        timed("time[b]", decode, 2e-5, compiled_eager=[1.2], Liger=[0.5]),
+        unit("right", decode, outcome="crashed", contender="Liger", note="Fatal Python error"),
+    ]  # fmt: skip
+    data = {"dry": False, "date": "2026-01-01", "commit": "abc", "seconds": 5.0, "pytest": [0, 3]}
+    data["units"] = units
+    text = report.written(data)
+    for line in (
+        "| bandwidth of 12 x 32768, 12 heads | ≥ 92% of a copy's | 95.24–100.00 %: held |",
+        "| bandwidth of prefill 32k | ≥ 92% of a copy's | 100.00 %: open: a smaller case |",
+        "| bandwidth of 12 x 32768, 12 heads, backward | ≥ 92% of a copy's | 80.00–83.33 %: NOT HELD |",
+        "| bandwidth of prefill 32k, backward | ≥ 92% of a copy's | not measured: not asked for |",
+        "| host time of rotate_qk_, prepared | ≤ 25 µs | 24.4 µs: held |",
+        "| host time of rotate_qk, prepared | ≤ 25 µs | 25.6 µs: NOT HELD |",
+        "| kernels compiled, over lengths and offsets | none after the first call | 2, then 3: NOT HELD |",
+        "| time, beside compiled eager | ≤ 1 in each of 2 cases | NOT HELD in decode 32 (1.20) |",
+        "| time, beside Liger | ≤ 1 in each of 2 cases | held; open in 12 x 32768, 12 heads (0.90–1.10) |",
+        "| time, beside xopes | ≤ 1 in each of 0 cases | not measured |",
+        "| case | µs | GB/s | / `clone` | / `compiled eager` | / `Liger` |",
+        "| 12 x 32768, 12 heads | 1000 | 4832 | 1.00 | 0.50–0.60 | 0.90–1.10 |",
+        "6 passed, 1 failed, 1 crashed, in 5 s",
+        "- benchmarks/gpu/test_x.py::test_compilations: failed: AssertionError: off by 5",
+    ):
+        assert line in text.splitlines(), line
+    assert "Fatal" not in text  # somebody else's
+    assert text.endswith("pytest ended with 3")
+    timed_out = unit("share_of_the_copy", prefill, outcome="no time")
+    text = report.written({**data, "units": [timed_out]})
+    assert "| bandwidth of prefill 32k | ≥ 92% of a copy's | not measured: no time |" in text
 
 
-def test_units_that_others_need_are_done_again(tmp_path: Path) -> None:
-    voice = Voice(tmp_path / "lines", skip={"a", "b"}, lost={"b"})
-    assert voice.unit("a", 9, lambda: 1) is None
-    assert voice.unit("a", 9, lambda: 1, again=True) == 1
-    assert voice.unit("b", 9, lambda: 1, again=True) is None
-    voice.finish()
-    late = Voice(tmp_path / "late", ends=0.0)
-    assert late.unit("a", 9, lambda: 1) is None
-    late.close()
-    line = json.loads((tmp_path / "late").read_text())
-    assert line == {"end": "a", "not run": "no time was left"}
-
-
-def test_long_texts_keep_both_ends() -> None:
-    text = shortened("a" * 5000 + "b" * 5000)
-    assert len(text) < 6100
-    assert text[0] == "a"
-    assert text[-1] == "b"
-
-
-def test_a_process_that_cannot_be_ended_is_left(
-    small_worker: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that waits for a driver which never answers outlasts SIGKILL."""
-
-    left: list[Any] = []
-
-    def wait(self: Any, timeout: float | None = None) -> int:
-        left.append(self)
-        raise subprocess.TimeoutExpired("worker", timeout or 0.0)
-
-    with monkeypatch.context() as within:
-        within.setattr(subprocess.Popen, "wait", wait)
-        supervise.run(job(limit=0.2, faults={"b": "hang"}), small_worker)
-    for process in left:
-        process.wait()
-    found = units_of(small_worker)
-    assert found["b"]["kind"] == "late"
-    assert found["d"]["result"] == GOOD["d"]
-    assert "cannot be ended" in small_worker.data["stages"]["stage"]["troubles"][0]
-
-
-@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("odd")])
-def test_no_process_at_all_is_said(
-    small_worker: Record, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(subprocess, "Popen", fails)
-    supervise.run(job(), small_worker)
-    (text,) = small_worker.data["stages"]["stage"]["troubles"]
-    assert str(error) in text
-
-
-def test_who_dies_between_units_again_and_again_is_given_up(
-    small_worker: Record, tmp_path: Path
-) -> None:
-    """Such as one that does a unit anew in each process, and then ends: it would go on for ever."""
-    script = WORKER.replace("voice.finish()", "os._exit(9)").replace("else lambda", "else lambda")
-    script = script.replace(
-        "voice.unit(name, options", "voice.unit(name, again=True, limit=options"
-    )
-    (tmp_path / "worker.py").write_text(script.replace("absent if", "work=absent if"))
-    supervise.run(job(), small_worker)
-    troubles = small_worker.data["stages"]["stage"]["troubles"]
-    assert troubles[-1] == "given up: 2 processes did nothing"
-    assert "its process ended with 9" in troubles[0]
-    assert units_of(small_worker)["a"]["result"] == GOOD["a"]
-
-
-# --- what is on disk ----------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_written_goes_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    refuge = tmp_path / "refuge"
-    monkeypatch.setattr(recording.tempfile, "gettempdir", lambda: str(refuge))
-    record = Record(tmp_path / "file" / "out.json", {"value": float("nan")})
-    record.unit("stage", "a", {"result": [float("inf"), {1, 2}, Path("x")]})
-    record.not_run("stage", ["b"], "no time")
-    assert record.written is not None
-    assert record.written.parent == refuge
-    found = json.loads(record.written.read_text(), parse_constant=pytest.fail)
-    assert found["value"] == "nan"
-    assert found["stages"]["stage"]["units"]["a"] == {"result": ["inf", [1, 2], repr(Path("x"))]}
-    assert "file" in str(next(iter(found["unwritten"])))
-    (tmp_path / "file").unlink()
-    record.put("more", 1)
-    assert record.written == tmp_path / "file" / "out.json"
-
-
-def test_what_takes_long_to_write_is_written_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the results of a run in which all fails, each with its traceback."""
-    now = [0.0]
-    monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])
-    replace = os.replace
-
-    def slow(*names: Any) -> None:
-        now[0] += 0.5
-        replace(*names)
-
-    monkeypatch.setattr(os, "replace", slow)
-    record = Record(tmp_path / "out.json", {})
-    for name in "abc":
-        record.unit("stage", name, {"result": 1})
-    assert json.loads((tmp_path / "out.json").read_text())["stages"] == {}
-    now[0] += 5.0
-    record.settle()
-    assert set(json.loads((tmp_path / "out.json").read_text())["stages"]["stage"]["units"]) == set(
-        "abc"
-    )
-    written = now[0]
-    record.settle()
-    assert now[0] == written
-
-
-def test_nothing_that_can_be_written_is_no_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that is full from some unit on: what was written before is whole, and the run goes on."""
-    record = Record(tmp_path / "out.json", {})
-    record.unit("stage", "a", {"result": 1})
-    record.put("more", 1)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as within:
-        within.setattr(os, "replace", full)
-        record.unit("stage", "b", {"result": 2})
-        record.put("more", 2)
-        assert record.written is None
-        assert "No space left" in str(record.data["unwritten"])
-    assert list(json.loads((tmp_path / "out.json").read_text())["stages"]["stage"]["units"]) == [
-        "a"
+def test_the_fastest_shape_is_beside_that_of_the_table() -> None:
+    units = [
+        timed(f"blocks[{ratio}]", cases.CASES[0], 1.0, clone=[ratio]) for ratio in (1.2, 0.9, 1.0)
     ]
-    record.put("more", 1)
-    assert list(json.loads((tmp_path / "out.json").read_text())["stages"]["stage"]["units"]) == [
-        "a",
-        "b",
+    for one, change in zip(units, ({"warps": 8}, {"pairs": 512}, {}), strict=True):
+        one["result"]["change"] = change
+    assert list(report.shapes(units)) == [
+        "- 12 x 32768, 12 heads: {'pairs': 512}, 0.900 of the time of the table's shape"
     ]
+
+
+def test_the_documentation_names_the_functions_of_peers() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    for name, peer in peers.PEERS.items():
+        assert f"| {name} |" in text
+        assert f"`{peer.name}`" in text
+        assert f"{peer.module.replace('.', '/')}.py" in text

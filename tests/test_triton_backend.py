@@ -6,8 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,9 @@ from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import fake
 from tightrope.ops.schema import LOG, Form
 from tolerances import assert_near
-from triton_cases import DEVICE, HAS_GPU, HAS_TRITON, needs_triton, noise
+from triton_cases import DEVICE, HAS_GPU, HAS_TRITON, needs_triton, noise, on_this_device
+
+__all__ = ["on_this_device"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,23 +91,6 @@ def test_switched_off_it_registers_nothing() -> None:
     )
     assert run("-c", code, TIGHTROPE_TRITON="0").stdout.split() == ["False", "False"]
     assert run("-c", code).stdout.split() == ["True", "False"]
-
-
-@pytest.fixture
-def on_this_device() -> Iterator[None]:
-    """The kernels in place of the CPU's, where there is no GPU."""
-    if HAS_GPU:
-        yield
-        return
-    from tightrope.backends.triton import operators
-
-    library = torch.library.Library("tightrope", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, function in registration.OPERATORS.items():
-            library.impl(name, getattr(operators, function), "CPU", allow_override=True)
-    yield
-    library._destroy()
 
 
 @needs_triton

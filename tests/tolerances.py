@@ -274,6 +274,14 @@ TABLE = {
         "fractional positions up to 3000 are cut at 2^-63 turn and slopes times positions up to 10^6 "
         "round by 1e-10; rotations alone are held to 'float64 rotation'",
     ),
+    "triton on a device, torch.float32": Tolerance(
+        1e-5,
+        "of the largest element",
+        "float32 arithmetic; sums over tokens cancel to about a thousandth of their terms",
+    ),
+    "triton on a device, torch.bfloat16": Tolerance(
+        2.0**-8, "of the largest element", "one rounding, to 8 bits, of what a result is"
+    ),
     "triton act": Tolerance(
         1e-6,
         "relative, of f or f' of one channel, wherever it is",

@@ -6,9 +6,11 @@ on the CPU. What Triton does is settled when the kernels are first imported, whi
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,6 +37,38 @@ if HAS_TRITON:
     finally:
         if not HAS_GPU:
             del os.environ["TRITON_INTERPRET"]
+
+
+@contextlib.contextmanager
+def kernels_in_place() -> Iterator[None]:
+    """The kernels as the operators of tensors on `DEVICE`: the CPU's, where there is no GPU."""
+    if HAS_GPU:
+        yield
+        return
+    from tightrope.backends.triton import blocks, operators, registration, rotation
+
+    library, programs = torch.library.Library("tightrope", "IMPL"), blocks.PROGRAMS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, function in registration.OPERATORS.items():
+            library.impl(name, getattr(operators, function), "CPU", allow_override=True)
+    # The interpreter runs programs one after the other: no more of them than tiles.
+    blocks.PROGRAMS = 1
+    rotation._plans.clear()
+    try:
+        yield
+    finally:
+        blocks.PROGRAMS = programs
+        rotation._plans.clear()
+        library._destroy()
+
+
+@pytest.fixture
+def on_this_device() -> Iterator[None]:
+    """See `kernels_in_place`."""
+    with kernels_in_place():
+        yield
+
 
 AXES: dict[str, Sequence[Any]] = {
     "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),

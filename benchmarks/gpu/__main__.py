@@ -1,23 +1,17 @@
 """Check and measure the GPU kernels: `python -m benchmarks.gpu --out benchmarks/results/gpu-NAME.json`.
 
-Stages, the most valuable first, each in processes of its own, which may fail, hang or lose the device
-without harm to the rest:
+It runs pytest over the files of this folder, in three phases:
 
-    machine   what the device is, and how fast it copies
-    budgets   the calls that DESIGN 11 sets budgets for: right, and beside a copy
-    counts    compilations, launches, microseconds of the host
-    checks    results, gradients, memory, graphs and torch.compile against float64
-    tests     the tests of the Triton backend, on the device
-    prepare   every contender of every case at its full size, compiled and compared with float64
-    times     who was right, in rounds of random order: replays of CUDA graphs, and single calls
-    blocks    other shapes of blocks than those of the kernels' table
+    budgets   the speed budgets, most of them beside a copy: alone on the device
+    checks    every case at small sizes; every contender of every case, compiled and compared; the
+              tests of the Triton backend (tests/test_triton*.py): in parallel workers
+    times     everybody who was right, in turns; then other shapes of blocks: alone on the device
 
-checks, tests and prepare run beside one another; the rest alone. The JSON is written after every unit,
-and names what there was no time for. It needs torch, triton and this tree; other libraries take part
-where their files are (docs/gpu.md).
+Each test checks every element against float64 before it times anything, and its result is written as
+it comes. A crash or a hang costs the one unit; what there was no time for is named so.
 
 --dry-run does all of it at tiny sizes under Triton's interpreter, where times mean nothing.
---report FILE prints the tables of a run, and needs neither torch nor a GPU.
+--report FILE prints the tables of a run, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -27,32 +21,94 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from . import machine, report, stages, supervise, table
-from .record import Record
-from .summary import conclude
+from .plugin import Options, read_units, write
 
-#: Nothing is wrong where there was only no time.
-NO_FAULT = {supervise.NO_TIME, supervise.STOPPED}
-
-#: Where results go if nobody says where.
-OUT = Path("gpu-results.json")
+ROOT = Path(__file__).parents[2]
+HERE = "benchmarks/gpu"
 
 #: How it ends: all right; something is wrong; there is no GPU.
 FINE, WRONG, NO_GPU = 0, 1, 2
 
+#: Seconds after its deadline in which a phase may end its last unit, and those kept for the end.
+GRACE, SPARE = 20.0, 10.0
 
-def _expression(text: str) -> str:
+
+class Phase(NamedTuple):
+    """Some tests that run together.
+
+    Attributes:
+        tests: files, or tests in them.
+        alone: whether a single worker runs them.
+        share: of the time that is left, what they may take.
+    """
+
+    tests: tuple[str, ...]
+    alone: bool
+    share: float
+
+
+def phases() -> tuple[Phase, ...]:
+    """What is run, in this order."""
+    triton = sorted(
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_triton*.py")
+    )
+    # What compiles for devices that are not there needs none.
+    triton = [path for path in triton if "compile" not in path]
+    return (
+        Phase((f"{HERE}/test_budgets.py",), True, 0.4),
+        Phase(
+            (f"{HERE}/test_cases.py::test_small", f"{HERE}/test_cases.py::test_right", *triton),
+            False,
+            0.5,
+        ),
+        Phase((f"{HERE}/test_cases.py::test_time", f"{HERE}/test_blocks.py"), True, 1.0),
+    )
+
+
+def run(phase: Phase, given: Options, jobs: int, out: Any) -> int:
+    """Run a phase until its deadline; its exit status is pytest's.
+
+    Args:
+        out: called every few seconds, to write what there is.
+    """
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-W", "default"),
+        *("-n", str(1 if phase.alone else jobs), "--maxschedchunk=1", "--max-worker-restart=99"),
+        *("-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider", "-p", "no:faulthandler"),
+        *phase.tests,
+    ]
+    paths = (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    variables = {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        # Compilers in the worker itself: a pool of them takes longer to start than one kernel does.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": f"{given.results}/inductor",
+        "TRITON_CACHE_DIR": f"{given.results}/triton",
+        **({} if phase.alone else {"OMP_NUM_THREADS": "1"}),
+        **({"CUDA_VISIBLE_DEVICES": ""} if given.dry else {}),
+        **given.environment(),
+    }
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **variables}, start_new_session=True
+    )
     try:
-        re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
-    return text
+        while process.poll() is None and time.time() < given.deadline + GRACE:
+            try:
+                process.wait(3.0)
+            except subprocess.TimeoutExpired:
+                out()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,80 +119,93 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=Path, help=f"JSON file to write ({OUT}; none for a dry run)")
-    add("--budget", type=float, default=8.0, help="minutes for the whole run (8)")
-    add("--stages", default=",".join(stages.STAGES), help="which, with commas between")
-    add("--only", type=_expression, default="", help="regular expression for cases, checks, counts")
-    add("--against", type=_expression, default="", help="regular expression for contenders")
-    add("--tests", default="", help="tests' names must contain this")
+    add("--out", type=Path, default=Path("gpu-results.json"), help="JSON file (gpu-results.json)")
+    add("--minutes", type=float, default=8.0, help="for the whole run (8)")
+    add("--only", type=_pattern, default="", help="regular expression for units")
+    add("--against", type=_pattern, help="regular expression for contenders (in a dry run: eager)")
     add("--peers", type=Path, help="folder with the files of other libraries")
-    add("--commit", default="", help="of a copy of the tree that git does not know")
-    add("--jobs", type=int, help="processes side by side (cores less 2, at most 12)")
+    add("--jobs", type=int, help="parallel workers (cores less 2, at most 8)")
+    add("--limit", type=float, default=120.0, help="seconds that a unit may take (120)")
     add("--dry-run", action="store_true", help="tiny, under Triton's interpreter")
     add("--report", type=Path, metavar="FILE", help="print the tables of a run, and end")
-    add("--page", type=Path, help="with --report: the file whose marked tables are replaced")
-    # Faults that the tests of this benchmark plant: NAME=FAULT of faults.py, at units with the name.
-    add("--fault", action="append", default=[], help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    unknown = set(options.stages.split(",")) - set(stages.STAGES)
-    if unknown:
-        names = ", ".join(stages.STAGES)
-        parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {names}")
-    if not options.budget > 0:
-        parser.error(f"--budget must be more than 0 minutes but is {options.budget}")
-    if options.out is None and not options.dry_run:
-        options.out = OUT
-    if options.jobs is None:
-        options.jobs = 1 if options.dry_run else max(1, min(12, (os.cpu_count() or 1) - 2))
-    return options
+    return parser.parse_args(arguments)
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, write, say how it went."""
+    """Run, write, print the tables, and say by the exit status whether all was right."""
     options = parsed(arguments)
-    if options.report is not None:
-        return report.report(options.report, options.page)
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, lambda *_: supervise.stop.set())
-    start = time.monotonic()
-    given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    record = Record(options.out, {"machine": {"dry": options.dry_run}, "options": given})
-    try:
-        record.put("machine", machine.facts(options.dry_run, options.commit))
-        with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as caches:
-            stages.measure(options, record, caches, start + 60 * options.budget)
-    except Exception:  # noqa: BLE001  (what was found until then is told all the same)
-        record.trouble("all", traceback.format_exc())
-        table.tell(traceback.format_exc(), sys.stderr)
-    record.put("seconds", round(time.monotonic() - start, 1))
-    return _end(record)
+    if options.report:
+        from .report import written
+
+        print(written(json.loads(options.report.read_text())))
+        return FINE
+    if not options.dry_run and not _has_gpu():
+        print("torch sees no GPU here; --dry-run needs none", file=sys.stderr)
+        return NO_GPU
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
+        return _measure(options, Path(folder))
 
 
-def _end(record: Record) -> int:
-    """Sum up, print, and say by the exit status whether all was right."""
-    data, concluded = record.data, {"cases": [], "budgets": []}
-    reason = stages.no_gpu(record)
+def _measure(options: argparse.Namespace, folder: Path) -> int:
+    start = time.time()
+    against = options.against or ("^(?!.*compiled)" if options.dry_run else "")
+    jobs = options.jobs or (1 if options.dry_run else max(1, min(8, (os.cpu_count() or 1) - 2)))
+    if options.peers:
+        os.environ["TIGHTROPE_GPU_PEERS"] = str(options.peers.resolve())
+    data: dict[str, Any] = {
+        "dry": options.dry_run,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "pytest": [],
+    }
+
+    def out() -> None:
+        data["units"], data["seconds"] = read_units(folder), time.time() - start
+        write(options.out, data)
+
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        concluded = conclude(data)
-        record.put("summary", concluded)
-        table.tell(reason or table.printed(data), sys.stderr if reason else None)
-    except Exception:  # noqa: BLE001  (--report works it out anew)
-        record.trouble("all", traceback.format_exc())
-        table.tell(traceback.format_exc(), sys.stderr)
-    record.put("finished", not supervise.stop.is_set())
-    record.put("machine", data["machine"] | {"gpu after": machine.gpu_now()})
-    if record.path is not None and record.written is None:
-        # Better on the screen than nowhere.
-        table.tell(json.dumps(data, allow_nan=False))
-    if record.path != record.written:
-        table.tell(
-            f"not all could be written: {data['unwritten']}; see {record.written}", sys.stderr
-        )
-    wrong = any(
-        b["held"] is False for b in concluded["budgets"] if b["name"].startswith("no failure")
-    )
-    troubles = {text for stage in data["stages"].values() for text in stage["troubles"]}
-    return NO_GPU if reason else WRONG if wrong or troubles - NO_FAULT else FINE
+        for phase in phases():
+            now = time.time()
+            ends = now + phase.share * max(0.0, start + 60 * options.minutes - SPARE - now)
+            given = Options(
+                str(folder), ends, options.limit, options.dry_run, options.only, against,
+                mixed=not phase.alone,
+            )  # fmt: skip
+            data["pytest"].append(run(phase, given, jobs, out))
+            out()
+    except KeyboardInterrupt:
+        out()
+        return 130
+    from .report import USUAL_EXITS, failures, written
+
+    print(written(data))
+    wrong = failures(data["units"]) or set(data["pytest"]) - {*USUAL_EXITS}
+    return WRONG if wrong else FINE
+
+
+def _has_gpu() -> bool:
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ class Case:
         name: unique.
         rows, tokens, q_heads, k_heads, head_dim: sizes.
         dtype: of q and k.
-        work: "in place", "out of place", or "training": forward and backward, out of place.
+        work: "in place"; "out of place"; "training", which is forward and backward, out of place;
+            or "backward", the backward pass alone, where q and k stand for the gradients it rotates.
         cold: whether caches are flushed before each call.
         strided: q and k as transposed views of (batch, seq, heads, dim), as models hand them over;
             else contiguous (batch, heads, seq, dim).
@@ -25,6 +26,9 @@ class Case:
         gate: P: "exp", a factor for each head and channel, or "slope", one that follows the position.
         compiled: whether torch.compile of the rotation and of its definition takes part.
         threads: of every contender; 0 for as many as torch uses.
+        device: where q and k live: "cpu" or "cuda".
+        neighbours: whether q and k are scaled before and after the rotation, for a compiler to fuse.
+        graph: whether a GPU replays the calls from a CUDA graph: its time without the host's.
     """
 
     name: str
@@ -44,6 +48,21 @@ class Case:
     gate: str | None = None
     compiled: bool = False
     threads: int = 0
+    device: str = "cpu"
+    neighbours: bool = False
+    graph: bool = False
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of q and k together."""
+        return self.rows * self.tokens * (self.q_heads + self.k_heads) * self.head_dim
+
+    @property
+    def moved(self) -> int:
+        """The bytes that must be read and written: each input once, each result once."""
+        each = {"float64": 8, "float32": 4}.get(self.dtype, 2)
+        passes = 2 if self.work != "training" else 4 if self.act is None else 5
+        return passes * self.elements * each
 
 
 def in_both(case: Case) -> list[Case]:

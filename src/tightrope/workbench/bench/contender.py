@@ -25,11 +25,12 @@ class Made(NamedTuple):
 
     Attributes:
         call: what is timed.
-        result: rotated q and k of a first call; None for floors, which rotate nothing.
+        result: rotated q and k of a first call, followed in training by the gradients of q and of k;
+            None for floors, which rotate nothing.
     """
 
     call: Call
-    result: Pair | None
+    result: tuple[torch.Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
     where = ids[..., None].double()
     if spec.axes is not None:
         where = torch.cat([where[axis] for axis, _, _ in spec.axes.pairs], -1)
-    return where * spec.frequencies().inv_freq
+    return where * spec.frequencies().inv_freq.to(ids.device)
 
 
 def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
@@ -94,12 +95,31 @@ def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
+def cotangents(q: torch.Tensor, k: torch.Tensor) -> Pair:
+    """Random gradients of the rotated q and k, laid out as these; the same for every contender."""
+    generator = torch.Generator(q.device).manual_seed(2)
+    y, z = (torch.empty_like(x).normal_(generator=generator) for x in (q.detach(), k.detach()))
+    return y, z
+
+
+def between(case: Case, rotate: Rotate) -> Rotate:
+    """A rotation with the neighbours that a case gives it; without any, the rotation itself."""
+    if not case.neighbours:
+        return rotate
+
+    def scaled(q: torch.Tensor, k: torch.Tensor) -> Pair:
+        y, z = rotate(q * 1.25 + 0.5, k * 1.25 + 0.5)
+        return y * 1.25, z * 1.25
+
+    return scaled
+
+
 def _training(
     rotate: Rotate, q: torch.Tensor, k: torch.Tensor, learned: Sequence[torch.Tensor]
 ) -> Made:
     """Forward and backward. The leaves' gradients are handed over and dropped, not accumulated."""
+    grads = cotangents(q, k)
     a, b = q.detach().requires_grad_(), k.detach().requires_grad_()
-    grads = torch.randn_like(a), torch.randn_like(b)
     for parameter in learned:
         parameter.requires_grad_()
 
@@ -107,7 +127,9 @@ def _training(
         torch.autograd.grad(rotate(a, b), (a, b, *learned), grads)
 
     y, z = rotate(a, b)
-    return Made(call, (y.detach(), z.detach()))
+    # Some kernels write into the gradients that they are given.
+    found = torch.autograd.grad((y, z), (a, b, *learned), [grad.clone() for grad in grads])
+    return Made(call, (y.detach(), z.detach(), *found[:2]))
 
 
 def functional(

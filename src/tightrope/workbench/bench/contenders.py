@@ -19,6 +19,7 @@ from .contender import (
     Contender,
     Made,
     Pair,
+    between,
     functional,
     missing,
     positions_of,
@@ -36,12 +37,18 @@ def _always(_: Case) -> None:
 
 
 def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    rope = spec_of(case).at(positions_of(case, ids))
+    if case.neighbours:
+        return _ours_compiled(case, q, k, ids)
+    rope = spec_of(case).at(positions_of(case, ids), device=q.device)
     tensors = factors.tensors_of(case)
     outer = factors.arguments(case, tensors)
+    if case.work == "backward":
+        # The backward pass of a rotation is the rotation of the gradients by the opposite angles.
+        outer["inverse"] = True
     if case.work != "in place":
         return functional(lambda q, k: rotate_qk(q, k, rope, **outer), case, q, k, tensors)
-    result = rotate_qk(q, k, rope, **outer)
+    result = q.clone(), k.clone()
+    rotate_qk_(*result, rope, **outer)
     return Made(lambda: rotate_qk_(q, k, rope, **outer), result)
 
 
@@ -66,6 +73,8 @@ def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -
 
 
 def _no_compiled(case: Case) -> str | None:
+    if case.work == "backward":
+        return "it is compiled with its backward, in training"
     return None if case.compiled else "not a case about compiling"
 
 
@@ -73,14 +82,14 @@ def _ours_compiled(
     case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor, backend: str | None = None
 ) -> Made:
     """Our function inside a compiled one: the operator, or the definition for Inductor to fuse."""
-    torch._dynamo.reset()
-    rope = spec_of(case).at(positions_of(case, ids))
+    rope = spec_of(case).at(positions_of(case, ids), device=q.device)
     tensors = factors.tensors_of(case)
 
     def rotate(q: torch.Tensor, k: torch.Tensor) -> Pair:
         return rotate_qk(q, k, rope, backend=backend, **factors.arguments(case, tensors))
 
-    return functional(torch.compile(rotate, fullgraph=True), case, q, k, tensors)
+    compiled = torch.compile(between(case, rotate), fullgraph=True)
+    return functional(compiled, case, q, k, tensors)
 
 
 # ---- floors: what memory alone costs --------------------------------------------------------------
@@ -114,6 +123,8 @@ def _turned_neighbours(x: torch.Tensor) -> torch.Tensor:
 
 
 def _no_eager(case: Case) -> str | None:
+    if case.work == "backward":
+        return "autograd runs its backward, in training"
     known = case.act in (None, "rms_norm", *factors.FUNCTIONS)
     return None if known else f"nobody writes {case.act} before a rotation"
 
@@ -137,14 +148,14 @@ def _eager_function(
 
 def _eager(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     tensors = factors.tensors_of(case)
-    return functional(_eager_function(case, ids, q.dtype, tensors), case, q, k, tensors)
+    rotate = between(case, _eager_function(case, ids, q.dtype, tensors))
+    return functional(rotate, case, q, k, tensors)
 
 
 def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    torch._dynamo.reset()
     tensors = factors.tensors_of(case)
-    compiled = torch.compile(_eager_function(case, ids, q.dtype, tensors), fullgraph=True)
-    return functional(compiled, case, q, k, tensors)
+    rotate = between(case, _eager_function(case, ids, q.dtype, tensors))
+    return functional(torch.compile(rotate, fullgraph=True), case, q, k, tensors)
 
 
 # ---- peers ----------------------------------------------------------------------------------------
@@ -164,7 +175,6 @@ def _transformers(
     cos, sin = (table[:, 0] for table in tables_of(case, ids, q.dtype))
     rotate = apply_rotary_pos_emb
     if compiled:
-        torch._dynamo.reset()
         rotate = torch.compile(rotate, fullgraph=True)
     return functional(lambda q, k: rotate(q, k, cos, sin), case, q, k)
 
@@ -180,7 +190,7 @@ def _rotary_embedding_torch(
 ) -> Made:
     from rotary_embedding_torch import RotaryEmbedding
 
-    rope = RotaryEmbedding(spec_of(case).rotary_dim)
+    rope = RotaryEmbedding(spec_of(case).rotary_dim).to(q.device)
     rope.eval().requires_grad_(False)
     rotate = rope.rotate_queries_or_keys
     return functional(lambda q, k: (rotate(q), rotate(k)), case, q, k)

@@ -28,7 +28,11 @@ def is_alone(case: Case) -> bool:
 
 
 def alone(case: Case) -> str | None:
-    """Why somebody who has neither f nor P cannot take part; None if it can."""
+    """Why a function that rotates, and does no more, cannot take part; None if it can."""
+    if case.work == "backward":
+        return "it is measured forward, and forward with backward"
+    if case.neighbours:
+        return "it is measured without neighbours"
     return None if is_alone(case) else "it has neither f nor P"
 
 
@@ -49,7 +53,7 @@ def tensors_of(case: Case) -> list[torch.Tensor]:
         found += [0.01 * noise(count, case.head_dim) for count in heads]
     elif case.gate == "slope":
         found += [noise(count, case.head_dim).abs() * (-0.1 / case.tokens) for count in heads]
-    return [one.to(dtype) for one in found]
+    return [one.to(case.device, dtype) for one in found]
 
 
 def arguments(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable
-from dataclasses import asdict
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,26 +16,37 @@ from ... import positions
 from ...functional import rotate_qk
 from . import factors, method
 from .case import Case
-from .contender import Contender, Made, spec_of
+from .contender import Contender, Made, between, cotangents, spec_of
 
-# The gate is there to catch wrong pairings, signs and positions. Peers hold their tables in the
-# dtype of x, so a 16-bit peer may be off by a few of its roundings.
-GATE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.2, "float16": 0.03}
+#: How far an element may be off, as a share of the largest channel of its head. Others hold their
+#: tables in the dtype of x and round several times: eager bfloat16 is off by up to 2^-5 after a
+#: softmax and its backward. Some compute their angles in float32.
+GATE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-4, "float16": 2.0**-7}
+
+#: The same for this library, which rounds once.
+OWN_GATE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+#: Elements that are compared at a time, in float64, and those whose right values are kept.
+AT_A_TIME, KEPT = 2**24, 2**26
+
+_NAMES = ("q", "k", "the gradient of q", "the gradient of k")
 
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and ids of a case."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(case.device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
 
     def make(heads: int) -> torch.Tensor:
         shape = (case.rows, case.tokens, heads, case.head_dim)
-        x = torch.randn(shape, generator=generator).to(dtype).transpose(1, 2)
+        x = torch.randn(shape, generator=generator, device=case.device).to(dtype).transpose(1, 2)
         return x if case.strided else x.contiguous()
 
-    ids = torch.arange(case.tokens).expand(case.rows, -1)
+    ids = torch.arange(case.tokens, device=case.device).expand(case.rows, -1)
     if case.positions == "ids per row":
-        ids = (ids + torch.arange(case.rows)[:, None]).contiguous()
+        # As in decoding: each row has a past of its own.
+        past = 1000 + 17 * torch.arange(case.rows, device=case.device)
+        ids = (ids + past[:, None]).contiguous()
     elif case.positions == "packed":
         ids = ids % (case.tokens // 3 + 1)
     elif case.positions == "M-RoPE":
@@ -42,26 +54,131 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return make(case.q_heads), make(case.k_heads), ids
 
 
+class WrongError(RuntimeError):
+    """A contender computes something else."""
+
+
+class Part(NamedTuple):
+    """The right results of some tokens, in float64."""
+
+    tokens: slice
+    results: tuple[torch.Tensor, ...]
+
+
+class Right:
+    """What a case must give, by the definition in float64, some tokens at a time."""
+
+    def __init__(self, case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> None:
+        self._case, self._ids = case, ids
+        self._xs = q, k
+        self._grads = cotangents(q, k) if case.work == "training" else ()
+        self._kept = list(self._parts()) if case.elements <= KEPT else None
+
+    def __iter__(self) -> Iterator[Part]:
+        return self._parts() if self._kept is None else iter(self._kept)
+
+    def _parts(self) -> Iterator[Part]:
+        tokens = self._case.tokens
+        step = max(1, AT_A_TIME * tokens // self._case.elements)
+        for start in range(0, tokens, step):
+            part = slice(start, start + step)
+            q, k = (x[:, :, part] for x in self._xs)
+            grads = [grad[:, :, part] for grad in self._grads]
+            yield Part(part, expected(self._case, q, k, self._ids[..., part], grads))
+
+
 def expected(
-    case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated q and k by the definition in float64."""
-    with torch.no_grad():
-        where = positions.multi_axis(ids) if ids.dim() == 3 else ids
-        outer = factors.arguments(case, [one.double() for one in factors.tensors_of(case)])
-        return rotate_qk(q.double(), k.double(), spec_of(case), where, backend="reference", **outer)
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    ids: torch.Tensor,
+    grads: Iterable[torch.Tensor] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Rotated q and k by the definition in float64.
+
+    Args:
+        grads: of the rotated q and k; where they are given, those of q and k follow the results.
+    """
+    where = positions.multi_axis(ids) if ids.dim() == 3 else ids
+    outer = factors.arguments(case, [one.double() for one in factors.tensors_of(case)])
+    outer["inverse"] = case.work == "backward"
+    spec = spec_of(case)
+    given = [grad.double() for grad in grads]
+    a, b = (x.detach().double().requires_grad_(bool(given)) for x in (q, k))
+    rotate = between(case, lambda q, k: rotate_qk(q, k, spec, where, backend="reference", **outer))
+    y, z = rotate(a, b)
+    found = torch.autograd.grad((y, z), (a, b), given) if given else ()
+    return (y.detach(), z.detach(), *found)
 
 
-def gate(case: Case, made: Made, wanted: tuple[torch.Tensor, ...]) -> str | None:
-    """Why a contender's result is wrong, or None."""
+def gate(
+    case: Case, made: Made, right: Iterable[Part], near: dict[str, float] = GATE
+) -> str | None:
+    """Why a contender's result is wrong, or None. Each element is compared.
+
+    Args:
+        right: a :class:`Right`, or its parts.
+        near: how far an element may be off, by the dtype of the case.
+    """
     if made.result is None:
         return None
-    for got, want in zip(made.result, wanted, strict=True):
-        error = (got.double() - want).abs().max().item()
-        # Of small results, a softmax's say, a share of the largest.
-        if not error <= GATE[case.dtype] * min(1.0, want.abs().max().item()):
-            return f"its result is off by {error:.2g}"
-    return None
+    wrong, compared, worst, first = 0, 0, 0.0, ""
+    for tokens, wanted in right:
+        for name, got, want in zip(_NAMES, made.result, wanted, strict=False):
+            part = got[:, :, tokens]
+            if part.shape != want.shape or len(made.result) != len(wanted):
+                return f"its results have the shapes {[tuple(x.shape) for x in made.result]}"
+            compared += want.numel()
+            largest = want.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+            off = (part.double() - want).abs() / largest
+            bad = ~(off <= near[case.dtype])  # so that NaN is wrong
+            if not bad.any():
+                continue
+            wrong += int(bad.sum())
+            worst = max(worst, off.nan_to_num(float("inf")).max().item())
+            row, head, token, channel = (int(i) for i in bad.nonzero()[0])
+            found, sought = part[row, head, token, channel].item(), want[row, head, token, channel]
+            token += tokens.start
+            first = first or (
+                f"{name}[{row}, {head}, {token}, {channel}] is {found:.4g} and not {sought:.4g}"
+            )
+    if compared != sum(x.numel() for x in made.result):
+        return f"its results have the shapes {[tuple(x.shape) for x in made.result]}"
+    if not wrong:
+        return None
+    return (
+        f"its result is off by {worst:.2g} of a head's largest channel: {wrong:,} of {compared:,} "
+        f"elements are wrong, and the first, {first}"
+    )
+
+
+def check(
+    contender: Contender,
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    ids: torch.Tensor,
+    right: Iterable[Part],
+) -> Made:
+    """A contender ready to be timed.
+
+    Raises:
+        WrongError: its result is wrong. Whatever `make` raises is raised here as well.
+    """
+    if q.device.type != "cpu":
+        _poison(q, k)
+    made = contender.make(case, q, k, ids)
+    ours = contender.name == "tightrope" and not case.neighbours
+    reason = gate(case, made, right, OWN_GATE if ours else GATE)
+    if reason is not None:
+        raise WrongError(reason)
+    return made
+
+
+def _poison(*xs: torch.Tensor) -> None:
+    """Fill memory that the allocator hands out next, which may hold the right results of another."""
+    for spoilt in [torch.empty_like(x) for _ in range(2) for x in xs]:
+        spoilt.fill_(float("nan"))
 
 
 def measure(
@@ -72,7 +189,7 @@ def measure(
     rounds: int,
     wanted: re.Pattern[str],
 ) -> dict[str, Any]:
-    """Time all contenders of a case.
+    """Time all contenders of a case, on the device that it names.
 
     Args:
         contenders: the first is this library; ratios are those of its time to the others'.
@@ -88,7 +205,11 @@ def measure(
     """
     ours, *others = contenders
     threads = torch.get_num_threads()
+    case = replace(case, threads=case.threads or threads)
     torch.set_num_threads(case.threads)
+    if "torch._dynamo" in sys.modules:
+        # What was compiled for other cases counts against the number of recompilations.
+        torch._dynamo.reset()
     try:
         return _measure(case, ours, others, runs, rounds, wanted)
     finally:
@@ -104,39 +225,42 @@ def _measure(
     wanted: re.Pattern[str],
 ) -> dict[str, Any]:
     q, k, ids = inputs(case)
-    right = expected(case, q, k, ids)
+    right = Right(case, q, k, ids)
+    graphed = case.graph and case.device != "cpu"
     calls: dict[str, method.Call] = {}
     absent: dict[str, str] = {}
     # Copies keep the strides; each contender has its own, as some change theirs.
-    own = {ours.name: (q.clone(), k.clone())}
-    made = ours.make(case, *own[ours.name], ids)
-    reason = gate(case, made, right)
-    if reason is not None:
-        raise RuntimeError(f"[measure] {ours.name} must be right in {case.name} but {reason}.")
-    calls[ours.name] = made.call
+    own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def take(contender: Contender) -> None:
+        xs = q.clone(), k.clone()
+        call = check(contender, case, *xs, ids, right).call
+        calls[contender.name] = method.captured(call) if graphed else call
+        own[contender.name] = xs
+
+    try:
+        take(ours)
+    except WrongError as error:
+        raise RuntimeError(
+            f"[measure] {ours.name} must be right in {case.name} but {error}."
+        ) from None
     for contender in others:
         asked = wanted.search(contender.name) is not None
         reason = contender.why_not(case) if asked else "not asked for"
         if reason is None:
-            own[contender.name] = q.clone(), k.clone()
-            made_or_why = _attempt(contender, case, *own[contender.name], ids)
-            if isinstance(made_or_why, str):
-                reason = made_or_why
-            else:
-                made, reason = made_or_why, gate(case, made_or_why, right)
-        if reason is None:
-            calls[contender.name] = made.call
-        else:
+            reason = _attempt(partial(take, contender))
+        if reason is not None:
             absent[contender.name] = reason
     rng = random.Random(0)
     rest = any(contender.own_threads for contender in others if contender.name in calls)
     renew: dict[str, method.Call] = {}
     if case.work == "in place" and not factors.is_alone(case):
         renew = {name: partial(_restore, own[name], (q, k)) for name in calls}
-    results = [
-        method.medians(calls, cold=case.cold, rounds=rounds, rng=rng, rest=rest, renew=renew)
-        for _ in range(runs)
-    ]
+    timed = partial(
+        method.medians, calls, cold=case.cold, rounds=rounds, rng=rng, rest=rest, renew=renew,
+        device=case.device, each=method.GRAPHED if graphed else 1,
+    )  # fmt: skip
+    results = [timed() for _ in range(runs)]
     return {
         "case": asdict(case),
         "seconds": {name: [run[name] for run in results] for name in calls},
@@ -154,12 +278,13 @@ def _restore(own: Iterable[torch.Tensor], originals: Iterable[torch.Tensor]) -> 
         x.copy_(original)
 
 
-def _attempt(
-    contender: Contender, case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor
-) -> Made | str:
-    """A contender ready to be timed, or why it is not: others' failures end nobody's measurement."""
+def _attempt(take: method.Call) -> str | None:
+    """Why a contender cannot take part, or None: others' failures end nobody's measurement."""
     try:
-        return contender.make(case, q, k, ids)
+        take()
+    except WrongError as error:
+        return str(error)
     except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         first = next(iter(str(error).strip().splitlines()), "")
         return f"it failed: {type(error).__name__}: {first[:200]}"
+    return None

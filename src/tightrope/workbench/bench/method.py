@@ -12,7 +12,11 @@ difference between two times taken minutes apart says nothing. Therefore:
 * a run is repeated, and the range of each ratio over the runs is given with it;
 * f and P change numbers more with every call in place, and numbers near zero or infinity have times of
   their own: in such cases everybody's tensors are made new before each turn, outside of its time;
-* a contender whose result is wrong is not timed (see `gate`).
+* a contender whose result is wrong is not timed (see `gate`);
+* on a GPU a turn lies between two of its own events. `cold` overwrites 512 MB before each call: that
+  empties the cache, and meanwhile the host gets ahead, so that its time does not count. `warm` calls
+  follow one another as a program makes them, and the slower of host and GPU sets their time. Where a
+  case says so, a CUDA graph replays them, and the host plays no part.
 """
 
 from __future__ import annotations
@@ -27,17 +31,17 @@ import torch
 
 Call = Callable[[], object]
 
-FLUSH_BYTES = 128 * 2**20
+FLUSH_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
 
 
 @lru_cache(maxsize=1)
-def _flushing() -> torch.Tensor:
-    return torch.zeros(FLUSH_BYTES // 4)
+def _flushing(device: str) -> torch.Tensor:
+    return torch.zeros(FLUSH_BYTES[device] // 4, device=device)
 
 
-def flush() -> None:
+def flush(device: str = "cpu") -> None:
     """Drop q and k from the caches."""
-    _flushing().add_(1)
+    _flushing(device).add_(1)
 
 
 # ONNX Runtime's threads spin for about 35 ms after their work, torch's for 5.
@@ -46,6 +50,42 @@ WAKE_SECONDS = 0.005
 
 # Calls of one turn at most; fewer where they change their numbers more and more.
 BATCH, BATCH_RENEWED = 200, 10
+
+# What one turn takes at least, if that many calls are enough.
+TURN_SECONDS = {"cpu": 2e-4, "cuda": 2e-3}
+
+#: Calls in one CUDA graph.
+GRAPHED = 20
+
+
+def captured(call: Call, count: int = GRAPHED) -> Call:
+    """A CUDA graph of so many calls, as one call. A first call must have compiled what it runs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph.replay
+
+
+def _seconds(call: Call, count: int, device: str) -> float:
+    """How long so many calls take, by the clock, or between two events of a GPU."""
+    if device == "cpu":
+        before = time.perf_counter()
+        for _ in range(count):
+            call()
+        return time.perf_counter() - before
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _rest() -> None:
@@ -68,12 +108,10 @@ def _warm_up(call: Call, rest: bool) -> None:
         call()
 
 
-def _warm_batch(call: Call, most: int) -> int:
+def _warm_batch(call: Call, most: int, device: str) -> int:
     """How many calls to time together, so that a timing is far above the clock's own cost."""
-    start = time.perf_counter()
-    call()
-    once = time.perf_counter() - start
-    return max(1, min(most, int(2e-4 / max(once, 1e-9))))
+    once = _seconds(call, 1, device)
+    return max(1, min(most, int(TURN_SECONDS[device] / max(once, 1e-9))))
 
 
 def medians(
@@ -84,6 +122,8 @@ def medians(
     rng: random.Random,
     rest: bool = False,
     renew: Mapping[str, Call] | None = None,
+    device: str = "cpu",
+    each: int = 1,
 ) -> dict[str, float]:
     """Median seconds per call of each contender.
 
@@ -94,6 +134,8 @@ def medians(
         rng: draws the order of each round.
         rest: whether each turn waits until the threads of the one before sleep.
         renew: what to do before a contender's turn, outside of its time.
+        device: "cpu" or "cuda": where the calls run.
+        each: how many calls of a contender one call here stands for.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     batch = {}
@@ -102,7 +144,9 @@ def medians(
         if name in before:
             before[name]()
         _warm_up(call, rest)
-        batch[name] = 1 if cold else _warm_batch(call, BATCH_RENEWED if name in before else BATCH)
+        batch[name] = 1
+        if not cold:
+            batch[name] = _warm_batch(call, BATCH_RENEWED if name in before else BATCH, device)
     for _ in range(rounds):
         order = list(calls)
         rng.shuffle(order)
@@ -111,13 +155,10 @@ def medians(
             if name in before:
                 before[name]()
             if cold:
-                flush()
+                flush(device)
                 if rest:
                     _rest()
             else:
                 _warm_up(call, rest)
-            start = time.perf_counter()
-            for _ in range(batch[name]):
-                call()
-            seconds[name].append((time.perf_counter() - start) / batch[name])
+            seconds[name].append(_seconds(call, batch[name], device) / batch[name] / each)
     return {name: statistics.median(values) for name, values in seconds.items()}

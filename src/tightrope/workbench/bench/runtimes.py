@@ -13,7 +13,7 @@ import torch
 
 from ..environment import cores
 from .case import Case
-from .contender import Made, angles_of, missing, spec_of, tables_of
+from .contender import Made, angles_of, cotangents, missing, spec_of, tables_of
 from .factors import alone
 
 
@@ -24,7 +24,9 @@ def _laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:
 
 def no_onnxruntime(case: Case) -> str | None:
     """Why ONNX Runtime cannot take part in a case; None if it can."""
-    if case.work == "training":
+    if case.device != "cpu":
+        return "it is measured on the CPU"
+    if case.work in ("training", "backward"):
         return "it has no backward"
     if case.positions == "M-RoPE":
         return "a position is one row of its tables"
@@ -110,7 +112,9 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
 
 def no_jax(case: Case) -> str | None:
     """Why jax cannot take part in a case; None if it can."""
-    if case.threads != cores():
+    if case.device != "cpu" or case.work == "backward":
+        return "it is measured on the CPU, forward, and forward with backward"
+    if case.threads not in (0, cores()):
         fixed = f"the number of its threads is fixed when it starts: here {cores()}"
         return missing("jax") or fixed
     return missing("jax")
@@ -145,7 +149,7 @@ def jax_jit(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> 
     tensors = [q, k, *tables_of(case, ids, q.dtype)]
     function = rotate
     if case.work == "training":
-        tensors += [torch.randn_like(q), torch.randn_like(k)]
+        tensors += cotangents(q, k)
         function = train
     tensors = [_laid_out(case, x).contiguous() for x in tensors]
 
@@ -159,5 +163,5 @@ def jax_jit(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> 
     def call() -> Any:
         return jax.block_until_ready(compiled(*arrays))
 
-    y, z = (_laid_out(case, torch.utils.dlpack.from_dlpack(x)) for x in call()[:2])
-    return Made(call, (y, z))
+    found = tuple(_laid_out(case, torch.utils.dlpack.from_dlpack(x)) for x in call())
+    return Made(call, found)

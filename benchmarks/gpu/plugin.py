@@ -1,0 +1,202 @@
+"""A pytest plugin: each test is a unit of the GPU benchmark, whose result goes to a file of its own.
+
+A unit's file says "running" from its start, so whatever ends the process leaves the name of the unit
+that it was in. pytest-xdist starts another worker and goes on with the next unit.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+#: Where the command leaves the options for its workers.
+VARIABLE = "TIGHTROPE_GPU_BENCHMARK"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the workers of a phase must know.
+
+    Attributes:
+        results: the folder of the units' files.
+        deadline: when no further unit is started, by `time.time`.
+        limit: seconds that a unit may take.
+        dry: tiny sizes, and Triton's interpreter on the CPU.
+        only, against: regular expressions for units and for contenders.
+        mixed: whether the units of several files take turns, so that none is left to the end.
+    """
+
+    results: str = ""
+    deadline: float = math.inf
+    limit: float = 120.0
+    dry: bool = False
+    only: str = ""
+    against: str = ""
+    mixed: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """The variable that hands them on."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+OPTIONS = Options(**json.loads(os.environ.get(VARIABLE, "{}")))
+
+
+def write(path: Path, data: Any) -> None:
+    """Write JSON, whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(data, indent=1))
+    os.replace(partial, path)
+
+
+def read_units(folder: Path) -> list[dict[str, Any]]:
+    """All units in the order in which they were planned, with an outcome for each.
+
+    Outcomes: passed, failed, skipped, crashed, hung, and "no time" for those not started. A unit that
+    still runs counts as crashed until it has ended.
+    """
+    planned: dict[str, None] = {}
+    for path in sorted(folder.glob("plan-*.json"), key=lambda path: path.stat().st_mtime):
+        planned.update(dict.fromkeys(json.loads(path.read_text())))
+    return [
+        _read(folder, name) or {"unit": name, "outcome": "no time", "result": {}}
+        for name in planned
+    ]
+
+
+def _file(folder: Path, name: str, suffix: str, prefix: str = "") -> Path:
+    return folder / f"{prefix}{hashlib.sha256(name.encode()).hexdigest()[:20]}{suffix}"
+
+
+def _read(folder: Path, name: str) -> dict[str, Any] | None:
+    """What is known of a unit; if its process ended while it ran, how it did."""
+    path = _file(folder, name, ".json")
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    if found["outcome"] == "running":
+        trace = path.with_suffix(".trace").read_text()
+        found["outcome"] = "hung" if trace.startswith("Timeout") else "crashed"
+        found["note"] = trace[:4000]
+    return found
+
+
+class Units:
+    """The hooks of one worker."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.folder = options, Path(options.results)
+        self.unit: dict[str, Any] = {}
+        self._started = 0.0
+        self._trace: TextIO
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Choose the units, and write down which they are."""
+        chosen = [item for item in items if re.search(self.options.only, item.nodeid)]
+        if self.options.mixed:
+            count = {item.path: 0 for item in chosen}
+            place = {}
+            for item in chosen:
+                place[item] = count[item.path]
+                count[item.path] += 1
+            chosen.sort(key=lambda item: place[item] / count[item.path])
+        items[:] = chosen
+        names = [item.nodeid for item in items]
+        write(_file(self.folder, str(names), ".json", "plan-"), names)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: Any) -> bool | None:
+        """A unit starts, unless there is no time."""
+        self.unit = {"unit": item.nodeid, "outcome": "no time", "note": "", "result": {}}
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        self.unit |= {name: one.name for name, one in params.items() if hasattr(one, "name")}
+        self._started = time.time()
+        left = self.options.deadline - self._started
+        if left > 0:
+            self.unit["outcome"] = "running"
+            self._trace = _file(self.folder, item.nodeid, ".trace").open("w")
+            faulthandler.enable(self._trace)
+            faulthandler.dump_traceback_later(
+                min(self.options.limit, left + 10), exit=True, file=self._trace
+            )
+        self._write()
+        return None if left > 0 else True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[Any]:
+        """A unit was set up, called or torn down."""
+        report = yield
+        if report.failed:
+            self.unit["outcome"] = "failed"
+            self.unit["note"] += f"{report.when}: {report.longreprtext[-4000:]}"
+        elif report.skipped and self.unit["outcome"] == "running":
+            self.unit |= {"outcome": "skipped", "note": str(report.longrepr[-1])}
+        broken = self._broken(report.when == "teardown")
+        if broken:
+            self.unit["outcome"] = "failed"
+            self.unit["note"] += f"\nthe device is unusable: {broken}"
+        if report.when == "teardown" or broken:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
+            self._trace.close()
+            if self.unit["outcome"] == "running":
+                self.unit["outcome"] = "passed"
+            self._write()
+        if broken:
+            # Everything that this process would still do on the device would fail as well.
+            os._exit(3)
+        return report
+
+    def _broken(self, last: bool) -> str | None:
+        """Why nothing runs on the device any more. What it was still doing has ended then."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return None
+        try:
+            torch.cuda.synchronize()
+            if last:
+                gc.collect()
+                torch.cuda.empty_cache()  # other workers need it
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _write(self) -> None:
+        self.unit["seconds"] = round(time.time() - self._started, 3)
+        write(_file(self.folder, self.unit["unit"], ".json"), self.unit)
+
+
+def pytest_configure(config: Any) -> None:
+    """In a worker, which runs units, or in a pytest without workers; the controller runs none."""
+    if OPTIONS.results and (hasattr(config, "workerinput") or not config.getoption("numprocesses")):
+        config.pluginmanager.register(Units(OPTIONS), "units")
+
+
+@pytest.fixture
+def record(request: Any) -> dict[str, Any]:
+    """What a unit measured: it goes to the results, however the unit ends."""
+    units = request.config.pluginmanager.get_plugin("units")
+    found: dict[str, Any] = units.unit["result"] if units else {}
+    return found
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    """The device that units run on; in a dry run the CPU, with the kernels interpreted there."""
+    from triton_cases import DEVICE, kernels_in_place  # of the tests, whose folder is on the path
+
+    with kernels_in_place():
+        yield DEVICE.type

@@ -1,0 +1,181 @@
+"""What must hold on a device: gradients, memory, CUDA graphs, streams, torch.compile, large tensors.
+
+Where torch sees no GPU, Triton's interpreter runs the same at tiny sizes; see triton_cases.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tightrope import RopeSpec, gates, positions
+from tightrope.activations import RMSNorm
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.workbench.bench.method import captured
+from tolerances import value
+from triton_cases import DEVICE, HAS_GPU, needs_triton, noise as noise_on_cpu, on_this_device
+
+__all__ = ["on_this_device"]
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("on_this_device")]
+
+SPEC = RopeSpec(64)
+
+
+def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return noise_on_cpu(*shape, seed=seed, scale=scale).to(DEVICE)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, kind: torch.dtype = torch.float32) -> None:
+    """Each element, in units of the largest."""
+    assert got.shape == want.shape
+    off = (got.detach().double() - want).abs().max() / want.abs().max()
+    assert off.item() <= value(f"triton on a device, {kind}"), f"off by {off.item():.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("act", [None, "silu", "rms_norm", "softmax"])
+def test_gradients(act: str | None, dtype: torch.dtype) -> None:
+    """By x, positions, frequencies, the weight of a norm, a gate of q and slopes of k, all at once."""
+    n = 301 if HAS_GPU else 5
+    start = {
+        "q": noise(2, n, 6, 64, seed=1).transpose(1, 2),
+        "k": noise(2, n, 2, 64, seed=2).transpose(1, 2),
+        "at": noise(2, n, seed=3, scale=100.0),
+        "omega": noise(32, seed=4, scale=0.5).abs(),
+        "weight": 1 + noise(64, seed=5, scale=0.1),
+        "gamma": noise(6, 64, seed=6, scale=0.3),
+        "slope": noise(2, 64, seed=7, scale=1e-3),
+    }
+    if act != "rms_norm":
+        del start["weight"]
+    # Numbers that all types hold exactly, so that only what is computed differs.
+    start = {name: x.to(dtype if name in "qk" else torch.float32) for name, x in start.items()}
+
+    def run(wide: bool) -> list[torch.Tensor]:
+        given = {n: (x.double() if wide else x).detach().requires_grad_() for n, x in start.items()}
+        norm = RMSNorm(given["weight"]) if act == "rms_norm" else act
+        gate = gates.Exp(given["gamma"]), gates.Slope(given["slope"])
+        named: dict[str, Any] = {"inv_freq": given["omega"], "act": norm, "gate": gate}
+        named["backend"] = "reference" if wide else None
+        y, z = rotate_qk(given["q"], given["k"], SPEC, given["at"], **named)
+        seeds = [noise(*x.shape, seed=9 + i).to(dtype) for i, x in enumerate((y, z))]
+        seeds = [seed.to(y.dtype) for seed in seeds]
+        return [y, z, *torch.autograd.grad((y, z), list(given.values()), seeds)]
+
+    for got, want in zip(run(False), run(True), strict=True):
+        assert_close(got, want, dtype)
+
+
+def test_memory() -> None:
+    """In place, into given memory, as slices of a projection and token by token: the same bits."""
+    qkv = noise(2, 1000 if HAS_GPU else 5, 12, 64, seed=1).bfloat16()
+
+    def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[:, :, :8].transpose(1, 2), x[:, :, 8:10].transpose(1, 2)
+
+    q, k = parts(qkv)
+    want = rotate_qk(q, k, SPEC, 7)
+    inside = qkv.clone()
+    rotate_qk_(*parts(inside), SPEC, 7)
+    outs = torch.full_like(want[0], float("nan")), torch.full_like(want[1], float("nan"))
+    rotate_qk(q, k, SPEC, 7, out=outs)
+    one = torch.cat([rotate(q[:, :, i : i + 1], SPEC, 7 + i) for i in range(5)], 2)
+    assert torch.equal(inside[:, :, 10:], qkv[:, :, 10:])
+    for got, other in (
+        *zip(parts(inside), want, strict=True),
+        *zip(outs, want, strict=True),
+        (rotate(q, SPEC, 7), want[0]),
+        (one, want[0][:, :, :5]),
+    ):
+        assert torch.equal(*(x.contiguous().view(torch.int16) for x in (got, other)))
+
+
+@pytest.mark.parametrize("work", ["in place", "out", "backward"])
+def test_graph(work: str) -> None:
+    """A captured graph follows positions that change on the device between replays."""
+    at = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    q, k = (noise(3, heads, 4, 64, seed=heads).float() for heads in (4, 2))
+    inside, outs = (q.clone(), k.clone()), (torch.empty_like(q), torch.empty_like(k))
+    leaf, grads = q.clone().requires_grad_(), torch.empty_like(q)
+
+    def call() -> None:
+        where = positions.per_row(at)
+        if work == "in place":
+            rotate_qk_(*inside, SPEC, where)
+        elif work == "out":
+            rotate_qk(q, k, SPEC, where, out=outs)
+        else:
+            grads.copy_(torch.autograd.grad(rotate(leaf, SPEC, where), leaf, q)[0])
+
+    replay = captured(call, 1) if HAS_GPU else call
+    for base in (0, 5, 100_000, -7):
+        at.copy_(base + torch.arange(3, device=DEVICE))
+        for x, start in zip(inside, (q, k), strict=True):
+            x.copy_(start)
+        replay()
+        back = work == "backward"
+        named: Any = {"inverse": back, "backend": "reference"}
+        want = rotate_qk(q.double(), k.double(), SPEC, positions.per_row(at), **named)
+        found = (grads,) if back else inside if work == "in place" else outs
+        for got, other in zip(found, want, strict=False):
+            assert_close(got, other)
+
+
+def test_streams() -> None:
+    """A launch is on the current stream: it reads what that stream has just written."""
+    x = noise(1, 4, 4096 if HAS_GPU else 5, 64, seed=1).float()
+    y = torch.empty_like(x)
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()) if HAS_GPU else nullcontext():
+        for _ in range(200 if HAS_GPU else 2):
+            y.copy_(x)
+            y.mul_(3)
+            rotate_(y, SPEC)
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    assert_close(y, rotate(x.double() * 3, SPEC, backend="reference"))
+
+
+def test_compile() -> None:
+    """torch.compile over lengths and offsets, forward and backward: results, and two graphs."""
+    import torch._dynamo.testing
+
+    inner = "inductor" if HAS_GPU else "eager"
+    counter = torch._dynamo.testing.CompileCounterWithBackend(inner)
+
+    def call(q: torch.Tensor, k: torch.Tensor, offset: int) -> Any:
+        y, z = rotate_qk(q * 2, k, SPEC, offset)
+        return y + 1, z
+
+    function = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for i, n in enumerate((16, 33, 1000, 4096) if HAS_GPU else (3, 5)):
+        q = noise(1, 4, n, 64, seed=i).float().requires_grad_()
+        k = noise(1, 2, n, 64, seed=9 + i).float()
+        y, z = function(q, k, 100 * i + 7)
+        (grad,) = torch.autograd.grad(y.sum(), q)
+        wide = q.detach().double().requires_grad_()
+        want = rotate_qk(wide * 2, k.double(), SPEC, 100 * i + 7, backend="reference")
+        (want_grad,) = torch.autograd.grad(want[0].sum(), wide)
+        for got, other in ((y - 1, want[0].detach()), (z, want[1]), (grad, want_grad)):
+            assert_close(got, other)
+    assert counter.frame_count <= 2
+
+
+def test_far() -> None:
+    """Beyond 2^31 elements: a few heads at random places, each element."""
+    rows, n, heads, width = (2, 70_000, 128, 128) if HAS_GPU else (2, 3, 2, 16)
+    x = torch.empty((rows, n, heads, width), dtype=torch.bfloat16, device=DEVICE).normal_()
+    x, spec, rng = x.transpose(1, 2), RopeSpec(width), random.Random(0)
+    at = [(rows - 1, heads - 1, n - 1), (0, 0, 0)]
+    at += [tuple(map(rng.randrange, (rows, heads, n))) for _ in range(8)]
+    before = [x[index].clone() for index in at]
+    rotate_(x, spec, 5)
+    for (row, head, token), y in zip(at, before, strict=True):
+        want = rotate(y.double()[None, None, None], spec, 5 + token, backend="reference")
+        assert_close(x[row, head, token], want[0, 0, 0], torch.bfloat16)
