@@ -44,9 +44,10 @@ RANKS: dict[str, tuple[int, int]] = {
     "functional": (4, 0),
     "nn": (5, 0),
     "": (5, 1),  # tightrope/__init__.py: the public names
-    "integrations": (6, 0),
-    "workbench": (6, 0),
-    "cli": (6, 1),
+    "forms": (6, 0),
+    "integrations": (6, 1),
+    "workbench": (6, 1),
+    "cli": (6, 2),
 }
 
 # Imports that go up, from inside a function only: (from, to) -> why there is no other way.
