@@ -45,8 +45,9 @@ RANKS: dict[str, tuple[int, int]] = {
     "functional": (4, 0),
     "nn": (5, 0),
     "": (5, 1),  # tightrope/__init__.py: the public names
-    "integrations": (6, 0),
+    "forms": (6, 0),
     "examples": (6, 0),
+    "integrations": (6, 1),
     "workbench": (6, 1),
     "cli": (6, 2),
 }

@@ -314,7 +314,7 @@ def test_sines_before_cosines_are_found_by_number() -> None:
 
     recognition = recognise(misnamed)
     assert recognition.candidate is not None
-    assert recognition.candidate.form.tables == ("sin", "cos")
+    assert recognition.candidate.call.tables == ("sin", "cos")
 
 
 def test_random_numbers_of_the_caller_stay() -> None:
@@ -503,7 +503,7 @@ def served(function: Function, **arguments: Any) -> bool:
     recognition = recognise(function)
     assert recognition.candidate is not None, recognition.reason
     xs = [
-        v.requires_grad_() for n, v in arguments.items() if n in recognition.candidate.form.rotated
+        v.requires_grad_() for n, v in arguments.items() if n in recognition.candidate.call.rotated
     ]
     got, want = replacement(original, recognition.candidate)(**arguments), function(**arguments)
     weights = [torch.randn_like(y) for y in want]

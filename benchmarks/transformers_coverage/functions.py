@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightrope.forms import unwrapped, widen
 from tightrope.integrations.transformers import recognise
+from tightrope.integrations.transformers._candidate import Candidate
 from tightrope.integrations.transformers._find import global_names, looks_rotary
-from tightrope.integrations.transformers._form import Candidate, unwrapped
 from tightrope.integrations.transformers._graft import Swap, calling, replacement_of
 
 from .catalogue import models_folder, rotary_names
@@ -113,7 +114,8 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
 
 def arguments(candidate: Candidate, owner: object = None) -> Make:
     """Arguments of a signature, with tables as a model makes them: of angles, entries held twice."""
-    form, rotation = candidate.form, candidate.rotation
+    call, rotation = candidate.call, candidate.rotation
+    unsqueeze_dim, positions = call.parameter("unsqueeze_dim"), call.parameter("positions")
     # Four dimensions where the function takes them; tables of three.
     dims, table, given, place = max(
         candidate.shapes, key=lambda s: (s[0], s[1] == 3, -(s[2] or 0), s[1])
@@ -121,33 +123,28 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
         torch.manual_seed(0)
-        behind = place == -2 or form.carrier == "stack"
+        behind = place == -2 or call.form.flat
         middle = (TOKENS, HEADS) if behind else (HEADS, TOKENS)
         lead = (ROWS, *middle) if dims == 4 else middle if place == -2 else (ROWS, TOKENS)
-        xs = {name: torch.randn(*lead, CHANNELS, dtype=dtype) for name in form.rotated}
+        xs = {name: torch.randn(*lead, CHANNELS, dtype=dtype) for name in call.rotated}
         pairs = CHANNELS // 2
         angle = torch.arange(1, TOKENS + 1)[:, None] * 10.0 ** -torch.linspace(0, 3, pairs)
-        if rotation.reading == "half":
-            full = angle
-        elif rotation.reading in ("repeat", "even", "odd"):
-            full = angle.repeat_interleave(2, -1)
-        else:
-            full = torch.cat((angle, angle), -1)
+        full = widen(angle, rotation.width)
         cos, sin = full.cos().to(dtype), full.sin().to(dtype)
         shape = {2: (), 3: (1,), 4: (1, 1)}[table]
-        if form.rows is None:
+        if positions is None:
             cos, sin = cos.expand(*shape, *cos.shape), sin.expand(*shape, *sin.shape)
-        if form.carrier == "complex":
+        if not call.form.narrow:
             cos, sin = cos.float(), sin.float()
-        values: dict[str, Any] = {**xs, **form.join(cos, sin)}
-        if form.carrier == "stack":
+        values: dict[str, Any] = {**xs, **call.build(cos, sin)}
+        if call.form.flat:
             values |= {name: x.flatten(2) for name, x in xs.items()}
-            table_name = form.tables[0]
+            table_name = call.tables[0]
             values[table_name] = torch.stack((cos[0, 0], sin[0, 0]))[:, :, None, None]
-        if form.unsqueeze:
-            values[form.unsqueeze] = given
-        if form.rows:
-            values[form.rows] = torch.arange(TOKENS).flip(0)[None]
+        if unsqueeze_dim:
+            values[unsqueeze_dim] = given
+        if positions:
+            values[positions] = torch.arange(TOKENS).flip(0)[None]
         if owner is not None:
             values["self"] = owner
         return values

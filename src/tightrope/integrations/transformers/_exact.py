@@ -17,12 +17,11 @@ import torch
 
 from ... import angles as exact_angles, positions as positions_
 from ...config import LayerSpecs
+from ...forms import WIDTHS, signature, widen
 from ...frequencies import Given
 from ...spec import RopeSpec
 from ._classes import base_of
 from ._report import Entry
-
-LAYOUTS = ("cat", "repeat", "half")
 
 # Probes: positions, and how far fp32 arithmetic of the original may be off there, as a share of the
 # angle and of the values.
@@ -49,14 +48,14 @@ class Angles:
 
     Attributes:
         specs: the spec of each type of layer; the type is None where the module knows none.
-        layout: how its tables hold an entry of each pair, of LAYOUTS.
+        width: how its tables hold an entry of each pair, of WIDTHS.
         factors: what the tables are multiplied by beyond what the spec says, by type.
         ranks: of positions, as far as they were tried: 2, or 3 with an axis in front.
         wide: whether tables are float32, whatever the dtype that they are asked for.
     """
 
     specs: tuple[tuple[str | None, RopeSpec], ...]
-    layout: str
+    width: str
     factors: tuple[tuple[str | None, float], ...]
     ranks: frozenset[int]
     wide: bool = False
@@ -87,7 +86,7 @@ class Angles:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         scale = prepared.amplitude * factor
         cos, sin = (
-            _laid_out(t[:, 0] * scale if scale != 1.0 else t[:, 0], self.layout)
+            widen(t[:, 0] * scale if scale != 1.0 else t[:, 0], self.width)
             for t in exact_angles.cos_sin(phase, wide)
         )
         target = wide if self.wide else dtype
@@ -100,12 +99,6 @@ def _positions(spec: RopeSpec, position_ids: torch.Tensor) -> Any:
     if position_ids.dim() == 2:
         position_ids = position_ids.expand(spec.axis_count, *position_ids.shape)
     return positions_.multi_axis(position_ids)
-
-
-def _laid_out(table: torch.Tensor, layout: str) -> torch.Tensor:
-    if layout == "cat":
-        return torch.cat((table, table), dim=-1)
-    return table.repeat_interleave(2, dim=-1) if layout == "repeat" else table
 
 
 # --- an object and its angles ---------------------------------------------------------------------
@@ -196,11 +189,8 @@ def _names(cls: type) -> list[str] | None:
 
 
 def _parameters(cls: type) -> list[str]:
-    forward = getattr(cls, "forward", None)
-    try:
-        return list(inspect.signature(forward).parameters)[1:]  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return []
+    seen = signature(getattr(cls, "forward", None))
+    return [] if seen is None else list(seen.parameters)[1:]
 
 
 class _Unserved(Exception):
@@ -244,14 +234,14 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
         reasons = []
         for spec, factor, source in _specs(module, probe, layer_type):
             try:
-                layout, ranks = _layout(probe, spec, factor, layer_type)
+                width, ranks = _width(probe, spec, factor, layer_type)
             except _Unserved as unserved:
                 reasons.append(f"{source}: {unserved}")
                 continue
             if kept is None:
-                kept = layout, ranks
-            if kept[0] == layout:
-                kept = layout, kept[1] & ranks
+                kept = width, ranks
+            if kept[0] == width:
+                kept = width, kept[1] & ranks
                 found.append((layer_type, spec, factor))
                 break
         else:
@@ -359,7 +349,7 @@ def _specs(
     return found
 
 
-def _layout(
+def _width(
     probe: torch.nn.Module, spec: RopeSpec, factor: float, layer_type: str | None
 ) -> tuple[str, frozenset[int]]:
     """How tables are laid out and which positions are understood, by trying."""
@@ -368,7 +358,7 @@ def _layout(
     sets = [rows, rows[:, :1], torch.stack((rows[0], rows[0]))]
     sets += [torch.tensor([[n - 2, n - 1], [n - 1, n - 1]]) for n in far]
     sets += [torch.tensor([[n, n + 5], [n + 5, 3]])[:, :1] for n in far]
-    ranks, layouts = set(), set(LAYOUTS)
+    ranks, widths = set(), set(WIDTHS)
     for rank in (2, 3):
         tried = []
         for ids in sets:
@@ -385,13 +375,13 @@ def _layout(
             tried.append((ids, theirs))
         else:
             good = {
-                layout
-                for layout in LAYOUTS
+                width
+                for width in WIDTHS
                 if all(
                     _same(
                         theirs,
                         ids,
-                        Angles(((layer_type, spec),), layout, ((layer_type, factor),), frozenset()),
+                        Angles(((layer_type, spec),), width, ((layer_type, factor),), frozenset()),
                         layer_type,
                     )
                     for ids, theirs in tried
@@ -400,10 +390,10 @@ def _layout(
             if not good:
                 raise _Unserved("the tables of the module are others")
             ranks.add(rank)
-            layouts &= good
-    if not ranks or len(layouts) != 1:
-        raise _Unserved("its positions or the layout of its tables cannot be told")
-    return layouts.pop(), frozenset(ranks)
+            widths &= good
+    if not ranks or len(widths) != 1:
+        raise _Unserved("its positions or the width of its tables cannot be told")
+    return widths.pop(), frozenset(ranks)
 
 
 def _far(probe: torch.nn.Module) -> list[int]:
@@ -440,7 +430,7 @@ def _same(theirs: Any, ids: torch.Tensor, ours: Angles, layer_type: str | None) 
     if spec.axes is not None:
         rates = rates.abs().max().expand(rates.shape)
     amplitude = max(1.0, float(exact[0].abs().max()))
-    bound = _laid_out(rates * longest * _ANGLE, ours.layout) + _VALUE
+    bound = widen(rates * longest * _ANGLE, ours.width) + _VALUE
     if bound.shape[-1] != cos.shape[-1]:
         bound = bound.max()
     return all(
@@ -511,6 +501,6 @@ def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
     if made is not None:
         specs = "; ".join(str(spec) if t is None else f"{t}: {spec}" for t, spec in made.specs)
         words = (
-            f"tables of {specs}, {made.layout}, {'float32' if made.wide else 'in the dtype of x'}"
+            f"tables of {specs}, {made.width}, {'float32' if made.wide else 'in the dtype of x'}"
         )
     return Entry(cls.__module__, cls.__qualname__, words, made is not None, reason)

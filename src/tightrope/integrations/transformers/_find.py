@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ._form import signature, unwrapped
+from ...forms import signature, unwrapped
 
 #: Of names beside the originals that grafted methods read.
 PREFIX = "_tightrope_"

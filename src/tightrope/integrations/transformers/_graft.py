@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from ._candidate import Candidate
 from ._classes import MARK, Graft
 from ._exact import members_of
 from ._find import PREFIX, is_near, methods, neighbours, original_of
-from ._form import Candidate
 from ._run import replacement
 
 

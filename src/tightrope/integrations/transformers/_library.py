@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ...forms import unwrapped
 from . import _exact, _find, _graft
 from ._classes import base_of
 from ._find import Found
-from ._form import unwrapped
 from ._recognise import Recognition, recognise, recognise_method
 from ._report import Entry, Report, entry_of
 from ._run import replacement

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ..._errors import bad_type, bad_value, public
+from ...forms import unwrapped
 from . import _exact, _find, _graft, _library
 from ._classes import base_of
 from ._find import Found
-from ._form import unwrapped
 from ._recognise import Recognition, recognise, recognise_method
 from ._report import Entry, Report, entry_of
 

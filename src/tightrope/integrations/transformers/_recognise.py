@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ._form import Candidate, Form, signature
-from ._rotation import Rotation, candidates, plain
+from ...forms import (
+    Arrangement,
+    Call,
+    Rotation,
+    calls_of,
+    candidates,
+    plain,
+    signature,
+)
+from ._candidate import Candidate
 
 BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 16
-
-_TABLE = re.compile(r"cos|sin|freq|cis|position_emb")
-_DIMENSION = re.compile(r"dim$|axis$")
 
 # Against what is given and made in float32; a wrong candidate is off by as much as the values are.
 _CLOSE = 2e-5
@@ -64,8 +70,8 @@ def recognise(function: Any, owner: object = None) -> Recognition:
     seen = signature(function)
     if seen is None:
         return Recognition(None, "its signature cannot be read")
-    forms = list(_forms(seen, owner is not None))
-    if not forms:
+    calls = [c for c in calls_of(function, method=owner is not None) if c.form.takes_tables]
+    if not calls:
         names = ", ".join(seen.parameters)
         return Recognition(
             None, f"its arguments, ({names}), are not those of a rotation by given tables"
@@ -78,10 +84,9 @@ def recognise(function: Any, owner: object = None) -> Recognition:
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        for form in forms:
-            call = _Caller(function, seen, form, owner)
+        for call in calls:
             try:
-                found.extend(_explain(call))
+                found.extend(_explain(_Caller(function, call, owner)))
             except _Unlike as unlike:
                 reasons.append(str(unlike))
     if len(found) == 1:
@@ -90,7 +95,7 @@ def recognise(function: Any, owner: object = None) -> Recognition:
         return Recognition(
             None, f"agrees with {len(found)} candidates: {'; '.join(map(str, found))}"
         )
-    # The reason of the form that came farthest is the one to read.
+    # The reason of the call that came farthest is the one to read.
     return Recognition(None, max(reasons, key=_RANK.index) if reasons else _RANK[0])
 
 
@@ -119,79 +124,23 @@ _GRADIENTS = "its gradients are not those of what it computes"
 _RANK = (_NO_CALL, _NO_MATCH, _UNEVEN, _WRITES, _RANDOM, _DTYPES, _VALUES, _GRADIENTS)
 
 
-def _forms(seen: inspect.Signature, method: bool) -> Iterator[Form]:
-    parameters = list(seen.parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return
-    parameters = [p for p in parameters if p.kind is not p.VAR_KEYWORD][1 if method else 0 :]
-    names = tuple(p.name for p in parameters)
-    tables = [
-        p.name
-        for p in parameters
-        if _TABLE.search(p.name) and (p.default is None or p.default is p.empty)
-    ]
-    unsqueeze, rows = None, None
-    rotated = []
-    for p in parameters:
-        if p.name in tables:
-            continue
-        if type(p.default) is int and _DIMENSION.search(p.name):
-            unsqueeze = p.name
-        elif p.default is p.empty and "position" in p.name:
-            rows = p.name
-        elif p.default is p.empty or (p.default is None and "position" not in p.name):
-            rotated.append(p.name)
-    if not rotated:
-        return
-    form = Form(names, tuple(rotated), tuple(tables), "pair", unsqueeze, rows, method=method)
-    if len(tables) == 2:
-        yield form
-        yield replace(form, tables=(tables[1], tables[0]))
-    elif len(tables) == 1:
-        yield replace(form, carrier="complex")
-        yield replace(form, carrier="sines first")
-        if method:
-            yield replace(form, carrier="stack")
-
-
 class _Caller:
-    """A function under one form: calls it on x's and tables, by name."""
+    """A function with one way to call it: on x's and tables, by name."""
 
-    def __init__(
-        self, function: Callable[..., Any], seen: inspect.Signature, form: Form, owner: object
-    ) -> None:
-        self.function, self.form, self.owner = function, form, owner
-        self.optional = {
-            name for name, p in seen.parameters.items() if p.default is not inspect.Parameter.empty
-        }
+    def __init__(self, function: Callable[..., Any], call: Call, owner: object) -> None:
+        self.function, self.call, self.owner = function, call, owner
+        self.unsqueeze_dim = call.parameter("unsqueeze_dim")
+        self.positions = call.parameter("positions")
 
-    def __call__(
-        self,
-        xs: Mapping[str, torch.Tensor | None],
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        given: int | None = None,
-        rows: torch.Tensor | None = None,
-        **more: Any,
-    ) -> list[torch.Tensor | None]:
-        """The results, in order; any error of the function is passed on."""
-        form = self.form
-        flat = form.carrier == "stack"
-        if flat:
-            shape = next(x.shape for x in xs.values() if x is not None)
-            xs = {name: None if x is None else x.flatten(2) for name, x in xs.items()}
-        arguments: dict[str, Any] = {**xs, **form.join(cos, sin), **more}
-        if form.unsqueeze:
-            arguments[form.unsqueeze] = given
-        if form.rows:
-            arguments[form.rows] = torch.arange(cos.shape[-2])[None] if rows is None else rows
-        if self.owner is not None:
-            owner = _StandIn(self.owner, *shape[-2:]) if flat else self.owner
-            result = self.function(owner, **arguments)
-        else:
-            result = self.function(**arguments)
-        results = list(result) if isinstance(result, (tuple, list)) else [result]
-        return [y.unflatten(-1, shape[-2:]) for y in results] if flat else results
+    def arrangements(self) -> list[Arrangement]:
+        """What the function is called with, those last that broadcast as they are."""
+        told = self.unsqueeze_dim is not None
+        every = self.call.form.arrangements
+        fitting = [each for each in every if (each.unsqueeze_dim is not None) == told]
+        if self.positions:
+            # The rows are what positions make of tables for all tokens.
+            return [each for each in fitting if "1" not in each.table]
+        return fitting
 
 
 class _StandIn:
@@ -206,350 +155,299 @@ class _StandIn:
         return self._channels if name in ("head_size", "head_dim") else getattr(self._owner, name)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Shapes of x (bhsd, bshd, …) and of tables that fit it, and where the tables get a dimension."""
+class _Probe:
+    """Random tensors for a call, of sizes that differ; and what the function makes of them."""
 
-    x: str
-    table: str
-    given: int | None
-    place: int | None
+    def __init__(
+        self,
+        caller: _Caller,
+        shape: Arrangement,
+        width: int,
+        *,
+        tokens: int = TOKENS,
+        channels: int = CHANNELS,
+        scale: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        table_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        size = {"b": BATCH, "h": HEADS, "s": tokens, "1": 1, "d": channels}
+        self.caller, self.shape = caller, shape
+        self.xs: dict[str, torch.Tensor] = {}
+        for name in caller.call.rotated:
+            x = torch.randn([size[letter] for letter in shape.x])
+            self.xs[name] = (x * scale).to(dtype)
+            size["h"] = 1  # of all but the first
+        size |= {"h": HEADS, "d": width}
+        sizes = [size[letter] for letter in shape.table][-2 if caller.positions else 0 :]
+        cos, sin = torch.randn(sizes), torch.randn(sizes)
+        if caller.call.form.unit:
+            cos, sin = cos.cos(), cos.sin()
+        self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
 
-    def key(self) -> tuple[int, int, int | None, int | None]:
-        return len(self.x) + 1, len(self.table) + 1, self.given, self.place
+    def tensors(self) -> list[torch.Tensor]:
+        """All that the function is given."""
+        return [*self.xs.values(), self.cos, self.sin]
+
+    def run(self, other: Mapping[str, Any] | None = None) -> list[torch.Tensor | None]:
+        """The results, in order, with other x's or more arguments; the function's errors too."""
+        caller, owner = self.caller, self.caller.owner
+        arguments: dict[str, Any] = {**self.xs, **(other or {})}
+        flat = caller.call.form.flat
+        if flat:
+            shape = next(iter(arguments.values())).shape
+            arguments = {name: x.flatten(2) for name, x in arguments.items()}
+            owner = _StandIn(owner, *shape[-2:])
+        arguments |= caller.call.build(self.cos, self.sin)
+        if caller.unsqueeze_dim:
+            arguments[caller.unsqueeze_dim] = self.shape.unsqueeze_dim
+        if caller.positions:
+            arguments[caller.positions] = torch.arange(self.cos.shape[-2])[None]
+        selves = () if owner is None else (owner,)
+        result = caller.function(*selves, **arguments)
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        return [y.unflatten(-1, shape[-2:]) for y in results] if flat else results
+
+    def tried(self, other: Mapping[str, Any] | None = None) -> list[torch.Tensor | None] | None:
+        """The same; None where the function raises."""
+        try:
+            return self.run(other)
+        except Exception:  # noqa: BLE001  # somebody else's code
+            return None
+
+    def expected(
+        self, x: torch.Tensor, rotation: Rotation, rows: int | None = None
+    ) -> torch.Tensor:
+        """What a rotation makes of one x, by the last rows of the tables if some are given."""
+        cos, sin = (t if rows is None else t[..., -rows:, :] for t in (self.cos, self.sin))
+        if (place := self.shape.place) is not None:
+            cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
+        return plain(x.double(), cos.double(), sin.double(), rotation, torch.float64)
+
+    def agrees(
+        self,
+        ys: list[torch.Tensor | None],
+        rotation: Rotation,
+        bound: float = _CLOSE,
+        count: int | None = None,
+    ) -> bool:
+        """Whether results are those of a rotation of all x's, or of so many."""
+        xs = list(self.xs.values())[:count]
+        try:
+            return len(ys) == len(xs) and all(
+                _agrees(y, self.expected(x, rotation), bound) for y, x in zip(ys, xs)
+            )
+        except RuntimeError:  # these tables do not broadcast
+            return False
 
 
-# Leading dimensions of x and tables by letter: b, h, s as they are, 1 for one.
-_WITHOUT_PARAMETER = (
-    *(_Shape("bhs", "bs", None, -3), _Shape("bsh", "bs", None, -2), _Shape("bsh", "s", None, -2)),
-    *(
-        _Shape("sh", "s", None, -2),
-        _Shape("bhs", "b1s", None, None),
-        _Shape("bhs", "s", None, None),
-    ),
-    *(
-        _Shape("bhs", "11s", None, None),
-        _Shape("bs", "bs", None, None),
-        _Shape("hs", "s", None, None),
-    ),
-    *(_Shape("bs", "s", None, None), _Shape("hs", "1s", None, None)),
-)
-# Tables of three dimensions, one of them one wide, that broadcast against x of four as they are. Where
-# another rule for three dimensions is in question these could not tell it from that.
-_ONES = (_Shape("bhs", "1s", None, None), _Shape("bsh", "s1", None, None))
-_FLAT = (_Shape("bsh", "1s1", None, None),)
-_WITH_PARAMETER = (
-    *(_Shape("bhs", "bs", 1, -3), _Shape("bsh", "bs", 2, -2), _Shape("bsh", "bs", -2, -2)),
-    *(_Shape("bhs", "1s", 1, -3), _Shape("bsh", "1s", 2, -2), _Shape("bhs", "bs", -3, -3)),
-    *(_Shape("sh", "s", 1, -2), _Shape("hs", "s", 0, -3), _Shape("bsh", "s", 1, -2)),
-    _Shape("bhs", "s", 0, -3),
-)
+_Make = Callable[..., _Probe]
 
 
-def _sizes(letters: str, heads: int, tokens: int, last: int) -> tuple[int, ...]:
-    size = {"b": BATCH, "h": heads, "s": tokens, "1": 1}
-    return (*(size[letter] for letter in letters), last)
-
-
-def _tensors(
-    call: _Caller,
-    shape: _Shape,
-    width: int,
-    *,
-    tokens: int = TOKENS,
-    channels: int = CHANNELS,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    table_dtype: torch.dtype = torch.float32,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    xs = {}
-    for i, name in enumerate(call.form.rotated):
-        heads = HEADS if i == 0 else 1
-        sizes = _sizes(shape.x, heads, tokens, channels)
-        xs[name] = (torch.randn(sizes) * scale).to(dtype)
-    sizes = _sizes(shape.table, HEADS, tokens, width)
-    if call.form.rows:
-        sizes = sizes[-2:]
-    cos, sin = torch.randn(sizes).to(table_dtype), torch.randn(sizes).to(table_dtype)
-    return xs, cos, sin
-
-
-def _expected(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, place: int | None, rotation: Rotation
-) -> torch.Tensor:
-    if place is not None:
-        cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
-    return plain(x.double(), cos.double(), sin.double(), rotation, torch.float64)
-
-
-def _agrees(y: object, expected: torch.Tensor, bound: float) -> bool:
+def _agrees(y: object, expected: torch.Tensor, bound: float = _CLOSE) -> bool:
     if not isinstance(y, torch.Tensor) or y.shape != expected.shape or not y.is_floating_point():
         return False
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     return bool(((y.double() - expected).abs() <= bound * scale).all())
 
 
-def _explain(call: _Caller) -> list[Candidate]:
-    """The candidates that agree with the function under one form."""
-    shapes: tuple[_Shape, ...] = _WITH_PARAMETER if call.form.unsqueeze else _WITHOUT_PARAMETER
-    if call.form.carrier == "stack":
-        shapes = _FLAT
-    if call.form.rows:
-        shapes = tuple(_Shape(s.x, s.table.replace("1s", "bs"), s.given, s.place) for s in shapes)
+def _equal(ys: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> bool:
+    pairs = zip(ys, others, strict=True)
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+def _key(shape: Arrangement) -> tuple[int, int, int | None, int | None]:
+    return len(shape.x), len(shape.table), shape.unsqueeze_dim, shape.place
+
+
+def _explain(caller: _Caller) -> list[Candidate]:
+    """The candidates that agree with the function under one call."""
     alive: list[Rotation] | None = None
-    verified: dict[_Shape, bool] = {}
+    verified: list[Arrangement] = []
     # Where it runs and is something else: tables of one row for all may hide what happens to rows.
     refused: set[tuple[int, int, int | None, int | None]] = set()
     partial = ran = False
-    ones = () if call.form.unsqueeze or call.form.rows or call.form.carrier == "stack" else _ONES
-    for shape in dict.fromkeys((*shapes, *ones)):
-        if shape in ones and any(s.key()[:3] == shape.key()[:3] for s in verified if s not in ones):
+    for shape in caller.arrangements():
+        known = {_key(each)[:3] for each in verified if not each.broadcasts}
+        if shape.broadcasts and _key(shape)[:3] in known:
             continue
-        matches, widths = _at(call, shape, alive)
-        ran |= bool(widths)
+        matches = _at(caller, shape, alive)
+        ran |= bool(matches)
         if not any(matches.values()):
-            if matches and shape not in ones:
-                refused.add(shape.key())
+            if matches and not shape.broadcasts:
+                refused.add(_key(shape))
             continue
         if not all(matches.values()):
             raise _Unlike(_UNEVEN)
         for width, rotations in matches.items():
             alive = rotations if alive is None else [r for r in alive if r in rotations]
             partial |= any(not replace(r, slice="whole").fits(CHANNELS, width) for r in rotations)
-        verified[shape] = True
+        verified.append(shape)
     if alive is None:
         raise _Unlike(_NO_MATCH if ran else _NO_CALL)
     if not partial:
         alive = list(dict.fromkeys(replace(r, slice="whole") for r in alive))
-    if not alive:
-        raise _Unlike(_UNEVEN)
-    keys = frozenset(shape.key() for shape in verified if shape not in ones)
-    if keys & refused:
+    keys = frozenset(_key(shape) for shape in verified if not shape.broadcasts)
+    if not alive or keys & refused:
         raise _Unlike(_UNEVEN)
     if len({key[:3] for key in keys}) != len(keys):
         raise _Unlike("where its tables get a dimension cannot be told")
-    first = next(iter(verified))
-    seen = frozenset(shape.table for shape in verified if shape in ones)
-    return [
-        _confirm(call, Candidate(call.form, rotation, keys, seen), first, tuple(verified))
-        for rotation in alive
-    ]
+    seen = frozenset(shape.table for shape in verified if shape.broadcasts)
+    made = [Candidate(caller.call, rotation, keys, seen) for rotation in alive]
+    return [_confirm(caller, candidate, verified) for candidate in made]
 
 
 def _at(
-    call: _Caller, shape: _Shape, alive: list[Rotation] | None
-) -> tuple[dict[int, list[Rotation]], list[int]]:
+    caller: _Caller, shape: Arrangement, alive: list[Rotation] | None
+) -> dict[int, list[Rotation]]:
     """For each width of tables that the function takes at a shape: what agrees with it."""
     matches: dict[int, list[Rotation]] = {}
     for width in (CHANNELS, CHANNELS // 2, CHANNELS // 4):
-        xs, cos, sin = _tensors(call, shape, width)
-        try:
-            ys = call({n: x.clone() for n, x in xs.items()}, cos.clone(), sin.clone(), shape.given)
-        except Exception:  # noqa: BLE001
-            continue
-        matches[width] = []
-        if len(ys) != len(xs):
-            continue
-        for rotation in candidates() if alive is None else alive:
-            if rotation.fits(CHANNELS, width) and _all_agree(ys, xs, cos, sin, shape, rotation):
-                matches[width].append(rotation)
-    return matches, list(matches)
+        probe = _Probe(caller, shape, width)
+        given = copy.copy(probe)
+        given.xs = {name: x.clone() for name, x in probe.xs.items()}
+        given.cos, given.sin = probe.cos.clone(), probe.sin.clone()
+        if (ys := given.tried()) is not None:
+            matches[width] = [
+                rotation
+                for rotation in (candidates() if alive is None else alive)
+                if rotation.fits(CHANNELS, width) and probe.agrees(ys, rotation)
+            ]
+    return matches
 
 
-def _all_agree(
-    ys: list[torch.Tensor | None],
-    xs: Mapping[str, torch.Tensor],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    shape: _Shape,
-    rotation: Rotation,
-    bound: float = _CLOSE,
-) -> bool:
-    try:
-        return all(
-            _agrees(y, _expected(x, cos, sin, shape.place, rotation), bound)
-            for y, x in zip(ys, xs.values(), strict=True)
-        )
-    except RuntimeError:  # these tables do not broadcast
-        return False
-
-
-def _confirm(
-    call: _Caller, candidate: Candidate, shape: _Shape, shapes: tuple[_Shape, ...]
-) -> Candidate:
+def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -> Candidate:
     """All that plain probes cannot show: dtypes, sizes, gradients, what is optional."""
     rotation = candidate.rotation
     width = CHANNELS // 2 if rotation.reading == "half" else CHANNELS
     for tokens, channels, scale in ((1, 16, 1.0), (5, 8, 100.0), (67, 64, 1.0), (0, 16, 1.0)):
-        for each in shapes if tokens == 1 else (shape,):
-            wide = channels * width // CHANNELS
-            tensors = _tensors(call, each, wide, tokens=tokens, channels=channels, scale=scale)
-            xs, cos, sin = tensors
-            before = [t.clone() for t in (*xs.values(), cos, sin)]
-            try:
-                ys = call(xs, cos, sin, each.given)
-                again = call(xs, cos, sin, each.given)
-            except Exception as error:
-                if tokens == 0:
-                    continue
-                raise _Unlike(_VALUES) from error
-            if not all(torch.equal(t, old) for t, old in zip((*xs.values(), cos, sin), before)):
+        for shape in shapes if tokens == 1 else shapes[:1]:
+            sizes: dict[str, Any] = {"tokens": tokens, "channels": channels, "scale": scale}
+            probe = _Probe(caller, shape, channels * width // CHANNELS, **sizes)
+            before = [t.clone() for t in probe.tensors()]
+            ys, again = probe.tried(), probe.tried()
+            if tokens == 0 and (ys is None or again is None):
+                continue
+            if ys is not None and not all(map(torch.equal, probe.tensors(), before)):
                 raise _Unlike(_WRITES)
-            if not _all_agree(ys, xs, cos, sin, each, rotation):
+            if ys is None or again is None or not probe.agrees(ys, rotation):
                 raise _Unlike(_VALUES)
-            pairs = zip(ys, again, strict=True)
-            if not all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs):
+            if not _equal(ys, again):
                 raise _Unlike(_RANDOM)
-    _check_strides(call, candidate, shape, width)
-    _check_gradients(call, candidate, shape, width)
+    make = functools.partial(_Probe, caller, shapes[0], width)
+    _check_strides(make(), rotation)
+    _check_gradients(make(), rotation)
     return replace(
         candidate,
-        form=replace(candidate.form, ignored=_ignored(call, shape, width)),
-        keeps_dtype=_keeps_dtype(call, candidate, shape, width),
-        tokens=_uneven_tokens(call, candidate, shape, width),
-        alone=_alone(call, candidate, shape, width),
-        trailing=_trailing(call, candidate, shape, width),
+        ignored=_ignored(make),
+        keeps_dtype=_keeps_dtype(make, rotation),
+        tokens=_uneven_tokens(make, rotation),
+        alone=_alone(make(), rotation),
+        trailing=_trailing(make(), rotation),
     )
 
 
-def _check_strides(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> None:
-    xs, cos, sin = _tensors(call, shape, width)
-    strided = {name: x.transpose(0, -2).contiguous().transpose(0, -2) for name, x in xs.items()}
-    if not _all_agree(
-        call(strided, cos, sin, shape.given), xs, cos, sin, shape, candidate.rotation
-    ):
+def _check_strides(probe: _Probe, rotation: Rotation) -> None:
+    strided = {n: x.transpose(0, -2).contiguous().transpose(0, -2) for n, x in probe.xs.items()}
+    if not probe.agrees(probe.run(strided), rotation):
         raise _Unlike(_VALUES)
 
 
-def _check_gradients(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> None:
-    xs, cos, sin = _tensors(call, shape, width)
-    for x in xs.values():
-        x.requires_grad_()
+def _check_gradients(probe: _Probe, rotation: Rotation) -> None:
+    leaves = [x.requires_grad_() for x in probe.xs.values()]
     with torch.enable_grad():
-        ys = call(xs, cos, sin, shape.given)
-        wanted = [_expected(x, cos, sin, shape.place, candidate.rotation) for x in xs.values()]
+        ys = [y for y in probe.run() if y is not None]
+        wanted = [probe.expected(x, rotation) for x in leaves]
         weights = [torch.randn(y.shape) for y in wanted]
-        leaves = list(xs.values())
         try:
-            got = torch.autograd.grad(
-                [y for y in ys if y is not None], leaves, weights, allow_unused=True
-            )
+            got = torch.autograd.grad(ys, leaves, weights, allow_unused=True)
         except RuntimeError as error:
             raise _Unlike(_GRADIENTS) from error
         right = torch.autograd.grad(wanted, leaves, [w.double() for w in weights])
-    for g, r in zip(got, right):
-        if g is None or not _agrees(g, r.double(), _CLOSE):
-            raise _Unlike(_GRADIENTS)
+    if not all(_agrees(g, r.double()) for g, r in zip(got, right)):
+        raise _Unlike(_GRADIENTS)
 
 
-def _keeps_dtype(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> bool:
+def _keeps_dtype(make: _Make, rotation: Rotation) -> bool:
     f32, f64, b16, f16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
     keeps = widens = True
     for dtype, table_dtype in (
         *((b16, b16), (b16, f32), (f32, b16), (f16, f32), (f16, f16), (f64, f32), (f32, f64)),
         (f32, f32),
     ):
-        if call.form.carrier == "complex" and table_dtype not in (f32, f64):
+        probe = make(dtype=dtype, table_dtype=table_dtype)
+        if not probe.caller.call.form.narrow and table_dtype not in (f32, f64):
             continue
-        xs, cos, sin = _tensors(call, shape, width, dtype=dtype, table_dtype=table_dtype)
-        try:
-            ys = call(xs, cos, sin, shape.given)
-        except Exception as error:
-            raise _Unlike(_DTYPES) from error
-        wide = torch.promote_types(dtype, table_dtype)
+        ys = probe.tried()
+        if ys is None:
+            raise _Unlike(_DTYPES)
         kinds = {y.dtype for y in ys if y is not None}
         keeps &= kinds == {dtype}
-        widens &= kinds == {wide}
-        narrow = [d for d in (dtype, table_dtype) if d in _COARSE]
-        bound = max((_COARSE[d] for d in narrow), default=_CLOSE)
-        if not _all_agree(ys, xs, cos, sin, shape, candidate.rotation, bound):
+        widens &= kinds == {torch.promote_types(dtype, table_dtype)}
+        bound = max(_COARSE.get(each, _CLOSE) for each in (dtype, table_dtype))
+        if not probe.agrees(ys, rotation, bound):
             raise _Unlike(_VALUES)
     if keeps == widens:
         raise _Unlike(_DTYPES)
     return keeps
 
 
-def _ignored(call: _Caller, shape: _Shape, width: int) -> frozenset[str]:
+def _ignored(make: _Make) -> frozenset[str]:
     """Optional arguments that change nothing: ids of positions that nobody reads."""
-    form = call.form
-    known = {*form.rotated, *form.tables, form.unsqueeze, form.rows}
+    caller = make().caller
+    seen = signature(caller.function)
+    known = {each.name for each in caller.call.arguments}
     ignored = set()
-    for name in form.parameters:
+    for name in () if seen is None else seen.parameters:
         if name in known or "position" not in name:
             continue
-        xs, cos, sin = _tensors(call, shape, width)
-        try:
-            plainly = call(xs, cos, sin, shape.given)
-            ids = torch.randint(0, TOKENS, (BATCH, TOKENS))
-            with_ids = call(xs, cos, sin, shape.given, **{name: ids})
-        except Exception:  # noqa: BLE001
-            continue
-        if all(
-            a is not None and b is not None and torch.equal(a, b) for a, b in zip(plainly, with_ids)
-        ):
+        probe, ids = make(), torch.randint(0, TOKENS, (BATCH, TOKENS))
+        with_ids = probe.tried({name: ids})
+        if with_ids is not None and _equal(probe.run(), with_ids):
             ignored.add(name)
     return frozenset(ignored)
 
 
-def _uneven_tokens(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> str:
+def _uneven_tokens(make: _Make, rotation: Rotation) -> str:
     """What happens to x with more, or fewer, tokens than the tables."""
-    if shape.x[-1] != "s":
+    probe = make()
+    if probe.shape.x[-2] != "s":
         return "same"
-    rotation = candidate.rotation
     for kind, tokens in (("prefix", TOKENS + 2), ("suffix", TOKENS - 2)):
-        xs, _, _ = _tensors(call, shape, width, tokens=tokens)
-        more, cos, sin = _tensors(call, shape, width)
+        xs = make(tokens=tokens).xs
         if kind == "suffix":
-            xs = {name: x if i == 0 else more[name] for i, (name, x) in enumerate(xs.items())}
-        try:
-            ys = call(xs, cos, sin, shape.given)
-        except Exception:  # noqa: BLE001
-            continue
+            xs |= {name: x for i, (name, x) in enumerate(probe.xs.items()) if i}
+        ys = probe.tried(xs) or []
         if len(ys) == len(xs) and all(
-            _agrees(y, _unevenly(x, cos, sin, shape.place, rotation), _CLOSE)
-            for y, x in zip(ys, xs.values())
+            _agrees(y, _unevenly(probe, x, rotation)) for y, x in zip(ys, xs.values())
         ):
             return kind
     return "same"
 
 
-def _unevenly(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, place: int | None, rotation: Rotation
-) -> torch.Tensor:
-    tokens, rows = x.shape[-2], cos.shape[-2]
-    if tokens > rows:
-        front, back = x[..., : tokens - rows, :], x[..., tokens - rows :, :]
-        return torch.cat((front.double(), _expected(back, cos, sin, place, rotation)), dim=-2)
-    return _expected(x, cos[..., rows - tokens :, :], sin[..., rows - tokens :, :], place, rotation)
+def _unevenly(probe: _Probe, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    more = x.shape[-2] - TOKENS
+    if more <= 0:
+        return probe.expected(x, rotation, x.shape[-2])
+    front, back = x[..., :more, :], x[..., more:, :]
+    return torch.cat((front.double(), probe.expected(back, rotation)), dim=-2)
 
 
-def _alone(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> str | None:
+def _alone(probe: _Probe, rotation: Rotation) -> str | None:
     """What comes back where the second tensor is None."""
-    if len(call.form.rotated) != 2:
+    if len(probe.xs) != 2:
         return None
-    xs, cos, sin = _tensors(call, shape, width)
-    name, second = call.form.rotated
-    try:
-        ys = call({name: xs[name], second: None}, cos, sin, shape.given)
-    except Exception:  # noqa: BLE001
-        return None
-    expected = _expected(xs[name], cos, sin, shape.place, candidate.rotation)
-    if not _agrees(ys[0], expected, _CLOSE):
+    second = list(probe.xs)[1]
+    ys = probe.tried({second: None}) or []
+    if not probe.agrees(ys[:1], rotation, count=1):
         return None
     if len(ys) == 1:
         return "one"
     return "pair" if len(ys) == 2 and ys[1] is None else None
 
 
-def _trailing(call: _Caller, candidate: Candidate, shape: _Shape, width: int) -> bool:
+def _trailing(probe: _Probe, rotation: Rotation) -> bool:
     """Whether the function takes None for the tensors after the second."""
-    rotated = call.form.rotated
-    if len(rotated) < 3:
+    if len(probe.xs) < 3:
         return False
-    xs, cos, sin = _tensors(call, shape, width)
-    present = {name: xs[name] for name in rotated[:2]}
-    try:
-        ys = call({**present, **dict.fromkeys(rotated[2:])}, cos, sin, shape.given)
-    except Exception:  # noqa: BLE001
-        return False
-    return len(ys) == 2 and _all_agree(ys, present, cos, sin, shape, candidate.rotation)
+    ys = probe.tried(dict.fromkeys(list(probe.xs)[2:])) or []
+    return probe.agrees(ys, rotation, count=2)

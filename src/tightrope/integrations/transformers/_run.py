@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ... import functional
+from ...forms import COS_SIN, HALF, Rotation, entries, plain, signature
 from ...ops import route, schema
 from ...ops.run import run_packed
-from ._form import Candidate, signature
-from ._rotation import HALF, Rotation, entries, plain
+from ._candidate import Candidate
 from ._twice import twice
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -56,21 +56,22 @@ class _Call:
         seen = signature(original)
         if seen is None:
             raise TypeError("a candidate is made from a signature, and here is none")
-        form = candidate.form
         parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
         self.signature, self.candidate = seen, candidate
         self.keeps = candidate.keeps_dtype or narrow
         self.names = [p.name for p in parameters]
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        known = {*form.rotated, *form.tables, form.unsqueeze, form.rows, *form.ignored}
-        if form.method:
-            known.add(self.names[0])
+        self.rotated, self.tables = candidate.call.rotated, candidate.call.tables
+        self.unsqueeze_dim = candidate.call.parameter("unsqueeze_dim")
+        self.positions = candidate.call.parameter("positions")
+        known = {*self.rotated, *self.tables, self.unsqueeze_dim, self.positions}
+        known |= candidate.ignored | set(self.names[: int(candidate.call.method)])
         self.others = [name for name in self.names if name not in known]
         self.plan = functools.lru_cache(maxsize=256)(self._plan)
         self.straight = (
-            form.carrier == "pair"
-            and form.rows is None
-            and len(form.rotated) <= 2
+            candidate.call.form is COS_SIN
+            and self.positions is None
+            and len(self.rotated) <= 2
             and candidate.rotation.pairs == candidate.rotation.out
             and candidate.rotation.reading not in ("second", "odd")
         )
@@ -89,11 +90,10 @@ class _Call:
         """The operator without another look at what a call of the same kind has shown already."""
         if not self.straight or route.mode() != "eager":
             return None
-        form = self.candidate.form
-        q = values[form.rotated[0]]
-        k = values[form.rotated[1]] if len(form.rotated) > 1 else None
-        cos, sin = values[form.tables[0]], values[form.tables[1]]
-        given = values[form.unsqueeze] if form.unsqueeze else None
+        q = values[self.rotated[0]]
+        k = values[self.rotated[1]] if len(self.rotated) > 1 else None
+        cos, sin = values[self.tables[0]], values[self.tables[1]]
+        given = values[self.unsqueeze_dim] if self.unsqueeze_dim else None
         plan = self.plan(_kind(q), _kind(k), _kind(cos), _kind(sin), given)
         if plan is None or cos.requires_grad or sin.requires_grad:
             return None
@@ -103,7 +103,7 @@ class _Call:
             return None
         cos, sin = _placed(cos, place, q.dim(), heads), _placed(sin, place, q.dim(), heads)
         ys = run_packed(q, k, schema.Plain(cos, sin, None, 0, form_code, 1.0))
-        if len(form.rotated) == 1 or (k is None and self.candidate.alone == "one"):
+        if len(self.rotated) == 1 or (k is None and self.candidate.alone == "one"):
             return ys[0]
         return ys[0], None if k is None else ys[1]
 
@@ -113,7 +113,7 @@ class _Call:
         rotation = self.candidate.rotation
         if None in (q, cos, sin) or cos != sin:
             return None
-        if k is None and len(self.candidate.form.rotated) > 1 and self.candidate.alone is None:
+        if k is None and len(self.rotated) > 1 and self.candidate.alone is None:
             return None
         (shape, dtype, device), (table, table_dtype, table_device) = q, cos
         try:
@@ -155,11 +155,11 @@ class _Call:
     def long(self, values: Mapping[str, Any]) -> Any:
         """Any call that was tried, compiled code too; None where the original must be asked."""
         candidate = self.candidate
-        form = candidate.form
-        xs = [values[name] for name in form.rotated]
+        flat = candidate.call.form.flat
+        xs = [values[name] for name in self.rotated]
         present = [x for x in xs if x is not None]
-        first = xs[0]
-        if not _tensors(present, values, form.tables) or first is None:
+        first, given_tables = xs[0], candidate.call.read(values)
+        if first is None or given_tables is None or not _are_tensors(present):
             return None
         if len(xs) > 1 and xs[1] is None and candidate.alone is None:
             return None
@@ -167,11 +167,11 @@ class _Call:
             return None
         if any(x.dim() != first.dim() or x.dtype != first.dtype for x in present):
             return None
-        given = values[form.unsqueeze] if form.unsqueeze else None
-        cos, sin = form.split(values)
-        if form.rows:
-            cos, sin = cos[values[form.rows]], sin[values[form.rows]]
-        if form.carrier == "stack":
+        given = values[self.unsqueeze_dim] if self.unsqueeze_dim else None
+        cos, sin = given_tables
+        if self.positions:
+            cos, sin = cos[values[self.positions]], sin[values[self.positions]]
+        if flat:
             if first.shape[-1] % cos.shape[-1] or cos.dim() != 4 or cos.shape[1] < first.shape[1]:
                 return None
             cos, sin = cos[:, : first.shape[1]], sin[:, : first.shape[1]]
@@ -191,7 +191,7 @@ class _Call:
         ys = _turn(present, cos, sin, candidate, dtype)
         if ys is None:
             return None
-        if form.carrier == "stack":
+        if flat:
             ys = [y.flatten(-2) for y in ys]
         if len(xs) == 1:
             return ys[0]
@@ -204,8 +204,8 @@ def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
     return (x.shape, x.dtype, x.device) if type(x) in _PLAIN else None
 
 
-def _tensors(xs: list[Any], values: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    return all(isinstance(x, torch.Tensor) for x in (*xs, *(values[name] for name in names)))
+def _are_tensors(xs: list[Any]) -> bool:
+    return all(isinstance(x, torch.Tensor) for x in xs)
 
 
 def _placed_shape(table: torch.Size, place: int | None, dims: int) -> list[int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..._memo import TensorMemo
-from ._rotation import entries
+from ...forms import entries
 
 _verdicts = TensorMemo(trusts_inference=False)
 

@@ -61,7 +61,7 @@ def model_of(log: Log, declared: bool) -> Model | None:
     """
     shape = log.shape
     name = "angles near and far"
-    if shape is None or log.subject.call.takes_tables:
+    if shape is None or log.subject.call.form.takes_tables:
         log.skip(name, "they are the caller's")
         return None
     if log.found("history") and not log.subject.renew:

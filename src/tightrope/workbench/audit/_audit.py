@@ -10,10 +10,11 @@ from contextlib import redirect_stdout
 import torch
 
 from ..._errors import bad_value, public
+from ...forms import WIDTHS, parse
 from ...frequencies import LONGEST
 from ...spec import RopeSpec
 from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
-from ._calls import Call, parse
+from ._adapter import Adapter
 from ._guard import CallFailed, Guard, Hangs, said
 from ._log import Log
 from ._probe import Hints, NoWay, check_layout, find_call
@@ -22,7 +23,6 @@ from ._subject import Subject
 from ._targets import Target, resolve
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_TABLES = ("cat", "repeat", "half")
 _LONGEST = 2**20
 
 
@@ -128,8 +128,8 @@ def _check_options(
     timeout: float,
 ) -> None:
     allowed = (torch.float32, torch.bfloat16, torch.float16)
-    if tables is not None and tables not in _TABLES:
-        raise bad_value(f"tables must be one of {', '.join(_TABLES)} but got {tables!r}")
+    if tables is not None and tables not in WIDTHS:
+        raise bad_value(f"tables must be one of {', '.join(WIDTHS)} but got {tables!r}")
     if head_dim is not None and (head_dim < 2 or head_dim % 2):
         raise bad_value(f"head_dim must be even and positive but got {head_dim}")
     if not dtypes or any(dtype not in allowed for dtype in dtypes):
@@ -208,13 +208,13 @@ def _run(
     return log.report()
 
 
-def _facts(call: Call, subject: Subject) -> dict[str, str]:
+def _facts(call: Adapter, subject: Subject) -> dict[str, str]:
     facts = {"called as": f"fn({call})", "layout": call.layout, "head_dim": str(subject.head_dim)}
-    if call.takes_tables:
-        facts["tables"] = f"{call.tables}, made by the audit"
-    elif call.gives_tables:
-        facts["tables"] = f"{call.tables}, applied by the audit"
-    elif "positions" in call.roles:
+    if call.form.takes_tables:
+        facts["tables"] = f"{call.width}, made by the audit"
+    elif call.form.gives_tables:
+        facts["tables"] = f"{call.width}, applied by the audit"
+    elif call.takes_positions:
         facts["positions"] = "(tokens,)" if call.shared_positions else "(rows, tokens)"
         if call.axes > 1:
             facts["positions"] = f"({call.axes}, {facts['positions'][1:]}"

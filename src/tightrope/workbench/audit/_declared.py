@@ -63,7 +63,7 @@ def check_axes(log: Log, spec: RopeSpec) -> None:
     if spec.axes is None or log.shape is None:
         return
     name = "each coordinate turns its own pairs"
-    if "positions" not in log.subject.call.roles:
+    if not log.subject.call.takes_positions:
         log.skip(name, "it takes no positions")
         return
     with log.check(name) as subject:
@@ -108,7 +108,7 @@ def check_declared(log: Log) -> bool:
         return False
     with log.check("pairing and slice are as declared"):
         same = _pairing(log, spec, shape)
-    if not same or log.subject.call.takes_tables:
+    if not same or log.subject.call.form.takes_tables:
         return False
     with log.check("frequencies are as declared"):
         return _frequencies(log, spec)

@@ -22,7 +22,7 @@ def check_inputs(log: Log) -> None:
         _mutation(log, fresh)
     with log.check("strides do not matter") as fresh:
         _strides(log, fresh)
-    if "positions" in log.subject.call.roles:
+    if log.subject.call.takes_positions:
         with log.check("the type of positions does not matter") as fresh:
             _position_types(log, fresh)
     with log.check("the result has the type of x"):
@@ -143,7 +143,7 @@ assert all(torch.equal(*both) for both in zip(given, kept))
 
 def _remember_tables(subject: Subject, made: list[Any]) -> None:
     """Keep the tables that the adapter makes, with copies, to see whether they were written to."""
-    if not subject.call.takes_tables:
+    if not subject.call.form.takes_tables:
         return
     make = subject.space["tables"]
 

@@ -33,7 +33,7 @@ def check_memory(log: Log) -> None:
         _deterministic(log, fresh)
     if log.found("nondeterminism", "not-finite"):
         return
-    if log.subject.call.takes_tables:
+    if log.subject.call.form.takes_tables:
         log.skip("results do not depend on earlier calls", "its angles are the caller's")
         return
     with log.check("results do not depend on earlier calls") as fresh:
@@ -312,7 +312,7 @@ def say_nothing(log: Log) -> None:
 
 def check_ids(log: Log) -> bool:
     """Whether positions are looked at at all; otherwise nothing else about them means anything."""
-    if "positions" not in log.subject.call.roles:
+    if not log.subject.call.takes_positions:
         return True
     with log.check("positions are looked at") as fresh:
         x = fresh.random(1, 2, 3, seed=8)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..._errors import bad_value
-from ._calls import LAYOUTS, Call, calls_of, parse
+from ...forms import LAYOUTS, TABLE_SHAPES, WIDTHS, Call, calls_of, entries, parse, usual_calls
+from ._adapter import Adapter
 from ._guard import CallFailed, Guard
 from ._subject import Subject, fresh
 
@@ -63,8 +64,9 @@ def find_call(
     """
     form, layout, tables, head_dim = hints
     calls = [
-        replace(call, axes=axes) if "positions" in call.roles else call
-        for call in (calls_of(fn) if form is None else [parse(form)])
+        adapter
+        for call in (_calls(fn) if form is None else [parse(form)])
+        if (adapter := Adapter.of(call, axes)) is not None
     ]
     dims = _dims_of(fn) if head_dim is None else [head_dim]
     # A function that nobody's tokens move is still a finding, if it can be called at all.
@@ -90,44 +92,47 @@ def find_call(
     raise NoWay(list(tried.items()))
 
 
-class _Verdict:
-    def __init__(self, subject: Subject, moved: bool) -> None:
-        self.subject = subject
-        self.moved = moved
+class _Verdict(NamedTuple):
+    subject: Subject
+    moved: bool
 
 
-def _variants(call: Call, layout: str | None, tables: str | None) -> Iterator[Call]:
+def _calls(fn: Callable[..., Any]) -> list[Call]:
+    """Ways to call a function: those that its names suggest, then those that are usual."""
+    found = calls_of(fn)
+    # Where names say which is the cosine, the other order is not tried: it could hide what is wrong.
+    said = {call.form for call in found if call.says_its_form}
+    named = [call for call in found if call.says_its_form or call.form not in said]
+    known = {str(call) for call in named}
+    return [*named, *(call for call in usual_calls(fn) if str(call) not in known)]
+
+
+def _variants(call: Adapter, layout: str | None, width: str | None) -> Iterator[Adapter]:
     layouts: Sequence[str] = LAYOUTS if layout is None else (layout,)
-    if "cis" in call.roles and layout is None:
-        layouts = ("bshd", *(each for each in LAYOUTS if each != "bshd"))
-    widths: Sequence[str] = ("cat", "repeat", "half")
-    if tables is not None:
-        widths = (tables,)
+    widths: Sequence[str] = call.form.widths if width not in call.form.widths else (width,)
     for each in layouts:
-        if call.takes_tables:
-            shapes = ("sd", "bsd") if "cis" in call.roles else ("bsd", "sd", "b1sd", "bs1d")
-            for shape, width in itertools.product(
-                shapes, ("half",) if "cis" in call.roles else widths
-            ):
-                yield replace(call, layout=each, tables=width, table_shape=shape)
-        elif call.gives_tables:
+        if call.form.takes_tables:
+            shapes = ("sd",) if call.takes_rows else TABLE_SHAPES
+            for shape, held in itertools.product(shapes, widths):
+                yield replace(call, layout=each, width=held, table_shape=shape)
+        elif call.form.gives_tables:
             if each == layouts[0]:
                 yield replace(call, layout="bhsd")
                 yield replace(call, layout="bhsd", shared_positions=True)
-        elif "positions" in call.roles:
+        elif call.takes_positions:
             if each not in ("thd", "sd"):
                 yield replace(call, layout=each)
         else:
             yield replace(call, layout=each)
-    if "positions" in call.roles and not call.gives_tables:
+    if call.takes_positions and not call.form.gives_tables:
         # Last: one set of positions may broadcast where it should not.
         yield from (replace(call, layout=each, shared_positions=True) for each in layouts)
 
 
 def _fits(subject: Subject) -> _Verdict | None:
-    """Whether the call works and moves tokens; with the tables' form put right."""
+    """Whether the call works and moves tokens; with the width of its tables put right."""
     call = subject.call
-    if call.gives_tables:
+    if call.form.gives_tables:
         return _gives_tables(subject)
     rows = subject.most_rows or _ROWS
     ones = torch.linspace(0.5, 1.5, subject.head_dim).expand(
@@ -140,8 +145,8 @@ def _fits(subject: Subject) -> _Verdict | None:
     y = subject.rotate(x, ids)
     if not y.dtype.is_floating_point:
         return None
-    if call.takes_tables and not _is_sound(subject, x):
-        return _Verdict(subject, False)
+    if call.form.takes_tables and not _is_sound(subject, x):
+        return _Verdict(subject, False) if call.says_its_form else None
     # All tokens have the same x: what differs along tokens is due to the position, along heads not.
     moved = bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4)
     across = y.shape[1] > 1 and bool((y[:, 1:] - y[:, :1]).abs().amax(-1).min() > 1e-4)
@@ -158,16 +163,8 @@ def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
 
 
 def _gives_tables(subject: Subject) -> _Verdict | None:
-    x = subject.random(_ROWS, _HEADS, _TOKENS)
-    ids = torch.arange(1, _TOKENS + 1)
-    given = subject.ids(ids, _ROWS)
-    ids = given[0] if subject.call.shared_positions else given
-    if subject.call.axes > 1:
-        ids = ids.expand(subject.call.axes, *[-1] * ids.ndim)
-    arguments = {"x": x, "positions": ids}
-    positional = [arguments[role] for role, keyword in subject.call.arguments if keyword is None]
-    named = {k: arguments[role] for role, k in subject.call.arguments if k is not None}
-    result = subject.guard.run(lambda: subject.fn(*positional, **named))
+    given = subject.ids(torch.arange(1, _TOKENS + 1), _ROWS)
+    result = subject.raw("tables", subject.random(_ROWS, _HEADS, _TOKENS), given)
     if not (isinstance(result, tuple) and len(result) == 2):
         raise CallFailed("it does not return (cos, sin)")
     cos, sin = result
@@ -176,19 +173,12 @@ def _gives_tables(subject: Subject) -> _Verdict | None:
     wanted = (_TOKENS,) if subject.call.shared_positions else (_ROWS, _TOKENS)
     if tuple(cos.shape[:-1]) != wanted:
         raise CallFailed(f"its tables have shape {tuple(cos.shape)}")
-    half = cos.shape[-1] // 2
-    if torch.equal(cos[..., :half], cos[..., half:]) and torch.equal(
-        sin[..., :half], sin[..., half:]
-    ):
-        width = "cat"
-    elif torch.equal(cos[..., ::2], cos[..., 1::2]) and torch.equal(sin[..., ::2], sin[..., 1::2]):
-        width = "repeat"
-    else:
-        width = "half"
+    twice = (each for each in WIDTHS if all(torch.equal(*entries(t, each)) for t in (cos, sin)))
+    width = next(twice, "half")
     # Widened to pairs, tables may need more channels than were guessed.
     channels = cos.shape[-1] * (2 if width == "half" else 1)
     head_dim = max(channels, subject.head_dim)
-    call = replace(subject.call, tables=width)
+    call = replace(subject.call, width=width)
     fixed = replace(subject, call=call, head_dim=head_dim, space={})
     y = fixed.rotate(fixed.random(_ROWS, _HEADS, _TOKENS), given)
     return _Verdict(fixed, bool(y.isfinite().all()))

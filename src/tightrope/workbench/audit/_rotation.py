@@ -324,7 +324,7 @@ def _amplitude(log: Log, shape: Shape) -> None:
 
 def _name(log: Log, shape: Shape) -> None:
     """Base and scaling, from the frequencies."""
-    if log.subject.call.takes_tables:
+    if log.subject.call.form.takes_tables:
         log.facts["frequencies"] = "the caller's: it is given cosines and sines"
         return
     omegas = omegas_of(log)
@@ -402,7 +402,7 @@ assert torch.allclose(near, far, atol={tolerance}), float((near - far).abs().max
 
 def check_relative(log: Log) -> None:
     """Whether scores stay when both positions move; where nothing found so far says why not."""
-    if log.subject.call.takes_tables:
+    if log.subject.call.form.takes_tables:
         log.skip("scores depend on relative position only", "its angles are the caller's")
         return
     with log.check("scores depend on relative position only") as fresh:

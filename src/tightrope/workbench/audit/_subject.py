@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._calls import Call
+from ._adapter import Adapter
 from ._guard import CallFailed, Guard
 
 Rotate = Callable[..., Any]
@@ -31,7 +31,7 @@ class Subject:
     """
 
     fn: Callable[..., Any]
-    call: Call
+    call: Adapter
     head_dim: int
     guard: Guard
     inv_freq: str
@@ -53,11 +53,11 @@ class Subject:
 
     @property
     def most_rows(self) -> int | None:
-        return 1 if self.call.layout in ("thd", "sd") else None
+        return None if "b" in self.call.layout else 1
 
     @property
     def most_heads(self) -> int | None:
-        return 1 if self.call.layout in ("bsd", "sd") else None
+        return None if "h" in self.call.layout else 1
 
     def fresh(self) -> Subject:
         """The same function as it was before any call, where that can be had."""

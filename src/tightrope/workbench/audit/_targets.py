@@ -19,6 +19,7 @@ from torch import nn
 
 from ..._errors import Refusal, bad_type, bad_value
 from ...config import LayerSpecs, from_config
+from ...forms import calls_of
 from ...spec import RopeSpec
 from ._guard import said
 
@@ -223,9 +224,7 @@ class Pair(nn.Module):
 
 def one_at_a_time(apply: Callable[..., Any]) -> bool:
     """Whether an apply function takes (x, cos, sin) and not (q, k, cos, sin), as Gemma's new one."""
-    # Where the kernels package is installed, transformers has modules in place of its functions.
-    said = inspect.signature(getattr(apply, "forward", apply))
-    return [*said.parameters][1:2] == ["cos"]
+    return not any("k" in call.roles for call in calls_of(apply))
 
 
 def of_model(config: Any, layer_type: str | None) -> Target:

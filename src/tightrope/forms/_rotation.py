@@ -47,6 +47,13 @@ class Rotation:
         return width if self.reading == "half" else width // 2
 
     @property
+    def width(self) -> str:
+        """How tables hold the entries that are read, of WIDTHS."""
+        if self.reading == "half":
+            return "half"
+        return "repeat" if self.reading in ("repeat", "even", "odd") else "cat"
+
+    @property
     def assumes(self) -> str | None:
         """How tables must hold entries twice for this to be a rotation; None where one is read."""
         return self.reading if self.reading in ("cat", "repeat") else None

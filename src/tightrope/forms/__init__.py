@@ -1,0 +1,32 @@
+"""What is known of unknown rotary functions: how they are called, and what they can compute.
+
+Whatever calls a function that it has never seen, to test it or to replace it, tries the entries of
+:data:`FORMS`. Another library's way to pass its angles is one more entry.
+"""
+
+from ._calls import (
+    Argument as Argument,
+    Call as Call,
+    calls_of as calls_of,
+    parse as parse,
+    signature as signature,
+    unwrapped as unwrapped,
+    usual_calls as usual_calls,
+)
+from ._layouts import (
+    ARRANGEMENTS as ARRANGEMENTS,
+    LAYOUTS as LAYOUTS,
+    TABLE_SHAPES as TABLE_SHAPES,
+    WIDTHS as WIDTHS,
+    Arrangement as Arrangement,
+    widen as widen,
+)
+from ._registry import COS_SIN as COS_SIN, FORMS as FORMS, Form as Form
+from ._rotation import (
+    HALF as HALF,
+    INTERLEAVED as INTERLEAVED,
+    Rotation as Rotation,
+    candidates as candidates,
+    entries as entries,
+    plain as plain,
+)

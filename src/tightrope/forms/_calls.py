@@ -1,0 +1,268 @@
+"""How one function is called: a form, and which of its parameters has which role."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from .._errors import bad_value
+from ._registry import FORMS, Form, Tables
+
+#: Roles of tensors that rotate: one; two; those behind two, which may be missing.
+ROTATED = ("x", "q", "k", "more")
+
+# What names say of a parameter, if it is none of the tables.
+_NAMES = {
+    "q": re.compile(r"^(x?q|q_|query|queries)(_states|_layer|_heads?)?$"),
+    "k": re.compile(r"^(x?k|k_|key|keys)(_states|_layer|_heads?)?$"),
+    "offset": re.compile(r"offset|start_pos|position_start|^past_len"),
+    "seq_dim": re.compile(r"^seq(uence)?_(dim|axis)$"),
+    "positions": re.compile(r"pos(ition)?|(^|_)ids$"),
+    "unsqueeze_dim": re.compile(r"dim$|axis$"),
+}
+_TABLE = re.compile(r"cos|sin|freq|cis|position_emb")
+
+
+class Argument(NamedTuple):
+    """What is passed to one parameter.
+
+    Attributes:
+        role: what it is, of ROTATED or of the form's roles; "positions", where tables are given, which
+            rows of them; "unsqueeze_dim", where the tables get a dimension; "seq_dim", "offset".
+        name: of the parameter, None where no signature tells it.
+        keyword: whether it is passed by name: it, or what stands before it, may be left out.
+    """
+
+    role: str
+    name: str | None = None
+    keyword: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call one function.
+
+    Attributes:
+        form: how it takes its angles.
+        arguments: in the order of its parameters.
+        method: whether the function takes self, before them.
+    """
+
+    form: Form
+    arguments: tuple[Argument, ...]
+    method: bool = False
+
+    @cached_property
+    def roles(self) -> frozenset[str]:
+        """The roles of all arguments."""
+        return frozenset(each.role for each in self.arguments)
+
+    @cached_property
+    def rotated(self) -> tuple[str, ...]:
+        """The parameters that rotate."""
+        return tuple(str(each.name) for each in self.arguments if each.role in ROTATED)
+
+    @cached_property
+    def tables(self) -> tuple[str, ...]:
+        """The parameters that bring cosines and sines, in the order of the form's roles."""
+        return tuple(str(self.parameter(role)) for role in self.form.roles)
+
+    def parameter(self, role: str) -> str | None:
+        """The parameter that has a role; None where there is none."""
+        return next((each.name for each in self.arguments if each.role == role), None)
+
+    @cached_property
+    def says_its_form(self) -> bool:
+        """Whether the names of the tables are those that the form's roles have."""
+        names = {each.role: each.name for each in self.arguments}
+        return all(names[role] is None or role in str(names[role]) for role in self.form.roles)
+
+    def build(self, cos: torch.Tensor, sin: torch.Tensor) -> dict[str, Any]:
+        """The arguments that bring cosines and sines, by parameter."""
+        return dict(zip(self.tables, self.form.built(cos, sin), strict=True))
+
+    def read(self, values: Mapping[str, Any]) -> Tables | None:
+        """Cosines and sines of such arguments; None where they are something else."""
+        read = self.form.read
+        if read is None:
+            return None
+        try:
+            cos, sin = read(*[values[name] for name in self.tables])
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return None
+        both = isinstance(cos, torch.Tensor) and isinstance(sin, torch.Tensor)
+        return (cos, sin) if both else None
+
+    def __str__(self) -> str:
+        names = ", ".join(each.role for each in self.arguments)
+        return f"{names} -> cos, sin" if self.form.gives_tables else names
+
+
+# --- what a signature tells -----------------------------------------------------------------------
+
+
+def unwrapped(function: Any) -> Callable[..., Any]:
+    """The plain function behind a static method, a bound method, or a module that wraps one."""
+    if isinstance(function, (staticmethod, classmethod)):
+        function = function.__func__
+    elif isinstance(function, torch.nn.Module):
+        return unwrapped(function.forward)
+    elif inspect.ismethod(function):
+        function = function.__func__
+    return cast(Callable[..., Any], function)
+
+
+def signature(function: Any) -> inspect.Signature | None:
+    """The signature that callers see, or None where there is none to see."""
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def calls_of(function: Any, *, method: bool = False) -> list[Call]:
+    """Ways to call a function that the names of its parameters suggest, likeliest first.
+
+    Names only say what to try; whoever calls finds out by numbers what is right.
+
+    Args:
+        function: a function, or a module whose forward is one.
+        method: whether it takes self first.
+    """
+    seen = signature(function)
+    parameters = [] if seen is None else list(seen.parameters.values())
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return []
+    parameters = [each for each in parameters if each.kind is not each.VAR_KEYWORD][int(method) :]
+    return [call for form in FORMS.values() for call in _bound(form, parameters, method)]
+
+
+def _bound(form: Form, parameters: Sequence[inspect.Parameter], method: bool) -> Iterator[Call]:
+    """The calls of a function under one form; none where its parameters are others."""
+    tables = [
+        each.name
+        for each in parameters
+        if _TABLE.search(each.name) and (each.default is None or each.default is each.empty)
+    ]
+    if form.flat > method or len(tables) != (len(form.roles) if form.takes_tables else 0):
+        return
+    orders = [tables]
+    if len(tables) == 2:
+        orders.append(tables[::-1])
+    calls = []
+    for order in orders:
+        roles = dict(zip(order, form.roles)) if form.takes_tables else {}
+        arguments = _arguments(form, parameters, roles)
+        if arguments is not None:
+            calls.append(Call(form, arguments, method))
+    yield from sorted(calls, key=lambda call: not call.says_its_form)
+
+
+def _arguments(
+    form: Form, parameters: Sequence[inspect.Parameter], tables: Mapping[str, str]
+) -> tuple[Argument, ...] | None:
+    found: list[Argument] = []
+    rotated = 0
+    for each in parameters:
+        optional = each.default is not each.empty
+        role = tables.get(each.name) or _role(each)
+        if role is None or role in ("q", "k"):
+            # Whatever else must be given to a function that is given tables is taken for a tensor.
+            open_to_any = form.takes_tables and each.default in (None, each.empty)
+            named = role == "k" or (role == "q" and not optional)
+            if rotated == 0 and not optional:
+                role = "x"
+            elif rotated and (open_to_any or named):
+                told = not optional or role == "k"
+                role = "k" if rotated == 1 and told else "more"
+            elif optional:
+                continue
+            else:
+                return None
+            rotated += 1
+        elif role == "unsqueeze_dim" and not form.takes_tables:
+            continue
+        elif role in ("positions", "offset") and role not in form.roles:
+            if form.takes_tables and optional:
+                continue  # left over from when the function itself indexed its tables
+            if role == "offset" and "positions" in form.roles:
+                continue
+            if role == "offset" or not form.takes_tables:
+                return None
+        if role != "more" and any(one.role == role for one in found):
+            if optional:
+                continue
+            return None
+        found.append(Argument(role, each.name, optional or each.kind is each.KEYWORD_ONLY))
+    if not rotated or not set(form.roles) <= {one.role for one in found}:
+        return None
+    if form.gives_tables and len(found) != 2:
+        return None
+    if any(one.role == "k" for one in found):
+        found = [one._replace(role="q") if one.role == "x" else one for one in found]
+    return tuple(found)
+
+
+def _role(parameter: inspect.Parameter) -> str | None:
+    """What a name says of a parameter, if it is none of the tables."""
+    name = parameter.name.lower()
+    role = next((role for role, names in _NAMES.items() if names.search(name)), None)
+    if role == "unsqueeze_dim" and type(parameter.default) is not int:
+        return None
+    return role
+
+
+# --- where names tell nothing ---------------------------------------------------------------------
+
+_USUAL = {
+    1: ("x",),
+    2: ("x, positions", "x, positions -> cos, sin", "x, seq_dim"),
+    3: ("q, k, positions", "x, cos, sin", "q, k, cis"),
+    4: ("q, k, cos, sin",),
+}
+
+
+def usual_calls(function: Any) -> list[Call]:
+    """Ways to call a function that has so many parameters, whatever they are called."""
+    seen = signature(function)
+    parameters = None if seen is None else list(seen.parameters.values())
+    if parameters is None or any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return [parse(text) for texts in _USUAL.values() for text in texts]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each for each in parameters if each.default is each.empty and each.kind in kinds]
+    return [parse(text) for text in _USUAL.get(len(needed), ())]
+
+
+def parse(text: str) -> Call:
+    """The call that a user wrote: ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, positions -> cos, sin"``.
+
+    Raises:
+        ValueError: anything else.
+    """
+    head, arrow, result = text.partition("->")
+    names = [name.strip() for name in head.split(",")]
+    sound = len(set(names)) == len(names)
+    if arrow:
+        sound &= "x" in names and "".join(result.split()) == "cos,sin"
+    usable = [form for form in FORMS.values() if not form.flat]
+    for form in usable:
+        beside = {"seq_dim"}
+        if form.takes_tables or "positions" in form.roles:
+            beside |= {"positions", "offset"}
+        rotated = set(names) - set(form.roles) - beside
+        fits = set(form.roles) <= set(names) and form.gives_tables == bool(arrow)
+        if sound and fits and rotated in ({"x"}, {"q"}, {"q", "k"}):
+            return Call(form, tuple(Argument(name) for name in names))
+    listed = ", ".join(dict.fromkeys(role for form in usable for role in form.roles))
+    raise bad_value(
+        f"form must list the arguments, of x or q, k, seq_dim, {listed}, such as 'x, positions' or "
+        f"'q, k, cos, sin', but got {text!r}"
+    )

@@ -1,0 +1,318 @@
+"""Forms of unknown rotary functions: one registry, which the audit and the patch of models both try."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tightrope import forms
+from tightrope.forms import ARRANGEMENTS, FORMS, Arrangement, Form, calls_of, parse, usual_calls
+from tightrope.integrations.transformers import patch, recognise, unpatch
+from tightrope.integrations.transformers._run import replacement
+from tightrope.workbench.audit import audit
+from tolerances import value
+
+Function = Callable[..., Any]
+
+TABLES = {name: form for name, form in FORMS.items() if form.takes_tables}
+OPTIONS: dict[str, Any] = {"dtypes": [torch.float32], "longest": 2048}
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def pairwise(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_built_is_read_again(name: str) -> None:
+    form = FORMS[name]
+    cos, sin = torch.randn(2, 1, 5, 6), torch.randn(2, 1, 5, 6)
+    assert form.read is not None
+    for got, want in zip(form.read(*form.built(cos, sin)), (cos, sin), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_forms_have_names_and_roles_of_their_own() -> None:
+    assert all(name == form.name for name, form in FORMS.items())
+    tables = [form.roles for form in TABLES.values()]
+    assert len(set(tables)) == len(tables)
+    assert all(len(form.build) == len(form.roles) for form in TABLES.values())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_is_pickled_by_its_name(name: str) -> None:
+    assert pickle.loads(pickle.dumps(FORMS[name])) is FORMS[name]
+
+
+@pytest.mark.parametrize("width", forms.WIDTHS)
+def test_widened_tables_are_what_a_reading_takes_apart(width: str) -> None:
+    table = torch.arange(6.0)
+    for entries in forms.entries(forms.widen(table, width), width):
+        assert torch.equal(entries, table)
+
+
+PLACES = {
+    Arrangement("bhsd", "bsd"): -3,
+    Arrangement("bshd", "bsd"): -2,
+    Arrangement("bshd", "sd"): -2,
+    Arrangement("shd", "sd"): -2,
+    Arrangement("bhsd", "b1sd"): None,
+    Arrangement("bhsd", "sd"): None,
+    Arrangement("hsd", "1sd"): None,
+    Arrangement("bhsd", "bsd", 1): -3,
+    Arrangement("bshd", "bsd", 2): -2,
+    Arrangement("bshd", "bsd", -2): -2,
+    Arrangement("bhsd", "sd", 0): -3,
+}
+
+
+@pytest.mark.parametrize("arrangement", PLACES, ids=str)
+def test_where_tables_get_a_dimension(arrangement: Arrangement) -> None:
+    assert arrangement in ARRANGEMENTS
+    assert arrangement.place == PLACES[arrangement]
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+def test_placed_tables_broadcast(arrangement: Arrangement) -> None:
+    size = {"b": 2, "h": 3, "s": 5, "d": 16, "1": 1}
+    x, table = (
+        torch.empty([size[letter] for letter in letters])
+        for letters in (arrangement.x, arrangement.table)
+    )
+    placed = table if arrangement.place is None else table.unsqueeze(arrangement.place)
+    assert (x * placed).shape == x.shape
+
+
+# --- what a signature suggests --------------------------------------------------------------------
+
+SUGGESTED: dict[str, tuple[str, list[str]]] = {
+    "llama": (
+        "q, k, cos, sin, unsqueeze_dim=1",
+        ["q, k, cos, sin, unsqueeze_dim", "q, k, sin, cos, unsqueeze_dim"],
+    ),
+    "gptj": ("tensor, sin, cos", ["x, sin, cos", "x, cos, sin"]),
+    "meta": ("xq, xk, freqs_cis", ["q, k, cis", "q, k, sin_cos"]),
+    "ids that nobody reads": ("x, cos, sin, position_ids=None", ["x, cos, sin", "x, sin, cos"]),
+    "rows": (
+        "q, k, cos, sin, position_ids",
+        ["q, k, cos, sin, positions", "q, k, sin, cos, positions"],
+    ),
+    "positions": ("x, positions", ["x, positions", "x, positions -> cos, sin"]),
+    "both": ("q, k, pos", ["q, k, positions"]),
+    "keys that may be missing": ("q, k=None, positions=None", ["q, k, positions"]),
+    "a third tensor": ("q, k, v, cos, sin", ["q, k, more, cos, sin", "q, k, more, sin, cos"]),
+    "an offset": ("t, seq_dim=None, offset=0", ["x, seq_dim, offset"]),
+    "nothing": ("x", ["x"]),
+    "names that tell nothing": ("a, b", []),
+    "any number": ("*xs, cos, sin", []),
+}
+
+
+def taking(parameters: str) -> Function:
+    function: Function = eval(f"lambda {parameters}: None")
+    return function
+
+
+@pytest.mark.parametrize("name", SUGGESTED)
+def test_calls_that_names_suggest(name: str) -> None:
+    parameters, wanted = SUGGESTED[name]
+    assert [str(call) for call in calls_of(taking(parameters))] == wanted
+
+
+def test_a_method_may_have_heads_still_flat() -> None:
+    found = calls_of(taking("self, x, position_embeddings"), method=True)
+    assert [call.form.flat for call in found] == [False, False, True]
+    assert all(call.method and call.rotated == ("x",) for call in found)
+
+
+def test_usual_calls_are_for_functions_whose_names_tell_nothing() -> None:
+    assert [str(call) for call in usual_calls(taking("a, b, c, d"))] == ["q, k, cos, sin"]
+    assert len(usual_calls(taking("*xs"))) > 5
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "x, offset", "q, k, cis", "x, sin, cos", "x, positions -> cos, sin", "x, sin_cos"]
+)
+def test_a_call_is_parsed_as_it_is_written(text: str) -> None:
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x, y", "x, cos", "x, q", "k", "x, x", "x, positions -> cos", "x, cos, sin, cis"]
+)
+def test_what_is_no_call_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^form must list the arguments, .* but got"):
+        parse(text)
+
+
+# --- what one side knew, and both know now --------------------------------------------------------
+
+
+def by_rows(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
+    cos, sin = cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1)
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+def by_one_table(x: Any, sincos: Any) -> Any:
+    sin, cos = (each.repeat_interleave(2, -1)[:, :, None] for each in sincos.chunk(2, -1))
+    return x * cos + pairwise(x) * sin
+
+
+def with_wrong_sign(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
+    return by_rows(q, k, cos, sin, position_ids)[0], by_rows(q, k, cos, -sin, position_ids)[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "layout", "pairing"),
+    [
+        (by_rows, "fn(q, k, cos, sin, positions)", "bhsd", "half"),
+        (by_one_table, "fn(x, sin_cos)", "bshd", "interleaved"),
+    ],
+)
+def test_the_audit_calls_what_the_patch_serves(
+    function: Function, call: str, layout: str, pairing: str
+) -> None:
+    assert recognise(function)
+    report = audit(function, **OPTIONS)
+    assert report.ok, str(report)
+    assert (report.facts["called as"], report.facts["layout"]) == (call, layout)
+    assert report.facts["pairing"].startswith(pairing)
+
+
+def test_a_fault_in_such_a_function_is_found() -> None:
+    report = audit(with_wrong_sign, **OPTIONS)
+    assert "q-k" in report.codes, str(report)
+    (finding,) = (each for each in report.findings if each.code == "q-k")
+    with pytest.raises(AssertionError):
+        exec(compile(finding.snippet, "snippet", "exec"), {})
+    exec(compile(finding.snippet.replace("with_wrong_sign", "by_rows"), "snippet", "exec"), {})
+
+
+def along(x: Any, cos: Any, sin: Any, seq_dim: int = 2) -> Any:
+    x = x.movedim(seq_dim, -2)
+    return (x * cos + half(x) * sin).movedim(-2, seq_dim)
+
+
+def test_another_axis_of_tokens_than_was_tried_goes_to_the_original() -> None:
+    recognition = recognise(along)
+    assert recognition.candidate is not None, recognition.reason
+    new = replacement(along, recognition.candidate)
+    x, angle = torch.randn(2, 5, 3, 16), torch.rand(5, 8).repeat(1, 2)
+    assert torch.equal(new(x, angle.cos(), angle.sin(), 1), along(x, angle.cos(), angle.sin(), 1))
+    assert audit(along, **OPTIONS).ok
+
+
+# --- a form that another library needs ------------------------------------------------------------
+
+
+def apply_rotary_of_a_tuple(x: Any, freqs_cis: Any) -> Any:
+    cos, sin = freqs_cis
+    cos, sin = cos[None, None], sin[None, None]
+    return (x.float() * cos + pairwise(x).float() * sin).to(x.dtype)
+
+
+def apply_rotary_of_matrices(x: Any, freqs: Any) -> Any:
+    pairs = x.unflatten(-1, (-1, 1, 2))
+    return (freqs * pairs).sum(-1).flatten(-2).to(x.dtype)
+
+
+def apply_rotary_of_angles(t: Any, freqs: Any) -> Any:
+    return (t * freqs.cos() + half(t) * freqs.sin()).to(t.dtype)
+
+
+#: What each needs: one entry, and nothing else.
+NEW: dict[str, tuple[Form, Function, str]] = {
+    "tuple": (
+        Form("a tuple of tables", ("cos_sin",), ("(cos, sin)",), lambda both: both),
+        apply_rotary_of_a_tuple,
+        "interleaved",
+    ),
+    "matrices": (
+        Form(
+            "a matrix for each pair",
+            ("matrices",),
+            ("torch.stack((cos, -sin, sin, cos), -1).unflatten(-1, (2, 2))",),
+            lambda table: (table[..., 0, 0], table[..., 1, 0]),
+        ),
+        apply_rotary_of_matrices,
+        "interleaved",
+    ),
+    "angles": (
+        Form(
+            "angles",
+            ("angles",),
+            ("torch.atan2(sin, cos)",),
+            lambda angles: (angles.cos(), angles.sin()),
+            narrow=False,
+            unit=True,
+        ),
+        apply_rotary_of_angles,
+        "half",
+    ),
+}
+
+
+class Attention(torch.nn.Module):
+    """Calls a function by a global name, as models do."""
+
+    def forward(self, x: torch.Tensor, tables: Any) -> Any:
+        return apply_rotary(x, tables)
+
+
+apply_rotary: Function = apply_rotary_of_a_tuple
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_form_is_one_entry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, function, pairing = NEW[name]
+    assert not recognise(function)
+    assert audit(function, **OPTIONS).codes == ("cannot-call",)
+
+    monkeypatch.setitem(FORMS, form.name, form)
+    report = audit(function, **OPTIONS)
+    assert report.ok, str(report)
+    assert report.facts["called as"] == f"fn(x, {form.roles[0]})"
+    assert report.facts["pairing"].startswith(pairing)
+    recognition = recognise(function)
+    assert recognition.candidate is not None, recognition.reason
+    assert form.name in str(recognition.candidate)
+    assert pickle.loads(pickle.dumps(recognition.candidate)) == recognition.candidate
+
+    angle = forms.widen(torch.rand(5, 8), recognition.candidate.rotation.width)
+    (tables,) = form.built(angle.cos(), angle.sin())
+    x = torch.randn(2, 3, 5, 16, requires_grad=True)
+    want = function(x, tables)
+    got = replacement(function, recognition.candidate)(x, tables)
+    near = value("patched outputs") * float(want.detach().abs().max())
+    assert float((got - want).detach().abs().max()) <= near
+    (grad,) = torch.autograd.grad(got.sum(), x)
+    assert float((grad - torch.autograd.grad(want.sum(), x)[0]).abs().max()) <= 4 * near
+
+
+def test_a_model_with_a_new_form_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, function, _ = NEW["tuple"]
+    model = Attention()
+    (left,) = patch(model).left
+    assert left.name == function.__name__
+    monkeypatch.setitem(FORMS, form.name, form)
+    (replaced,) = patch(model).replaced
+    assert form.name in str(replaced.recognised)
+    x, angle = torch.randn(1, 2, 5, 16), torch.rand(5, 8).repeat_interleave(2, -1)
+    want = function(x, (angle.cos(), angle.sin()))
+    got = model(x, (angle.cos(), angle.sin()))
+    assert float((got - want).abs().max()) <= value("patched outputs") * float(want.abs().max())
+    # What is no such tuple goes to the original, with its own error.
+    with pytest.raises(TypeError):
+        model(x, None)
+    unpatch(model)
