@@ -223,7 +223,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "broken config": (["broken.json"], "broken.json must be a configuration but: JSONDecodeError"),
     "list": (["list.json"], "list.json must have a model_type but has none"),
     "no head_dim": (["audited_rope:good", "--base", "10"], "need --head-dim as well"),
-    "both": (["audited_rope:good", "--meant", "x", "--base", "1"], "--meant says it all"),
+    "both": (["audited_rope:good", "--meant", "x", "--base", "1"], "--meant gives the whole spec"),
     "meant": (["audited_rope:good", "--meant", "missing.json"], "missing.json"),
     "negative base": (
         ["audited_rope:good", "--head-dim", "64", "--base", "-1"],

@@ -54,6 +54,7 @@ def test_the_baseline_is_always_there() -> None:
     assert cpu.instruction_set() in SETS
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SETS)
 def test_the_environment_forces_a_set(name: str) -> None:
     program = "from tightrope.backends import cpu; print(cpu.instruction_set())"
@@ -67,6 +68,7 @@ def test_an_empty_variable_forces_nothing() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, SETS[0]), done.stderr
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["avx1024", "AVX2", "avx2 ", "best"])
 def test_an_unknown_set_is_an_import_error(name: str) -> None:
     done = python("-c", "import tightrope", isa=name)
@@ -78,36 +80,23 @@ def test_an_unknown_set_is_an_import_error(name: str) -> None:
     assert done.stderr.strip().splitlines()[-1] == sentence
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(
     "file",
     [
         "test_numerics.py",
-        "test_invariance.py",
-        "test_tables.py",
-        "test_out.py",
-        "test_gradients.py",
-        "test_angle_gradients.py",
-        "test_aliasing.py",
-        "test_activations.py",
-    ],
-)
-def test_the_operator_under_each_set(file: str, name: str) -> None:
-    done = python(
         *(
-            "-m",
-            "pytest",
-            "-q",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "not reference",
-            str(TESTS / file),
+            pytest.param(f"test_{name}.py", marks=pytest.mark.slow)
+            for name in (
+                "invariance", "tables", "out", "gradients", "angle_gradients", "aliasing",
+                "activations",
+            )
         ),
-        isa=name,
-    )
+    ],
+)  # fmt: skip
+def test_the_operator_under_each_set(file: str, name: str) -> None:
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-k", "not reference", str(TESTS / file)]
+    done = python("-m", "pytest", *options, isa=name)
     assert done.returncode == 0, done.stdout + done.stderr
     counted = re.search(r"(\d+) passed", done.stdout)
     assert counted is not None
