@@ -356,7 +356,7 @@ def test_the_numbers_of_a_report() -> None:
         timed("time[b]", decode, 2e-5, compiled_eager=[1.2], Liger=[0.5]),
         unit("right", decode, outcome="crashed", contender="Liger", note="Fatal Python error"),
     ]  # fmt: skip
-    data = {"dry": False, "date": "2026-01-01", "commit": "abc", "seconds": 5.0, "pytest": [0, 3]}
+    data = {"dry": False, "date": "2026-01-01", "seconds": 5.0, "pytest": [0, 3]}
     data["units"] = units
     text = report.written(data)
     for line in (

@@ -165,7 +165,6 @@ def _measure(options: argparse.Namespace, folder: Path) -> int:
     data: dict[str, Any] = {
         "dry": options.dry_run,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
         "pytest": [],
     }
 
@@ -197,15 +196,6 @@ def _measure(options: argparse.Namespace, folder: Path) -> int:
 def _has_gpu() -> bool:
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def written(data: Mapping[str, Any]) -> str:
     parts = [*here.get("gpus", []), f"torch {here.get('torch', 'unknown')}", machine.get("gpu", "")]
     lines = [
         *(["**A dry run: times mean nothing.**", ""] if data["dry"] else []),
-        f"{data['date']}, commit {data['commit']}: {'; '.join(str(part) for part in parts if part)}",
+        f"{data['date']}, commit {here.get('commit') or 'unknown'}: {'; '.join(str(part) for part in parts if part)}",
         "",
         f"{count}, in {data['seconds']:.0f} s",
         "",
