@@ -6,7 +6,9 @@ mutants a file has depends on its text alone.
 
 import ast
 import collections
+import contextlib
 import importlib.util
+import io
 import random
 import re
 import shutil
@@ -192,7 +194,8 @@ def build(mutant, text, folder, isa):
 
     setup.CSRC, setup.JOBS, setup.produce = folder / "csrc", 1, produce
     try:
-        shutil.copy2(setup.build_library(), folder / "src/tightrope" / setup.LIBRARY)
+        with contextlib.redirect_stderr(io.StringIO()):  # what a compiler thinks of a mutant
+            shutil.copy2(setup.build_library(), folder / "src/tightrope" / setup.LIBRARY)
     except setup.NotBuilt:
         return False
     return True
