@@ -13,7 +13,9 @@ from helpers import noise
 from matrix import both_pairings, every_backend, every_dtype, needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
+from tightrope.backends import reference
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.ops import schema
 
 NAMES = ACTS[1:-1]
 OFFSET = 7
@@ -394,6 +396,24 @@ def test_sums_are_the_same_for_any_number_of_threads() -> None:
     for by_weight, by_gamma in found[1:]:
         assert torch.equal(by_weight, found[0][0])
         assert torch.equal(by_gamma, found[0][1])
+
+
+def test_one_sum_of_the_definition_is_the_same_for_any_number_of_threads() -> None:
+    """torch shares a sum among threads where the result is a single number, and the bits then differ."""
+    y, grad = noise(2, 8, 512, 64), noise(2, 8, 512, 64, seed=1)
+    gate = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    form = schema.Form(gate=schema.LOG).pack()
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            call = (y, None, grad, None, gate, None, None, 0, form)
+            found += reference.rotate.gate_gradients(*call)
+    finally:
+        torch.set_num_threads(before)
+    for one in found[1:]:
+        assert torch.equal(one, found[0])
 
 
 def test_kinds_that_differ_and_kinds_of_none() -> None:

@@ -334,7 +334,9 @@ def test_what_a_form_does_not_say_is_refused_and_not_ignored(operator) -> None:
         (code(act=1), [x], 0.0),
         (code(act=1, direction=schema.TRANSPOSE), [], 0.0),
         (code(act=1, direction=schema.TRANSPOSE), [x[:1]], 0.0),
+        (code(act=1, direction=schema.TRANSPOSE), [x[..., :6]], 0.0),
         (code(act=1, direction=schema.INVERSE), [x], 0.0),
+        (code(act=1, direction=schema.INVERSE), [], 0.0),
         (code(act=norm), [], 0.0),
         (code(act=norm), [weight[:, :7]], 0.0),
         (code(act=norm), [weight, weight], 0.0),
@@ -674,6 +676,31 @@ def test_devices_are_not_mixed() -> None:
         ):
             with pytest.raises(RuntimeError, match="several devices"):
                 operator(x, k, *outs, other, *rest)
+
+
+def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
+    """Or autograd would take what a call has written over for what it saved."""
+    written = [noise(2, 3, 5, 8) for _ in range(6)]
+    before = [x._version for x in written]
+    schema.rotate_(*written[:2], *arguments())
+    schema.rotate_into(noise(2, 3, 5, 8), noise(2, 3, 5, 8), *written[2:4], *arguments())
+    carried = [noise(2, 3, 5, 8) for _ in range(2)], 0.0
+    form = schema.Form(start=1, gate=schema.LOG).pack()
+    call = (SPEC.at().words, None, None, 3, form, 1.25, *carried)
+    schema.rotate_carried_into(noise(2, 3, 5, 8), noise(2, 3, 5, 8), *written[4:], *call)
+    assert all(x._version > version for x, version in zip(written, before, strict=True))
+
+
+def test_gate_gradients_on_the_meta_device() -> None:
+    y, gate = noise(2, 3, 5, 8), noise(1, 3, 1, 8)
+    form = schema.Form(start=1, gate=schema.LOG).pack()
+    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        x = y.to("meta", dtype)
+        call = (x, None, x, None, gate.to("meta", dtype), None, None, 3, form)
+        (made,) = schema.gate_gradients(*call)
+        assert (made.device.type, made.shape, made.dtype) == ("meta", gate.shape, wanted)
+    with pytest.raises(RuntimeError, match="several devices"):
+        schema.gate_gradients(y, None, y, None, gate.to("meta"), None, None, 3, form)
 
 
 # A mapped row of eight numbers -> what turns by it, in place of which nothing else is mapped.

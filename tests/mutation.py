@@ -1,0 +1,250 @@
+"""Small faults, planted one at a time: does a test notice each?
+
+    python tests/mutation.py list LIST                        choose the mutants
+    python tests/mutation.py trace MAP [pytest arguments]     which tests run which lines
+    python tests/mutation.py run LIST MAP RESULTS [pytest arguments]
+    python tests/mutation.py compare RESULTS RESULTS          what only the first noticed
+
+A mutant is one changed line. It is found again by its text, so a list outlives other changes; one
+whose line is gone is reported as such. Each runs on a copy of src/, with only the tests that run its
+line, the nearest files first, until one fails. The loops in csrc/ are built for one instruction set.
+`run` goes on where an earlier run with the same RESULTS stopped. Linux only: it forks.
+"""
+
+import collections
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mutants import PYTHON, ROOT, build, changed, choose, source_files
+
+# The first that fits says which test files come first: they kill most, and soon.
+NEAREST = {
+    "tightrope/angles.py": "angles numerics",
+    "tightrope/frequencies": "frequencies words spec",
+    "tightrope/positions": "positions positions_published axes",
+    "tightrope/ops/(autograd|gradients|learned)": "gradients learned angle_gradients derivatives",
+    "tightrope/ops/(checks|memory)": "errors aliasing out hostile",
+    "tightrope/ops/gating": "gating gates",
+    "tightrope/ops/(vmap|fake|registry|schema)": "registration carried tables",
+    "tightrope/ops": "routes functional out tables lengths",
+    "tightrope/backends": "numerics angles tables",
+    "csrc/stretched": "words",
+    "csrc/overlap": "aliasing hostile out",
+    "csrc/(angle_sums|gate_sums|bind_gradients)": "angle_gradients activations gating learned",
+    "csrc/(outer|acts|bind_outer)": "activations gating lrpe outer_properties",
+    "csrc": "numerics invariance tables out gradients",
+}
+NOTICED = ("killed", "crash", "timeout")
+LIMIT = 240.0  # seconds for one mutant; a single test has a limit of its own
+
+
+# ---- the tests of a mutant ------------------------------------------------------------------------
+
+
+class Tracer:
+    """A plugin of pytest: the seconds of each test that passes, and the lines that it runs."""
+
+    def __init__(self):
+        self.tests, self.lines, self.seen, self.failed = {}, {}, set(), False
+        self.prefixes = tuple(str(ROOT / "src/tightrope" / name) for name in PYTHON)
+        self.texts = {str(p): p.read_text().splitlines() for p in source_files()}
+
+    def trace(self, frame, event, _):
+        if event == "line":
+            self.seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return self.trace if frame.f_code.co_filename.startswith(self.prefixes) else None
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.failed = False
+        self.seen.clear()
+        start = time.monotonic()
+        sys.settrace(self.trace)
+        yield
+        sys.settrace(None)
+        keys = {f"{p[len(str(ROOT)) + 1 :]}\t{self.texts[p][n - 1]}" for p, n in self.seen}
+        if not self.failed:
+            lines = [self.lines.setdefault(key, len(self.lines)) for key in keys]
+            self.tests[item.nodeid] = (round(time.monotonic() - start, 4), lines)
+
+    def pytest_runtest_logreport(self, report):
+        self.failed = self.failed or report.failed
+
+
+class Chosen:
+    """A plugin of pytest: the chosen tests, quickest first; notes which is at work, then the result."""
+
+    def __init__(self, seconds, until, note):
+        self.seconds, self.until, self.note = seconds, until, note
+        self.result = {"outcome": "survived", "by": None, "tests": 0}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if item.nodeid in self.seconds]
+        # In steps of twice the time: within one, a file stays together.
+        items.sort(key=lambda item: int(1000 * self.seconds[item.nodeid]).bit_length())
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        self.note.write_text(json.dumps({"outcome": "crash", "by": item.nodeid}))
+        self.result["tests"] += 1
+        # Ends the process, even within a loop of C++.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30 + int(20 * self.seconds[item.nodeid]))
+        if time.monotonic() > self.until:
+            self.result["outcome"] = item.session.shouldstop = "unfinished"
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.result |= {"outcome": "killed", "by": report.nodeid}
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def in_child(source, isa, options, chosen):
+    """Runs pytest on the copy in this process, and notes the result."""
+    os.setpgid(0, 0)
+    os.chdir(ROOT)
+    output = os.open(source.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1), os.dup2(output, 2)
+    sys.path[:0] = [str(source)]
+    os.environ.update(PYTHONPATH=str(source), TIGHTROPE_CPU_ISA=isa or "")
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(source.parent / "hypothesis")
+    pytest.main(options, plugins=[chosen])
+    chosen.note.write_text(json.dumps(chosen.result))
+
+
+def run_tests(source, seconds, until, arguments, isa=None):
+    """What becomes of these tests with this copy of src/, in a process of their own."""
+    files = sorted({nodeid.split("::")[0] for nodeid in seconds})
+    files = [name for name in files if (ROOT / name).exists()]
+    if not files:
+        return {"outcome": "survived", "by": None, "tests": 0}
+    note = source.parent / "note"
+    note.write_text(json.dumps({"outcome": "crash", "by": "collection"}))
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-seed=0", *files, *arguments]
+    child = os.fork()
+    if child == 0:
+        try:
+            in_child(source, isa, options, Chosen(seconds, until, note))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    result = json.loads(note.read_text())
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        result["outcome"] = "timeout"
+    return result
+
+
+def stages(mutant, traced):
+    """Seconds of the tests that run the line, in two dicts: of the nearest files, and of the others."""
+    name, tests = mutant["file"], traced["tests"]
+    near = next(stems for pattern, stems in NEAREST.items() if re.search(pattern, name)).split()
+    if name.startswith("csrc"):
+        others = {stem for pattern, stems in NEAREST.items() for stem in stems.split()}
+        found = {n: s for n, (s, _) in tests.items() if Path(n.split("::")[0]).stem[5:] in others}
+    else:
+        lines = traced["lines"]
+        # A line that runs at import is traced nowhere: then it takes the tests of the whole file.
+        own = lines.get(f"{name}\t{mutant['before']}")
+        wanted = {own} if own is not None else {lines[key] for key in lines if key.startswith(name)}
+        found = {n: s for n, (s, ran) in tests.items() if not wanted.isdisjoint(ran)}
+    first = {n: s for n, s in found.items() if Path(n.split("::")[0]).stem[5:] in near}
+    return first, {n: s for n, s in found.items() if n not in first}
+
+
+# ---- runs -----------------------------------------------------------------------------------------
+
+
+def run_mutant(mutant, traced, arguments):
+    """The outcome for one mutant, or for the source as it is (None)."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, start, isa = Path(temporary), time.monotonic(), None
+        shutil.copytree(ROOT / "src", folder / "src")
+        if mutant is None:
+            return run_tests(folder / "src", traced, start + 3600, arguments)
+        text = changed((ROOT / mutant["file"]).read_text(), mutant)
+        if text is None:
+            return {"outcome": "gone"}
+        if mutant["file"].startswith("csrc"):
+            isa = "avx512" if "avx512" in mutant["file"] else "avx2"
+            if not build(mutant, text, folder, isa):
+                return {"outcome": "not built"}
+        else:
+            (folder / mutant["file"]).write_text(text)
+        built, tests = time.monotonic(), 0
+        for seconds in stages(mutant, traced):
+            result = run_tests(folder / "src", seconds, built + LIMIT, arguments, isa)
+            tests += result.get("tests", 0)
+            if result["outcome"] != "survived":
+                break
+        spent = {"seconds": round(time.monotonic() - built, 1), "build": round(built - start, 1)}
+        return {**result, "tests": tests, **spent}
+
+
+def read_results(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(m["file"], m["before"], m["at"], m["after"]): m for m in map(json.loads, lines)}
+
+
+def run(mutants, traced, results, arguments):
+    """Runs what is not yet among the results; then the tests that killed, on the source as it is."""
+    done = read_results(results)
+    with results.open("a") as out:
+        for mutant in mutants:
+            if (mutant["file"], mutant["before"], mutant["at"], mutant["after"]) not in done:
+                found = {**mutant, **run_mutant(mutant, traced, arguments)}
+                print(json.dumps(found, ensure_ascii=False), file=out, flush=True)
+    done = read_results(results)
+    outcomes = collections.Counter(
+        (Path(m["file"]).parent.name, m["outcome"]) for m in done.values()
+    )
+    for (where, outcome), count in sorted(outcomes.items()):
+        print(f"{where:15} {outcome:10} {count}")
+    killers = {m.get("by") for m in done.values()} & set(traced["tests"])
+    print(
+        "the killers, without a mutant:", run_mutant(None, dict.fromkeys(killers, 5.0), arguments)
+    )
+
+
+def main():
+    command, *paths = sys.argv[1:]
+    if command == "list":
+        lines = [json.dumps(m, ensure_ascii=False) for p in source_files() for m in choose(p)]
+        Path(paths[0]).write_text("\n".join(lines) + "\n")
+    elif command == "trace":
+        tracer = Tracer()
+        pytest.main(["-q", "-p", "no:cacheprovider", *paths[1:]], plugins=[tracer])
+        Path(paths[0]).write_text(json.dumps({"lines": tracer.lines, "tests": tracer.tests}))
+    elif command == "compare":
+        before, after = (read_results(Path(path)) for path in paths)
+        for key, mutant in before.items():
+            now = after.get(key, {"outcome": "not run"})["outcome"]
+            if mutant["outcome"] in NOTICED and now not in NOTICED:
+                print(f"{now}: {mutant['file']}: {mutant['after'].strip()} ({mutant['by']})")
+    elif command == "run":
+        # Or a compiler could take what it made of another mutant.
+        os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+        # Once for all children, which fork from here; tightrope is each one's own.
+        import mpmath  # noqa: F401
+        import torch._dynamo  # noqa: F401
+
+        mutants = [json.loads(line) for line in Path(paths[0]).read_text().splitlines()]
+        run(mutants, json.loads(Path(paths[1]).read_text()), Path(paths[2]), paths[3:])
+
+
+if __name__ == "__main__":
+    main()
