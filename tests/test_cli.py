@@ -191,6 +191,7 @@ def test_demo_ends_when_its_seconds_are_over(tmp_path: Path) -> None:
     assert numbers_in(tmp_path)["training"]["steps"] > 0
 
 
+@pytest.mark.slow
 def test_demo_ends_cleanly_on_ctrl_c(tmp_path: Path) -> None:
     command = [*COMMAND, *TINY, "--seconds", "100", "--out", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -367,7 +368,7 @@ def test_without_the_extra() -> None:
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that only Linux has")
 @pytest.mark.parametrize(
     "arguments", [["inspect"], ["audit", "llama", "--no-isolate", "--json", "--meant"]]
@@ -415,7 +416,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     assert (process.returncode, error) == (130, "Interrupted.\n")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(13)
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
 @pytest.mark.parametrize(
     "arguments",

@@ -189,6 +189,7 @@ def test_an_audit_that_never_ends_is_given_up(
     assert "The audit did not end within 0.1 s." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:

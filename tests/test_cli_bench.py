@@ -130,6 +130,7 @@ def test_a_wrong_result_of_ours_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) 
     assert error == "Error: [measure] tightrope must be right in this but it is not.\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_there_is() -> None:
     call = [sys.executable, "-m", "tightrope.cli", "bench", "--json", "--rounds", "1000"]
     call += ["--against", "^eager$", "--tokens", "100"]

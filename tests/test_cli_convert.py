@@ -227,6 +227,7 @@ def test_help_fits(
 # --- killed, and measured -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c_removes_what_was_written(source: Path, tmp_path: Path) -> None:
     # The copy waits, so that the signal comes while it is under way.
     script = (

@@ -199,6 +199,7 @@ def test_json_of_two(folder: Path) -> None:
 # --- pictures -------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", MAGIC)
 def test_a_picture(folder: Path, form: str) -> None:
     path = folder / f"picture.{form}"
@@ -466,6 +467,7 @@ def damaged(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.slow
 def test_damaged_files_are_one_line_or_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,7 @@ PARAMETERS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_beside_symbols(name: str) -> None:
     """Every size of x is a symbol, and those of the parameter are not."""
@@ -152,7 +152,7 @@ CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("source", ["a view", "an argument"])
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if CXX else [])])
 @pytest.mark.parametrize("call", [in_place, into])

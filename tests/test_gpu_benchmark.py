@@ -114,6 +114,7 @@ def test_after_the_deadline_nothing_starts(tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A dry run of a few units, from the command line to the tables."""

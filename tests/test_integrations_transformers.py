@@ -46,6 +46,7 @@ def inputs() -> dict[str, torch.Tensor]:
     return small_inputs("Llama")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_forward_and_backward(family: str) -> None:
     model, given = small_model(family), small_inputs(family)
@@ -72,6 +73,7 @@ def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]
     assert any(event.key == "tightrope::rotate" for event in profile.key_averages())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_depend_on_the_rotation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: with the operator wrong by a little, it does."""

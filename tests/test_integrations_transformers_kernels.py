@@ -96,6 +96,7 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
 """)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_partial_width_q_alone_and_functions_nobody_knows() -> None:
     """One layer stands for them all, each under its own arithmetic."""
@@ -143,6 +144,7 @@ assert torch.equal(odd(), was) and not runs_operator(odd)
 """)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_patch_finds_functions_in_the_slot() -> None:
     run("""

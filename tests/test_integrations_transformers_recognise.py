@@ -69,6 +69,7 @@ ORDERS = ("half", "interleaved")
 READINGS = ("cat", "repeat", "first", "second", "even", "odd", "half")
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(ORDERS),

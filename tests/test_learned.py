@@ -412,7 +412,7 @@ def test_functorch(function: Callable[..., torch.Tensor]) -> None:
             assert_near(found, wanted, "float64 ways, higher order")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @both_ways
 @pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if COMPILER else [])])
 @every_shape

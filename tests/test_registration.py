@@ -107,7 +107,7 @@ def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interlea
         torch.library.opcheck(schema.rotate_carried_into, (*fixed[:2], *outs, *fixed[2:]))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("layout, shape", list(enumerate(
     [(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)]
 )))  # fmt: skip
@@ -191,7 +191,7 @@ OUTER = [
 ]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("act, gate, direction", OUTER)
 def test_opcheck_with_acts_and_gates(act: str, gate: int, direction: int) -> None:
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
