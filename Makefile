@@ -69,7 +69,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment: torch first, then what builds the package, so that the package itself can be
-# built without isolation, against this torch.
+# built without isolation, against this torch. The kernel compiles while pip installs the rest; the
+# rule after this one finds its objects, or says why there are none.
 $(TOOLS): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "tightrope needs Python 3.10 or later; '$(PYTHON)' is none. Name one: make PYTHON=python3.12" >&2; \
@@ -81,7 +82,9 @@ $(TOOLS): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c $(CONSTRAINTS) torch
 	$(PIP) install --quiet -c $(CONSTRAINTS) setuptools wheel
-	$(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[cli,dev]'
+	$(BIN)/python setup.py --quiet build_native --inplace >/dev/null 2>&1 & \
+		TIGHTROPE_NATIVE=0 $(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation \
+		-e '.[cli,dev]'; status=$$?; wait; exit $$status
 	@touch $@
 
 # pip keeps to itself what a build says, so the library is built once more in the open: nothing is

@@ -168,8 +168,9 @@ def build_library() -> Path:
         key = digest(version, torch_version, shlex.join(command), text, *headers)
         return produce(Path(source).stem, key, ".o", command)
 
+    # The largest set of instructions takes longest and comes last in the table: it starts first.
     with ThreadPoolExecutor(JOBS) as pool:
-        objects = list(pool.map(compile_unit, units))
+        objects = list(pool.map(compile_unit, reversed(units)))
 
     # No rpath: `import torch` has loaded libtorch_cpu before tightrope loads this.
     link = [*compiler, "-shared", *map(str, objects)]
