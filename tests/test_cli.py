@@ -1,4 +1,4 @@
-"""The command line: every command end to end, Ctrl-C, wrong options, and the extra missing."""
+"""The command line: commands end to end, Ctrl-C, wrong options, and the missing extra."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tightrope.workbench.text import duration
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 PNG = b"\x89PNG\r\n\x1a\n"
 COMMAND = [sys.executable, "-m", "tightrope.cli"]
-# The installed `tightrope` runs this.
+# The entry point of the installed `tightrope`.
 ENTRY = re.search(
     r'^tightrope = "(\w+(?:\.\w+)*):main"', PYPROJECT.read_text("utf-8"), re.MULTILINE
 )
@@ -41,7 +41,7 @@ TINY = ["demo", "--size", "tiny"]
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of the command line, run in this process as the entry point runs it."""
+    """Run the command line in this process, like the entry point, and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", *arguments])
     return app.run()
 
@@ -57,7 +57,7 @@ def numbers_in(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The numbers and the words of one small demo."""
+    """Numbers and output of one small demo."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     result = CliRunner().invoke(app.app, [*TINY, "--steps", "12", "--seed", "3", "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -76,9 +76,9 @@ def test_demo_trains_both_models(demo: tuple[dict[str, Any], str]) -> None:
 
 
 def test_demo_curves_coincide(demo: tuple[dict[str, Any], str]) -> None:
-    # Twelve steps of a toy model hardly depend on positions: its losses, seen to differ by 5e-7,
-    # do so by as little with a base that is 1 % too low. The gradients tell them apart: 1e-7 against
-    # 2e-6, and 1e-3 with the other pairing.
+    # Twelve steps of a toy model hardly depend on positions: the losses differ by about 5e-7, also
+    # with a base 1 % too low. The gradients distinguish these: 1e-7 against 2e-6 with the wrong base
+    # and 1e-3 with the other pairing.
     training = demo[0]["training"]
     assert training["max_loss_difference"] < 1e-5
     difference = training["first_gradient_relative_difference"]
@@ -140,7 +140,7 @@ def test_a_pair_decays_by_its_rate() -> None:
     attention = polar.PolarAttention(size, gated=True)
     assert attention.log_rate is not None
     with torch.no_grad():
-        # Rotated back beforehand, all queries and keys are (2, 2): scores differ by their decay alone.
+        # x is rotated back first, so all rotated queries and keys are (2, 2) and scores differ only by decay.
         attention.log_rate.fill_(0.0)
         for name, weight in attention.attention.named_parameters():
             if name.endswith("weight"):
@@ -363,13 +363,13 @@ def test_without_the_extra() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1] == (
-        "The tightrope command needs typer, rich: get it with "
-        '`python -m pip install "tightrope[cli]"`.'
+        "The tightrope command needs typer, rich. "
+        'Install with `python -m pip install "tightrope[cli]"`.'
     )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that only Linux has")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has this device")
 @pytest.mark.parametrize(
     "arguments", [["inspect"], ["audit", "llama", "--no-isolate", "--json", "--meant"]]
 )
@@ -399,7 +399,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "import time\nprint('importing', flush=True)\ntime.sleep(60)\n", encoding="utf-8"
     )
-    # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+    # Processes started in the background by a shell inherit an ignored SIGINT.
     script = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {SCRIPT}"
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     with subprocess.Popen(

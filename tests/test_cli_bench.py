@@ -23,7 +23,7 @@ SMALL = ["--tokens", "3", "--rounds", "1", "--against", "^eager$"]
 
 
 def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
-    """Exit code, output and error stream of one call."""
+    """Run one command; return its exit code, output and error stream."""
     words = [str(argument) for argument in arguments]
     result = CliRunner().invoke(app.app, words, env={"COLUMNS": str(width)})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -35,7 +35,7 @@ def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """Numbers, words and picture of one small run of every case."""
+    """Numbers, output and picture of one small run of every case."""
     folder = tmp_path_factory.mktemp("bench")
     numbers, picture = folder / "bench.json", folder / "bench.png"
     code, words, _ = run("bench", *SMALL, "--threads", 1, "--out", numbers, "--plot", picture)
@@ -55,7 +55,7 @@ def test_every_case_is_measured(measured: tuple[dict[str, Any], str, Path]) -> N
         ours = result["seconds"]["tightrope"][0] / result["seconds"][floor][0]
         assert result["copies"]["tightrope"] == ours
         assert result["case"]["threads"] == 1
-        assert result["absent"]["jax jit"] == "not asked for"
+        assert result["absent"]["jax jit"] == "not selected"
     assert numbers["machine"]["torch"] == torch.__version__
     assert (numbers["runs"], numbers["rounds"], numbers["interrupted"]) == (1, 1, False)
 
@@ -65,7 +65,7 @@ def test_the_table(measured: tuple[dict[str, Any], str, Path]) -> None:
     assert max(map(len, words.splitlines())) <= max(80, len(f"picture  {picture}"))
     assert "\x1b" not in words
     whole = " ".join(words.split())
-    for text in ("in copies of them", "Times as long as tightrope: eager", "1 thread,"):
+    for text in ("relative to copying them", "Time relative to tightrope: eager", "1 thread,"):
         assert text in whole
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -98,7 +98,7 @@ def test_a_list_measures_nothing() -> None:
     "arguments, about",
     [
         (["--only", "nothing"], "--only 'nothing' matches no case"),
-        (["--only", "("], "--only '(' is no regular expression"),
+        (["--only", "("], "--only '(' is not a valid regular expression"),
         (["--against", "nobody"], "--against 'nobody' matches no contender"),
         (["--out", "/nowhere/x.json"], "/nowhere: there is no such folder"),
         (["--plot", "/nowhere/x.png"], "/nowhere: there is no such folder"),
@@ -150,7 +150,7 @@ def test_ctrl_c_keeps_what_there_is() -> None:
 
 def test_who_is_missing_is_named() -> None:
     results = [
-        {"absent": {"jax jit": "jax is not installed", "copy_": "not asked for", "peer": "no"}},
+        {"absent": {"jax jit": "jax is not installed", "copy_": "not selected", "peer": "no"}},
         {"absent": {"jax jit": "something later", "eager": "in one case", "peer": "it failed: x"}},
     ]
     wanted = {"jax jit": "jax is not installed", "peer": "it failed: x"}
