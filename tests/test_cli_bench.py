@@ -73,7 +73,7 @@ def test_the_table(measured: tuple[dict[str, Any], str, Path]) -> None:
 def test_a_median_of_runs_is_taken_run_by_run() -> None:
     result = {"seconds": {"clone": [1.0, 2.0, 4.0], "tightrope": [3.0, 2.0, 4.0], "odd": []}}
     assert copies(result, "tightrope") == 1.0
-    assert copies(result, "nobody") is None
+    assert copies(result, "absent") is None
     assert copies({"seconds": {"tightrope": [1.0]}}, "tightrope") is None
 
 
@@ -99,7 +99,7 @@ def test_a_list_measures_nothing() -> None:
     [
         (["--only", "nothing"], "--only 'nothing' matches no case"),
         (["--only", "("], "--only '(' is not a valid regular expression"),
-        (["--against", "nobody"], "--against 'nobody' matches no contender"),
+        (["--against", "unknown"], "--against 'unknown' matches no contender"),
         (["--out", "/nowhere/x.json"], "/nowhere: there is no such folder"),
         (["--plot", "/nowhere/x.png"], "/nowhere: there is no such folder"),
         (["--runs", "0"], "--runs"),
@@ -189,7 +189,7 @@ def test_a_backend_can_be_required(
     assert run("info", "--require", "reference", "--json")[0] == 0
 
 
-def test_a_backend_that_nobody_has() -> None:
+def test_an_unknown_backend() -> None:
     code, words, error = run("info", "--require", "abacus")
     assert (code, words) == (2, "")
     assert error.startswith("Error: --require must be one of ")
