@@ -176,7 +176,9 @@ def test_this_library_is_held_to_more_than_others() -> None:
         ("jax jit", replace(VARIANTS["plain"], threads=1), "fixed when it starts: here 2"),
     ],
 )
-def test_who_is_absent_says_why(name: str, case: Case, reason: str, monkeypatch) -> None:
+def test_an_absent_contender_gives_a_reason(
+    name: str, case: Case, reason: str, monkeypatch
+) -> None:
     monkeypatch.setattr(runtimes, "cores", lambda: 2)
     there = "fixed when it starts" in reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object() if there else None)
@@ -193,7 +195,7 @@ def test_a_wrong_result_of_ours_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, TypeError, AttributeError])
-def test_who_fails_is_absent(error: type[Exception]) -> None:
+def test_a_failing_contender_is_absent(error: type[Exception]) -> None:
     def make(*_: object) -> Made:
         raise error("no compiler\nand more")
 
@@ -262,7 +264,7 @@ def test_events_of_a_gpu_are_the_clock_there(cold: bool, monkeypatch) -> None:
     assert calls == (["a"] + ["cuda", "a"] * 2 if cold else ["a"] * (2 + 2 * 11))
 
 
-def test_a_graph_has_many_calls_of_which_the_first_is_before_it(monkeypatch) -> None:
+def test_a_graph_is_captured_after_a_first_call(monkeypatch) -> None:
     seen: list[str] = []
 
     class Graph:
@@ -328,9 +330,9 @@ def test_from_run_to_table(tmp_path: Path, capsys) -> None:
     page.write_text("no marks")
     assert report.main([str(out), "--readme", str(page)]) == 2
     assert report.main([str(out), "--only", "interleaved"]) == 0
-    words = capsys.readouterr().out
-    assert "interleaved" in words
-    assert "in place" not in words
+    output = capsys.readouterr().out
+    assert "interleaved" in output
+    assert "in place" not in output
 
 
 def test_two_results_side_by_side() -> None:

@@ -167,15 +167,15 @@ def test_the_second_part_counts_by_stretch() -> None:
 
 
 def test_demo_says_what_it_compares(demo: tuple[dict[str, Any], str]) -> None:
-    numbers, words = demo
+    numbers, output = demo
     assert numbers["seed"] == 3
     assert not numbers["interrupted"]
     for text in (tightrope.__version__, torch.__version__, "seed 3", "curves", "bits per byte"):
-        assert text in words
+        assert text in output
     for text in ("polar", "plain RoPE", "past training", "learned gates"):
-        assert text in words
-    assert words.count("training 100%") == words.count("polar attention 100%") == 1
-    assert "\x1b" not in words
+        assert text in output
+    assert output.count("training 100%") == output.count("polar attention 100%") == 1
+    assert "\x1b" not in output
 
 
 @pytest.mark.parametrize("runs, steady", [((1.0, 1.1, 1.2), True), ((1.0, 1.1, 4.0), False)])
@@ -200,10 +200,10 @@ def test_demo_ends_cleanly_on_ctrl_c(tmp_path: Path) -> None:
             if line.startswith("training"):
                 break
         process.send_signal(signal.SIGINT)
-        words = process.stdout.read()
+        output = process.stdout.read()
     assert process.returncode == 130
-    assert "Stopped by Ctrl-C" in words
-    assert str(tmp_path / "demo.png") in words
+    assert "Stopped by Ctrl-C" in output
+    assert str(tmp_path / "demo.png") in output
     numbers = numbers_in(tmp_path)
     assert numbers["interrupted"]
     assert numbers["timings"]["cases"] == []
@@ -245,11 +245,11 @@ def test_the_example_runs_by_itself(
     small = Size(layers=1, heads=2, head_dim=8, context=16, batch=2)
     monkeypatch.setattr(train_bytes, "Size", lambda: small)
     train_bytes.main(["--steps", "21", "--seed", "1"])
-    words = capsys.readouterr().out
-    first, last = (float(loss) for loss in re.findall(r"loss (\S+)", words))
+    output = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss (\S+)", output))
     assert last < first
-    assert "validation" in words
-    assert "\ndef " in words
+    assert "validation" in output
+    assert "\ndef " in output
 
 
 def test_the_example_decodes_as_it_reads() -> None:
@@ -262,7 +262,7 @@ def test_the_example_decodes_as_it_reads() -> None:
 
 
 @pytest.mark.parametrize(
-    "time, words",
+    "time, output",
     [
         (2.5, "2.50 s"),
         (0.1234, "123 ms"),
@@ -271,8 +271,8 @@ def test_the_example_decodes_as_it_reads() -> None:
         (1e-8, "0.01 us"),
     ],
 )
-def test_duration(time: float, words: str) -> None:
-    assert duration(time) == words
+def test_duration(time: float, output: str) -> None:
+    assert duration(time) == output
 
 
 def test_progress_off_a_terminal_is_a_few_plain_lines() -> None:
@@ -302,9 +302,9 @@ def test_info_as_json() -> None:
 
 
 def test_info_names_every_backend() -> None:
-    words = CliRunner().invoke(app.app, ["info"]).output
+    output = CliRunner().invoke(app.app, ["info"]).output
     for name in tightrope.backends():
-        assert f"backend {name}" in words
+        assert f"backend {name}" in output
 
 
 # --- the command line itself ----------------------------------------------------------------------
@@ -320,10 +320,10 @@ def test_help_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert run_here(monkeypatch, *arguments) == 0
-    words = capsys.readouterr().out
-    assert "Example" in words
-    assert f"tightrope {arguments[0] if arguments[1:] else 'demo'}" in words
-    assert "--size" not in words
+    output = capsys.readouterr().out
+    assert "Example" in output
+    assert f"tightrope {arguments[0] if arguments[1:] else 'demo'}" in output
+    assert "--size" not in output
 
 
 @pytest.mark.parametrize(

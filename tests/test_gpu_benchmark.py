@@ -256,7 +256,7 @@ def named(name: str) -> Any:
     return next(one for one in contenders.KERNELS if one.name == name)
 
 
-def test_who_was_lost_is_not_timed() -> None:
+def test_a_crashed_contender_is_not_timed() -> None:
     decode, other = small("decode 32"), small("decode 1")
     units = [
         unit("right", decode, outcome="passed", contender="eager"),
@@ -283,7 +283,7 @@ def test_who_was_lost_is_not_timed() -> None:
         ("xopes", "prefill 32k"),
     ],
 )
-def test_peers_are_called_as_they_want_to_be(name: str, at: str, loose: Path) -> None:
+def test_peers_get_the_arguments_that_they_expect(name: str, at: str, loose: Path) -> None:
     case = small(at)
     assert named(name).why_not(case) is None
     given = inputs(case)

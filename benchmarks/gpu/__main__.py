@@ -7,8 +7,9 @@ It runs pytest over the files of this folder, in three phases:
               tests of the Triton backend (tests/test_triton*.py): parallel workers
     times     all contenders with right results, in turns; then other block shapes: one worker
 
-Each test compares every element with float64 before it times anything, and its result is written at
-once. A crash or a hang loses only that test; tests that there was no time for are listed as "no time".
+Each test is a unit. It compares every element with float64 before it times anything, and its result is
+written at once. A crash or a hang loses only its unit; units that were not started have the outcome
+"no time".
 
 --dry-run runs everything at tiny sizes under Triton's interpreter; its times mean nothing.
 --report FILE prints the tables of a run, and needs no GPU.

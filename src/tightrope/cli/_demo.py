@@ -152,7 +152,7 @@ def print_contest(console: Console, contest: Contest) -> None:
     if race.steps == 0:
         return
     context = size.context
-    console.print("Polar attention beside plain RoPE attention", style="bold")
+    console.print("Polar attention and plain RoPE attention", style="bold")
     console.print(
         facts(
             {

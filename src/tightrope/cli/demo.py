@@ -85,8 +85,9 @@ def demo(
         Extent, typer.Option(hidden=True, help="`tiny` runs every part in seconds, for the tests.")
     ] = Extent.FULL,
 ) -> None:
-    """Train a small transformer with tightrope and with eager rotation, time both rotations, train
-    polar attention and plain RoPE attention, and draw one picture.
+    """Compare training and speed with eager rotation, and polar attention with plain RoPE attention.
+
+    It trains two pairs of small transformers, times rotations alone, and draws one picture.
 
     Takes under three minutes on two cores; Ctrl-C stops early and keeps the results so far.
 
