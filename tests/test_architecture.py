@@ -322,7 +322,7 @@ def test_a_stale_exception_is_rejected() -> None:
     ]
 
 
-# --- what an import costs -------------------------------------------------------------------------
+# --- the cost of an import ------------------------------------------------------------------------
 
 HEAVY = ("triton", "typer", "rich", "matplotlib", "torch._dynamo", "torch._inductor")
 

@@ -92,7 +92,7 @@ def _ours_compiled(
     return functional(compiled, case, q, k, tensors)
 
 
-# ---- floors: what memory alone costs --------------------------------------------------------------
+# ---- floors: memory traffic alone -----------------------------------------------------------------
 
 
 def _neg(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
@@ -110,7 +110,7 @@ def _copy(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Ma
     return Made(lambda: (a.copy_(q), b.copy_(k)), None)
 
 
-# ---- eager: what model files do -------------------------------------------------------------------
+# ---- eager: the code of model files ---------------------------------------------------------------
 
 
 def _turned_half(x: torch.Tensor) -> torch.Tensor:

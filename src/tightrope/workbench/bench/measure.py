@@ -26,7 +26,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-4, "float16": 2
 #: The same for this library, which rounds once.
 OWN_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
-#: Number of elements compared at a time, in float64; most elements whose expected values are kept.
+#: Elements compared at a time, in float64; size of the largest case whose expected values are kept.
 AT_A_TIME, KEPT = 2**24, 2**26
 
 _NAMES = ("q", "k", "the gradient of q", "the gradient of k")
