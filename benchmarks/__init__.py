@@ -1,1 +1,1 @@
-"""What is measured around the library; `tightrope bench` itself is in `tightrope.workbench`."""
+"""Benchmarks for developers; `tightrope bench` itself is in `tightrope.workbench`."""

@@ -1,4 +1,4 @@
-"""The one writer of results into documents: Markdown tables, between marks."""
+"""Markdown tables of results, written into pages between marks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
+    """Return the lines of a Markdown table."""
     return [_line(headings), "|" + "---|" * len(headings), *map(_line, rows)]
 
 
@@ -20,7 +20,7 @@ def _escaped(text: str) -> str:
 
 
 def between_marks(page: Path, name: str, text: str) -> None:
-    """Replace what stands in a page between `<!-- NAME -->` and `<!-- end of NAME -->`.
+    """Replace the text of a page between `<!-- NAME -->` and `<!-- end of NAME -->`.
 
     Raises:
         ValueError: the page lacks one of the two marks.

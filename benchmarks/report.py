@@ -3,8 +3,8 @@
     python -m benchmarks.report RESULTS.json [--readme README.md] [--png PICTURE.png]
     python -m benchmarks.report RESULTS.json --before OLDER.json
 
-With `--readme`, the table replaces what stands between two marks there. With `--before`, two results are
-compared by their ratios to `neg_` and `clone`: seconds of different days cannot be compared.
+With `--readme`, the table replaces the text between two marks in that file. With `--before`, two results
+are compared by their ratios to `neg_` and `clone`, as seconds of different days cannot be compared.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ DRAWN = ("tightrope", *FLOORS, "eager", "compiled eager")
 
 
 def span(values: list[float]) -> str:
-    """The range of a ratio over the runs."""
+    """Format the range of a ratio over the runs, from sorted values."""
     low, high = f"{values[0]:.2f}", f"{values[-1]:.2f}"
     return low if low == high else f"{low}–{high}"
 
 
 def ratios(data: dict[str, Any]) -> str:
-    """Markdown: our time as a share of each contender's; below 1 is faster."""
+    """Return a Markdown table of our time over each contender's; below 1, tightrope is faster."""
     present = [c for c in COLUMNS if any(c in result["ratios"] for result in data["results"])]
     lines = table(
         ["time of tightrope / time of", *(f"`{name}`" for name in present)],
@@ -58,7 +58,7 @@ def ratios(data: dict[str, Any]) -> str:
 
 
 def where(data: dict[str, Any]) -> str:
-    """How often it was measured, and where."""
+    """Describe the number of runs and the machine in one line."""
     here = data["machine"]
     return (
         f"{data['runs']} runs of medians of {data['rounds']} interleaved rounds; "
@@ -68,7 +68,7 @@ def where(data: dict[str, Any]) -> str:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The cases of two results side by side, marked where their ranges do not touch."""
+    """Return a table of two results side by side, with a mark if their ranges are disjoint."""
     now = {result["case"]["name"]: result["ratios"] for result in after["results"]}
     rows = []
     for result in before["results"]:
@@ -82,7 +82,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, print or write."""
+    """Parse the command line and write the outputs; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.report",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Fixtures for all test files. What they import instead is in helpers.py, matrix.py and tolerances.py."""
+"""Fixtures for all test files. Helpers to import are in helpers.py, matrix.py and tolerances.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tightrope.backends import cpu
 
 
 @pytest.fixture(autouse=True)
-def _settings_of_the_process() -> Iterator[None]:
-    """Undo what a test did to the threads, the instruction set and torch's defaults."""
+def _process_settings() -> Iterator[None]:
+    """Restore the threads, the instruction set and torch's defaults after each test."""
     threads, instruction_set = torch.get_num_threads(), cpu.instruction_set()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     yield
@@ -38,7 +38,7 @@ def fresh_compiler() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow all but one in n cases of a test with `@pytest.mark.one_in(n)`.
 
-    Which cases stay is drawn once and for all, from the name of the test.
+    The cases that stay fast are drawn with the name of the test as seed, so they are always the same.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -1,7 +1,7 @@
-"""The mutants that mutation.py plants: which there are, and a copy of the source with one.
+"""The mutants of mutation.py: choose them, and make a copy of the source with one.
 
-Python is changed by its syntax tree, C++ by its tokens; never messages, types or comments. Which
-mutants a file has depends on its text alone.
+Python is changed by its syntax tree, C++ by its tokens; messages, types and comments are not changed.
+The mutants of a file depend only on its text.
 """
 
 import ast
@@ -34,7 +34,7 @@ NUMBERS = ("float", "int", "Tensor", "torch.Tensor")
 
 
 def changes(node, returns):
-    """Pairs (kind, text in place of the node); `returns` is what the function around it returns."""
+    """Yield pairs (kind, replacement text); `returns` is the enclosing function's return annotation."""
 
     def spelled(kind, **fields):
         yield kind, f"({ast.unparse(type(node)(**{**dict(ast.iter_fields(node)), **fields}))})"
@@ -53,7 +53,7 @@ def changes(node, returns):
     elif isinstance(node, ast.IfExp):
         yield from spelled("branches", body=node.orelse, orelse=node.body)
     elif isinstance(node, ast.Call) and len(node.args) > 1:
-        # Others are no more than a TypeError, mostly.
+        # Swapping other arguments mostly gives a TypeError.
         plain = all(isinstance(a, (ast.Name, ast.Attribute, ast.BinOp)) for a in node.args[:2])
         if plain and ast.unparse(node.func) not in ("isinstance", "zip"):
             yield from spelled("arguments", args=[node.args[1], node.args[0], *node.args[2:]])
@@ -70,7 +70,7 @@ def changes(node, returns):
 
 
 def candidates(node, returns=None, inside=False):
-    """(node, kind, text) for all that can be changed below a node: no messages, no types."""
+    """Yield (node, kind, text) for each possible change below a node, except in messages and types."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "bases"):
             continue
@@ -91,7 +91,7 @@ def candidates(node, returns=None, inside=False):
 
 
 def python_lines(text):
-    """(line, kind, line after) for each change that stays within a line."""
+    """Yield (line number, kind, changed line) for each change within a single line."""
     lines = text.splitlines()
     for node, kind, new in candidates(ast.parse(text)):
         if node.lineno == node.end_lineno:
@@ -121,7 +121,7 @@ _SKIPPED = (
 
 
 def loop_lines(text):
-    """As python_lines, of C++; without what only another instruction set would run."""
+    """Like python_lines, for C++; without code that only another instruction set runs."""
     elsewhere = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#"):
@@ -136,7 +136,7 @@ def loop_lines(text):
 
 
 def choose(path):
-    """The mutants of a file: the kinds in turn, at most one a line, the same every time."""
+    """Yield the mutants of a file: kinds in turn, at most one per line, always the same."""
     name, text = path.relative_to(ROOT).as_posix(), path.read_text()
     found = sorted(set((python_lines if path.suffix == ".py" else loop_lines)(text)))
     chance = random.Random(name)
@@ -161,7 +161,7 @@ def source_files():
 
 
 def changed(text, mutant):
-    """The text with the mutant's line in place of its own, or None where it is gone."""
+    """Return the text with the mutant's line, or None if the original line is gone."""
     lines = text.splitlines()
     places = [n for n, line in enumerate(lines) if line == mutant["before"]]
     if len(places) <= mutant["at"]:
@@ -171,7 +171,7 @@ def changed(text, mutant):
 
 
 def build(mutant, text, folder, isa):
-    """The library with one changed file of csrc/; only the units that it belongs to are compiled."""
+    """Build the library with one changed file of csrc/, compiling only the units that include it."""
     spec = importlib.util.spec_from_file_location("tightrope_setup", ROOT / "setup.py")
     setup = importlib.util.module_from_spec(spec)
     with mock.patch("setuptools.setup"):
@@ -194,7 +194,7 @@ def build(mutant, text, folder, isa):
 
     setup.CSRC, setup.JOBS, setup.produce = folder / "csrc", 1, produce
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # what a compiler thinks of a mutant
+        with contextlib.redirect_stderr(io.StringIO()):  # compiler warnings about a mutant
             shutil.copy2(setup.build_library(), folder / "src/tightrope" / setup.LIBRARY)
     except setup.NotBuilt:
         return False

@@ -1,14 +1,14 @@
-"""Small faults, planted one at a time: does a test notice each?
+"""Mutation testing: plant small faults one at a time, and check that a test fails for each.
 
     python tests/mutation.py list LIST                        choose the mutants
-    python tests/mutation.py trace MAP [pytest arguments]     which tests run which lines
+    python tests/mutation.py trace MAP [pytest arguments]     map tests to the lines that they run
     python tests/mutation.py run LIST MAP RESULTS [pytest arguments]
-    python tests/mutation.py compare RESULTS RESULTS          what only the first noticed
+    python tests/mutation.py compare RESULTS RESULTS          faults that only the first run noticed
 
-A mutant is one changed line. It is found again by its text, so a list outlives other changes; one
-whose line is gone is reported as such. Each runs on a copy of src/, with only the tests that run its
-line, the nearest files first, until one fails. The loops in csrc/ are built for one instruction set.
-`run` goes on where an earlier run with the same RESULTS stopped. Linux only: it forks.
+A mutant is one changed line. It is identified by the line's text, so a list stays valid after other
+changes; a mutant whose line no longer exists is reported as gone. Each runs on a copy of src/, with only
+the tests that run its line, the nearest files first, until one fails. The loops in csrc/ are built for
+one instruction set. `run` continues an earlier run with the same RESULTS. Linux only: it forks.
 """
 
 import collections
@@ -26,7 +26,7 @@ import pytest
 
 from mutants import PYTHON, ROOT, build, changed, choose, source_files
 
-# The first that fits says which test files come first: they kill most, and soon.
+# From source files to the test files that run first; the first matching pattern counts.
 NEAREST = {
     "tightrope/angles.py": "angles numerics",
     "tightrope/frequencies": "frequencies words spec",
@@ -51,7 +51,7 @@ LIMIT = 240.0  # seconds for one mutant; a single test has a limit of its own
 
 
 class Tracer:
-    """A plugin of pytest: the seconds of each test that passes, and the lines that it runs."""
+    """A pytest plugin: records the seconds of each passing test, and the lines that it runs."""
 
     def __init__(self):
         self.tests, self.lines, self.seen, self.failed = {}, {}, set(), False
@@ -81,7 +81,7 @@ class Tracer:
 
 
 class Chosen:
-    """A plugin of pytest: the chosen tests, quickest first; notes which is at work, then the result."""
+    """A pytest plugin: runs the chosen tests, quickest first; notes the current test, then the result."""
 
     def __init__(self, seconds, until, note):
         self.seconds, self.until, self.note = seconds, until, note
@@ -90,14 +90,14 @@ class Chosen:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         items[:] = [item for item in items if item.nodeid in self.seconds]
-        # In steps of twice the time: within one, a file stays together.
+        # In powers of two of the time, so that the tests of a file mostly stay together.
         items.sort(key=lambda item: int(1000 * self.seconds[item.nodeid]).bit_length())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
         self.note.write_text(json.dumps({"outcome": "crash", "by": item.nodeid}))
         self.result["tests"] += 1
-        # Ends the process, even within a loop of C++.
+        # Ends the process, even inside C++ code.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(30 + int(20 * self.seconds[item.nodeid]))
         if time.monotonic() > self.until:
@@ -111,7 +111,7 @@ class Chosen:
 
 
 def in_child(source, isa, options, chosen):
-    """Runs pytest on the copy in this process, and notes the result."""
+    """Run pytest on a copy of src/ in this process, and write the result to the note."""
     os.setpgid(0, 0)
     os.chdir(ROOT)
     output = os.open(source.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -124,7 +124,7 @@ def in_child(source, isa, options, chosen):
 
 
 def run_tests(source, seconds, until, arguments, isa=None):
-    """What becomes of these tests with this copy of src/, in a process of their own."""
+    """Run tests on a copy of src/ in a child process, and return the outcome."""
     files = sorted({nodeid.split("::")[0] for nodeid in seconds})
     files = [name for name in files if (ROOT / name).exists()]
     if not files:
@@ -150,7 +150,7 @@ def run_tests(source, seconds, until, arguments, isa=None):
 
 
 def stages(mutant, traced):
-    """Seconds of the tests that run the line, in two dicts: of the nearest files, and of the others."""
+    """Return the seconds of tests that run the line: of the nearest files, then of the others."""
     name, tests = mutant["file"], traced["tests"]
     near = next(stems for pattern, stems in NEAREST.items() if re.search(pattern, name)).split()
     if name.startswith("csrc"):
@@ -158,7 +158,7 @@ def stages(mutant, traced):
         found = {n: s for n, (s, _) in tests.items() if Path(n.split("::")[0]).stem[5:] in others}
     else:
         lines = traced["lines"]
-        # A line that runs at import is traced nowhere: then it takes the tests of the whole file.
+        # A line that runs only at import is not traced: use the tests of its whole file.
         own = lines.get(f"{name}\t{mutant['before']}")
         wanted = {own} if own is not None else {lines[key] for key in lines if key.startswith(name)}
         found = {n: s for n, (s, ran) in tests.items() if not wanted.isdisjoint(ran)}
@@ -170,7 +170,7 @@ def stages(mutant, traced):
 
 
 def run_mutant(mutant, traced, arguments):
-    """The outcome for one mutant, or for the source as it is (None)."""
+    """Return the outcome for one mutant, or for the unchanged source (None)."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, start, isa = Path(temporary), time.monotonic(), None
         shutil.copytree(ROOT / "src", folder / "src")
@@ -201,7 +201,7 @@ def read_results(path):
 
 
 def run(mutants, traced, results, arguments):
-    """Runs what is not yet among the results; then the tests that killed, on the source as it is."""
+    """Run the mutants without a result; then run the tests that failed on the unchanged source."""
     done = read_results(results)
     with results.open("a") as out:
         for mutant in mutants:
@@ -216,7 +216,8 @@ def run(mutants, traced, results, arguments):
         print(f"{where:15} {outcome:10} {count}")
     killers = {m.get("by") for m in done.values()} & set(traced["tests"])
     print(
-        "the killers, without a mutant:", run_mutant(None, dict.fromkeys(killers, 5.0), arguments)
+        "the failing tests, without a mutant:",
+        run_mutant(None, dict.fromkeys(killers, 5.0), arguments),
     )
 
 
@@ -236,9 +237,9 @@ def main():
             if mutant["outcome"] in NOTICED and now not in NOTICED:
                 print(f"{now}: {mutant['file']}: {mutant['after'].strip()} ({mutant['by']})")
     elif command == "run":
-        # Or a compiler could take what it made of another mutant.
+        # Without this, the compiler could reuse the code of another mutant.
         os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
-        # Once for all children, which fork from here; tightrope is each one's own.
+        # Imported once for all forked children; each imports its own copy of tightrope.
         import mpmath  # noqa: F401
         import torch._dynamo  # noqa: F401
 

@@ -1,8 +1,7 @@
 """Imports go strictly down the ranks of DESIGN section 8, and `import tightrope` stays light.
 
-The ranks are read from the source with `ast`, so an import inside a function or under
-TYPE_CHECKING counts as much as one at the top of a file. Both checks are also run on things that
-they must reject.
+Imports are read from the source with `ast`, so those inside functions and under TYPE_CHECKING count
+too. Both checks are also run on input that they must reject.
 """
 
 import ast
@@ -19,9 +18,9 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "tightrope"
 
-# The longest matching prefix says which group a module is in. A group may import from groups of a
-# lower rank, and within itself; two groups of one rank never import each other. "*" stands for one
-# name, and makes a group of each.
+# A module belongs to the group with the longest matching prefix. A group may import from groups of a
+# lower rank and within itself; two groups of one rank never import each other. "*" matches one name,
+# and each match is a group of its own.
 RANKS: dict[str, tuple[int, int]] = {
     "_errors": (0, 0),
     "_tracing": (0, 0),
@@ -57,14 +56,14 @@ LAZY: dict[tuple[str, str], str] = {
     (
         "spec._rope",
         "config",
-    ): "RopeSpec.from_config is where a user looks for it; what it reads builds specs",
+    ): "users look for it at RopeSpec.from_config; the configuration readers build specs",
     (
         "ops.autograd",
         "ops.run",
-    ): "the gradient of a rotation is a rotation, which is run as any call is",
+    ): "the gradient of a rotation is a rotation, which runs like any other call",
 }
 
-# Modules that import by a name which they compute -> why, and what keeps it within the ranks.
+# Modules that import by a computed name -> why, and why this respects the ranks.
 DYNAMIC: dict[str, str] = {
     "integrations.transformers._graft": "the module of a model's rotary function, which a pickled "
     "model names; it is never one of ours",
@@ -77,26 +76,26 @@ DYNAMIC: dict[str, str] = {
 
 
 def read_files(folder: Path) -> dict[str, str]:
-    """The Python files under a folder: path -> text."""
-    # Not rglob, which leaves out links: examples/ is one.
+    """Return the Python files under a folder: path -> text."""
+    # Not rglob, which skips links such as examples/.
     paths = sorted(glob.glob("**/*.py", root_dir=folder, recursive=True))
     return {path: (folder / path).read_text(encoding="utf-8") for path in paths}
 
 
 def module_of(path: str) -> str:
-    """ops/autograd.py -> ops.autograd; ops/__init__.py -> ops; __init__.py -> the empty name."""
+    """Return a file's module: ops/autograd.py -> ops.autograd; ops/__init__.py -> ops; __init__.py -> ""."""
     parts = path.removesuffix(".py").split("/")
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def ancestors(module: str) -> list[str]:
-    """The packages that Python imports before a module, innermost first, without tightrope."""
+    """Return the packages that Python imports before a module, innermost first, without tightrope."""
     parts = module.split(".")
     return [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
 
 
 def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[str, str | None, bool]]:
-    """(module, name or None, lazy) of each import of tightrope; the module as in `module_of`."""
+    """Yield (module, name or None, lazy) of each import of tightrope; for modules see `module_of`."""
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, str | None, bool]]:
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -123,7 +122,7 @@ def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[str, str | Non
             if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
                 yield "?", None, lazy
             elif name.value.split(".")[0] in ("tightrope", ""):
-                # A relative name depends on a second argument: as good as computed.
+                # A relative name depends on a second argument: treat it as computed.
                 yield ("?" if name.value[0] == "." else name.value[10:]), None, lazy
 
     yield from walk(tree, False)
@@ -136,7 +135,7 @@ def called_name(call: ast.Call) -> str:
 
 
 def group_of(module: str, ranks: Mapping[str, tuple[int, int]]) -> str | None:
-    """The group of a module: its longest prefix in the table, `*` filled in; None without one."""
+    """Return the group of a module: its longest prefix in the table, with `*` filled in, or None."""
     if module == "":
         return "" if "" in ranks else None
     for prefix in [module, *ancestors(module)]:
@@ -158,7 +157,7 @@ def find_problems(
     lazy_allowed: Mapping[tuple[str, str], str] | None = None,
     dynamic_allowed: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """One sentence for each import that goes up or sideways, each cycle, each module unplaced."""
+    """Return a sentence for each import up or sideways, each cycle, and each module without a rank."""
     unused_lazy = dict(lazy_allowed or {})
     unused_dynamic = dict(dynamic_allowed or {})
     modules = {module_of(path): path for path in files}
@@ -323,12 +322,12 @@ def test_a_stale_exception_is_rejected() -> None:
     ]
 
 
-# --- what an import costs -------------------------------------------------------------------------
+# --- the cost of an import ------------------------------------------------------------------------
 
 HEAVY = ("triton", "typer", "rich", "matplotlib", "torch._dynamo", "torch._inductor")
 
-# Runs one statement after `import torch` and reports the modules that it added and the questions
-# that it asked of a device.
+# Runs one statement after `import torch` and reports the modules that it imports and the device
+# functions that it calls.
 PROBE = """
 import json, sys
 import torch, torch.cuda
@@ -352,7 +351,7 @@ print(json.dumps([sorted(set(sys.modules) - before), asked]))
 
 
 def cost_of(statement: str) -> tuple[set[str], set[str]]:
-    """(the heavy packages that a statement imports, the device functions that it calls)."""
+    """Return the heavy packages that a statement imports, and the device functions that it calls."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE.replace("{statement}", statement)],
         capture_output=True,
@@ -370,7 +369,7 @@ def test_import_is_light() -> None:
 
 
 def test_heavy_imports_are_seen() -> None:
-    # Two of them really, the others by what they would leave behind: they may not be installed.
+    # Two are really imported; the others may not be installed, so only their modules are faked.
     statement = "import torch._dynamo, torch._inductor; "
     statement += "sys.modules.update({name: sys for name in %r})"
     heavy, _ = cost_of(statement % ["triton.language", "typer", "rich.console", "matplotlib"])
@@ -382,7 +381,7 @@ def test_a_lighter_namesake_is_not_heavy() -> None:
 
 
 def test_a_touched_device_is_seen() -> None:
-    # The last stands for an initialised device, on a machine that has none.
+    # The last statement fakes an initialised device on a machine without one.
     statement = "torch.cuda.is_available(); torch.accelerator.device_count(); "
     _, asked = cost_of(statement + "torch.cuda._initialized = True")
     assert {"is_available", "device_count", "is_initialized"} <= asked
@@ -404,7 +403,7 @@ def properties_of_named_tuples(source: str) -> list[str]:
 
 
 def test_no_named_tuple_that_is_traced_has_a_property() -> None:
-    """Torch 2.10 cannot trace one; what is traced lies outside of the backends and the workbench."""
+    """Torch 2.10 cannot trace one; traced code is outside the backends, workbench, cli and config."""
     found = [
         f"{path}: {name}"
         for path, source in read_files(SOURCE).items()
@@ -417,8 +416,8 @@ def test_no_named_tuple_that_is_traced_has_a_property() -> None:
 
 
 def test_only_the_binding_knows_torch() -> None:
-    """The loops are compiled per instruction set, and what they share with torch's headers the linker
-    could take from the wrong one."""
+    """The loops are compiled once per instruction set. The linker keeps one copy of each function of
+    torch's headers, and it could be compiled for instructions that the machine lacks."""
     folder = SOURCE.parent.parent / "csrc"
     aware = {path.name for path in folder.iterdir() if "<torch/" in path.read_text()}
     assert aware == {"bind_problem.h"}

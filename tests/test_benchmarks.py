@@ -1,4 +1,4 @@
-"""The benchmarks: that they measure right results, refuse wrong ones, and write what they say."""
+"""Benchmarks time right results only, refuse wrong ones, and write correct tables."""
 
 import importlib.util
 import json
@@ -19,7 +19,14 @@ from matrix import needs_kernel
 from tightrope.backends import cpu
 from tightrope.cli.app import app
 from tightrope.workbench.bench import CONTENDERS, SUITES, Case, Made, measure, method, runtimes
-from tightrope.workbench.bench.measure import Right, WrongError, check, expected, gate, inputs
+from tightrope.workbench.bench.measure import (
+    Expected,
+    WrongError,
+    check,
+    expected,
+    inputs,
+    mismatch,
+)
 
 SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
 VARIANTS = {
@@ -48,14 +55,14 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("case", VARIANTS.values(), ids=VARIANTS)
-def test_every_contender_passes_the_gate(case: Case) -> None:
+def test_every_contender_passes_the_check(case: Case) -> None:
     q, k, ids = inputs(case)
-    right = Right(case, q, k, ids)
+    right = Expected(case, q, k, ids)
     ran = []
     for contender in CONTENDERS:
         if contender.why_not(case) is None and "compiled" not in contender.name:
             made = contender.make(case, q.clone(), k.clone(), ids)
-            assert gate(case, made, right) is None, contender.name
+            assert mismatch(case, made, right) is None, contender.name
             made.call()
             ran.append(contender.name)
     assert {"tightrope", "eager"} - {"eager" if case.work == "backward" else ""} <= set(ran)
@@ -64,12 +71,12 @@ def test_every_contender_passes_the_gate(case: Case) -> None:
 @pytest.mark.parametrize(
     "name", ["relu", "silu", "gelu", "softmax", "norm", "norm and gate", "slope"]
 )
-def test_the_gate_sees_a_missing_factor(name: str) -> None:
+def test_the_check_sees_a_missing_factor(name: str) -> None:
     case = VARIANTS[name]
     q, k, ids = inputs(case)
-    right = Right(case, q, k, ids)
+    right = Expected(case, q, k, ids)
     for lacking in {replace(case, act=None), replace(case, gate=None)} - {case}:
-        assert gate(case, Made(lambda: None, expected(lacking, q, k, ids)), right) is not None
+        assert mismatch(case, Made(lambda: None, expected(lacking, q, k, ids)), right) is not None
 
 
 def test_cases_with_factors_are_against_the_rotation_alone() -> None:
@@ -79,15 +86,15 @@ def test_cases_with_factors_are_against_the_rotation_alone() -> None:
         assert set(result["ratios"]) - {"neg_"} == {"rotation"}
         assert result["absent"]["transformers"] == "it has neither f nor P"
     alone = measure(VARIANTS["plain"], CONTENDERS, runs=1, rounds=1, wanted=re.compile("^rotation"))
-    assert alone["absent"]["rotation"] == "the case is the rotation alone"
+    assert alone["absent"]["rotation"] == "the case has neither f nor P"
     unusual = replace(VARIANTS["plain"], act="sin")
     absent = measure(unusual, CONTENDERS, runs=1, rounds=1, wanted=re.compile("eager"))["absent"]
-    assert absent["eager"] == "nobody writes sin before a rotation"
+    assert absent["eager"] == "eager code has no sin before a rotation"
 
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
 def test_numbers_are_made_new_before_each_turn(cold: bool) -> None:
-    """Halved again and again, a number would end where arithmetic has a time of its own."""
+    """Without that, repeated halving would end in subnormal numbers, whose arithmetic is slower."""
     x = torch.ones(4)
     seen = []
 
@@ -101,41 +108,45 @@ def test_numbers_are_made_new_before_each_turn(cold: bool) -> None:
     assert min(seen) >= 0.5 ** (method.BATCH_RENEWED + 1)
 
 
-def test_the_gate_refuses_wrong_results() -> None:
+def test_the_check_refuses_wrong_results() -> None:
     case = VARIANTS["plain"]
     q, k, ids = inputs(case)
-    right = Right(case, q, k, ids)
+    right = Expected(case, q, k, ids)
     wrong = {
         "unrotated": (q, k),
         "pairing": expected(VARIANTS["interleaved"], q, k, ids),
         "positions": expected(case, q, k, ids + 1),
     }
     for name, result in wrong.items():
-        reason = gate(case, Made(lambda: None, result), right)
+        reason = mismatch(case, Made(lambda: None, result), right)
         assert reason is not None, name
         assert "off by" in reason
 
 
 @pytest.mark.parametrize("planted", [1.0, float("nan")])
-def test_the_gate_sees_single_elements_and_says_where_they_are(planted: float, monkeypatch) -> None:
+def test_the_check_sees_single_elements_and_says_where_they_are(
+    planted: float, monkeypatch
+) -> None:
     case = replace(VARIANTS["training"], rows=2)
     q, k, ids = inputs(case)
-    monkeypatch.setattr(sys.modules[Right.__module__], "AT_A_TIME", 200)  # a token or two at a time
-    right = Right(case, q, k, ids)
+    monkeypatch.setattr(
+        sys.modules[Expected.__module__], "AT_A_TIME", 200
+    )  # one or two tokens at a time
+    right = Expected(case, q, k, ids)
     assert len(list(right)) > 3
     made = CONTENDERS[0].make(case, q, k, ids)
-    assert gate(case, made, right) is None
+    assert mismatch(case, made, right) is None
     for which, name in enumerate(("q", "k", "the gradient of q", "the gradient of k")):
         result = [x.clone() for x in made.result]
         result[which][1, 0, 7, 5] += planted
         result[which][1, 1, 8, 0] += planted
-        reason = str(gate(case, Made(lambda: None, tuple(result)), right))
+        reason = str(mismatch(case, Made(lambda: None, tuple(result)), right))
         assert ": 2 of 3,456 elements are wrong" in reason
         assert f"the first, {name}[1, 0, 7, 5] is " in reason
     for result in (made.result[:2], tuple(x[:, :, :-1] for x in made.result)):
-        assert "shapes" in str(gate(case, Made(lambda: None, result), right))
+        assert "shapes" in str(mismatch(case, Made(lambda: None, result), right))
     longer = tuple(torch.cat((x, x), 2) for x in made.result)
-    assert "shapes" in str(gate(case, Made(lambda: None, longer), right))
+    assert "shapes" in str(mismatch(case, Made(lambda: None, longer), right))
 
 
 def test_this_library_is_held_to_more_than_others() -> None:
@@ -149,7 +160,7 @@ def test_this_library_is_held_to_more_than_others() -> None:
     for name, outcome in (("tightrope", pytest.raises(WrongError)), ("other", nullcontext())):
         with outcome:
             given = inputs(case)
-            check(replace(ours, name=name, make=make), case, *given, Right(case, *given))
+            check(replace(ours, name=name, make=make), case, *given, Expected(case, *given))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +176,9 @@ def test_this_library_is_held_to_more_than_others() -> None:
         ("jax jit", replace(VARIANTS["plain"], threads=1), "fixed when it starts: here 2"),
     ],
 )
-def test_who_is_absent_says_why(name: str, case: Case, reason: str, monkeypatch) -> None:
+def test_an_absent_contender_gives_a_reason(
+    name: str, case: Case, reason: str, monkeypatch
+) -> None:
     monkeypatch.setattr(runtimes, "cores", lambda: 2)
     there = "fixed when it starts" in reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object() if there else None)
@@ -182,7 +195,7 @@ def test_a_wrong_result_of_ours_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, TypeError, AttributeError])
-def test_who_fails_is_absent(error: type[Exception]) -> None:
+def test_a_failing_contender_is_absent(error: type[Exception]) -> None:
     def make(*_: object) -> Made:
         raise error("no compiler\nand more")
 
@@ -219,7 +232,7 @@ def test_medians_take_every_contender_equally_often() -> None:
 
 
 class FakeEvent:
-    """Of a device that takes 3 ms for whatever lies between two events."""
+    """A CUDA event of a device that always takes 3 ms between two events."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -246,12 +259,12 @@ def test_events_of_a_gpu_are_the_clock_there(cold: bool, monkeypatch) -> None:
         device="cuda",
         each=4,
     )
-    # A turn has one call, each after a flush; or ten, after a call to warm up. Each call stands for 4.
+    # A cold turn is a flush and one call; a warm one is a warm-up call and ten calls, each counted as 4.
     assert found == {"a": pytest.approx(3e-3 / (1 if cold else 10) / 4)}
     assert calls == (["a"] + ["cuda", "a"] * 2 if cold else ["a"] * (2 + 2 * 11))
 
 
-def test_a_graph_has_many_calls_of_which_the_first_is_before_it(monkeypatch) -> None:
+def test_a_graph_is_captured_after_a_first_call(monkeypatch) -> None:
     seen: list[str] = []
 
     class Graph:
@@ -292,7 +305,7 @@ def test_turns_wait_only_where_threads_differ(cold: bool, own_threads: bool, mon
     case = replace(VARIANTS["plain"], cold=cold)
     result = measure(case, (ours, other), runs=1, rounds=3, wanted=re.compile(""))
     assert set(result["seconds"]) == {"tightrope", "other"}
-    # Both once to warm up, and in each of three rounds.
+    # For both contenders: once to warm up, and in each of three rounds.
     assert len(rests) == (8 if own_threads else 0)
 
 
@@ -317,9 +330,9 @@ def test_from_run_to_table(tmp_path: Path, capsys) -> None:
     page.write_text("no marks")
     assert report.main([str(out), "--readme", str(page)]) == 2
     assert report.main([str(out), "--only", "interleaved"]) == 0
-    words = capsys.readouterr().out
-    assert "interleaved" in words
-    assert "in place" not in words
+    output = capsys.readouterr().out
+    assert "interleaved" in output
+    assert "in place" not in output
 
 
 def test_two_results_side_by_side() -> None:
@@ -343,7 +356,7 @@ def test_tables_escape_what_markdown_would_read() -> None:
 @pytest.mark.slow
 @needs_kernel
 def test_the_bits_of_drawn_calls(tmp_path: Path, capsys) -> None:
-    """They are the same a second time, and one that is not is found."""
+    """They are reproducible, and a differing call is found."""
     name = cpu.instruction_set()
     stems = [str(tmp_path / stem) for stem in ("before", "after")]
     for stem in stems:

@@ -1,4 +1,4 @@
-"""The command line: every command end to end, Ctrl-C, wrong options, and the extra missing."""
+"""The command line: commands end to end, Ctrl-C, wrong options, and the missing extra."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tightrope.workbench.text import duration
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 PNG = b"\x89PNG\r\n\x1a\n"
 COMMAND = [sys.executable, "-m", "tightrope.cli"]
-# The installed `tightrope` runs this.
+# The entry point of the installed `tightrope`.
 ENTRY = re.search(
     r'^tightrope = "(\w+(?:\.\w+)*):main"', PYPROJECT.read_text("utf-8"), re.MULTILINE
 )
@@ -41,7 +41,7 @@ TINY = ["demo", "--size", "tiny"]
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of the command line, run in this process as the entry point runs it."""
+    """Run the command line in this process, like the entry point, and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", *arguments])
     return app.run()
 
@@ -57,7 +57,7 @@ def numbers_in(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The numbers and the words of one small demo."""
+    """Numbers and output of one small demo."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     result = CliRunner().invoke(app.app, [*TINY, "--steps", "12", "--seed", "3", "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -76,9 +76,9 @@ def test_demo_trains_both_models(demo: tuple[dict[str, Any], str]) -> None:
 
 
 def test_demo_curves_coincide(demo: tuple[dict[str, Any], str]) -> None:
-    # Twelve steps of a toy model hardly depend on positions: its losses, seen to differ by 5e-7,
-    # do so by as little with a base that is 1 % too low. The gradients tell them apart: 1e-7 against
-    # 2e-6, and 1e-3 with the other pairing.
+    # Twelve steps of a toy model hardly depend on positions: the losses differ by about 5e-7, also
+    # with a base 1 % too low. The gradients distinguish these: 1e-7 against 2e-6 with the wrong base
+    # and 1e-3 with the other pairing.
     training = demo[0]["training"]
     assert training["max_loss_difference"] < 1e-5
     difference = training["first_gradient_relative_difference"]
@@ -140,7 +140,7 @@ def test_a_pair_decays_by_its_rate() -> None:
     attention = polar.PolarAttention(size, gated=True)
     assert attention.log_rate is not None
     with torch.no_grad():
-        # Rotated back beforehand, all queries and keys are (2, 2): scores differ by their decay alone.
+        # x is rotated back first, so all rotated queries and keys are (2, 2) and scores differ only by decay.
         attention.log_rate.fill_(0.0)
         for name, weight in attention.attention.named_parameters():
             if name.endswith("weight"):
@@ -167,15 +167,15 @@ def test_the_second_part_counts_by_stretch() -> None:
 
 
 def test_demo_says_what_it_compares(demo: tuple[dict[str, Any], str]) -> None:
-    numbers, words = demo
+    numbers, output = demo
     assert numbers["seed"] == 3
     assert not numbers["interrupted"]
     for text in (tightrope.__version__, torch.__version__, "seed 3", "curves", "bits per byte"):
-        assert text in words
+        assert text in output
     for text in ("polar", "plain RoPE", "past training", "learned gates"):
-        assert text in words
-    assert words.count("training 100%") == words.count("polar attention 100%") == 1
-    assert "\x1b" not in words
+        assert text in output
+    assert output.count("training 100%") == output.count("polar attention 100%") == 1
+    assert "\x1b" not in output
 
 
 @pytest.mark.parametrize("runs, steady", [((1.0, 1.1, 1.2), True), ((1.0, 1.1, 4.0), False)])
@@ -200,10 +200,10 @@ def test_demo_ends_cleanly_on_ctrl_c(tmp_path: Path) -> None:
             if line.startswith("training"):
                 break
         process.send_signal(signal.SIGINT)
-        words = process.stdout.read()
+        output = process.stdout.read()
     assert process.returncode == 130
-    assert "Stopped by Ctrl-C" in words
-    assert str(tmp_path / "demo.png") in words
+    assert "Stopped by Ctrl-C" in output
+    assert str(tmp_path / "demo.png") in output
     numbers = numbers_in(tmp_path)
     assert numbers["interrupted"]
     assert numbers["timings"]["cases"] == []
@@ -245,11 +245,11 @@ def test_the_example_runs_by_itself(
     small = Size(layers=1, heads=2, head_dim=8, context=16, batch=2)
     monkeypatch.setattr(train_bytes, "Size", lambda: small)
     train_bytes.main(["--steps", "21", "--seed", "1"])
-    words = capsys.readouterr().out
-    first, last = (float(loss) for loss in re.findall(r"loss (\S+)", words))
+    output = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss (\S+)", output))
     assert last < first
-    assert "validation" in words
-    assert "\ndef " in words
+    assert "validation" in output
+    assert "\ndef " in output
 
 
 def test_the_example_decodes_as_it_reads() -> None:
@@ -262,7 +262,7 @@ def test_the_example_decodes_as_it_reads() -> None:
 
 
 @pytest.mark.parametrize(
-    "time, words",
+    "time, output",
     [
         (2.5, "2.50 s"),
         (0.1234, "123 ms"),
@@ -271,8 +271,8 @@ def test_the_example_decodes_as_it_reads() -> None:
         (1e-8, "0.01 us"),
     ],
 )
-def test_duration(time: float, words: str) -> None:
-    assert duration(time) == words
+def test_duration(time: float, output: str) -> None:
+    assert duration(time) == output
 
 
 def test_progress_off_a_terminal_is_a_few_plain_lines() -> None:
@@ -302,9 +302,9 @@ def test_info_as_json() -> None:
 
 
 def test_info_names_every_backend() -> None:
-    words = CliRunner().invoke(app.app, ["info"]).output
+    output = CliRunner().invoke(app.app, ["info"]).output
     for name in tightrope.backends():
-        assert f"backend {name}" in words
+        assert f"backend {name}" in output
 
 
 # --- the command line itself ----------------------------------------------------------------------
@@ -320,10 +320,10 @@ def test_help_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert run_here(monkeypatch, *arguments) == 0
-    words = capsys.readouterr().out
-    assert "Example" in words
-    assert f"tightrope {arguments[0] if arguments[1:] else 'demo'}" in words
-    assert "--size" not in words
+    output = capsys.readouterr().out
+    assert "Example" in output
+    assert f"tightrope {arguments[0] if arguments[1:] else 'demo'}" in output
+    assert "--size" not in output
 
 
 @pytest.mark.parametrize(
@@ -363,13 +363,13 @@ def test_without_the_extra() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1] == (
-        "The tightrope command needs typer, rich: get it with "
-        '`python -m pip install "tightrope[cli]"`.'
+        "The tightrope command needs typer, rich. "
+        'Install with `python -m pip install "tightrope[cli]"`.'
     )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that only Linux has")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has this device")
 @pytest.mark.parametrize(
     "arguments", [["inspect"], ["audit", "llama", "--no-isolate", "--json", "--meant"]]
 )
@@ -399,7 +399,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "import time\nprint('importing', flush=True)\ntime.sleep(60)\n", encoding="utf-8"
     )
-    # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+    # Processes started in the background by a shell inherit an ignored SIGINT.
     script = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {SCRIPT}"
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     with subprocess.Popen(

@@ -23,9 +23,9 @@ SMALL = ["--tokens", "3", "--rounds", "1", "--against", "^eager$"]
 
 
 def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
-    """Exit code, output and error stream of one call."""
-    words = [str(argument) for argument in arguments]
-    result = CliRunner().invoke(app.app, words, env={"COLUMNS": str(width)})
+    """Run one command; return its exit code, output and error stream."""
+    output = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(app.app, output, env={"COLUMNS": str(width)})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
 
@@ -35,12 +35,12 @@ def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """Numbers, words and picture of one small run of every case."""
+    """Numbers, output and picture of one small run of every case."""
     folder = tmp_path_factory.mktemp("bench")
     numbers, picture = folder / "bench.json", folder / "bench.png"
-    code, words, _ = run("bench", *SMALL, "--threads", 1, "--out", numbers, "--plot", picture)
+    code, output, _ = run("bench", *SMALL, "--threads", 1, "--out", numbers, "--plot", picture)
     assert code == 0
-    return json.loads(numbers.read_text()), words, picture
+    return json.loads(numbers.read_text()), output, picture
 
 
 def test_every_case_is_measured(measured: tuple[dict[str, Any], str, Path]) -> None:
@@ -55,17 +55,17 @@ def test_every_case_is_measured(measured: tuple[dict[str, Any], str, Path]) -> N
         ours = result["seconds"]["tightrope"][0] / result["seconds"][floor][0]
         assert result["copies"]["tightrope"] == ours
         assert result["case"]["threads"] == 1
-        assert result["absent"]["jax jit"] == "not asked for"
+        assert result["absent"]["jax jit"] == "not selected"
     assert numbers["machine"]["torch"] == torch.__version__
     assert (numbers["runs"], numbers["rounds"], numbers["interrupted"]) == (1, 1, False)
 
 
 def test_the_table(measured: tuple[dict[str, Any], str, Path]) -> None:
-    _, words, picture = measured
-    assert max(map(len, words.splitlines())) <= max(80, len(f"picture  {picture}"))
-    assert "\x1b" not in words
-    whole = " ".join(words.split())
-    for text in ("in copies of them", "Times as long as tightrope: eager", "1 thread,"):
+    _, output, picture = measured
+    assert max(map(len, output.splitlines())) <= max(80, len(f"picture  {picture}"))
+    assert "\x1b" not in output
+    whole = " ".join(output.split())
+    for text in ("relative to copying them", "Time relative to tightrope: eager", "1 thread,"):
         assert text in whole
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -73,33 +73,33 @@ def test_the_table(measured: tuple[dict[str, Any], str, Path]) -> None:
 def test_a_median_of_runs_is_taken_run_by_run() -> None:
     result = {"seconds": {"clone": [1.0, 2.0, 4.0], "tightrope": [3.0, 2.0, 4.0], "odd": []}}
     assert copies(result, "tightrope") == 1.0
-    assert copies(result, "nobody") is None
+    assert copies(result, "absent") is None
     assert copies({"seconds": {"tightrope": [1.0]}}, "tightrope") is None
 
 
 def test_json_and_nothing_else() -> None:
-    code, words, error = run("bench", *SMALL, "--only", "decode 32.*fp32", "--json", "--runs", 2)
+    code, output, error = run("bench", *SMALL, "--only", "decode 32.*fp32", "--json", "--runs", 2)
     assert code == 0
-    (result,) = json.loads(words)["results"]
+    (result,) = json.loads(output)["results"]
     assert len(result["seconds"]["eager"]) == 2
     assert "measuring   0%" in error
 
 
 def test_a_list_measures_nothing() -> None:
-    code, words, _ = run("bench", "--list", "--only", "decode")
+    code, output, _ = run("bench", "--list", "--only", "decode")
     assert code == 0
-    assert words.count("decode") == 4
+    assert output.count("decode") == 4
     for contender in CONTENDERS:
-        assert f"  {contender.name}: " in words
-    assert "copy_: only with --against" in words
+        assert f"  {contender.name}: " in output
+    assert "copy_: only with --against" in output
 
 
 @pytest.mark.parametrize(
     "arguments, about",
     [
         (["--only", "nothing"], "--only 'nothing' matches no case"),
-        (["--only", "("], "--only '(' is no regular expression"),
-        (["--against", "nobody"], "--against 'nobody' matches no contender"),
+        (["--only", "("], "--only '(' is not a valid regular expression"),
+        (["--against", "unknown"], "--against 'unknown' matches no contender"),
         (["--out", "/nowhere/x.json"], "/nowhere: there is no such folder"),
         (["--plot", "/nowhere/x.png"], "/nowhere: there is no such folder"),
         (["--runs", "0"], "--runs"),
@@ -131,7 +131,7 @@ def test_a_wrong_result_of_ours_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_there_is() -> None:
+def test_ctrl_c_keeps_the_results_so_far() -> None:
     call = [sys.executable, "-m", "tightrope.cli", "bench", "--json", "--rounds", "1000"]
     call += ["--against", "^eager$", "--tokens", "100"]
     with subprocess.Popen(
@@ -141,16 +141,16 @@ def test_ctrl_c_keeps_what_there_is() -> None:
         assert process.stdout is not None
         assert process.stderr.readline().startswith("measuring   0%")
         process.send_signal(signal.SIGINT)
-        words = process.stdout.read()
+        output = process.stdout.read()
     assert process.returncode == 130
-    numbers = json.loads(words)
+    numbers = json.loads(output)
     assert numbers["interrupted"]
     assert 1 <= len(numbers["results"]) < len(SUITES["short"])
 
 
-def test_who_is_missing_is_named() -> None:
+def test_absent_contenders_are_named() -> None:
     results = [
-        {"absent": {"jax jit": "jax is not installed", "copy_": "not asked for", "peer": "no"}},
+        {"absent": {"jax jit": "jax is not installed", "copy_": "not selected", "peer": "no"}},
         {"absent": {"jax jit": "something later", "eager": "in one case", "peer": "it failed: x"}},
     ]
     wanted = {"jax jit": "jax is not installed", "peer": "it failed: x"}
@@ -162,11 +162,11 @@ def test_who_is_missing_is_named() -> None:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_info_in_words(width: int) -> None:
-    code, words, error = run("info", width=width)
+    code, output, error = run("info", width=width)
     assert (code, error) == (0, "")
-    assert max(map(len, words.splitlines())) <= width
+    assert max(map(len, output.splitlines())) <= width
     for name in ("processor", "threads", "instruction set", "gpu", "found"):
-        assert f"\n{name}" in words
+        assert f"\n{name}" in output
 
 
 def test_info_has_what_a_report_of_a_fault_needs() -> None:
@@ -189,8 +189,8 @@ def test_a_backend_can_be_required(
     assert run("info", "--require", "reference", "--json")[0] == 0
 
 
-def test_a_backend_that_nobody_has() -> None:
-    code, words, error = run("info", "--require", "abacus")
-    assert (code, words) == (2, "")
+def test_an_unknown_backend() -> None:
+    code, output, error = run("info", "--require", "abacus")
+    assert (code, output) == (2, "")
     assert error.startswith("Error: --require must be one of ")
     assert error.endswith("but got 'abacus'.\n")

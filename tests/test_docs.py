@@ -1,7 +1,7 @@
 """Every Python block of README.md and docs/*.md runs.
 
 The ```python blocks of one page run in order and in one namespace, so that a later block may use
-what an earlier one made. What is not meant to run is fenced as ```text or ```console.
+names of an earlier one. Blocks that must not run are fenced as ```text or ```console.
 """
 
 import re
@@ -14,12 +14,12 @@ FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTA
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
-    """The Python blocks of a page, each with the number of its first line."""
+    """Return the Python blocks of a page, each with the number of its first line."""
     return [(text.count("\n", 0, hit.start(1)) + 1, hit.group(1)) for hit in FENCE.finditer(text)]
 
 
 def run(text: str, name: str) -> int:
-    """Runs a page and returns how many blocks it has; an error points at the page's own line."""
+    """Run a page and return its number of blocks; a traceback shows the line of the page."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     found = blocks(text)
     for line, source in found:

@@ -1,4 +1,4 @@
-"""The benchmark of GPUs, without one: what it finds, what it survives and what it reports."""
+"""The GPU benchmark, tested without a GPU: its checks, its recovery from crashes, its report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.gpu import __main__ as command, cases, contenders, peers, report
 from benchmarks.gpu.plugin import Options, read_units
 
 from tightrope.workbench.bench import Made, measure
-from tightrope.workbench.bench.measure import Right, WrongError, check, inputs
+from tightrope.workbench.bench.measure import Expected, WrongError, check, inputs
 from triton_cases import kernels_in_place, needs_triton
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +63,7 @@ def test_last(record):
 
 
 def run(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
-    """The units of a file of tests, as the command runs them, by their names."""
+    """Run a file of tests as the command does; return its units by name."""
     path = folder / "test_units.py"
     path.write_text(UNITS)
     phase = command.Phase((str(path),), alone=True, share=1.0)
@@ -73,7 +73,7 @@ def run(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
 
 
 def test_a_failure_costs_its_unit(tmp_path: Path) -> None:
-    """A crash, a hang, a wrong result and a device that is lost: all others have their results."""
+    """After a crash, a hang, a wrong result and a lost device, all other units have their results."""
     found = run(tmp_path, limit=1.5)
     outcomes = {name: unit["outcome"] for name, unit in found.items()}
     assert outcomes == {
@@ -87,7 +87,7 @@ def test_a_failure_costs_its_unit(tmp_path: Path) -> None:
         "last": "passed",
     }
     assert found["right"]["result"] == {"value": 5}
-    # Whoever lost the device was replaced.
+    # The worker that lost the device was replaced.
     assert found["last"]["result"] == {"torch": False}
     for name, text in {
         "aborts[contender0]": "test_aborts",
@@ -117,7 +117,7 @@ def test_after_the_deadline_nothing_starts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_triton
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A dry run of a few units, from the command line to the tables."""
+    """A dry run of a few units works, from the command line to the tables."""
     phases = command.phases()
     assert [phase.alone for phase in phases] == [True, False, True]
     assert "tests/test_triton_device.py" in phases[1].tests
@@ -148,7 +148,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
 @pytest.mark.slow
 @needs_triton
 def test_everything_dry(tmp_path: Path) -> None:
-    """Every unit of every phase; compilers are for the CPU here, and left out."""
+    """Every unit of every phase runs dry; compiled contenders are left out on the CPU."""
     out = tmp_path / "out.json"
     options = ["--dry-run", "--minutes", "30", "--jobs", "2", "--out", str(out)]
     call = [sys.executable, "-m", "benchmarks.gpu", *options]
@@ -180,7 +180,7 @@ def test_cases_are_those_of_the_budgets() -> None:
 
 
 LOOSE = {
-    # Python in place of kernels, called as the libraries' own functions are.
+    # Python functions with the signatures of the libraries' kernels.
     "Liger-Kernel/src/liger_kernel/ops/rope.py": """
 import torch
 
@@ -231,7 +231,7 @@ def lrpe_rotate_1d_sp_triton(x, theta, offset, act, dim):
 
 @pytest.fixture
 def loose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of peers."""
+    """Yield a folder with stand-ins for the peers' files."""
     monkeypatch.setenv(peers.VARIABLE, str(tmp_path))
     names = ("liger_kernel", "flash_attn", "xopes", "fla")
 
@@ -256,7 +256,7 @@ def named(name: str) -> Any:
     return next(one for one in contenders.KERNELS if one.name == name)
 
 
-def test_who_was_lost_is_not_timed() -> None:
+def test_a_crashed_contender_is_not_timed() -> None:
     decode, other = small("decode 32"), small("decode 1")
     units = [
         unit("right", decode, outcome="passed", contender="eager"),
@@ -283,11 +283,11 @@ def test_who_was_lost_is_not_timed() -> None:
         ("xopes", "prefill 32k"),
     ],
 )
-def test_peers_are_called_as_they_want_to_be(name: str, at: str, loose: Path) -> None:
+def test_peers_get_the_arguments_that_they_expect(name: str, at: str, loose: Path) -> None:
     case = small(at)
     assert named(name).why_not(case) is None
     given = inputs(case)
-    check(named(name), case, *given, Right(case, *given)).call()
+    check(named(name), case, *given, Expected(case, *given)).call()
 
 
 def test_a_peer_that_is_wrong_or_missing_is_not_timed(loose: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_peer_that_is_wrong_or_missing_is_not_timed(loose: Path) -> None:
     case = small("prefill 2k")
     given = inputs(case)
     with pytest.raises(WrongError, match=r"elements are wrong, and the first, q\[0, 0, 0, 8\]"):
-        check(named("flash-attention"), case, *given, Right(case, *given))
+        check(named("flash-attention"), case, *given, Expected(case, *given))
     reason = named("Liger").why_not(small("decode 32"))
     assert reason == "liger_kernel is neither installed nor among the files of peers"
     assert "it tunes itself" in str(named("FLA").why_not(case))
@@ -307,7 +307,7 @@ def test_a_peer_that_is_wrong_or_missing_is_not_timed(loose: Path) -> None:
 
 @needs_triton
 def test_a_wrong_element_is_found_and_its_contender_not_timed() -> None:
-    """One of 1,536, where the kernels are the Triton backend's."""
+    """One wrong element of 432 is reported; the right results come from the Triton kernels."""
     case = small("prefill 32k, in place")
     calls = []
 
@@ -337,7 +337,7 @@ def unit(test: str, case: Any = None, result: Any = None, **more: Any) -> dict[s
 
 
 def timed(test: str, case: Any, ours: float, **others: list[float]) -> dict[str, Any]:
-    """A unit with our time in seconds, and the ratios to others."""
+    """Return a unit with our time in seconds, and the ratios to others."""
     others = {name.replace("_", " "): ratios for name, ratios in others.items()}
     seconds = {"tightrope": [ours], **{name: [1.0] for name in others}}
     return unit(test, case, {"case": asdict(case), "seconds": seconds, "ratios": others})
@@ -364,7 +364,7 @@ def test_the_numbers_of_a_report() -> None:
         "| bandwidth of 12 x 32768, 12 heads | ≥ 92% of a copy's | 95.24–100.00 %: held |",
         "| bandwidth of prefill 32k | ≥ 92% of a copy's | 100.00 %: open: a smaller case |",
         "| bandwidth of 12 x 32768, 12 heads, backward | ≥ 92% of a copy's | 80.00–83.33 %: NOT HELD |",
-        "| bandwidth of prefill 32k, backward | ≥ 92% of a copy's | not measured: not asked for |",
+        "| bandwidth of prefill 32k, backward | ≥ 92% of a copy's | not measured: not selected |",
         "| host time of rotate_qk_, prepared | ≤ 25 µs | 24.4 µs: held |",
         "| host time of rotate_qk, prepared | ≤ 25 µs | 25.6 µs: NOT HELD |",
         "| kernels compiled, over lengths and offsets | none after the first call | 2, then 3: NOT HELD |",
@@ -377,7 +377,7 @@ def test_the_numbers_of_a_report() -> None:
         "- benchmarks/gpu/test_x.py::test_compilations: failed: AssertionError: off by 5",
     ):
         assert line in text.splitlines(), line
-    assert "Fatal" not in text  # somebody else's
+    assert "Fatal" not in text  # that is another library's failure
     assert text.endswith("pytest ended with 3")
     timed_out = unit("share_of_the_copy", prefill, outcome="no time")
     text = report.written({**data, "units": [timed_out]})

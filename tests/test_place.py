@@ -1,4 +1,4 @@
-"""What commands write appears under its name whole or not at all."""
+"""Commands write their files atomically: complete or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEMO = ["demo", "--size", "tiny", "--steps", "1", "--seconds", "1"]
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes, as where a disk is full."""
+    """Limit the size of files to `size` bytes, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""The helpers of the tests reject what they must: the oracle's and the tolerance table's."""
+"""The oracle is right, and the assertions of tolerances.py reject wrong results."""
 
 import math
 import struct
@@ -100,7 +100,7 @@ def test_oracle_layouts(layout: str, shape: tuple[int, ...]) -> None:
     rows, heads = 2 if "b" in layout else 1, 3 if "h" in layout else 1
     view = oracle.as_bhsd(x, layout)
     assert view.shape == (rows, heads, 5, 7)
-    # One step along an axis of the view is one step along the dimension of that letter.
+    # Each axis of the view has the stride of the dimension with its letter.
     for dim, letter in enumerate("bhsd"):
         named = layout.replace("t", "s").find(letter)
         if named >= 0:
@@ -132,7 +132,7 @@ def test_rounded_to_float32_is_what_ieee_conversion_gives() -> None:
 
 
 def test_rounded_rounds_once() -> None:
-    # Above the tie of 1 and 1 + 2^-7 by less than float32 shows: by way of float32 it is a tie.
+    # Just above the tie of 1 and 1 + 2^-7: rounding to float32 first would make it a tie.
     exact = torch.tensor([1 + 2.0**-8 + 2.0**-40], dtype=torch.float64)
     assert oracle.rounded(exact, torch.bfloat16).item() == 1 + 2.0**-7
 
@@ -181,7 +181,7 @@ def test_the_table_says_what_the_design_promises() -> None:
         "16-bit ulp": 1,
     }
     assert {name: tolerances.value(name) for name in promised} == promised
-    # What is asserted in float64 is tighter than the promise, up to position 2^20.
+    # Up to position 2^20 the float64 assertion is tighter than the promise.
     assert tolerances.angle_bound(torch.float64, 2.0**20, 2) < tolerances.value("float64 angle")
 
 
@@ -193,7 +193,7 @@ def test_assert_angles_rejects(dtype: torch.dtype, off: float) -> None:
     exact = torch.linspace(-1, 1, 9, dtype=torch.float64).float().double()
     tolerances.assert_angles(exact.to(dtype), exact, 0)
     wrong = exact.clone()
-    wrong[4] += off  # at 0, where nothing is lost by the cast
+    wrong[4] += off  # at 0, where the cast is exact
     with pytest.raises(AssertionError, match="off by"):
         tolerances.assert_angles(wrong.to(dtype), exact, 0)
     wrong[4] = math.nan
@@ -222,7 +222,7 @@ def a_case(dtype: torch.dtype, count: int = tolerances.ENOUGH) -> Case:
 
 
 def step_up(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """The representable number that lies so many steps further from zero."""
+    """Return the representable number that is `steps` further from zero."""
     integers = torch.int16 if x.element_size() == 2 else torch.int32
     return (x.view(integers) + steps).to(integers).view(x.dtype)
 
@@ -248,7 +248,7 @@ def test_assert_rotated_rejects_one_element_off_by_two(dtype: torch.dtype) -> No
     wrong[7] = step_up(wrong[7:8], 2)[0]
     with pytest.raises(AssertionError, match="off by"):
         tolerances.assert_rotated([case._replace(got=wrong)])
-    # In a pair that cancels it is what float32 arithmetic gives.
+    # In a pair that cancels, float32 arithmetic has this error.
     lengths = case.lengths.clone()
     lengths[7] = 2.0**17
     tolerances.assert_rotated([case._replace(got=wrong, lengths=lengths)])
@@ -279,7 +279,7 @@ def test_assert_rotated_rejects_errors(dtype: torch.dtype, relative: float) -> N
     wrong[5] += relative * case.lengths[5]
     with pytest.raises(AssertionError, match="off by"):
         tolerances.assert_rotated([case._replace(got=wrong)])
-    # Outside of pairs nothing may change at all, or at most where float32 ends.
+    # Outside of pairs nothing may change, except by the smallest float32 number.
     with pytest.raises(AssertionError, match="off by"):
         tolerances.assert_rotated([case._replace(got=wrong, lengths=torch.zeros_like(case.exact))])
     with pytest.raises(AssertionError):

@@ -1,1 +1,1 @@
-"""What the Triton kernels do on a GPU: `python -m benchmarks.gpu --help`."""
+"""Checks and benchmarks of the Triton kernels on a GPU: `python -m benchmarks.gpu --help`."""

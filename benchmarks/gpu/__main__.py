@@ -2,15 +2,16 @@
 
 It runs pytest over the files of this folder, in three phases:
 
-    budgets   the speed budgets, most of them beside a copy: alone on the device
+    budgets   the speed budgets, most of them relative to a copy: one worker
     checks    every case at small sizes; every contender of every case, compiled and compared; the
-              tests of the Triton backend (tests/test_triton*.py): in parallel workers
-    times     everybody who was right, in turns; then other shapes of blocks: alone on the device
+              tests of the Triton backend (tests/test_triton*.py): parallel workers
+    times     all contenders with right results, in turns; then other block shapes: one worker
 
-Each test checks every element against float64 before it times anything, and its result is written as
-it comes. A crash or a hang costs the one unit; what there was no time for is named so.
+Each test is a unit. It compares every element with float64 before it times anything, and its result is
+written at once. A crash or a hang loses only its unit; units that were not started have the outcome
+"no time".
 
---dry-run does all of it at tiny sizes under Triton's interpreter, where times mean nothing.
+--dry-run runs everything at tiny sizes under Triton's interpreter; its times mean nothing.
 --report FILE prints the tables of a run, and needs no GPU.
 """
 
@@ -34,20 +35,20 @@ from .plugin import Options, read_units, write
 ROOT = Path(__file__).parents[2]
 HERE = "benchmarks/gpu"
 
-#: How it ends: all right; something is wrong; there is no GPU.
+#: Exit codes: all results are right; something is wrong; there is no GPU.
 FINE, WRONG, NO_GPU = 0, 1, 2
 
-#: Seconds after its deadline in which a phase may end its last unit, and those kept for the end.
+#: Seconds that a phase's last unit may run beyond the deadline, and seconds reserved for the report.
 GRACE, SPARE = 20.0, 10.0
 
 
 class Phase(NamedTuple):
-    """Some tests that run together.
+    """A group of tests that run together.
 
     Attributes:
-        tests: files, or tests in them.
+        tests: test files, or tests in them.
         alone: whether a single worker runs them.
-        share: of the time that is left, what they may take.
+        share: the fraction of the remaining time that they may take.
     """
 
     tests: tuple[str, ...]
@@ -56,11 +57,11 @@ class Phase(NamedTuple):
 
 
 def phases() -> tuple[Phase, ...]:
-    """What is run, in this order."""
+    """Return the phases of a run, in order."""
     triton = sorted(
         path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_triton*.py")
     )
-    # What compiles for devices that are not there needs none.
+    # Tests that compile for absent devices need no GPU.
     triton = [path for path in triton if "compile" not in path]
     return (
         Phase((f"{HERE}/test_budgets.py",), True, 0.4),
@@ -74,10 +75,10 @@ def phases() -> tuple[Phase, ...]:
 
 
 def run(phase: Phase, given: Options, jobs: int, out: Any) -> int:
-    """Run a phase until its deadline; its exit status is pytest's.
+    """Run a phase until its deadline and return pytest's exit code.
 
     Args:
-        out: called every few seconds, to write what there is.
+        out: called every few seconds, to write the results so far.
     """
     command = [
         *(sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-W", "default"),
@@ -88,7 +89,7 @@ def run(phase: Phase, given: Options, jobs: int, out: Any) -> int:
     paths = (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))
     variables = {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        # Compilers in the worker itself: a pool of them takes longer to start than one kernel does.
+        # Compile in the worker: starting a pool of compilers takes longer than compiling one kernel.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": f"{given.results}/inductor",
         "TRITON_CACHE_DIR": f"{given.results}/triton",
@@ -112,7 +113,7 @@ def run(phase: Phase, given: Options, jobs: int, out: Any) -> int:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,
@@ -120,14 +121,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("gpu-results.json"), help="JSON file (gpu-results.json)")
-    add("--minutes", type=float, default=8.0, help="for the whole run (8)")
+    add("--minutes", type=float, default=8.0, help="time limit of the whole run (8)")
     add("--only", type=_pattern, default="", help="regular expression for units")
     add("--against", type=_pattern, help="regular expression for contenders (in a dry run: eager)")
-    add("--peers", type=Path, help="folder with the files of other libraries")
-    add("--jobs", type=int, help="parallel workers (cores less 2, at most 8)")
-    add("--limit", type=float, default=120.0, help="seconds that a unit may take (120)")
-    add("--dry-run", action="store_true", help="tiny, under Triton's interpreter")
-    add("--report", type=Path, metavar="FILE", help="print the tables of a run, and end")
+    add("--peers", type=Path, help="folder with source files of other libraries")
+    add("--jobs", type=int, help="parallel workers (number of cores - 2, at most 8)")
+    add("--limit", type=float, default=120.0, help="time limit of a unit in seconds (120)")
+    add("--dry-run", action="store_true", help="tiny sizes, under Triton's interpreter")
+    add("--report", type=Path, metavar="FILE", help="print the tables of a run and exit")
     return parser.parse_args(arguments)
 
 
@@ -135,12 +136,14 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid regular expression: {error}"
+        ) from error
     return text
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, write, print the tables, and say by the exit status whether all was right."""
+    """Run all phases, write the results, print the tables; return the exit code."""
     options = parsed(arguments)
     if options.report:
         from .report import written

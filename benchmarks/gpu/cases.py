@@ -1,4 +1,4 @@
-"""What is measured on a GPU, the most valuable first, as time may run out."""
+"""The benchmark cases of a GPU, the most important first, as time may run out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONG = Case(
 _PREFILL = replace(_LONG, name="prefill 32k", rows=1, q_heads=32, k_heads=8)
 _DECODE = replace(_PREFILL, tokens=1, work="in place", positions="ids per row", cold=False)
 
-#: The cases that must reach a share of the copy's bandwidth.
+#: The cases with a budget relative to the copy's bandwidth.
 SHARES = (
     _LONG,
     _PREFILL,
@@ -26,12 +26,12 @@ SHARES = (
 
 
 def _both(name: str, **changes: object) -> tuple[Case, ...]:
-    """A prefill with something more, forward and with its backward, beside its definition compiled."""
+    """Return a changed prefill, forward and in training, with compiled contenders."""
     forward = replace(_PREFILL, name=f"{name} 32k", compiled=True, **changes)
     return forward, replace(forward, name=f"{name} 32k, training", work="training")
 
 
-#: The cases in which everybody takes turns.
+#: The cases in which all contenders take turns.
 CASES = (
     replace(_LONG, compiled=True),
     *_both("prefill"),
@@ -55,18 +55,18 @@ CASES = (
     replace(_PREFILL, name="prefill 32k, float32", dtype="float32"),
 )
 
-#: Copies of q and k that there is room for: each contender has one, and eager ones have several more.
+#: Copies of q and k that must fit: each contender has one, and eager ones need several more.
 COPIES = 40
 
 
 def small(case: Case, tokens: int = 5) -> Case:
-    """A case at a size for Triton's interpreter."""
+    """Return a case at a size for Triton's interpreter."""
     rows, tokens = min(case.rows, 2), min(case.tokens, tokens)
     return replace(case, rows=rows, tokens=tokens, q_heads=2, k_heads=1, head_dim=16)
 
 
 def sized(case: Case) -> Case:
-    """A case at the size that the device takes: of fewer rows, then fewer tokens, if it must be."""
+    """Return a case that fits the device: if necessary with fewer rows, then with fewer tokens."""
     if OPTIONS.dry:
         return replace(small(case), device="cpu", threads=1)
     room = torch.cuda.mem_get_info()[1]
@@ -74,7 +74,7 @@ def sized(case: Case) -> Case:
 
 
 def fitted(case: Case, room: int) -> Case:
-    """A case whose q and k take so many bytes at most.
+    """Return a case whose q and k take at most `room` bytes.
 
     >>> fitted(CASES[0], 10**9).rows, fitted(CASES[0], 10**12) == CASES[0]
     (3, True)

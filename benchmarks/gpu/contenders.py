@@ -1,4 +1,4 @@
-"""Kernels that others wrote for GPUs, as contenders beside those of `tightrope.workbench.bench`."""
+"""GPU kernels of other libraries, added to the contenders of `tightrope.workbench.bench`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tightrope.workbench.bench.factors import alone
 from . import peers
 from .plugin import OPTIONS
 
-#: The kernels that tune themselves, with dozens of compilations, take part in these cases only.
+#: The only cases with kernels that tune themselves, as that takes dozens of compilations.
 _TUNED_IN = ("12 x 32768, 12 heads", "prefill 32k")
 
-#: Those that this library may never be slower than.
+#: The contenders that must never be faster than this library.
 RIVALS = ("compiled eager", "definition, compiled", "Liger", "flash-attention", "xopes")
 
 
 def _made(case: Case, q: torch.Tensor, k: torch.Tensor, rotate: Rotate) -> Made:
-    """A contender that rotates in place where the case is in place."""
+    """Prepare a rotation that works in place if the case does."""
     if case.work != "in place":
         return functional(rotate, case, q, k)
     return Made(lambda: rotate(q, k), rotate(q.clone(), k.clone()))
@@ -33,7 +33,7 @@ def _no_liger(case: Case) -> str | None:
     if case.work == "out of place":
         return "it writes into q and k"
     if case.interleaved or case.positions == "M-RoPE":
-        return "it rotates halves, by positions of one axis"
+        return "it uses the half pairing and positions of one axis"
     return alone(case) or peers.missing("Liger")
 
 
@@ -52,7 +52,7 @@ def _no_rotary(name: str, case: Case) -> str | None:
 
 
 def _by_token(case: Case, x: torch.Tensor, ids: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-    """Tables of all positions up to the last, and the arguments for where the sequences begin."""
+    """Return tables of all positions up to the largest, and arguments for the starts of sequences."""
     reach = int(ids.max()) + 1
     angle = torch.arange(reach, device=x.device).double()[:, None]
     angle = angle * spec_of(case).frequencies().inv_freq.to(x.device)
@@ -66,10 +66,10 @@ def _by_token(case: Case, x: torch.Tensor, ids: torch.Tensor) -> tuple[list[torc
 
 
 def _rotary(name: str, case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """flash-attention's kernel, or FLA's, which began as a copy of it."""
+    """Prepare flash-attention's kernel, or FLA's, which derives from it."""
     kernel = peers.function(name)
     (cos, sin), named = _by_token(case, q, ids)
-    # With packed sequences flash-attention has no dimension of rows.
+    # flash-attention takes packed sequences without a batch dimension.
     flat = name == "flash-attention" and "cu_seqlens" in named
     if flat:
         named["max_seqlen"] = len(cos)
@@ -107,7 +107,7 @@ KERNELS = (
     Contender("xopes", _no_xopes, _xopes),
 )
 
-#: The shared contenders that a GPU is for, besides the copies.
+#: The shared contenders that run on a GPU, besides the copies.
 _TAKEN = ("eager", "transformers", "compiled eager", "definition, compiled")
 
 OURS, FLOORS = SHARED[0], ("neg_", "clone")

@@ -1,7 +1,7 @@
-"""Functions of other libraries, loaded from a few files of theirs, so that nothing need be installed.
+"""Functions of other libraries, loaded from a few of their source files without installing them.
 
-A package's own `__init__` would import all of it. So a package out of these files is an empty module
-that only knows where they are. A library whose files are not there is imported if it is installed.
+A package's own `__init__` would import the whole package. Instead, an empty module with the path of the
+files stands in for it. A library without files here is imported if it is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: The variable that names another folder of peers than this one.
+#: Environment variable with another folder of peers than `FOLDER`.
 VARIABLE = "TIGHTROPE_GPU_PEERS"
 FOLDER = Path(__file__).parent / "peers"
 
@@ -27,9 +27,9 @@ class Peer:
     """A function of another library.
 
     Attributes:
-        module, name: what is imported, and what of it is called.
-        packages: those that are made empty.
-        given: names that such a package must have all the same, with the module of each.
+        module, name: the module to import, and the name of the function in it.
+        packages: packages to replace by empty modules.
+        given: names that such a package must define nevertheless, with the module of each.
     """
 
     module: str
@@ -59,7 +59,7 @@ PEERS = {
         ("xopes", "xopes.ops", "xopes.ops.lrpe", "xopes.ops.lrpe.rotate", "xopes.ops.lrpe.rotate._1d",
          "xopes.ops.act", "xopes.utils"),
         {
-            "xopes.ops.act": {"act_fn": ""},  # for a softmax over the sequence, which is no case
+            "xopes.ops.act": {"act_fn": ""},  # only for a softmax over the sequence, which no case has
             "xopes.utils": dict.fromkeys(
                 ("contiguous", "generate_configs", "next_power_of_two"), "xopes.utils.utils"
             ),
@@ -69,23 +69,23 @@ PEERS = {
 
 
 def missing(name: str) -> str | None:
-    """Why a peer's files are not to be found; None if they are there."""
+    """Return why a peer cannot be loaded; None if its files or its package exist."""
     package = PEERS[name].packages[0]
     found = _root(PEERS[name]) or importlib.util.find_spec(package)
     return None if found else f"{package} is neither installed nor among the files of peers"
 
 
 def function(name: str) -> Any:
-    """What is called of a peer; an autograd function as the class.
+    """Return the function of a peer, or the class of an autograd function.
 
-    Whether it still takes the arguments that it took is found out by its results.
+    If its arguments have changed, its results or errors show that.
 
     Raises:
         ImportError: it cannot be imported.
     """
     peer = PEERS[name]
     if peer.module not in sys.modules:
-        # transformers asks for some of these packages when it is imported: before they are empty.
+        # transformers imports some of these packages itself: import it before they are replaced.
         with contextlib.suppress(Exception):
             importlib.import_module("transformers.models.llama.modeling_llama")
         root = _root(peer)
@@ -95,7 +95,7 @@ def function(name: str) -> Any:
 
 
 def _root(peer: Peer) -> Path | None:
-    """The folder of peers, or the one within it, that has the file of a module."""
+    """Return the folder with a peer's module: that of all peers, or a folder in it."""
     folder = Path(os.environ.get(VARIABLE, FOLDER))
     inner = sorted(path for path in folder.glob("*") if path.is_dir())
     file = f"{peer.module.replace('.', '/')}.py"

@@ -1,7 +1,7 @@
-"""A pytest plugin: each test is a unit of the GPU benchmark, whose result goes to a file of its own.
+"""A pytest plugin of the GPU benchmark: each test is a unit, with a result file of its own.
 
-A unit's file says "running" from its start, so whatever ends the process leaves the name of the unit
-that it was in. pytest-xdist starts another worker and goes on with the next unit.
+A unit's file has the outcome "running" from its start, so a process that dies leaves the name of its
+unit. pytest-xdist then starts another worker, which continues with the next unit.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any, TextIO
 
 import pytest
 
-#: Where the command leaves the options for its workers.
+#: Environment variable with the options of the workers.
 VARIABLE = "TIGHTROPE_GPU_BENCHMARK"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the workers of a phase must know.
+    """Options of the workers of a phase.
 
     Attributes:
-        results: the folder of the units' files.
-        deadline: when no further unit is started, by `time.time`.
-        limit: seconds that a unit may take.
+        results: the folder of the units' result files.
+        deadline: time, by `time.time`, after which no unit is started.
+        limit: time limit of a unit in seconds.
         dry: tiny sizes, and Triton's interpreter on the CPU.
         only, against: regular expressions for units and for contenders.
-        mixed: whether the units of several files take turns, so that none is left to the end.
+        mixed: whether to interleave the units of several files, so that none waits for the end.
     """
 
     results: str = ""
@@ -48,7 +48,7 @@ class Options:
     mixed: bool = False
 
     def environment(self) -> dict[str, str]:
-        """The variable that hands them on."""
+        """Return the environment variable that passes the options on."""
         return {VARIABLE: json.dumps(asdict(self))}
 
 
@@ -56,17 +56,17 @@ OPTIONS = Options(**json.loads(os.environ.get(VARIABLE, "{}")))
 
 
 def write(path: Path, data: Any) -> None:
-    """Write JSON, whole or not at all."""
+    """Write JSON atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(data, indent=1))
     os.replace(partial, path)
 
 
 def read_units(folder: Path) -> list[dict[str, Any]]:
-    """All units in the order in which they were planned, with an outcome for each.
+    """Return all units in the planned order, with an outcome for each.
 
-    Outcomes: passed, failed, skipped, crashed, hung, and "no time" for those not started. A unit that
-    still runs counts as crashed until it has ended.
+    Outcomes: passed, failed, skipped, crashed, hung, and "no time" for those not started. A unit
+    that is still running counts as crashed.
     """
     planned: dict[str, None] = {}
     for path in sorted(folder.glob("plan-*.json"), key=lambda path: path.stat().st_mtime):
@@ -82,7 +82,7 @@ def _file(folder: Path, name: str, suffix: str, prefix: str = "") -> Path:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any] | None:
-    """What is known of a unit; if its process ended while it ran, how it did."""
+    """Read the result of a unit; for a unit whose process died, set the outcome and the trace."""
     path = _file(folder, name, ".json")
     if not path.exists():
         return None
@@ -95,7 +95,7 @@ def _read(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 class Units:
-    """The hooks of one worker."""
+    """The pytest hooks of one worker."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.folder = options, Path(options.results)
@@ -104,7 +104,7 @@ class Units:
         self._trace: TextIO
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Choose the units, and write down which they are."""
+        """Choose the units, and record the plan."""
         chosen = [item for item in items if re.search(self.options.only, item.nodeid)]
         if self.options.mixed:
             count = {item.path: 0 for item in chosen}
@@ -119,7 +119,7 @@ class Units:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: Any) -> bool | None:
-        """A unit starts, unless there is no time."""
+        """Start a unit, unless the deadline has passed."""
         self.unit = {"unit": item.nodeid, "outcome": "no time", "note": "", "result": {}}
         params = getattr(getattr(item, "callspec", None), "params", {})
         self.unit |= {name: one.name for name, one in params.items() if hasattr(one, "name")}
@@ -137,7 +137,7 @@ class Units:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[Any]:
-        """A unit was set up, called or torn down."""
+        """Record the outcome of a unit's set-up, call or tear-down."""
         report = yield
         if report.failed:
             self.unit["outcome"] = "failed"
@@ -156,12 +156,12 @@ class Units:
                 self.unit["outcome"] = "passed"
             self._write()
         if broken:
-            # Everything that this process would still do on the device would fail as well.
+            # All further work of this process on the device would fail as well.
             os._exit(3)
         return report
 
     def _broken(self, last: bool) -> str | None:
-        """Why nothing runs on the device any more. What it was still doing has ended then."""
+        """Wait for the device, and return why it is unusable, or None."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return None
@@ -180,14 +180,14 @@ class Units:
 
 
 def pytest_configure(config: Any) -> None:
-    """In a worker, which runs units, or in a pytest without workers; the controller runs none."""
+    """Register the hooks in a worker, or in pytest without workers; the controller runs no unit."""
     if OPTIONS.results and (hasattr(config, "workerinput") or not config.getoption("numprocesses")):
         config.pluginmanager.register(Units(OPTIONS), "units")
 
 
 @pytest.fixture
 def record(request: Any) -> dict[str, Any]:
-    """What a unit measured: it goes to the results, however the unit ends."""
+    """Return a dict for the measurements of a unit, which are kept however the unit ends."""
     units = request.config.pluginmanager.get_plugin("units")
     found: dict[str, Any] = units.unit["result"] if units else {}
     return found
@@ -195,8 +195,8 @@ def record(request: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def device() -> Iterator[str]:
-    """The device that units run on; in a dry run the CPU, with the kernels interpreted there."""
-    from triton_cases import DEVICE, kernels_in_place  # of the tests, whose folder is on the path
+    """Yield the type of the units' device: in a dry run the CPU, with interpreted kernels."""
+    from triton_cases import DEVICE, kernels_in_place  # in tests/, which is on the path
 
     with kernels_in_place():
         yield DEVICE.type

@@ -1,4 +1,4 @@
-"""The tables of a run: budgets that are held or not, and ratios. It needs no GPU."""
+"""The tables of a run: budgets, ratios, block shapes, failures. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..report import span
 from .cases import CASES, SHARES
 from .contenders import CONTENDERS, FLOORS, OURS, RIVALS
 
-#: The budgets: the least share of a copy's bandwidth, and the microseconds of the host.
+#: The budgets: least share of a copy's bandwidth, and most microseconds of the host per call.
 SHARE, HOST = 0.92, 25.0
 HOST_CALLS = ("rotate_qk_, prepared", "rotate_qk, prepared")
 
-#: The exit codes of pytest that tell no more than the units do: all passed, some failed, none chosen.
+#: Exit codes of pytest that are not reported: all passed, some failed, none selected.
 USUAL_EXITS = (0, 1, 5)
 
 _FAILED = ("failed", "crashed", "hung")
@@ -25,7 +25,7 @@ Units = list[dict[str, Any]]
 
 
 def failures(units: Units) -> Units:
-    """Units that went wrong, those of other contenders aside."""
+    """Return the units that failed, without those of other contenders."""
     return [
         unit
         for unit in units
@@ -34,37 +34,37 @@ def failures(units: Units) -> Units:
 
 
 def _named(units: Units, test: str) -> dict[str, dict[str, Any]]:
-    """The units of one test by their case, or by nothing."""
+    """Return the units of one test by the name of their case; "" without a case."""
     return {str(unit.get("case", "")): unit for unit in units if f"::{test}" in unit["unit"]}
 
 
 def _within(values: list[float], most: float) -> str:
-    """Whether sorted values hold a bound. In between, they say neither."""
+    """Return "held", "NOT HELD", or "open" if only some of the sorted values are within a bound."""
     return "held" if values[-1] <= most else "NOT HELD" if values[0] > most else "open"
 
 
 def _why_not(unit: Mapping[str, Any] | None) -> str:
     if unit is None:
-        return "not measured: not asked for"
-    return f"not measured: {_said(unit)}"
+        return "not measured: not selected"
+    return f"not measured: {_summary(unit)}"
 
 
-def _said(unit: Mapping[str, Any]) -> str:
-    """The outcome of a unit, and the line of its note that says the most."""
+def _summary(unit: Mapping[str, Any]) -> str:
+    """Return the outcome of a unit, and the most informative line of its note."""
     lines = [line.strip() for line in unit.get("note", "").splitlines() if line.strip()] or [""]
     error = next((line[1:].strip() for line in lines if line.startswith("E ")), lines[0])
     return f"{unit['outcome']}: {error}".removesuffix(": ")
 
 
 def _cut(result: Mapping[str, Any]) -> bool:
-    """Whether a case was measured at a smaller size than it has."""
+    """Return whether a case was measured at a reduced size."""
     case = Case(**result["case"])
     whole = next(one for one in (*CASES, *SHARES) if one.name == case.name)
     return case.moved != whole.moved
 
 
 def budgets(units: Units) -> Iterator[tuple[str, str, str]]:
-    """Each budget with what was found, and whether it is held."""
+    """Yield each budget with its bound, and the result with whether it is held."""
     shares = _named(units, "test_share_of_the_copy")
     for case in SHARES:
         name, result = f"bandwidth of {case.name}", shares.get(case.name, {}).get("result", {})
@@ -108,7 +108,7 @@ def _table(units: Units) -> Iterator[str]:
 
 
 def ratios(units: Units) -> Iterator[str]:
-    """A Markdown table: our time, and our time over that of each contender."""
+    """Yield a Markdown table: our time, and our time over that of each contender."""
     results = [unit["result"] for unit in _named(units, "test_time").values()]
     results = [result for result in results if "seconds" in result]
     found = {name for result in results for name in result["ratios"]}
@@ -124,7 +124,7 @@ def ratios(units: Units) -> Iterator[str]:
 
 
 def shapes(units: Units) -> Iterator[str]:
-    """Of each case the shape of blocks that was fastest, beside the one of the table."""
+    """Yield the fastest block shape of each case, compared with that of the library's table."""
     found: dict[str, list[tuple[float, str]]] = {}
     for unit in units:
         result = unit["result"]
@@ -139,7 +139,7 @@ def shapes(units: Units) -> Iterator[str]:
 
 
 def written(data: Mapping[str, Any]) -> str:
-    """All tables of a run, as Markdown."""
+    """Return all tables of a run, as Markdown."""
     units: Units = data["units"]
     outcomes = [unit["outcome"] for unit in units]
     count = ", ".join(f"{outcomes.count(o)} {o}" for o in dict.fromkeys(outcomes))
@@ -156,9 +156,9 @@ def written(data: Mapping[str, Any]) -> str:
         *ratios(units),
     ]
     if best := list(shapes(units)):
-        lines += ["", "The fastest shapes of blocks:", "", *best]
+        lines += ["", "The fastest block shapes:", "", *best]
     if wrong := failures(units):
         lines += ["", "Failures:", ""]
-        lines += [f"- {unit['unit']}: {_said(unit)}" for unit in wrong]
+        lines += [f"- {unit['unit']}: {_summary(unit)}" for unit in wrong]
     lines += [f"\npytest ended with {code}" for code in data["pytest"] if code not in USUAL_EXITS]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Other shapes of blocks than those of `backends/triton/blocks.py`, timed beside a copy."""
+"""Other block shapes than those of `backends/triton/blocks.py`, timed relative to a copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plugin import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("device")
 
-#: The cases, and what is varied for each: a table of shapes, or the programs that share out heads.
+#: The cases, and what each varies: a table of shapes, or the number of programs for its heads.
 _VARIED = {
     "prefill 32k": "PLAIN",
     "12 x 32768, 12 heads": "PLAIN",
@@ -43,7 +43,7 @@ _UNITS = [
 def test_blocks(
     case: Case, change: dict[str, int], record: dict[str, Any], monkeypatch: Any
 ) -> None:
-    """The time of one shape, whose result must be right as well."""
+    """Time one shape, after checking its result."""
     from tightrope.backends.triton import blocks, rotation
 
     table = _VARIED[case.name]

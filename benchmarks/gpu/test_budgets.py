@@ -1,4 +1,4 @@
-"""The speed budgets of a GPU, as far as they are not about other contenders."""
+"""The speed budgets of a GPU that do not involve other libraries."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from tightrope.workbench.environment import read_environment
 from .cases import SHARES, sized
 from .plugin import OPTIONS
 
-_ASKED = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+_QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
 
 
 def test_machine(record: dict[str, Any]) -> None:
-    """Where this runs."""
+    """Record the versions, the GPU and its clocks."""
     record |= {"environment": asdict(read_environment())}
     if OPTIONS.dry:
         return
     properties = torch.cuda.get_device_properties(0)
     record["l2_bytes"], record["bytes"] = properties.L2_cache_size, properties.total_memory
-    command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader", "-i", "0"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout
-    record["gpu"] = dict(zip(_ASKED.split(","), map(str.strip, said.split(",")), strict=False))
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "-i", "0"]
+    reply = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout
+    record["gpu"] = dict(zip(_QUERY.split(","), map(str.strip, reply.split(",")), strict=False))
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("case", SHARES, ids=lambda case: case.name)
 def test_share_of_the_copy(case: Case, record: dict[str, Any]) -> None:
-    """Its time beside that of a copy of the same tensors."""
+    """Time a rotation relative to a copy of the same tensors."""
     often = {"runs": 1, "rounds": 1} if OPTIONS.dry else {"runs": 3, "rounds": 40}
     record |= measure(sized(case), CONTENDERS, **often, wanted=re.compile("^clone$"))
 
@@ -60,11 +60,11 @@ def _calls(device: str) -> dict[str, Callable[[], Any]]:
 
 
 def test_host_time(device: str, record: dict[str, Any]) -> None:
-    """Microseconds until a call returns, while the device need not have done it."""
+    """Measure the microseconds until a call returns, without waiting for the device."""
     for name, call in _calls(device).items():
         call()
         found = []
-        # Fewer calls than a device takes down before the host must wait.
+        # Few enough calls that the device's queue does not block the host.
         for _ in range(2 if OPTIONS.dry else 25):
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def test_host_time(device: str, record: dict[str, Any]) -> None:
 
 
 def test_compilations(device: str, record: dict[str, Any]) -> None:
-    """A length or an offset compiles nothing."""
+    """A new length or offset compiles no further kernel."""
     from tightrope.backends.triton import launch
 
     def call(length: int, offset: int) -> None:

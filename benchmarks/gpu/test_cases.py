@@ -1,4 +1,4 @@
-"""Every contender of every case, checked, and then all of a case timed in turns."""
+"""Check every contender of every case, then time the contenders of each case in turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tightrope.workbench.bench import Case, Contender, measure
-from tightrope.workbench.bench.measure import Right, check, inputs
+from tightrope.workbench.bench.measure import Expected, check, inputs
 
 from .cases import CASES, sized, small
 from .contenders import CONTENDERS, FLOORS, OURS
@@ -33,29 +33,29 @@ _PAIRS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_small(case: Case, dtype: str) -> None:
-    """This library in every case, at sizes that fill tiles in part."""
+    """This library is right in every case, at sizes that fill tiles partly."""
     case = replace(case, dtype=dtype, neighbours=False, graph=False)
     for tokens in (1,) if case.tokens == 1 else (5,) if OPTIONS.dry else (1, 37, 300):
         sizes = {} if OPTIONS.dry else {"q_heads": 5, "k_heads": 2, "head_dim": 128}
         here = replace(sized(small(case, tokens)), **sizes)
         given = inputs(here)
-        check(OURS, here, *given, Right(here, *given))
+        check(OURS, here, *given, Expected(here, *given))
 
 
 @pytest.mark.parametrize("case, contender", _PAIRS)
 def test_right(case: Case, contender: Contender) -> None:
-    """Compile and compare, beside others who do: each element, against float64.
+    """Compile a contender and compare each element with float64, in parallel with other workers.
 
-    What was compiled here is on disk when it is timed.
+    The compiled kernels are cached on disk for the timing.
     """
 
     def work() -> None:
         here = sized(case)
         given = inputs(here)
-        check(contender, here, *given, Right(here, *given))
+        check(contender, here, *given, Expected(here, *given))
 
     for _ in range(3):
-        # Others use the memory too.
+        # Other workers use the memory too.
         with suppress(torch.OutOfMemoryError):
             return _unless_other(contender, work)
         torch.cuda.empty_cache()
@@ -64,7 +64,7 @@ def test_right(case: Case, contender: Contender) -> None:
 
 
 def _unless_other(contender: Contender, work: Any) -> None:
-    """Do work; the failure of somebody else is no failure of this library."""
+    """Call `work`; skip the test if another library's contender fails."""
     try:
         work()
     except torch.OutOfMemoryError:
@@ -76,7 +76,7 @@ def _unless_other(contender: Contender, work: Any) -> None:
 
 
 def lost(case: Case, units: list[dict[str, Any]]) -> dict[str, str]:
-    """Those that were not right in a case, or ended their process or the device, and why."""
+    """Return the contenders that were wrong or crashed in a case, with the reason."""
     return {
         unit["contender"]: unit["note"].splitlines()[0][:300] if unit["note"] else unit["outcome"]
         for unit in units
@@ -88,7 +88,7 @@ def lost(case: Case, units: list[dict[str, Any]]) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_time(case: Case, record: dict[str, Any]) -> None:
-    """All contenders of a case that were right, or that there was no time to check."""
+    """Time the contenders of a case that were right, or that there was no time to check."""
     without = lost(case, read_units(Path(OPTIONS.results)))
     there = [one for one in CONTENDERS if one.name not in without]
     record |= measure(sized(case), there, **_OFTEN, wanted=re.compile(""))

@@ -1,1 +1,1 @@
-"""Whether a change leaves every result as it was, to the bit: `python -m benchmarks.same_bits --help`."""
+"""Bitwise comparison of results before and after a change: `python -m benchmarks.same_bits --help`."""

@@ -1,16 +1,16 @@
-"""Whether a change of structure leaves every result as it was, to the bit.
+"""Check that a change of structure leaves every result the same, bit by bit.
 
     python -m benchmarks.same_bits store before
     python -m benchmarks.same_bits store after        # on the changed code
     python -m benchmarks.same_bits compare before after
 
-store    draws calls of the public functions and writes what each gives: digests of results and
-         gradients, which inputs changed, or the error. A call depends on the seed and its number alone.
-         There is one file for each instruction set: before-avx512.jsonl, and so on.
+store    draws random calls of the public functions and writes the outcome of each: digests of results
+         and gradients, the inputs that changed, or the error. A call depends only on the seed and its
+         number. There is one file per instruction set: before-avx512.jsonl, and so on.
 compare  lists the calls that differ.
-show     runs single calls and prints what they are and give.
+show     runs single calls and prints their arguments and outcomes.
 
-Only public names are used, so this folder also runs beside an older or a newer package.
+Only public names are used, so this folder also runs with an older or a newer package.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 
 from tightrope.backends import cpu
 
-from .run import told
+from .run import outcome
 
 
 def store(stem: str, calls: int, seed: int, sets: list[str]) -> None:
-    """Run all calls under each instruction set."""
+    """Run all calls with each instruction set, and write their outcomes."""
     for name in sets:
         cpu.use_instruction_set(name)
         head = {"calls": calls, "seed": seed, "set": name, "torch": torch.__version__}
@@ -39,13 +39,13 @@ def store(stem: str, calls: int, seed: int, sets: list[str]) -> None:
         with path.open("w") as file:
             print(json.dumps(head), file=file)
             for number in range(calls):
-                every.append(told(seed, number))
+                every.append(outcome(seed, number))
                 print(json.dumps({"number": number, **every[-1]}), file=file)
         print(f"{path}\n{summary(every)}", flush=True)
 
 
 def summary(every: list[dict[str, dict[str, str]]]) -> str:
-    """How many calls each verb and each mode has, and how many of them give results."""
+    """Count the calls of each verb and mode, with the share of those without an error."""
     lines = []
     for axis in ("verb", "mode"):
         drawn = Counter(one["call"][axis] for one in every)
@@ -58,7 +58,7 @@ def summary(every: list[dict[str, dict[str, str]]]) -> str:
 
 
 def compare(before: str, after: str) -> int:
-    """Print the calls that differ; 1 if there are any, 2 if the files cannot be compared."""
+    """Print the calls that differ; return 1 if there are any, 2 if the files are incomparable."""
     paths = sorted(Path(before).parent.glob(f"{Path(before).name}-*.jsonl"))
     differ = 0
     for path in paths:
@@ -89,7 +89,7 @@ def compare(before: str, after: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, run."""
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.same_bits",
         description=__doc__,
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "store":
             store(options.what[0], options.calls, options.seed, options.sets)
         for number in options.what if options.command == "show" else ():
-            print(json.dumps(told(options.seed, int(number)), indent=1))
+            print(json.dumps(outcome(options.seed, int(number)), indent=1))
     torch.set_num_threads(threads)
     return 0
 

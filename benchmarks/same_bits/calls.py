@@ -1,4 +1,4 @@
-"""Calls of the public functions, drawn at random: any value of an axis beside any other."""
+"""Random calls of the public functions, with all options drawn independently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tightrope.activations import RMSNorm
 
 Tensors = Mapping[str, torch.Tensor]
 
-# How often each is drawn.
+# Relative frequency of each function and mode.
 VERBS = {"rotate": 16, "rotate_": 16, "rotate_qk": 14, "rotate_qk_": 14, "rerotate": 4}
 VERBS |= {"rerotate_": 4, "apply_rotary_pos_emb": 7, "apply_rotary_pos_emb_": 7}
 VERBS |= {"lrpe_rotate_1d": 5, "lrpe_rotate_1d_": 4, "polar_scan": 3, "rotary_apply": 2}
@@ -38,7 +38,7 @@ NEVER = (None,) * 5
 
 
 class Call(NamedTuple):
-    """A function, its arguments made of the tensors of a draw, and which of these it changes."""
+    """A function, its arguments as a function of the drawn tensors, and the names that it changes."""
 
     function: Callable[..., Any]
     arguments: Callable[[Tensors], dict[str, Any]]
@@ -46,12 +46,12 @@ class Call(NamedTuple):
 
 
 class Draw:
-    """The random choices of one call, and the floating tensors that it takes."""
+    """The random choices of one call, and its floating-point tensors."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.random = random.Random(f"{seed} {number}")
         self.generator = torch.Generator().manual_seed(self.random.getrandbits(60))
-        self.said: dict[str, str] = {}
+        self.choices: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.strides: dict[str, str] = {}
         self.verb, self.mode = self.weighed("verb", VERBS), self.weighed("mode", MODES)
@@ -59,12 +59,12 @@ class Draw:
 
     def pick(self, name: str, *values: Any) -> Any:
         value = self.random.choice(values)
-        self.said[name] = str(value)
+        self.choices[name] = str(value)
         return value
 
     def weighed(self, name: str, values: Mapping[str, float]) -> str:
-        self.said[name] = self.random.choices(list(values), list(values.values()))[0]
-        return self.said[name]
+        self.choices[name] = self.random.choices(list(values), list(values.values()))[0]
+        return self.choices[name]
 
     def noise(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -73,7 +73,7 @@ class Draw:
         return torch.randint(-40, 40, shape, generator=self.generator)
 
     def add(self, name: str, values: torch.Tensor, wide: bool = False) -> str:
-        """A parameter: in float32 or float64 where 16 bits are not taken."""
+        """Add a parameter; `wide` excludes 16-bit dtypes."""
         wides = (torch.float32, torch.float64)
         values = values.to(self.pick(f"type of {name}", *wides, *(() if wide else (self.dtype,))))
         if self.pick(f"{name} is a Parameter", False, False, True):
@@ -82,7 +82,7 @@ class Draw:
         return name
 
     def add_x(self, name: str, *shape: int) -> None:
-        """A tensor that rotates, of any strides."""
+        """Add a tensor to rotate, with random strides."""
         values = self.noise(*shape).to(self.dtype)
         if self.pick(f"values of {name}", *["normal"] * 15, "special") == "special":
             odd = torch.tensor([-0.0, math.inf, math.nan, 1e-40], dtype=self.dtype)
@@ -93,7 +93,7 @@ class Draw:
 
 
 def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """A copy with other strides; expanded ones repeat the first token."""
+    """Return a copy with other strides; "expanded" repeats the first token."""
     if kind == "permuted" and x.dim() > 2:
         return x.movedim(0, -2).clone(memory_format=torch.contiguous_format).movedim(-2, 0)
     if kind == "inside":
@@ -108,7 +108,7 @@ def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def spec_of(d: Draw, axes: int = 1, heads: int = 1) -> RopeSpec:
-    """Any rotation whose positions have that many axes."""
+    """Draw a spec whose positions have `axes` axes."""
     pairs = d.pick("pairs", *([] if axes > 1 else [1, 2, 3]), 4, 7, 8, 16, 17, 32, 64)
     start, after = d.pick("start", 0, 0, 0, 1, 3), d.pick("after", 0, 0, 0, 2)
     ones = (1.0,) * pairs
@@ -148,7 +148,7 @@ def spec_of(d: Draw, axes: int = 1, heads: int = 1) -> RopeSpec:
 def positions_of(
     d: Draw, rows: int, tokens: int, axes: int = 1, name: str = "positions"
 ) -> tuple[bool, Callable[[Tensors], Any]]:
-    """Any positions: whether they are one of the tensors, and how they are made of these."""
+    """Draw positions; return whether they are a drawn tensor, and a function of the tensors."""
     at, half = positions, tokens // 2
     ends, lengths = torch.tensor([0, half, tokens]), torch.full((rows,), half)
     made: dict[str, Callable[[], Any]] = {
@@ -196,7 +196,7 @@ def positions_of(
 
 
 def act_of(d: Draw, name: str, heads: int, width: int) -> Callable[[Tensors], Any]:
-    """Any f."""
+    """Draw a prologue f, as a function of the tensors."""
     kind = d.pick(name, *["none"] * 16, "norm", "norm", "norm", "norm per head", "bare norm", *ACTS)
     if not kind.endswith(("norm", "head")):
         return lambda t: None if kind == "none" else kind  # noqa: ARG005
@@ -209,7 +209,7 @@ def act_of(d: Draw, name: str, heads: int, width: int) -> Callable[[Tensors], An
 def gate_of(
     d: Draw, name: str, heads: int, tokens: int, spec: RopeSpec
 ) -> Callable[[Tensors], gates.Gate | None]:
-    """Any P."""
+    """Draw an epilogue P, as a function of the tensors."""
     kinds = ["number", "Scalar", "Exp", "Exp", "Given", "Given"]
     kinds += ["Slope", "Slope", "XPos"] if spec.axes is None else []
     kind, tied = d.pick(name, *["none"] * 12, *kinds), d.pick("tied", None, "pair")
@@ -230,7 +230,7 @@ def gate_of(
 
 
 def rotation(d: Draw) -> Call:
-    """rotate, rotate_, rotate_qk or rotate_qk_."""
+    """Draw a call of rotate, rotate_, rotate_qk or rotate_qk_."""
     layout, both = d.pick("layout", *LAYOUTS), "qk" in d.verb
     names = [["x"], ["q", "k"], ["q"]][both and d.pick("of q and k", 1, 1, 1, 1, 1, 2)]
     dims = LAYOUTS[layout]
@@ -255,7 +255,7 @@ def rotation(d: Draw) -> Call:
         of_gates.append(gate_of(d, "gate of k", per, tokens, spec))
     prepared = d.pick("prepared", "no", "inside", *["no" if learned else "before"] * 2)
     backend = d.pick("backend", *NEVER, "cpu", "reference")
-    inverse = d.said["act"] == d.said.get("act of k", "none") == "none"
+    inverse = d.choices["act"] == d.choices.get("act of k", "none") == "none"
     inverse = inverse and d.pick("inverse", False, True)
     if prepared == "no" and d.pick("inv_freq", *NEVER, "learned"):
         shape = (d.pick("heads of inv_freq", 1, per), spec.rotary_dim // 2)
@@ -286,13 +286,13 @@ def rotation(d: Draw) -> Call:
     verb = getattr(functional, d.verb)
     if prepared != "before":
         return Call(verb, arguments, names if d.verb.endswith("_") else ())
-    # What the first call leaves behind serves the second.
+    # The second call uses the caches of the first.
     twice = lambda **now: (verb(**now), verb(**now))  # noqa: E731
     return Call(twice, arguments, names if d.verb.endswith("_") else ())
 
 
 def moved(d: Draw) -> Call:
-    """rerotate or rerotate_."""
+    """Draw a call of rerotate or rerotate_."""
     layout, axes = d.pick("layout", *LAYOUTS), d.pick("axes", 1, 1, 1, 2)
     rows = d.pick("rows", 1, 2) if "b" in layout else 1
     heads, tokens = d.pick("heads", 1, 3) if "h" in layout else 1, d.pick("tokens", 4, 6, 18)
@@ -318,7 +318,7 @@ def moved(d: Draw) -> Call:
 
 
 def by_tables(d: Draw) -> Call:
-    """apply_rotary_pos_emb or apply_rotary_pos_emb_."""
+    """Draw a call of apply_rotary_pos_emb or apply_rotary_pos_emb_."""
     rows, heads, tokens = d.pick("rows", 1, 2), d.pick("heads", 1, 2, 4), d.pick("tokens", 1, 5, 18)
     pairs, start = d.pick("pairs", 1, 4, 7, 16, 32), d.pick("start", 0, 0, 0, 2)
     width, tables = start + 2 * pairs + d.pick("after", 0, 0, 3), d.pick("tables", *TABLES)
@@ -354,7 +354,7 @@ def by_tables(d: Draw) -> Call:
 
 
 def lrpe(d: Draw) -> Call:
-    """lrpe_rotate_1d or lrpe_rotate_1d_."""
+    """Draw a call of lrpe_rotate_1d or lrpe_rotate_1d_."""
     rows, heads, tokens = d.pick("rows", 1, 2), d.pick("heads", None, 1, 3), d.pick("tokens", 1, 6)
     pairs, start = d.pick("pairs", 2, 4, 16), d.pick("start", 0, 0, 1)
     width, count = start + 2 * pairs + d.pick("after", 0, 0, 3), heads or 1
@@ -362,7 +362,7 @@ def lrpe(d: Draw) -> Call:
     shapes = [(count, pairs), (1, pairs), (pairs,), (count, 1), (count,), (count, pairs - 1)]
     d.add("theta", d.noise(*d.pick("theta", *shapes)))
     act = act_of(d, "act", count, width)
-    over = d.pick("dim", -1, 1) if d.said["act"] == "softmax" else None
+    over = d.pick("dim", -1, 1) if d.choices["act"] == "softmax" else None
     offset = d.pick("offset", 0, 0, 0 if over == 1 else 9)
     if over != 1 and d.pick("an offset per row", False, True):
         offset = d.ids(rows)
@@ -376,7 +376,7 @@ def lrpe(d: Draw) -> Call:
 
 
 def scan(d: Draw) -> Call:
-    """polar_scan, which goes on from its own state."""
+    """Draw a call of polar_scan, in some cases continued from its own state."""
     rows, heads, group, tokens = (d.pick(name, 1, 2) for name in ("rows", "heads", "group", "more"))
     tokens, layout = 5 * tokens, d.pick("layout", "bhsd", "bshd", "sbhd")
     spec = spec_of(d)
@@ -406,11 +406,11 @@ def scan(d: Draw) -> Call:
 
 
 def seeds(d: Draw) -> Call:
-    """rotary_apply, rotary_pos_embedding, build_freqs_cis, or what a spec says of its frequencies."""
+    """Draw rotary_apply, rotary_pos_embedding, build_freqs_cis, or the frequencies of a spec."""
     if d.verb == "frequencies":
         spec, seq_len = spec_of(d), d.pick("seq_len", None, 16, 100, 2**20)
         made = {"spec": spec, "seq_len": seq_len}
-        return Call(said_of, lambda t: made)  # noqa: ARG005
+        return Call(described, lambda t: made)  # noqa: ARG005
     if d.verb == "build_freqs_cis":
         made = {"seq_len": d.pick("seq_len", 0, 1, 40), "d": d.pick("d", 2, 6, 64)}
         made |= {"base": d.pick("base", 1e4, 500.0), "dtype": d.pick("dtype", *DTYPES[::2])}
@@ -433,8 +433,8 @@ def seeds(d: Draw) -> Call:
     return Call(functional.rotary_pos_embedding, lambda t: {**fixed, **t})
 
 
-def said_of(spec: RopeSpec, seq_len: Any) -> list[Any]:
-    """Everything that a spec says of itself."""
+def described(spec: RopeSpec, seq_len: Any) -> list[Any]:
+    """Return the repr, frequencies, phase words and round trip of a spec."""
     found = spec.frequencies(seq_len)
     words = spec.words_for(100 if seq_len is None else seq_len)
     again = RopeSpec.from_dict(spec.to_dict())
@@ -442,7 +442,7 @@ def said_of(spec: RopeSpec, seq_len: Any) -> list[Any]:
 
 
 def modules(d: Draw) -> Call:
-    """The modules of tightrope.nn, with their parameters among the tensors."""
+    """Draw a call of a module of tightrope.nn; its parameters are among the tensors."""
     torch.manual_seed(d.random.getrandbits(30))
     rows, tokens, heads = d.pick("rows", 1, 2), d.pick("tokens", 1, 6), d.pick("heads", 2, 4)
     options: dict[str, Any] = {}
@@ -487,7 +487,7 @@ def modules(d: Draw) -> Call:
 
 
 def llama(d: Draw) -> Call:
-    """A patched Llama of transformers, its first tokens kept in a cache."""
+    """Draw a call of a patched Llama of transformers, in some cases with a cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tightrope.integrations.transformers import patch, unpatch

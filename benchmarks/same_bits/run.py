@@ -1,4 +1,4 @@
-"""A drawn call, run in one of many ways, and what can be told of its results."""
+"""Run a drawn call in one of many modes, and describe its results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "inference tensors": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
-# In these modes a call in place changes what it is given; in the others a copy that needs a gradient.
+# In these modes a call in place changes the given tensors; in the others, copies that need gradients.
 GIVEN = (*PLAIN, "vmap", "functionalize", "compiled", "compiled vmap", "exported")
-# What the compiler says of an error in the code that it compiles.
+# The compiler's report of an error in the code that it compiles.
 RAISED = re.compile(r"raised exception ([^\n]*)")
 
 
-def told(seed: int, number: int) -> dict[str, dict[str, str]]:
-    """What the call of that number is, and what it gives."""
+def outcome(seed: int, number: int) -> dict[str, dict[str, str]]:
+    """Run call `number` of a seed; return its arguments and its results or error."""
     d, result = Draw(seed, number), dict[str, str]()
     torch.set_num_threads(d.pick("threads", 1, 1, 2))
     before: dict[str, tuple[str, int | None]] = {}
@@ -57,18 +57,18 @@ def told(seed: int, number: int) -> dict[str, dict[str, str]]:
             result[f"changed {name}"] = f"{bits}, version {since} -> {version}"
     if "compiled" in d.mode or d.mode == "exported":
         torch.compiler.reset()
-    return {"call": d.said, "result": result}
+    return {"call": d.choices, "result": result}
 
 
 def state(d: Draw) -> dict[str, tuple[str, int | None]]:
-    """Bits and version of each tensor."""
+    """Return the digest and the version counter of each tensor."""
     return {
         name: (bits(x), None if x.is_inference() else x._version) for name, x in d.tensors.items()
     }
 
 
 def bits(x: Any) -> str:
-    """Type, shape, strides and a digest of all numbers; any NaN is as good as another."""
+    """Return dtype, shape, strides and a digest of all values; all NaNs count as equal."""
     if not isinstance(x, torch.Tensor):
         return repr(x)
     strides = [s for s, size in zip(x.stride(), x.shape) if size > 1]
@@ -83,7 +83,7 @@ def bits(x: Any) -> str:
 
 
 def named(prefix: str, values: Iterable[Any], own: Iterable[torch.Tensor] = ()) -> dict[str, str]:
-    """What is told of results, by name, and which of them are tensors that were given."""
+    """Describe results by name, and mark those that are input tensors themselves."""
     own = list(own)
     same = " (its input)"
     return {
@@ -93,14 +93,14 @@ def named(prefix: str, values: Iterable[Any], own: Iterable[torch.Tensor] = ()) 
 
 
 def flat(result: Any) -> list[Any]:
-    """The results of a call one after the other, without None."""
+    """Return the results of a call as a flat list, without None."""
     if isinstance(result, (tuple, list)):
         return [each for part in result for each in flat(part)]
     return [] if result is None else [result]
 
 
 def plain(d: Draw, call: Call, result: dict[str, str]) -> None:
-    """Without gradients."""
+    """Run a call without gradients."""
     if d.mode == "no grad":
         for value in d.tensors.values():
             value.requires_grad_()
@@ -111,7 +111,7 @@ def plain(d: Draw, call: Call, result: dict[str, str]) -> None:
 
 
 def spoil(d: Draw, arguments: dict[str, Any]) -> None:
-    """Put something else in the place of one argument."""
+    """Replace one argument by an invalid or unusual value."""
     name = d.pick("spoiled", *arguments)
     x = arguments[name]
     others: dict[str, Callable[[], Any]] = {
@@ -142,12 +142,12 @@ def spoil(d: Draw, arguments: dict[str, Any]) -> None:
 
 
 def transformed(d: Draw, call: Call, result: dict[str, str]) -> None:
-    """With gradients, or behind a compiler or a transform."""
+    """Run a call with gradients, or under a compiler or a transform."""
     learns = [name for name in d.tensors if d.random.random() < 0.6]
     if not learns or "vmap" in d.mode or d.mode == "functionalize":
-        # A tensor that changes must be behind the transform too.
+        # A tensor that is changed in place must be an input of the transform.
         learns = [*d.tensors][: d.pick("how many learn", len(call.changes) or 1, len(d.tensors))]
-    d.said["learns"] = ", ".join(learns)
+    d.choices["learns"] = ", ".join(learns)
     tensors = [d.tensors[name] for name in learns]
     copied = () if d.mode in GIVEN else call.changes
 
@@ -164,7 +164,7 @@ def transformed(d: Draw, call: Call, result: dict[str, str]) -> None:
     like = [d.noise(*x.shape).to(x.dtype) for x in tensors]
     stacked = [torch.stack((x, x * 0.5)) for x in tensors]
     options = {"backend": "aot_eager", "fullgraph": True}
-    # Symbols cost these two half a minute.
+    # Symbolic shapes take half a minute in these two.
     slow = d.verb in ("polar_scan", "Llama")
     options["dynamic"] = d.pick("dynamic", None, None, None if slow else True)
     mode = d.mode
@@ -199,7 +199,7 @@ def transformed(d: Draw, call: Call, result: dict[str, str]) -> None:
 
 
 def differentiated(d: Draw, run: Function, tensors: Tensors, result: dict[str, str]) -> None:
-    """Results, gradients, and for some the gradients of these."""
+    """Run a call and its backward pass, and for some calls the second derivative."""
     ys = run(*tensors)
     result |= named("y", ys)
     if "compiled" not in d.mode:

@@ -1,4 +1,4 @@
-"""The command line: `tightrope demo`, `tightrope info`, `tightrope --help`."""
+"""The `tightrope` command: its entry point, which explains what is missing without the extra."""
 
 import sys
 from importlib.util import find_spec
@@ -11,8 +11,8 @@ def main() -> int:
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         sys.stderr.write(
-            f"The tightrope command needs {', '.join(missing)}: "
-            'get it with `python -m pip install "tightrope[cli]"`.\n'
+            f"The tightrope command needs {', '.join(missing)}. "
+            'Install with `python -m pip install "tightrope[cli]"`.\n'
         )
         return 2
     try:

@@ -1,4 +1,4 @@
-"""The words and tables of `tightrope bench`."""
+"""The output of `tightrope bench`: its lists, its table and its notes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,10 @@ from ..workbench.environment import Environment
 from ..workbench.text import duration
 from ._tables import titled
 
-_NEWS = ("its result is off", "it failed")
+# Beginnings of reasons that are reported in preference to any other.
+_FAULTS = ("its result is off", "it failed")
 
-# What fits a column heading.
+# Names that are too long for a column heading.
 _SHORT = {
     "compiled eager": "compiled",
     "rotary-embedding-torch": "r-e-torch",
@@ -27,7 +28,7 @@ _SHORT = {
 
 
 def where(here: Environment, threads: int) -> str:
-    """The machine in a few words."""
+    """Return one line that describes the machine, the threads and the versions."""
     many = "" if threads == 1 else "s"
     return (
         f"{here.processor}, {threads} thread{many}, {here.instruction_set or 'no native library'}, "
@@ -36,13 +37,13 @@ def where(here: Environment, threads: int) -> str:
 
 
 def copies_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """Everybody's time in a case, in copies."""
+    """Return the time of each contender in a case, relative to a copy of q and k."""
     found = {name: copies(result, name) for name in result["seconds"]}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def print_list(console: Console, cases: Sequence[Case], wanted: re.Pattern[str]) -> None:
-    """Cases, and contenders with why one cannot take part."""
+    """Print the cases, and the contenders with the reason why one cannot take part."""
     console.print(Text("Cases", style="bold"))
     for case in cases:
         console.print(Text(f"  {case.name}"))
@@ -67,9 +68,9 @@ def print_results(
     results: Sequence[Mapping[str, Any]],
     document: Mapping[str, Any],
 ) -> None:
-    """One row per case: the time of a copy, and everybody's time in copies."""
+    """Print one row per case: the time of a copy, and each contender's time relative to it."""
     if document["interrupted"]:
-        console.print("Stopped by Ctrl-C; this is what there is so far.")
+        console.print("Stopped by Ctrl-C; these are the results so far.")
     if not results:
         return
     console.print(Text(where(here, results[0]["case"]["threads"])))
@@ -79,7 +80,7 @@ def print_results(
     names: dict[str, None] = {}
     for result in results:
         names.update(dict.fromkeys(name for name in result["seconds"] if name not in FLOORS))
-    table = titled("Time of rotating q and k, in copies of them (1 is what memory alone costs)")
+    table = titled("Time to rotate q and k, relative to copying them (1 = memory traffic alone)")
     table.add_column("case", overflow="fold")
     table.add_column("a copy", justify="right", no_wrap=True)
     narrow = console.width < 100
@@ -91,11 +92,11 @@ def print_results(
         row = [_cell(result, name) for name in names]
         table.add_row(result["case"]["name"], duration(_floor(result)), *row)
     console.print(table)
-    seen = _faster(results)
-    if seen:
-        console.print(Text(seen))
+    summary = _faster(results)
+    if summary:
+        console.print(Text(summary))
     for name, reason in _absent(results, list(names)).items():
-        console.print(Text(f"not here: {name}: {reason}", style="dim"))
+        console.print(Text(f"not measured: {name}: {reason}", style="dim"))
     console.print(
         f"Medians of {document['rounds']} interleaved rounds"
         + (f", median of {document['runs']} runs" if document["runs"] > 1 else "")
@@ -125,16 +126,16 @@ def _faster(results: Sequence[Mapping[str, Any]]) -> str:
         if times:
             low, high = f"{min(times):.1f}", f"{max(times):.1f}"
             spans.append(f"{name} {low if low == high else f'{low} to {high}'}")
-    return f"Times as long as tightrope: {', '.join(spans)}." if spans else ""
+    return f"Time relative to tightrope: {', '.join(spans)}." if spans else ""
 
 
 def _absent(results: Sequence[Mapping[str, Any]], present: list[str]) -> dict[str, str]:
-    """Who took part in no case although asked to, and why."""
+    """Return the selected contenders that took part in no case, with the reason."""
     found: dict[str, str] = {}
     for result in results:
         for name, reason in result["absent"].items():
-            if name not in present and name not in FLOORS and reason != "not asked for":
-                # That somebody was wrong or failed is news; that a case is not for them is none.
-                if name not in found or reason.startswith(_NEWS):
+            if name not in present and name not in FLOORS and reason != "not selected":
+                # A failure or a wrong result matters more than a case that does not apply.
+                if name not in found or reason.startswith(_FAULTS):
                     found[name] = reason
     return found

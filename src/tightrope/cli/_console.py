@@ -1,4 +1,4 @@
-"""The console, and progress that is a bar on a terminal and plain lines elsewhere."""
+"""The console, and progress as a bar on a terminal or as plain lines elsewhere."""
 
 import os
 import re
@@ -10,12 +10,12 @@ from typer import rich_utils
 
 _PLAIN_WIDTH = 110
 _PLAIN_LINES = 10
-# From 1 to 9999: rich prints nothing into 0 columns, and fills the memory with a line of 10^9.
+# From 1 to 9999: rich prints nothing with 0 columns and runs out of memory with 10^9.
 _SIZE = re.compile(r"0*[1-9][0-9]{0,3}")
 
 
 def settle_terminal() -> None:
-    """Ignore sizes that no terminal has, and make help plain where `NO_COLOR` is set."""
+    """Ignore impossible terminal sizes, and print help without colour if `NO_COLOR` is set."""
     for name in ("COLUMNS", "LINES"):
         if not _SIZE.fullmatch(os.environ.get(name, "")):
             os.environ.pop(name, None)
@@ -23,13 +23,13 @@ def settle_terminal() -> None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console without automatic highlighting; of a fixed width where nothing gives one."""
+    """Return a console without automatic highlighting; its width is fixed if there is no terminal."""
     plain = _is_plain()
     console = Console(
         stderr=stderr,
         highlight=False,
         color_system=None if plain else "auto",
-        # rich leaves bold text under NO_COLOR, and a bar of progress moves the cursor.
+        # Under NO_COLOR rich still prints bold text, and a progress bar moves the cursor.
         force_terminal=False if plain else None,
     )
     has_width = console.is_terminal or console.file.isatty() or "COLUMNS" in os.environ
@@ -43,7 +43,7 @@ def _is_plain() -> bool:
 
 
 class Ticker:
-    """Shows how far a piece of work is; `update` takes the fraction done and a short text."""
+    """Progress of one piece of work; `update` takes the fraction done and a short text."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
@@ -73,7 +73,7 @@ class Ticker:
         self._progress.stop()
 
     def update(self, fraction: float, text: str) -> None:
-        """Show `fraction` (0 to 1) and `text`; off a terminal, about ten lines in all."""
+        """Show `fraction` (0 to 1) and `text`; without a terminal, print about ten lines in all."""
         fraction = min(fraction, 1.0)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=fraction, text=text)

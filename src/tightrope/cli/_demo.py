@@ -1,4 +1,4 @@
-"""What `tightrope demo` prints."""
+"""The output of `tightrope demo`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ._tables import facts, titled
 
 _METHOD = (
     f"Medians of interleaved calls in random order, of {RUNS} runs, on transposed views, as models "
-    "hand them over; for sequences of 1024 and more, caches are flushed before each call. Eager is "
-    "out of place with tables in the dtype of x. The floor touches each byte once: neg_ in place, "
-    "else clone."
+    "pass them; for sequences of 1024 tokens and more, caches are flushed before each call. Eager is "
+    "out of place with tables in the dtype of x. The floor reads and writes each byte once: neg_ in "
+    "place, else clone."
 )
 
 
 def print_setting(console: Console, results: Results) -> None:
-    """Say what is compared, on what, before anything runs."""
+    """Print what is compared, and on which machine, before anything runs."""
     here, size, corpus = results.environment, results.size, results.corpus
     backend = f"backend {here.runs}"
     if here.instruction_set is not None:
@@ -51,7 +51,7 @@ def print_setting(console: Console, results: Results) -> None:
 
 
 def print_training(console: Console, results: Results) -> None:
-    """Compare the two runs."""
+    """Print the two training runs side by side."""
     race = results.race
     if race.steps == 0:
         return
@@ -74,8 +74,8 @@ def print_training(console: Console, results: Results) -> None:
         "curves": f"differ by at most {max(race.differences):.1e} nats per byte over all steps, "
         f"{race.differences[0]:.1e} at step 1",
         "gradients": f"of all parameters at step 1 differ by {race.first_gradient_difference:.1e} "
-        f"of their norm; a base 1 % too low would make it {results.wrong_gradient_difference:.1e}",
-        "for scale": f"knowing only how frequent each byte is gives {results.entropy:.3f} nats",
+        f"of their norm; with a base 1 % too low, by {results.wrong_gradient_difference:.1e}",
+        "for scale": f"a model that knows only byte frequencies has a loss of {results.entropy:.3f} nats",
     }
     if first is not None and second is not None:
         lines["step time"] = f"eager / tightrope = {second / first:.3f}"
@@ -88,13 +88,15 @@ def print_training(console: Console, results: Results) -> None:
             f"{duration(eager)}, times {results.size.layers} layers)"
         )
     elif results.in_model is not None:
-        lines["rotation"] = "its share of a step was not measurable: other processes had the cores"
+        lines["rotation"] = (
+            "its share of a step could not be measured: other processes used the cores"
+        )
     console.print(facts(lines.items()))
     console.print()
 
 
 def print_sample(console: Console, results: Results) -> None:
-    """Show what the trained model writes."""
+    """Print text that the trained model generated."""
     sample = results.sample
     if sample is None:
         return
@@ -108,7 +110,7 @@ def print_sample(console: Console, results: Results) -> None:
 
 
 def print_timings(console: Console, timings: list[Timing]) -> None:
-    """Compare rotations alone."""
+    """Print the times of rotations alone."""
     if not timings:
         return
     case = timings[0]["case"]
@@ -145,20 +147,20 @@ def print_timings(console: Console, timings: list[Timing]) -> None:
 
 
 def print_contest(console: Console, contest: Contest) -> None:
-    """Compare polar attention with plain RoPE attention."""
+    """Print polar attention and plain RoPE attention side by side."""
     race, size = contest.race, contest.size
     if race.steps == 0:
         return
     context = size.context
-    console.print("Polar attention beside plain RoPE attention", style="bold")
+    console.print("Polar attention and plain RoPE attention", style="bold")
     console.print(
         facts(
             {
-                "compared": "tightrope.nn.PolarRoPEAttention with its gates, and without: then it is "
+                "compared": "tightrope.nn.PolarRoPEAttention with its gates, and without them, which is "
                 "plain RoPE attention; the same text, weights, batches and rates",
-                "gates": "each pair of channels has a constant gate, and one by position, exp(-rate "
-                "p) on queries and exp(rate p) on keys, so that what the pair adds to a score "
-                "shrinks with the distance; both are learned",
+                "gates": "each pair of channels has a constant gate, and one that depends on the "
+                "position p: exp(-rate p) on queries, exp(rate p) on keys. The pair's contribution to "
+                "a score shrinks with the distance; both gates are learned",
                 "model": f"{contest.parameters / 1e6:.2f} M parameters, {size.layers} layers, width "
                 f"{size.width}, {size.heads} heads x {size.head_dim}, batch {size.batch} x "
                 f"{context} bytes, highest rate {PEAK_RATE:g}",
@@ -166,7 +168,7 @@ def print_contest(console: Console, contest: Contest) -> None:
         )
     )
     console.print()
-    table = titled(f"After {race.steps} steps: nats per byte by where the byte stands")
+    table = titled(f"After {race.steps} steps: nats per byte, by the byte's position in the window")
     table.add_column("attention", no_wrap=True)
     for column in ("training", *_stretches(context), "median step"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -184,15 +186,14 @@ def print_contest(console: Console, contest: Contest) -> None:
     past = {run.name: contest.past_length(run.name) for run in race.runs}
     if past[ours.name] is not None and past[plain.name] is not None:
         lines["past training"] = (
-            f"windows are {TIMES_LONGER} times as long as in training; beyond byte {context} a byte "
-            f"costs {plain.name} {past[plain.name]:+.3f} nats against the first {context}, "
+            f"windows are {TIMES_LONGER} times as long as in training; compared with the first {context} "
+            f"bytes, a later byte costs {plain.name} {past[plain.name]:+.3f} nats, "
             f"{ours.name} {past[ours.name]:+.3f}"
         )
     halves = sorted(distance for pair in contest.half_distances for distance in pair)
     lines["learned gates"] = (
-        f"what a pair adds to a score halves over {halves[0]:.0f} to {halves[-1]:.0f} bytes of "
-        f"distance, {median(halves):.0f} in the median; over {contest.first_half_distance:.0f} before "
-        "training"
+        f"a pair's contribution to a score halves over {halves[0]:.0f} to {halves[-1]:.0f} bytes of "
+        f"distance (median {median(halves):.0f}; {contest.first_half_distance:.0f} before training)"
     )
     console.print(facts(lines.items()))
     console.print()
@@ -203,7 +204,7 @@ def _stretches(context: int) -> list[str]:
 
 
 def caption(results: Results) -> str:
-    """The lines below the picture: what was measured where."""
+    """Return the lines below the picture: models, versions, machine."""
     here, race, contest = results.environment, results.race, results.contest
     first = [_of(results.size, race), f"seed {results.seed}"]
     if race.steps:

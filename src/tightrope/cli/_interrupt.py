@@ -1,11 +1,11 @@
-"""Ctrl-C as a flag that loops look at, so that no step is left half recorded."""
+"""Ctrl-C as a flag that loops check between steps, so that no step is half recorded."""
 
 import signal
 from types import FrameType, TracebackType
 
 
 class Interrupt:
-    """While entered, the first Ctrl-C sets `requested`; the second one interrupts at once."""
+    """Context in which the first Ctrl-C sets `requested` and the second interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False

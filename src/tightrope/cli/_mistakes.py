@@ -1,4 +1,4 @@
-"""A user's mistake as one line, with no traceback, and an exit code that scripts can use."""
+"""User errors as one line without a traceback, and exit codes that scripts can use."""
 
 import errno
 from collections.abc import Iterator, Mapping
@@ -10,16 +10,16 @@ import typer
 from ..workbench.text import printable
 from ._console import make_console
 
-#: What exit codes mean, the same for every command. CLOSED is what a shell says of a process that wrote to
-#: a closed pipe (`| head -1`).
+#: Exit codes, the same for every command. CLOSED is a shell's code for a process that wrote to a closed
+#: pipe (`| head -1`).
 FINDING, MISTAKE, CLOSED = 1, 2, 141
 
-# Nothing that the user wrote is wrong; the machine could not do it.
+# Failures of the machine, not of the user's input.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EFBIG)
 
 
 def stop(text: str, code: int = MISTAKE) -> NoReturn:
-    """Print one line on the error stream and leave."""
+    """Print one line on the error stream and exit with `code`."""
     line = printable(" ".join(text.split()))
     make_console(stderr=True).print(f"Error: {line}", markup=False, soft_wrap=True)
     raise typer.Exit(code)
@@ -27,11 +27,12 @@ def stop(text: str, code: int = MISTAKE) -> NoReturn:
 
 @contextmanager
 def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Take errors that the library words for its users, and those of the file system, for theirs; those
-    of the machine end with exit code 1.
+    """Report the library's and the file system's errors as one line, with exit code 2.
+
+    Failures of the machine, such as a full disk, exit with code 1.
 
     Args:
-        spelled: what an argument that a sentence names is called on the command line.
+        spelled: replacements in the message: from a Python argument to its command-line option.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The forms of tables that commands share."""
+"""Tables that several commands print."""
 
 from collections.abc import Iterable
 
@@ -9,14 +9,14 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-# A column of texts that fold is readable from this width on.
+# Least width at which a column of wrapped text is readable.
 _READABLE = 20
 
 
 class StackedTable(Table):
-    """A table that becomes a list where the terminal is too narrow for its columns.
+    """A table that is printed as a list if the terminal is too narrow for its columns.
 
-    A row is then its first cell in bold, and one indented line ``heading: cell`` for each other cell.
+    In the list, a row is its first cell in bold, then one indented line ``heading: cell`` per other cell.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -40,7 +40,7 @@ class StackedTable(Table):
 
 
 def _least_width(console: Console, options: ConsoleOptions, column: Column) -> int:
-    """The width from which on a column is readable: numbers and names whole, texts folded."""
+    """Return the least width at which a column is readable: numbers and names whole, text wrapped."""
     cells = [Measurement.get(console, options, cell) for cell in column.cells]
     longest = max((cell.maximum for cell in cells), default=0)
     if column.overflow == "fold":
@@ -56,7 +56,7 @@ def _as_text(console: Console, cell: RenderableType) -> Text:
 
 
 def titled(title: str) -> Table:
-    """A table with a bold title and a line below its header."""
+    """Return an empty table with a bold title and a line below its header."""
     return StackedTable(
         title=title,
         title_justify="left",
@@ -69,7 +69,7 @@ def titled(title: str) -> Table:
 
 
 def facts(rows: Iterable[tuple[str, str]], style: str = "bold") -> Table:
-    """Names in a style, each with its text, which folds."""
+    """Return a two-column table: names in a style, each with its text, which wraps."""
     table = StackedTable(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style=style, no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""The typer application: options shared by all commands, and how errors are worded."""
+"""The typer application: its commands, its help, and one-line errors with exit codes."""
 
 import io
 import os
@@ -34,7 +34,7 @@ app.command()(detect)
 app.command()(bench)
 app.command()(info)
 
-# UsageError, whichever way this version of typer spells its module (click, or its own copy).
+# UsageError is in click or in typer's own copy of it, depending on typer's version.
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 
@@ -58,33 +58,33 @@ def _root(
 
     Examples:
 
-    `tightrope demo`   train a small transformer beside eager rotation, in two minutes
+    `tightrope demo`   train small transformers with tightrope and with eager rotation
 
-    `tightrope inspect config.json`   what a model's rotary embedding is, and what to mind about it
+    `tightrope inspect config.json`   show a model's rotary embedding and its pitfalls
 
-    `tightrope audit mymodel:apply_rope`   what somebody's rotary function is, and what is wrong with it
+    `tightrope audit mymodel:apply_rope`   identify a rotary function and find its errors
 
-    `tightrope convert CHECKPOINT OUT --to half`   a checkpoint for the other pairing of channels
+    `tightrope convert CHECKPOINT OUT --to half`   rewrite a checkpoint for the other pairing
 
-    `tightrope detect CHECKPOINT`   which pairing a checkpoint's weights speak for
+    `tightrope detect CHECKPOINT`   infer the pairing from a checkpoint's weights
 
-    `tightrope bench`   how long a rotation takes here, beside what else is installed
+    `tightrope bench`   time rotations here and compare with installed libraries
 
-    `tightrope info`   what is installed here, and which backend would run
+    `tightrope info`   show versions, usable backends and hardware
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def run() -> int:
-    """Run the command line on `sys.argv`; a wrong option is one line and exit code 2."""
+    """Run the command line on `sys.argv` and return its exit code; a wrong option gives one line and 2."""
     settle_terminal()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started us
+        if stream is None:  # the parent process closed it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character must not end a two-minute run.
+            # A character that the terminal cannot show must not end a long run.
             stream.reconfigure(errors="replace")
     try:
         code = app(prog_name="tightrope", standalone_mode=False)
@@ -96,11 +96,11 @@ def run() -> int:
     except BrokenPipeError:
         return _closed()
     except SystemExit as left:
-        # rich and typer leave with 1 where a pipe is closed, which here would mean a finding.
+        # rich and typer exit with 1 on a closed pipe; here 1 means a finding.
         if isinstance(left.__context__, BrokenPipeError):
             return _closed()
         raise
-    except OSError as error:  # what was to be printed could not be written: a full disk behind `>`
+    except OSError as error:  # for example a full disk behind `>`
         sys.stderr.write(f"Error: the output could not be written: {error.strerror or error}.\n")
         _drop_output()
         return FINDING
@@ -113,9 +113,9 @@ def _closed() -> int:
 
 
 def _drop_output() -> None:
-    """Let what is still buffered go nowhere, so that Python does not fail on it while it ends."""
+    """Discard buffered output, so that Python does not fail on flushing it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a stream that is no file
+        with suppress(OSError):  # a stream without a file descriptor
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

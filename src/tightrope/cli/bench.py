@@ -1,4 +1,4 @@
-"""`tightrope bench`: how long rotations take on this machine, beside what else is installed."""
+"""`tightrope bench`: time rotations on this machine and compare with installed libraries."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from ._console import Ticker, make_console
 from ._interrupt import Interrupt
 from ._mistakes import FINDING, as_mistakes, stop
 
-# Who is compared where nobody is named: all that need no compiler, and the compiled usual expression.
+# The default contenders: all that need no compiler, and the compiled eager expression.
 _AGAINST = "^(eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime|jax jit)$"
 _FLOORS = "^(neg_|clone)$"
 
@@ -27,7 +27,7 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help=f"What to measure: {' or '.join(SUITES)} (half an hour a run)."
+            metavar="NAME", help=f"Cases to measure: {' or '.join(SUITES)} (half an hour per run)."
         ),
     ] = "short",
     only: Annotated[
@@ -41,17 +41,18 @@ def bench(
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Threads of everybody; torch's by default.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Threads of each contender; by default torch's."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=2**20, help="Tokens in place of 2048.")
+        int | None, typer.Option(min=1, max=2**20, help="Tokens, instead of 2048.")
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, max=100, help="How often to measure it all.")] = 1,
+    runs: Annotated[int, typer.Option(min=1, max=100, help="How often to measure everything.")] = 1,
     rounds: Annotated[
-        int, typer.Option(min=1, max=1000, help="Turns of each contender in a run.")
+        int, typer.Option(min=1, max=1000, help="Turns of each contender per run.")
     ] = 9,
     listing: Annotated[
-        bool, typer.Option("--list", help="Name the cases and contenders, measure nothing.")
+        bool, typer.Option("--list", help="List the cases and contenders; measure nothing.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Write the numbers as JSON.")
@@ -64,15 +65,15 @@ def bench(
         bool, typer.Option("--json", help="Print one JSON object; progress on the error stream.")
     ] = False,
 ) -> None:
-    """Time rotations on this machine's processor, as ratios to copying q and k.
+    """Time rotations on this machine's CPU, relative to copying q and k.
 
-    Contenders take turns, call by call, in an order drawn anew each round; medians are compared.
+    Contenders take turns, call by call, in a new random order each round; medians are compared.
 
-    Caches are flushed before each call of a long case. Whoever gives a wrong result is not timed.
+    Caches are flushed before each call of a long case. A contender with wrong results is not timed.
 
-    It takes a few minutes; Ctrl-C stops it early and keeps what there is.
+    Takes a few minutes; Ctrl-C stops early and keeps the results so far.
 
-    Exit codes: 0 measured, 1 a result of this library is wrong, 2 a mistake in the call, 130 stopped.
+    Exit codes: 0 success, 1 a result of this library is wrong, 2 invalid arguments, 130 interrupted.
 
     Examples:
 
@@ -87,10 +88,10 @@ def bench(
     cases = [_sized(case, threads, tokens) for case in SUITES[suite]]
     cases = [case for case in cases if chosen.search(case.name)]
     if not cases:
-        stop(f"--only {only!r} matches no case: --list names them")
+        stop(f"--only {only!r} matches no case; --list shows them.")
     contenders = [one.name for one in CONTENDERS]
     if against is not None and not any(wanted.search(name) for name in contenders):
-        stop(f"--against {against!r} matches no contender: --list names them")
+        stop(f"--against {against!r} matches no contender; --list shows them.")
     console = make_console()
     if listing:
         report.print_list(console, cases, wanted)
@@ -124,7 +125,7 @@ def _regex(option: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        stop(f"{option} {text!r} is no regular expression: {error}.")
+        stop(f"{option} {text!r} is not a valid regular expression: {error}.")
 
 
 def _sized(case: Case, threads: int | None, tokens: int | None) -> Case:
@@ -139,14 +140,14 @@ def _measure_all(
     cases: list[Case], wanted: re.Pattern[str], runs: int, rounds: int, as_json: bool
 ) -> tuple[list[dict[str, Any]], bool]:
     results = []
-    taking = re.compile(f"{_FLOORS}|{wanted.pattern}")
+    included = re.compile(f"{_FLOORS}|{wanted.pattern}")
     with Interrupt() as interrupt, Ticker(make_console(stderr=as_json), "measuring") as ticker:
         for index, case in enumerate(cases):
             if interrupt.requested:
                 break
             ticker.update(index / len(cases), case.name)
             try:
-                results.append(measure(case, CONTENDERS, runs=runs, rounds=rounds, wanted=taking))
+                results.append(measure(case, CONTENDERS, runs=runs, rounds=rounds, wanted=included))
             except RuntimeError as error:
                 stop(str(error), FINDING)
         return results, interrupt.requested

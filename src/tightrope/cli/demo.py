@@ -1,4 +1,4 @@
-"""`tightrope demo`: a transformer trained beside eager rotation, timings, polar attention, a picture."""
+"""`tightrope demo`: train with tightrope and with eager rotation, time both, draw a picture."""
 
 import math
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _WRONG_BASE = 9900.0
 
 
 class Extent(str, Enum):
-    """How much a demo does: `full` is the demo, `tiny` is for the tests."""
+    """Size of the demo: `full`, or `tiny` for the tests."""
 
     FULL = "full"
     TINY = "tiny"
@@ -74,7 +74,7 @@ def demo(
         float | None,
         typer.Option(
             min=0.1,
-            help="Time to train the first two models, and half of it for the second two: 75 by "
+            help="Training time of the first two models; the second two get about half of it. 75 by "
             "default, or as long as --steps takes.",
         ),
     ] = None,
@@ -85,10 +85,11 @@ def demo(
         Extent, typer.Option(hidden=True, help="`tiny` runs every part in seconds, for the tests.")
     ] = Extent.FULL,
 ) -> None:
-    """Train a small transformer beside eager rotation, time rotations, train polar attention beside
-    plain RoPE, draw one picture.
+    """Compare training and speed with eager rotation, and polar attention with plain RoPE attention.
 
-    Under three minutes on two cores; Ctrl-C stops it early and keeps what there is.
+    It trains two pairs of small transformers, times rotations alone, and draws one picture.
+
+    Takes under three minutes on two cores; Ctrl-C stops early and keeps the results so far.
 
     Examples:
 
@@ -230,9 +231,9 @@ def _write(console: Console, results: Results, out: Path) -> None:
         draw(
             picture,
             results,
-            title="tightrope beside eager rotation, and polar attention beside plain RoPE",
+            title="tightrope and eager rotation; polar attention and plain RoPE",
             caption=report.caption(results),
         )
     if results.interrupted:
-        console.print("Stopped by Ctrl-C; this is what there is so far.")
+        console.print("Stopped by Ctrl-C; these are the results so far.")
     console.print(f"picture  {picture}\nnumbers  {numbers}", markup=False, soft_wrap=True)

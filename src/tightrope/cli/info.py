@@ -15,17 +15,15 @@ from ._tables import facts
 def info(
     require: Annotated[
         str | None,
-        typer.Option(
-            metavar="BACKEND", help="Leave with exit code 1 if this backend cannot run here."
-        ),
+        typer.Option(metavar="BACKEND", help="Exit with code 1 if this backend cannot run here."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Show versions, the backends found, why a faster one is missing, and the hardware.
+    """Show versions, usable backends, why a faster one is unavailable, and the hardware.
 
-    Exit codes: 0 looked, 1 the required backend is not usable, 2 a mistake in the call.
+    Exit codes: 0 success, 1 the required backend is not usable, 2 invalid arguments.
 
     Examples:
 
@@ -53,7 +51,7 @@ def _rows(found: Environment) -> list[tuple[str, str]]:
         ("torch", found.torch),
         ("python", f"{found.python} on {found.system}"),
         ("processor", f"{found.processor}, {found.cores} cores"),
-        ("threads", f"{found.threads}, of torch's own pool"),
+        ("threads", f"{found.threads} (torch's own pool)"),
     ]
     if found.instruction_set is None:
         rows.append(("instruction set", "the native library is not loaded"))

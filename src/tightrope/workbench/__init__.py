@@ -1,1 +1,1 @@
-"""What the commands compute, for programs: one package per command, none of which prints."""
+"""The computations behind the commands, for use from Python: one package per command; none prints."""

@@ -1,4 +1,4 @@
-"""What is installed on this machine and which backend would run."""
+"""Versions, backends and hardware of this machine."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions, backends, hardware and the day: what every command and result says of a machine."""
+    """Versions, backends, hardware and date, as commands and results report them."""
 
     date: str
     tightrope: str
     commit: str | None
-    """The commit that the package is imported from; None where that is no checkout of it."""
+    """The commit of the checkout that the package is imported from; None outside a checkout."""
     torch: str
     python: str
     system: str
     backends: dict[str, str | None]
-    """Name of each backend, with the reason why it cannot run here (None: it can)."""
+    """For each backend the reason why it cannot run here, or None if it can."""
     runs: str
-    """The backend that a float32 tensor on the CPU gets."""
+    """The backend for a float32 tensor on the CPU."""
     why_not_faster: str | None
     instruction_set: str | None
     instruction_sets: list[str]
-    """What this processor has that the kernel was built for, best first."""
+    """Instruction sets that the kernel was built for and this processor has, best first."""
     processor: str
     cores: int
-    """How many cores this process may run on."""
+    """Number of cores that this process may run on."""
     threads: int
-    """How many of them torch uses."""
+    """Number of threads that torch uses."""
     gpus: list[str]
     why_no_gpu: str | None
     packages: dict[str, str | None]
-    """Versions of libraries that matter, None where one is not installed."""
+    """Versions of the libraries in `PACKAGES`; None if one is not installed."""
     installed_at: str
 
 
 def read_environment() -> Environment:
-    """Look at this machine; nothing is initialised on a device that is not there."""
+    """Describe this machine, without initialising a device that is absent."""
     runs, why_not_faster = which(torch.empty(1, 1, 1, 64))
     return Environment(
         date=date.today().isoformat(),
@@ -80,7 +80,7 @@ def read_environment() -> Environment:
 
 
 def processor() -> str:
-    """What the processor calls itself."""
+    """Return the model name of the processor."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         text = info.read_text(encoding="utf-8", errors="replace")
@@ -91,14 +91,14 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """How many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _commit() -> str | None:
-    """What git says of the checkout that this file is in, `-dirty` if it was changed."""
+    """Return the commit of the checkout with this file, with `-dirty` appended if it was changed."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""One look for all pictures: colours that the colour-blind tell apart, and quiet axes."""
+"""The common style of all pictures, with colours that colour-blind readers can distinguish."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INK = "#1d2733"
 MUTED = "#66717d"
 GRID = "#e3e7ec"
 
-#: Okabe and Ito's colours, those that also print well on white, darkest first.
+#: Those of Okabe and Ito's colours that print well on white, darkest first.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
     "#0072b2", "#d55e00", "#009e73", "#a0508a", "#e69f00", "#56b4e9",
 )  # fmt: skip
@@ -47,7 +47,7 @@ STYLE: dict[Any, Any] = {
 
 
 def new_figure(width: float, height: float, dpi: int = 200) -> Figure:
-    """An empty figure, in inches, that needs no display."""
+    """Return an empty figure of that size in inches; it needs no display."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.04, hspace=0.05)
     figure = Figure(figsize=(width, height), dpi=dpi, layout=layout)
     FigureCanvasAgg(figure)
@@ -55,7 +55,7 @@ def new_figure(width: float, height: float, dpi: int = 200) -> Figure:
 
 
 def legend_below(axes: Axes, columns: int = 2) -> None:
-    """A legend under the axes, where it covers nothing."""
+    """Place the legend under the axes, where it covers nothing."""
     axes.legend(
         loc="upper left",
         bbox_to_anchor=(-0.02, -0.19),
@@ -67,16 +67,16 @@ def legend_below(axes: Axes, columns: int = 2) -> None:
 
 
 def styled() -> Any:
-    """A context in which figures have this look."""
+    """Return a context in which figures have the common style."""
     return mpl.rc_context(STYLE)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure, in the format that its name ends in: png where it has no ending.
+    """Write a figure in the format of the file name's extension; png without one.
 
     Raises:
-        OSError: a place that cannot be written.
-        ValueError: a format that matplotlib does not have.
+        OSError: the file cannot be written.
+        ValueError: matplotlib does not have the format.
     """
     drawn = io.BytesIO()
     figure.savefig(drawn, format=path.suffix.removeprefix(".") or "png")

@@ -1,8 +1,8 @@
-"""Results that appear under their names whole or not at all.
+"""Atomic output: a file or folder appears under its name complete or not at all.
 
-A result is written in a folder beside its target, whose name says what it is, then flushed to the disk,
-then renamed. A lock in that folder tells a process that is writing from one that was killed: what a
-killed one left is removed by the next that writes to the same target.
+A result is written to a temporary folder beside its target, flushed to the disk, then renamed. A lock
+in that folder distinguishes a process that is writing from one that was killed; the next process that
+writes to the same target removes what a killed one left.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import IO
 
 SUFFIX = ".tightrope-partial"
 _LOCK = "lock"
-# What stands for a stream of this process, even where the stream is a file.
+# Paths of this process's streams, which are written directly even if they are files.
 _STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 _EXCHANGE = 2
 _AT_FDCWD = -100
 
 
 def partial_path(target: Path) -> Path:
-    """The folder in which a result is written before it has its name."""
+    """Return the temporary folder in which a result is written before it is renamed."""
     return target.with_name(f".{target.name}{SUFFIX}")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, or leave what was there. A device or a pipe is written to as it is.
+    """Write a file completely, or leave the old one. Devices and pipes are written to directly.
 
     Raises:
-        OSError: with ``path`` as its file.
+        OSError: with ``path`` as its ``filename``.
     """
     try:
         if str(path).startswith(_STREAMS) or (path.exists() and not path.is_file()):
             path.write_bytes(data)
         else:
-            # A link stays a link: the file that it leads to is replaced.
+            # A link stays a link: its target is replaced.
             with placed_file(Path(os.path.realpath(path)), force=True) as stream:
                 stream.write(data)
     except OSError as error:
@@ -50,7 +50,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def placed_file(target: Path, force: bool) -> Iterator[IO[bytes]]:
-    """A file to write; it gets its name when the block ends well, and goes when it does not."""
+    """Open a temporary file that is renamed to `target` if the block succeeds, else removed."""
     with _partial(target) as temporary, open(temporary, "x+b") as stream:
         yield stream
         stream.flush()
@@ -63,7 +63,7 @@ def placed_file(target: Path, force: bool) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def placed_folder(target: Path, force: bool) -> Iterator[Path]:
-    """A folder to fill; it gets its name when the block ends well, and goes when it does not."""
+    """Make a temporary folder that is renamed to `target` if the block succeeds, else removed."""
     with _partial(target) as temporary:
         temporary.mkdir()
         yield temporary
@@ -89,7 +89,7 @@ def _appeared(target: Path) -> OSError:
 
 @contextlib.contextmanager
 def _partial(target: Path) -> Iterator[Path]:
-    """A path for the result, in a folder that is this process's alone and is removed at the end."""
+    """Yield a path for the result, in a locked folder that is removed at the end."""
     folder = partial_path(target)
     folder.mkdir(exist_ok=True)
     try:
@@ -104,7 +104,7 @@ def _partial(target: Path) -> Iterator[Path]:
                 with contextlib.suppress(OSError):
                     (folder / _LOCK).unlink()
     finally:
-        # It stays where another process has a lock in it.
+        # The folder stays if another process has a lock in it.
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -118,13 +118,11 @@ def _clear(folder: Path) -> None:
 def _lock(stream: IO[bytes]) -> bool:
     try:
         import fcntl
-    except (
-        ImportError
-    ):  # no such locks on this system: two writers of one target are not told apart
+    except ImportError:  # no such locks on this system: two writers of one target may collide
         return True
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A lock on a file that has lost its name meanwhile keeps nobody out.
+        # A lock on a file that was unlinked meanwhile does not exclude other processes.
         return os.fstat(stream.fileno()).st_ino == os.stat(stream.name).st_ino
     except OSError:
         return False
@@ -138,12 +136,12 @@ def _remove(path: Path) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> None:
-    """Replace a folder by another: in one step where the system can, else through a third name."""
+    """Replace a folder by another: atomically if the system can, else through a third name."""
     if sys.platform == "linux":
         rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         names = os.fsencode(temporary), os.fsencode(target)
         if rename is not None and not rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE):
-            return  # what was there has the temporary name now, and is removed under it
+            return  # the old folder now has the temporary name, under which it is removed
     old = target.with_name(f".{target.name}.tightrope-old")
     _remove(old)
     os.rename(target, old)
@@ -152,7 +150,7 @@ def _exchange(temporary: Path, target: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk, where a file system has such a thing."""
+    """Flush a folder's entries to the disk, if the file system supports it."""
     try:
         number = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,8 +1,8 @@
-"""Numbers and texts, written for people."""
+"""Durations and foreign text, formatted for a terminal."""
 
 
 def duration(seconds: float) -> str:
-    """`1.20 s`, `12.3 ms`, `4.56 us`: three digits in the unit that fits."""
+    """Format a time with three digits and a fitting unit: `1.20 s`, `12.3 ms`, `4.56 us`."""
     if seconds >= 1.0:
         unit, value = "s", seconds
     elif seconds >= 1e-3:
@@ -14,5 +14,5 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of files that others made, without what would steer a terminal."""
+    """Replace control characters in text from foreign files, as they could control the terminal."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)

@@ -1,4 +1,4 @@
-"""How long a rotation takes here, beside what memory alone costs and what else is installed.
+"""Benchmarks of rotations against the cost of memory traffic and other installed libraries.
 
     from tightrope.workbench.bench import CONTENDERS, SUITES, measure
 

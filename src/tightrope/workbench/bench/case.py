@@ -1,4 +1,4 @@
-"""What is measured, as data."""
+"""A benchmark case, as data."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Case:
-    """One situation in which queries and keys are rotated.
+    """A rotation of queries and keys to measure: sizes, dtype, positions, prologue f and epilogue P.
 
     Attributes:
         name: unique.
         rows, tokens, q_heads, k_heads, head_dim: sizes.
         dtype: of q and k.
         work: "in place"; "out of place"; "training", which is forward and backward, out of place;
-            or "backward", the backward pass alone, where q and k stand for the gradients it rotates.
+            or "backward", the backward pass alone, where q and k are the gradients that it rotates.
         cold: whether caches are flushed before each call.
-        strided: q and k as transposed views of (batch, seq, heads, dim), as models hand them over;
+        strided: q and k are transposed views of (batch, seq, heads, dim), as models pass them;
             else contiguous (batch, heads, seq, dim).
-        interleaved, rotary_dim: the spec.
+        interleaved, rotary_dim: of the spec.
         positions: "0..n-1", "ids per row", "packed" (sequences in one row) or "M-RoPE" (three
             coordinates, by sections).
-        act: f, by its name in :data:`tightrope.activations.ACTS`; a norm has a weight for q and one
-            for k.
-        gate: P: "exp", a factor for each head and channel, or "slope", one that follows the position.
+        act: prologue f, by its name in :data:`tightrope.activations.ACTS`; a norm has a weight for q
+            and one for k.
+        gate: epilogue P: "exp", a factor per head and channel, or "slope", which also depends on the
+            position.
         compiled: whether torch.compile of the rotation and of its definition takes part.
-        threads: of every contender; 0 for as many as torch uses.
-        device: where q and k live: "cpu" or "cuda".
+        threads: number of threads of every contender; 0 for torch's.
+        device: of q and k: "cpu" or "cuda".
         neighbours: whether q and k are scaled before and after the rotation, for a compiler to fuse.
-        graph: whether a GPU replays the calls from a CUDA graph: its time without the host's.
+        graph: whether a CUDA graph replays the calls, which excludes the host's time.
     """
 
     name: str
@@ -54,19 +55,19 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """The number of elements of q and k together."""
+        """Number of elements of q and k together."""
         return self.rows * self.tokens * (self.q_heads + self.k_heads) * self.head_dim
 
     @property
     def moved(self) -> int:
-        """The bytes that must be read and written: each input once, each result once."""
+        """Bytes that must be read and written: each input once, each result once."""
         each = {"float64": 8, "float32": 4}.get(self.dtype, 2)
         passes = 2 if self.work != "training" else 4 if self.act is None else 5
         return passes * self.elements * each
 
 
 def in_both(case: Case) -> list[Case]:
-    """A case in float32 and in bfloat16."""
+    """Return a case in float32 and in bfloat16."""
     return [
         replace(case, name=f"{case.name}, {short}", dtype=dtype)
         for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"))

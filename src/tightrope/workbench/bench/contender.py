@@ -1,4 +1,4 @@
-"""What a contender is, and what several of them need: the spec, the angles, forward and backward."""
+"""The `Contender` type, and helpers for contenders: spec, angles, forward and backward calls."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Made(NamedTuple):
     """A contender ready to be timed.
 
     Attributes:
-        call: what is timed.
+        call: the function to time.
         result: rotated q and k of a first call, followed in training by the gradients of q and of k;
-            None for floors, which rotate nothing.
+            None for floors, which do not rotate.
     """
 
     call: Call
@@ -35,13 +35,13 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody to measure.
+    """An implementation to measure.
 
     Attributes:
         name: unique.
-        why_not: why it cannot take part in a case; None if it can.
-        make: from a case, its q, k and ids to something to time.
-        own_threads: whether it computes on threads of its own, not on torch's.
+        why_not: returns why it cannot take part in a case; None if it can.
+        make: prepares the timed call from a case and its q, k and ids.
+        own_threads: whether it computes on its own threads, not on torch's.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Contender:
 
 
 def spec_of(case: Case) -> RopeSpec:
-    """The rotation of a case."""
+    """Return the spec of a case."""
     axes = None
     if case.positions == "M-RoPE":
         pairs = (case.rotary_dim or case.head_dim) // 2
@@ -66,7 +66,7 @@ def spec_of(case: Case) -> RopeSpec:
 
 
 def positions_of(case: Case, ids: torch.Tensor) -> PositionsLike:
-    """The positions of a case.
+    """Return the positions of a case.
 
     Args:
         ids: ``(rows, tokens)``, or ``(axes, rows, tokens)`` for M-RoPE.
@@ -77,7 +77,7 @@ def positions_of(case: Case, ids: torch.Tensor) -> PositionsLike:
 
 
 def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
-    """Angles in float64, from plain frequencies: ``[…, tokens, pairs]``."""
+    """Return angles in radians, float64 ``[…, tokens, pairs]``, from unscaled frequencies."""
     spec = spec_of(case)
     where = ids[..., None].double()
     if spec.axes is not None:
@@ -86,7 +86,7 @@ def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
 
 
 def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
-    """cos and sin of a case as model files have them, in the dtype of x, the pairs duplicated."""
+    """Return cos and sin as model files make them: in the dtype of x, with the pairs duplicated."""
     angle = angles_of(case, ids.unsqueeze(-2))
     if case.interleaved:
         angle = angle.repeat_interleave(2, -1)
@@ -96,14 +96,14 @@ def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
 
 
 def cotangents(q: torch.Tensor, k: torch.Tensor) -> Pair:
-    """Random gradients of the rotated q and k, laid out as these; the same for every contender."""
+    """Return random gradients of the rotated q and k, with their strides; equal for all contenders."""
     generator = torch.Generator(q.device).manual_seed(2)
     y, z = (torch.empty_like(x).normal_(generator=generator) for x in (q.detach(), k.detach()))
     return y, z
 
 
 def between(case: Case, rotate: Rotate) -> Rotate:
-    """A rotation with the neighbours that a case gives it; without any, the rotation itself."""
+    """Return the rotation between its neighbouring operations, if the case has them."""
     if not case.neighbours:
         return rotate
 
@@ -117,7 +117,7 @@ def between(case: Case, rotate: Rotate) -> Rotate:
 def _training(
     rotate: Rotate, q: torch.Tensor, k: torch.Tensor, learned: Sequence[torch.Tensor]
 ) -> Made:
-    """Forward and backward. The leaves' gradients are handed over and dropped, not accumulated."""
+    """Time forward and backward. The gradients of the leaves are returned, not accumulated."""
     grads = cotangents(q, k)
     a, b = q.detach().requires_grad_(), k.detach().requires_grad_()
     for parameter in learned:
@@ -127,7 +127,7 @@ def _training(
         torch.autograd.grad(rotate(a, b), (a, b, *learned), grads)
 
     y, z = rotate(a, b)
-    # Some kernels write into the gradients that they are given.
+    # Some kernels overwrite the gradients that they are given.
     found = torch.autograd.grad((y, z), (a, b, *learned), [grad.clone() for grad in grads])
     return Made(call, (y.detach(), z.detach(), *found[:2]))
 
@@ -139,19 +139,19 @@ def functional(
     k: torch.Tensor,
     learned: Sequence[torch.Tensor] = (),
 ) -> Made:
-    """Something out of place to time: forward alone, or with its backward.
+    """Prepare an out-of-place rotation: forward alone, or with its backward in training.
 
     Args:
-        learned: what besides q and k has a gradient in training.
+        learned: tensors besides q and k that require gradients in training.
     """
     if case.work == "training":
         return _training(rotate, q, k, learned)
 
-    # Nothing here requires grad, so nobody's call has to enter no_grad: that is 2 us.
+    # Nothing here requires grad, so no call has to enter no_grad, which takes 2 us.
     return Made(lambda: rotate(q, k), rotate(q, k))
 
 
 def missing(module: str) -> str | None:
-    """Why a module cannot be imported; None if it is there."""
+    """Return why a module cannot be imported; None if it can."""
     found = importlib.util.find_spec(module.partition(".")[0])
     return None if found else f"{module.partition('.')[0]} is not installed"

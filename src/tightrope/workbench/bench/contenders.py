@@ -1,8 +1,8 @@
-"""Who is measured: this library, what memory alone costs, what model files do, and peers.
+"""The contenders: this library, memory floors, the eager code of model files, and other libraries.
 
-A contender is made for a case from its own copies of q and k. It gives a call to time, and the rotated
-q and k of one call, which the gate compares with the definition in float64. Each may be absent, and
-says why.
+A contender is made for a case from its own copies of q and k. It returns a call to time, and the rotated
+q and k of one call, which are compared with the definition in float64. A contender that does not apply
+to a case gives the reason.
 """
 
 from __future__ import annotations
@@ -41,47 +41,47 @@ def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) 
         return _ours_compiled(case, q, k, ids)
     rope = spec_of(case).at(positions_of(case, ids), device=q.device)
     tensors = factors.tensors_of(case)
-    outer = factors.arguments(case, tensors)
+    f_and_p = factors.arguments(case, tensors)
     if case.work == "backward":
         # The backward pass of a rotation is the rotation of the gradients by the opposite angles.
-        outer["inverse"] = True
+        f_and_p["inverse"] = True
     if case.work != "in place":
-        return functional(lambda q, k: rotate_qk(q, k, rope, **outer), case, q, k, tensors)
+        return functional(lambda q, k: rotate_qk(q, k, rope, **f_and_p), case, q, k, tensors)
     result = q.clone(), k.clone()
-    rotate_qk_(*result, rope, **outer)
-    return Made(lambda: rotate_qk_(q, k, rope, **outer), result)
+    rotate_qk_(*result, rope, **f_and_p)
+    return Made(lambda: rotate_qk_(q, k, rope, **f_and_p), result)
 
 
 def _no_plain(case: Case) -> str | None:
-    return "the positions are plain" if case.positions == "0..n-1" else None
+    return "the positions are 0..n-1" if case.positions == "0..n-1" else None
 
 
 def _plain(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """The same tensors at 0..n-1: what the positions of the case cost beside them."""
+    """Rotate the same tensors at 0..n-1, to show the cost of the case's positions."""
     made = _tightrope(replace(case, positions="0..n-1"), q, k, ids)
     return Made(made.call, None)
 
 
-def _no_outer(case: Case) -> str | None:
-    return "the case is the rotation alone" if factors.is_alone(case) else None
+def _no_rotation(case: Case) -> str | None:
+    return "the case has neither f nor P" if factors.is_alone(case) else None
 
 
 def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """The same tensors without f and P: what these cost beside it."""
+    """Rotate the same tensors without f and P, to show the cost of these."""
     made = _tightrope(replace(case, act=None, gate=None), q, k, ids)
     return Made(made.call, None)
 
 
 def _no_compiled(case: Case) -> str | None:
     if case.work == "backward":
-        return "it is compiled with its backward, in training"
-    return None if case.compiled else "not a case about compiling"
+        return "training cases cover its backward pass"
+    return None if case.compiled else "the case does not measure compilation"
 
 
 def _ours_compiled(
     case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor, backend: str | None = None
 ) -> Made:
-    """Our function inside a compiled one: the operator, or the definition for Inductor to fuse."""
+    """Compile our function: the operator, or the definition for Inductor to fuse."""
     rope = spec_of(case).at(positions_of(case, ids), device=q.device)
     tensors = factors.tensors_of(case)
 
@@ -92,7 +92,7 @@ def _ours_compiled(
     return functional(compiled, case, q, k, tensors)
 
 
-# ---- floors: what memory alone costs --------------------------------------------------------------
+# ---- floors: memory traffic alone -----------------------------------------------------------------
 
 
 def _neg(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
@@ -110,7 +110,7 @@ def _copy(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Ma
     return Made(lambda: (a.copy_(q), b.copy_(k)), None)
 
 
-# ---- eager: what model files do -------------------------------------------------------------------
+# ---- eager: the code of model files ---------------------------------------------------------------
 
 
 def _turned_half(x: torch.Tensor) -> torch.Tensor:
@@ -124,9 +124,9 @@ def _turned_neighbours(x: torch.Tensor) -> torch.Tensor:
 
 def _no_eager(case: Case) -> str | None:
     if case.work == "backward":
-        return "autograd runs its backward, in training"
+        return "training cases cover its backward pass"
     known = case.act in (None, "rms_norm", *factors.FUNCTIONS)
-    return None if known else f"nobody writes {case.act} before a rotation"
+    return None if known else f"eager code has no {case.act} before a rotation"
 
 
 def _eager_function(
@@ -163,7 +163,7 @@ def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -
 
 def _no_transformers(case: Case) -> str | None:
     if case.interleaved or case.rotary_dim is not None:
-        return "its function rotates halves of the whole head"
+        return "its function rotates whole heads, in the half pairing"
     return factors.alone(case) or missing("transformers")
 
 
@@ -181,7 +181,7 @@ def _transformers(
 
 def _no_rotary_embedding_torch(case: Case) -> str | None:
     if not case.interleaved or case.positions != "0..n-1":
-        return "it rotates neighbours, at 0..n-1"
+        return "it rotates interleaved pairs, at 0..n-1"
     return factors.alone(case) or missing("rotary_embedding_torch")
 
 
@@ -202,7 +202,7 @@ CONTENDERS = (
     Contender("clone", lambda case: "in place" if case.work == "in place" else None, _clone),
     Contender("copy_", lambda case: None if case.work == "out of place" else case.work, _copy),
     Contender("0..n-1", _no_plain, _plain),
-    Contender("rotation", _no_outer, _rotation),
+    Contender("rotation", _no_rotation, _rotation),
     Contender("tightrope, compiled", _no_compiled, _ours_compiled),
     Contender(
         "definition, compiled",

@@ -1,4 +1,4 @@
-"""f and P of a case: the tensors that they carry, for us, and as a composition of torch's functions."""
+"""Prologue f and epilogue P of a case: their tensors, our arguments, and a composition in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .case import Case
 
 EPS = 1e-6
 
-#: What model files call, by the name of the act.
+#: The functions that model files call, by the name of the act.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "silu": torch.nn.functional.silu,
@@ -23,21 +23,21 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def is_alone(case: Case) -> bool:
-    """Whether a case is about the rotation alone."""
+    """Return whether a case has neither f nor P."""
     return case.act is None and case.gate is None
 
 
 def alone(case: Case) -> str | None:
-    """Why a function that rotates, and does no more, cannot take part; None if it can."""
+    """Return why a function without f and P cannot take part; None if it can."""
     if case.work == "backward":
-        return "it is measured forward, and forward with backward"
+        return "it is measured in forward and in training cases"
     if case.neighbours:
-        return "it is measured without neighbours"
+        return "it is measured without neighbouring operations"
     return None if is_alone(case) else "it has neither f nor P"
 
 
 def tensors_of(case: Case) -> list[torch.Tensor]:
-    """The weights of a norm, then what gates are made of; of q and of k each, in the dtype of a case."""
+    """Return the weights of a norm, then the tensors of gates; one for q and one for k of each."""
     generator = torch.Generator().manual_seed(1)
     dtype = getattr(torch, case.dtype)
 
@@ -49,7 +49,7 @@ def tensors_of(case: Case) -> list[torch.Tensor]:
         found += [1 + 0.1 * noise(case.head_dim) for _ in range(2)]
     heads = (case.q_heads, case.k_heads)
     if case.gate == "exp":
-        # Calls in place follow one another, and their factors multiply.
+        # The factors of successive calls in place multiply: keep them near 1.
         found += [0.01 * noise(count, case.head_dim) for count in heads]
     elif case.gate == "slope":
         found += [noise(count, case.head_dim).abs() * (-0.1 / case.tokens) for count in heads]
@@ -57,10 +57,10 @@ def tensors_of(case: Case) -> list[torch.Tensor]:
 
 
 def arguments(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """`act` and `gate` of our functions.
+    """Return `act` and `gate` of our functions.
 
     Args:
-        tensors: as of :func:`tensors_of`.
+        tensors: see :func:`tensors_of`.
     """
     if is_alone(case):
         return {}
@@ -76,10 +76,10 @@ def arguments(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 def before(
     case: Case, tensors: Sequence[torch.Tensor], which: int, x: torch.Tensor
 ) -> torch.Tensor:
-    """f of x, out of torch's functions.
+    """Return f(x), composed of torch's functions.
 
     Args:
-        tensors: as of :func:`tensors_of`.
+        tensors: see :func:`tensors_of`.
         which: 0 for q, 1 for k.
     """
     if case.act == "rms_norm":
@@ -90,7 +90,7 @@ def before(
 def after(
     case: Case, tensors: Sequence[torch.Tensor], which: int, ids: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """P times x, out of torch's functions; arguments as of :func:`before`.
+    """Return P times x, composed of torch's functions; for other arguments see :func:`before`.
 
     Args:
         ids: ``(rows, tokens)``.
@@ -100,5 +100,5 @@ def after(
     log = tensors[-2 + which]
     if case.gate == "exp":
         return x * log.exp()[:, None]
-    # A position has more digits than a 16-bit type.
+    # A 16-bit type cannot represent large positions.
     return x * (log.float()[:, None] * ids[:, None, :, None]).exp().to(x.dtype)

@@ -1,4 +1,4 @@
-"""One case measured: every contender made, its result checked, and all of them timed in turns."""
+"""Measurement of one case: make every contender, check its result, time all of them in turns."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from . import factors, method
 from .case import Case
 from .contender import Contender, Made, between, cotangents, spec_of
 
-#: How far an element may be off, as a share of the largest channel of its head. Others hold their
-#: tables in the dtype of x and round several times: eager bfloat16 is off by up to 2^-5 after a
+#: Largest error of an element, as a share of the largest channel of its head. Other libraries hold
+#: their tables in the dtype of x and round several times: eager bfloat16 is off by up to 2^-5 after a
 #: softmax and its backward. Some compute their angles in float32.
-GATE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-4, "float16": 2.0**-7}
+TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-4, "float16": 2.0**-7}
 
 #: The same for this library, which rounds once.
-OWN_GATE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+OWN_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
-#: Elements that are compared at a time, in float64, and those whose right values are kept.
+#: Elements compared at a time, in float64; size of the largest case whose expected values are kept.
 AT_A_TIME, KEPT = 2**24, 2**26
 
 _NAMES = ("q", "k", "the gradient of q", "the gradient of k")
 
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and ids of a case."""
+    """Return q, k and position ids of a case."""
     generator = torch.Generator(case.device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
 
@@ -44,7 +44,7 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
     ids = torch.arange(case.tokens, device=case.device).expand(case.rows, -1)
     if case.positions == "ids per row":
-        # As in decoding: each row has a past of its own.
+        # As in decoding: each row continues its own sequence.
         past = 1000 + 17 * torch.arange(case.rows, device=case.device)
         ids = (ids + past[:, None]).contiguous()
     elif case.positions == "packed":
@@ -55,18 +55,18 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 class WrongError(RuntimeError):
-    """A contender computes something else."""
+    """The result of a contender is wrong."""
 
 
 class Part(NamedTuple):
-    """The right results of some tokens, in float64."""
+    """The expected results of some tokens, in float64."""
 
     tokens: slice
     results: tuple[torch.Tensor, ...]
 
 
-class Right:
-    """What a case must give, by the definition in float64, some tokens at a time."""
+class Expected:
+    """The expected results of a case, by the definition in float64, some tokens at a time."""
 
     def __init__(self, case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> None:
         self._case, self._ids = case, ids
@@ -94,31 +94,34 @@ def expected(
     ids: torch.Tensor,
     grads: Iterable[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Rotated q and k by the definition in float64.
+    """Rotate q and k by the definition in float64.
 
     Args:
-        grads: of the rotated q and k; where they are given, those of q and k follow the results.
+        grads: gradients of the rotated q and k; if given, the gradients of q and k are returned after
+            the results.
     """
     where = positions.multi_axis(ids) if ids.dim() == 3 else ids
-    outer = factors.arguments(case, [one.double() for one in factors.tensors_of(case)])
-    outer["inverse"] = case.work == "backward"
+    f_and_p = factors.arguments(case, [one.double() for one in factors.tensors_of(case)])
+    f_and_p["inverse"] = case.work == "backward"
     spec = spec_of(case)
     given = [grad.double() for grad in grads]
     a, b = (x.detach().double().requires_grad_(bool(given)) for x in (q, k))
-    rotate = between(case, lambda q, k: rotate_qk(q, k, spec, where, backend="reference", **outer))
+    rotate = between(
+        case, lambda q, k: rotate_qk(q, k, spec, where, backend="reference", **f_and_p)
+    )
     y, z = rotate(a, b)
     found = torch.autograd.grad((y, z), (a, b), given) if given else ()
     return (y.detach(), z.detach(), *found)
 
 
-def gate(
-    case: Case, made: Made, right: Iterable[Part], near: dict[str, float] = GATE
+def mismatch(
+    case: Case, made: Made, right: Iterable[Part], tolerance: dict[str, float] = TOLERANCE
 ) -> str | None:
-    """Why a contender's result is wrong, or None. Each element is compared.
+    """Compare each element of a contender's result; return why it is wrong, or None.
 
     Args:
-        right: a :class:`Right`, or its parts.
-        near: how far an element may be off, by the dtype of the case.
+        right: an :class:`Expected`, or its parts.
+        tolerance: largest error of an element, by the dtype of the case.
     """
     if made.result is None:
         return None
@@ -131,7 +134,7 @@ def gate(
             compared += want.numel()
             largest = want.abs().amax(-1, keepdim=True).clamp(min=1e-30)
             off = (part.double() - want).abs() / largest
-            bad = ~(off <= near[case.dtype])  # so that NaN is wrong
+            bad = ~(off <= tolerance[case.dtype])  # true for NaN
             if not bad.any():
                 continue
             wrong += int(bad.sum())
@@ -160,23 +163,23 @@ def check(
     ids: torch.Tensor,
     right: Iterable[Part],
 ) -> Made:
-    """A contender ready to be timed.
+    """Make a contender and check its result.
 
     Raises:
-        WrongError: its result is wrong. Whatever `make` raises is raised here as well.
+        WrongError: its result is wrong. Exceptions of `make` are not caught.
     """
     if q.device.type != "cpu":
         _poison(q, k)
     made = contender.make(case, q, k, ids)
     ours = contender.name == "tightrope" and not case.neighbours
-    reason = gate(case, made, right, OWN_GATE if ours else GATE)
+    reason = mismatch(case, made, right, OWN_TOLERANCE if ours else TOLERANCE)
     if reason is not None:
         raise WrongError(reason)
     return made
 
 
 def _poison(*xs: torch.Tensor) -> None:
-    """Fill memory that the allocator hands out next, which may hold the right results of another."""
+    """Overwrite freed memory, which may hold the right results of an earlier contender, with NaN."""
     for spoilt in [torch.empty_like(x) for _ in range(2) for x in xs]:
         spoilt.fill_(float("nan"))
 
@@ -189,16 +192,17 @@ def measure(
     rounds: int,
     wanted: re.Pattern[str],
 ) -> dict[str, Any]:
-    """Time all contenders of a case, on the device that it names.
+    """Time all contenders of a case on its device.
 
     Args:
-        contenders: the first is this library; ratios are those of its time to the others'.
+        contenders: the first is this library; ratios are its time over the others'.
         runs: how often everything is measured.
         rounds: turns of each contender in a run.
-        wanted: who takes part, by a search in its name; the first always does.
+        wanted: contenders whose name it matches take part; the first always does.
 
     Returns:
-        The case; by name the seconds of each run and the sorted ratios; who was absent, and why.
+        The case; by contender the seconds of each run and the sorted ratios; for each absent contender
+        the reason.
 
     Raises:
         RuntimeError: this library's own result is wrong.
@@ -208,7 +212,7 @@ def measure(
     case = replace(case, threads=case.threads or threads)
     torch.set_num_threads(case.threads)
     if "torch._dynamo" in sys.modules:
-        # What was compiled for other cases counts against the number of recompilations.
+        # Compilations for other cases count towards torch's limit of recompilations.
         torch._dynamo.reset()
     try:
         return _measure(case, ours, others, runs, rounds, wanted)
@@ -225,30 +229,30 @@ def _measure(
     wanted: re.Pattern[str],
 ) -> dict[str, Any]:
     q, k, ids = inputs(case)
-    right = Right(case, q, k, ids)
+    right = Expected(case, q, k, ids)
     graphed = case.graph and case.device != "cpu"
     calls: dict[str, method.Call] = {}
     absent: dict[str, str] = {}
-    # Copies keep the strides; each contender has its own, as some change theirs.
+    # Each contender has its own copies, with the same strides, as some change them.
     own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def take(contender: Contender) -> None:
+    def admit(contender: Contender) -> None:
         xs = q.clone(), k.clone()
         call = check(contender, case, *xs, ids, right).call
         calls[contender.name] = method.captured(call) if graphed else call
         own[contender.name] = xs
 
     try:
-        take(ours)
+        admit(ours)
     except WrongError as error:
         raise RuntimeError(
             f"[measure] {ours.name} must be right in {case.name} but {error}."
         ) from None
     for contender in others:
-        asked = wanted.search(contender.name) is not None
-        reason = contender.why_not(case) if asked else "not asked for"
+        selected = wanted.search(contender.name) is not None
+        reason = contender.why_not(case) if selected else "not selected"
         if reason is None:
-            reason = _attempt(partial(take, contender))
+            reason = _attempt(partial(admit, contender))
         if reason is not None:
             absent[contender.name] = reason
     rng = random.Random(0)
@@ -278,10 +282,10 @@ def _restore(own: Iterable[torch.Tensor], originals: Iterable[torch.Tensor]) -> 
         x.copy_(original)
 
 
-def _attempt(take: method.Call) -> str | None:
-    """Why a contender cannot take part, or None: others' failures end nobody's measurement."""
+def _attempt(admit: method.Call) -> str | None:
+    """Return why a contender cannot take part, or None; its failure does not end the measurement."""
     try:
-        take()
+        admit()
     except WrongError as error:
         return str(error)
     except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:

@@ -1,22 +1,22 @@
-"""How things are timed here, and why so.
+"""The timing method of all benchmarks, and its reasons.
 
-A shared machine changes its speed by a factor of two within minutes, so a time says little and a
-difference between two times taken minutes apart says nothing. Therefore:
+The speed of a shared machine changes by a factor of two within minutes. A single time is therefore
+unreliable, and times taken minutes apart cannot be compared. Hence:
 
-* contenders of one case take turns, call by call, in an order drawn anew each round;
+* contenders of one case take turns, call by call, in a new random order each round;
 * a case reports medians, and ratios of medians taken in the same rounds;
-* `cold` flushes the caches before each call by touching 128 MB; `warm` calls follow one another;
-* threads spin for a while after their work, on cores that the next contender needs: where some
-  contender brings threads of its own, every turn waits until all of them sleep, before the one call
-  of `cold`, whose time then includes waking them, or before the calls that warm up for `warm`;
-* a run is repeated, and the range of each ratio over the runs is given with it;
-* f and P change numbers more with every call in place, and numbers near zero or infinity have times of
-  their own: in such cases everybody's tensors are made new before each turn, outside of its time;
-* a contender whose result is wrong is not timed (see `gate`);
-* on a GPU a turn lies between two of its own events. `cold` overwrites 512 MB before each call: that
-  empties the cache, and meanwhile the host gets ahead, so that its time does not count. `warm` calls
-  follow one another as a program makes them, and the slower of host and GPU sets their time. Where a
-  case says so, a CUDA graph replays them, and the host plays no part.
+* `cold` cases flush the caches before each call by touching 128 MB; `warm` calls follow one another;
+* threads spin for a while after their work, on cores that the next contender needs. If a contender has
+  its own threads, every turn waits until all threads sleep: before the single call of a `cold` turn,
+  whose time then includes waking them, or before the warm-up calls of a `warm` turn;
+* runs are repeated, and each ratio is given with its range over the runs;
+* f and P change the values further with every call in place, and values near zero or infinity can take
+  longer: such cases restore every contender's tensors before each turn, outside the timed part;
+* a contender whose result is wrong is not timed (see `measure.mismatch`);
+* on a GPU a turn is timed by two events. `cold` overwrites 512 MB before each call: this empties the
+  cache, and the host runs ahead meanwhile, so that its time does not count. `warm` calls follow one
+  another as in a program, so that the slower of host and GPU determines their time. Cases with `graph`
+  replay the calls from a CUDA graph, without the host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _flushing(device: str) -> torch.Tensor:
 
 
 def flush(device: str = "cpu") -> None:
-    """Drop q and k from the caches."""
+    """Evict q and k from the caches."""
     _flushing(device).add_(1)
 
 
@@ -48,18 +48,18 @@ def flush(device: str = "cpu") -> None:
 REST_SECONDS = 0.04
 WAKE_SECONDS = 0.005
 
-# Calls of one turn at most; fewer where they change their numbers more and more.
+# Most calls per turn; fewer if successive calls in place change the values more and more.
 BATCH, BATCH_RENEWED = 200, 10
 
-# What one turn takes at least, if that many calls are enough.
+# Least duration of a turn, if that many calls suffice.
 TURN_SECONDS = {"cpu": 2e-4, "cuda": 2e-3}
 
-#: Calls in one CUDA graph.
+#: Number of calls in one CUDA graph.
 GRAPHED = 20
 
 
 def captured(call: Call, count: int = GRAPHED) -> Call:
-    """A CUDA graph of so many calls, as one call. A first call must have compiled what it runs."""
+    """Capture `count` calls in a CUDA graph; return its replay. Kernels must be compiled before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -73,7 +73,7 @@ def captured(call: Call, count: int = GRAPHED) -> Call:
 
 
 def _seconds(call: Call, count: int, device: str) -> float:
-    """How long so many calls take, by the clock, or between two events of a GPU."""
+    """Time `count` calls by the clock, or between two events of a GPU."""
     if device == "cpu":
         before = time.perf_counter()
         for _ in range(count):
@@ -91,7 +91,7 @@ def _seconds(call: Call, count: int, device: str) -> float:
 def _rest() -> None:
     """Wait until the threads of earlier calls sleep.
 
-    Busy, for a virtual core that has been idle may take milliseconds to come back.
+    This is a busy wait, because an idle virtual core may take milliseconds to resume.
     """
     end = time.perf_counter() + REST_SECONDS
     while time.perf_counter() < end:
@@ -99,7 +99,7 @@ def _rest() -> None:
 
 
 def _warm_up(call: Call, rest: bool) -> None:
-    """Call once or, after a rest, until the threads are awake."""
+    """Call once; after a rest, call until the threads are awake."""
     if rest:
         _rest()
     end = time.perf_counter() + WAKE_SECONDS
@@ -109,7 +109,7 @@ def _warm_up(call: Call, rest: bool) -> None:
 
 
 def _warm_batch(call: Call, most: int, device: str) -> int:
-    """How many calls to time together, so that a timing is far above the clock's own cost."""
+    """Return how many calls to time together, so that the clock's own cost is negligible."""
     once = _seconds(call, 1, device)
     return max(1, min(most, int(TURN_SECONDS[device] / max(once, 1e-9))))
 
@@ -125,17 +125,17 @@ def medians(
     device: str = "cpu",
     each: int = 1,
 ) -> dict[str, float]:
-    """Median seconds per call of each contender.
+    """Return the median seconds per call of each contender.
 
     Args:
         calls: the contenders, by name.
         cold: whether to flush the caches before each call.
-        rounds: how often each contender has its turn.
-        rng: draws the order of each round.
-        rest: whether each turn waits until the threads of the one before sleep.
-        renew: what to do before a contender's turn, outside of its time.
+        rounds: number of turns of each contender.
+        rng: generates the order of each round.
+        rest: whether each turn waits until the threads of the previous one sleep.
+        renew: functions to call before a contender's turn, outside the timed part.
         device: "cpu" or "cuda": where the calls run.
-        each: how many calls of a contender one call here stands for.
+        each: number of a contender's calls in one call here, as in a CUDA graph.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     batch = {}

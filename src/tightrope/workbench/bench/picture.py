@@ -1,4 +1,4 @@
-"""The picture of a benchmark: how many copies' time each contender takes, case by case."""
+"""The picture of a benchmark: each contender's time relative to a copy, case by case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from ..figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
 
-#: What memory alone costs, by what a case does: each byte read and written once.
+#: The contenders that show the cost of memory traffic: each byte read and written once.
 FLOORS = ("neg_", "clone")
 
 _OTHERS = (*COLOURS[1:], INK, MUTED)
@@ -19,10 +19,10 @@ _MARKERS = "s^Dv<>P"
 
 
 def copies(result: Mapping[str, Any], name: str) -> float | None:
-    """A contender's time in a case, in that of touching every byte once; None if it was absent.
+    """Return a contender's time relative to a copy; None if it was absent.
 
     Args:
-        result: as :func:`tightrope.workbench.bench.measure` returns it.
+        result: see :func:`tightrope.workbench.bench.measure`.
     """
     seconds: Mapping[str, Sequence[float]] = result["seconds"]
     floor = next((seconds[each] for each in FLOORS if each in seconds), None)
@@ -35,15 +35,15 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
     """Draw measured cases: one row each, one mark per contender.
 
     Raises:
-        OSError: a place that cannot be written.
-        ValueError: a format that matplotlib does not have.
+        OSError: the file cannot be written.
+        ValueError: matplotlib does not have the format.
     """
     names = [name for name in _present(results) if name not in FLOORS]
     with styled():
         figure = new_figure(8.6, 0.36 * len(results) + 1.9)
         axes = figure.add_subplot()
         figure.suptitle(
-            "Rotating q and k, in the time of a copy of them", x=0.01, ha="left", fontweight="bold"
+            "Time to rotate q and k, relative to copying them", x=0.01, ha="left", fontweight="bold"
         )
         axes.set_title(caption, x=0.0, fontsize=8, fontweight="normal", color=MUTED)
         for place, name in reversed(list(enumerate(names))):
@@ -66,7 +66,7 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-        axes.set_xlabel("time, in copies (log scale; 1 is what memory alone costs)")
+        axes.set_xlabel("time / time of a copy (log scale; 1 = memory traffic alone)")
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(
             handles[::-1], labels[::-1], loc="outside lower left", ncols=4, columnspacing=1.2,
@@ -76,7 +76,7 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
 
 
 def _present(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Everybody who took part, in the order of the first case that they were in."""
+    """Return the names of all contenders that took part, in order of appearance."""
     found: dict[str, None] = {}
     for result in results:
         found.update(dict.fromkeys(result["seconds"]))

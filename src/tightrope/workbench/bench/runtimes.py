@@ -1,8 +1,8 @@
-"""Other runtimes: ONNX Runtime's operator, and jax.
+"""Contenders from other runtimes: ONNX Runtime's operator, and jax.
 
-They take no strides, yet neither layout needs a copy: both can be told that the heads come after the
-tokens. So a strided case hands over the (batch, seq, heads, dim) that its views show, and they work on
-the very memory of q and k. Handing over is done once, before the call: in their favour.
+They do not take strides, but neither layout needs a copy, as both accept tensors with the heads after
+the tokens. A strided case passes the underlying (batch, seq, heads, dim) tensor, so both work on the
+memory of q and k. Tensors are passed once, outside the timed call, which favours these contenders.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from .factors import alone
 
 
 def _laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:
-    """The contiguous tensor that x is a view of, or that view of it."""
+    """Return the contiguous tensor of which x is a transposed view, or the view of such a tensor."""
     return x.transpose(1, 2) if case.strided else x
 
 
 def no_onnxruntime(case: Case) -> str | None:
-    """Why ONNX Runtime cannot take part in a case; None if it can."""
+    """Return why ONNX Runtime cannot take part in a case; None if it can."""
     if case.device != "cpu":
         return "it is measured on the CPU"
     if case.work in ("training", "backward"):
         return "it has no backward"
     if case.positions == "M-RoPE":
-        return "a position is one row of its tables"
+        return "its operator takes positions of one axis"
     if case.dtype not in ("float32", "float16"):
-        # Nor does com.microsoft, which has the operator that came before the standard one.
+        # Nor does the older operator in the domain com.microsoft.
         return f"its operator does not take {case.dtype} on the CPU"
     return alone(case) or missing("onnxruntime") or missing("onnx")
 
 
 def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """The operator of ONNX, with its tensors bound where that is what a case asks for."""
+    """Prepare the ONNX operator, with tensors bound to its inputs and outputs."""
     import onnxruntime
     from onnx import TensorProto, helper
 
-    def handed_over(x: torch.Tensor) -> torch.Tensor:
-        # Where the heads come last, the operator wants them flat, and their number as an attribute.
+    def as_passed(x: torch.Tensor) -> torch.Tensor:
+        # With the heads last, the operator takes them flattened, and their number as an attribute.
         return _laid_out(case, x).flatten(2) if case.strided else x
 
     angle = angles_of(case, torch.arange(int(ids.max()) + 1))
     inputs = {
-        "q": handed_over(q),
-        "k": handed_over(k),
+        "q": as_passed(q),
+        "k": as_passed(k),
         "cos": angle.cos().to(q.dtype),
         "sin": angle.sin().to(q.dtype),
         "ids": ids.contiguous(),
     }
-    # Also where the work is in place: the operator does not say that it may write where it reads.
+    # Even for work in place: the operator is not documented to support it.
     y, z = torch.empty_like(q), torch.empty_like(k)
-    outputs = {"y": handed_over(y), "z": handed_over(z)}
+    outputs = {"y": as_passed(y), "z": as_passed(z)}
     types = {
         torch.float32: TensorProto.FLOAT,
         torch.float16: TensorProto.FLOAT16,
@@ -97,10 +97,10 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
 
     def call() -> object:
         session.run_with_iobinding(binding)
-        return inputs, outputs  # the binding has their addresses only, so they are kept here
+        return inputs, outputs  # keeps them alive: the binding has only their addresses
 
     def call_out_of_place() -> object:
-        # The others take new memory for their results then, which can cost more than the rotation.
+        # The others allocate their results here, which can cost more than the rotation.
         new = {name: torch.empty_like(x) for name, x in outputs.items()}
         bind_outputs(new)
         session.run_with_iobinding(binding)
@@ -111,17 +111,17 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
 
 
 def no_jax(case: Case) -> str | None:
-    """Why jax cannot take part in a case; None if it can."""
+    """Return why jax cannot take part in a case; None if it can."""
     if case.device != "cpu" or case.work == "backward":
-        return "it is measured on the CPU, forward, and forward with backward"
+        return "it is measured on the CPU, in forward and in training cases"
     if case.threads not in (0, cores()):
-        fixed = f"the number of its threads is fixed when it starts: here {cores()}"
+        fixed = f"its number of threads is fixed when it starts: here {cores()}"
         return missing("jax") or fixed
     return missing("jax")
 
 
 def jax_jit(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """The usual expression in jax, compiled ahead."""
+    """Prepare the usual expression in jax, compiled ahead of time."""
     import jax
     import jax.numpy as jnp
 
@@ -143,7 +143,7 @@ def jax_jit(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> 
 
     def train(q: Any, k: Any, cos: Any, sin: Any, *grads: Any) -> Any:
         rotated, backward = jax.vjp(lambda q, k: rotate(q, k, cos, sin), q, k)
-        # What is not returned is not computed, and a model needs the rotated q and k as well.
+        # jax drops results that are not returned, and a model needs the rotated q and k as well.
         return *rotated, *backward(grads)
 
     tensors = [q, k, *tables_of(case, ids, q.dtype)]
@@ -153,11 +153,11 @@ def jax_jit(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> 
         function = train
     tensors = [_laid_out(case, x).contiguous() for x in tensors]
 
-    # Compiled ahead, float64 need only be allowed here, and stays as it is for the process.
+    # Compiled ahead of time, float64 is enabled only here and not for the whole process.
     with jax.enable_x64(True):
         arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
-        # Nothing is donated, whatever the work: a donated array is gone after one call, and a copy
-        # for the next would cost more than the memory that is saved.
+        # Inputs are not donated: a donated array is invalid after one call, and a copy for the next
+        # would cost more than the memory that is saved.
         compiled = jax.jit(function).lower(*arrays).compile()
 
     def call() -> Any:

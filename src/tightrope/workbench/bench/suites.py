@@ -1,4 +1,4 @@
-"""What is measured, as data. `tightrope bench --suite NAME` runs one suite."""
+"""The suites of benchmark cases. `tightrope bench --suite NAME` runs one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _in_both(cases: Iterable[Case]) -> tuple[Case, ...]:
     return tuple(each for case in cases for each in in_both(case))
 
 
-#: What users measure: the calls of a model, of the size of Llama 3 8B's attention.
+#: For users: the calls of a model, with the sizes of Llama 3 8B's attention.
 SHORT = _in_both(
     (
         Case("prefill 2048, in place"),
@@ -60,7 +60,7 @@ _ROTATION = _in_both(
     )
 )
 
-# What f and P cost beside the rotation alone, and against the same composed of torch's functions.
+# The cost of f and P: compared with the rotation alone, and with torch's functions in sequence.
 _F_AND_P: dict[str, dict[str, Any]] = {
     **{act: {"act": act} for act in ("relu", "silu", "rms_norm", "gelu", "softmax")},
     "exp gate": {"gate": "exp"},
@@ -76,7 +76,7 @@ _WITH = _in_both(
     )
 )
 
-#: What the README shows, and what is compared from change to change.
+#: For the README, and for comparing the library before and after a change.
 FULL = (
     *_ROTATION,
     *_WITH,

@@ -1,4 +1,4 @@
-"""What `tightrope demo` computes: models trained side by side, timed rotations, and one picture.
+"""The computations of `tightrope demo`: training side by side, timings, and one picture.
 
 The model and its training are `examples/train_bytes.py`; rotations are timed by
 :mod:`tightrope.workbench.bench`.

@@ -24,10 +24,10 @@ _PLAIN = "#c8553d"
 
 
 def draw(path: Path, results: Results, *, title: str, caption: str) -> None:
-    """Write the picture of a demo; the panel of a part that was not reached says so.
+    """Draw the results of a demo; parts that were not reached leave a note in their panel.
 
     Raises:
-        OSError: a place that cannot be written.
+        OSError: the file cannot be written.
     """
     race, contest = results.race, results.contest
     with styled():
@@ -59,7 +59,7 @@ def _losses(axes: Axes, race: Race, entropy: float) -> None:
     axes.legend(loc="lower left")
 
     inset = axes.inset_axes((0.45, 0.66, 0.54, 0.3))
-    # A difference of exactly zero has no place on a log axis: it is drawn at the floor.
+    # A log axis cannot show a difference of zero: draw it at the floor.
     floor = 1e-8
     inset.semilogy(
         steps, [max(value, floor) for value in race.differences], color=INK, lw=0.9, marker=marker
@@ -130,7 +130,7 @@ def _contest(axes: Axes, contest: Contest) -> None:
     if race.steps == 0:
         _not_reached(axes)
         return
-    # Single losses scatter by more than the curves are apart: running means are drawn on top.
+    # Single losses scatter by more than the curves differ, so running means are drawn on top.
     width = max(1, race.steps // 40)
     middles = [1 + min(at + (width - 1) / 2, race.steps - 1) for at in range(0, race.steps, width)]
     marker = "o" if len(middles) == 1 else None
@@ -152,7 +152,7 @@ def _contest(axes: Axes, contest: Contest) -> None:
 
 
 def _half_distances(axes: Axes, contest: Contest) -> None:
-    axes.set_title("What the gates learned")
+    axes.set_title("Half distances that the gates learned")
     if contest.race.steps == 0:
         _not_reached(axes)
         return
@@ -165,8 +165,8 @@ def _half_distances(axes: Axes, contest: Contest) -> None:
     )
     axes.margins(y=0.15)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("pair, fastest first (a point per head and layer)")
-    axes.set_ylabel("bytes over which its part of a score halves")
+    axes.set_xlabel("pair, fastest first (one point per head and layer)")
+    axes.set_ylabel("half distance of its score contribution (bytes)")
     axes.legend(loc="lower right")
 
 
@@ -185,7 +185,7 @@ def _by_position(axes: Axes, contest: Contest) -> None:
     axes.text(
         context / 2, 0.97, "training", transform=axes.get_xaxis_transform(), ha="center", va="top"
     )
-    axes.set(xlabel="where the byte stands in its window", ylabel="nats per byte, other files")
+    axes.set(xlabel="position of the byte in its window", ylabel="nats per byte, other files")
     axes.set_xlim(0, TIMES_LONGER * context)
     axes.set_xticks(range(0, TIMES_LONGER * context + 1, context))
     axes.legend(loc="best")

@@ -1,4 +1,4 @@
-"""Polar attention beside plain RoPE, both also read at several times their training length."""
+"""Polar attention and plain RoPE attention, also evaluated beyond their training length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...nn import KVCache, PolarRoPEAttention
 from .race import Race, Run, Stop, prepare
 
 PEAK_RATE = 3e-3
-"""Three times that of the first part: the models are a fifth of the size."""
+"""Three times the rate of the first part, as these models have a fifth of the size."""
 
 TIMES_LONGER = 4
 _WINDOWS, _BATCH = 384, 16
@@ -26,8 +26,8 @@ _WINDOWS, _BATCH = 384, 16
 class PolarAttention(nn.Module):
     """Polar attention as the demo's model calls it; without gates it is plain RoPE attention.
 
-    Gates are exp(γ), and exp(−rate · p) on queries against exp(rate · p) on keys, one γ and one rate
-    for each pair: what a pair adds to a score shrinks by exp(−rate) with each token of distance.
+    The gates are exp(γ), and exp(−rate · p) on queries with exp(rate · p) on keys, with one γ and one
+    rate per pair: a pair's contribution to a score shrinks by exp(−rate) per token of distance.
     """
 
     def __init__(self, size: Size, *, gated: bool) -> None:
@@ -55,28 +55,28 @@ def _first_rate(size: Size) -> float:
 
 @dataclass
 class Contest:
-    """Both models, and how well each reads windows that are longer than those it was trained on."""
+    """Both models, and their losses on windows longer than those of training."""
 
     size: Size
     race: Race
     by_position: dict[str, list[float]] = field(default_factory=dict)
-    """Mean nats of each byte of the long windows; empty where it was not reached."""
+    """Mean loss in nats at each position of the long windows; empty if not reached."""
 
     @property
     def parameters(self) -> int:
-        """Of the larger one, which has the gates."""
+        """Number of parameters of the larger model, the one with gates."""
         return max(sum(w.numel() for w in run.model.parameters()) for run in self.race.runs)
 
     def last_loss(self, run: Run) -> float:
-        """The mean of the last tenth of the training losses, as single ones scatter."""
+        """Return the mean of the last tenth of the training losses, as single losses scatter."""
         return fmean(run.losses[-max(1, self.race.steps // 10) :])
 
     def stretches(self, name: str) -> list[float]:
-        """Mean nats per byte over each stretch as long as the training windows."""
+        """Return the mean nats per byte in each stretch of the training length."""
         return means(self.by_position.get(name, []), self.size.context)
 
     def past_length(self, name: str) -> float | None:
-        """How many nats more a byte costs past the length of training than within it."""
+        """Return how many more nats a byte costs beyond the training length than within it."""
         within, *past = self.stretches(name) or [0.0]
         return fmean(past) - within if past else None
 
@@ -87,8 +87,10 @@ class Contest:
 
     @property
     def half_distances(self) -> list[list[float]]:
-        """Tokens of distance over which what a pair adds to a score halves: one list per pair, of
-        all heads of all layers."""
+        """Distances in tokens over which a pair's contribution to a score halves.
+
+        One list per pair, with the values of all heads of all layers.
+        """
         every = [
             module.log_rate.detach()
             for run in self.race.runs
@@ -100,7 +102,7 @@ class Contest:
 
 
 def set_up(size: Size, seed: int) -> Contest:
-    """Both models with the same weights; the one has gates besides."""
+    """Build both models with the same weights; one has gates in addition."""
     makers = {
         "polar": partial(PolarAttention, gated=True),
         "plain RoPE": partial(PolarAttention, gated=False),
@@ -110,7 +112,7 @@ def set_up(size: Size, seed: int) -> Contest:
 
 @torch.no_grad()
 def read_longer(contest: Contest, text: Text, stop: Stop) -> None:
-    """Set the loss at each place of windows that are several times as long as those of training."""
+    """Evaluate both models on windows of several times the training length; set `by_position`."""
     length = TIMES_LONGER * contest.size.context
     count = min(_WINDOWS, text.validation.numel() // length)
     windows = even_windows(text.validation, count, length + 1)
@@ -126,5 +128,5 @@ def read_longer(contest: Contest, text: Text, stop: Stop) -> None:
 
 
 def means(losses: Sequence[float], size: int) -> list[float]:
-    """Means of so many neighbours each."""
+    """Return the means of successive groups of `size` losses."""
     return [fmean(losses[at : at + size]) for at in range(0, len(losses), size)]

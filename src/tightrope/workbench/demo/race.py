@@ -1,4 +1,4 @@
-"""One model trained twice, step by step side by side, with two attentions."""
+"""Training of one model with two attentions, step by step side by side."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Race:
 
     @property
     def steps(self) -> int:
-        """How many steps both have taken."""
+        """Number of steps taken."""
         return len(self.rates)
 
     @property
@@ -97,12 +97,12 @@ def train(
 ) -> None:
     """Train both models until the limit.
 
-    The learning rate follows the share done, so it ends low whichever limit ends the training.
+    The learning rate follows the fraction done, so it ends low whichever limit is reached first.
 
     Args:
-        limit: how many steps and how many seconds at most; None for no such limit.
-        stop: asked before each step whether to end early.
-        report: called with the share done before each step.
+        limit: the largest number of steps and of seconds; None for no limit.
+        stop: called before each step; True ends the training early.
+        report: called before each step with the fraction done.
         alike: whether both models have the same parameters, so that their gradients can be compared.
     """
     size = race.runs[0].model.size
@@ -118,7 +118,7 @@ def train(
             break
         windows = random_windows(text.train, size.batch, size.context + 1, generator)
         rate = peak_rate * schedule(done)
-        # The two take turns in going first: the second finds the batch in the cache.
+        # The models alternate in going first, as the second finds the batch in the cache.
         for run in race.runs if race.steps % 2 == 0 else reversed(race.runs):
             run.step(windows, rate)
         race.rates.append(rate)
@@ -129,9 +129,9 @@ def train(
 def wrong_rotation_difference(
     size: Size, right: MakeAttention, wrong: MakeAttention, text: Text, seed: int
 ) -> float:
-    """How far a wrong rotation moves the gradients of the first step.
+    """Return how much a wrong rotation changes the gradients of the first step.
 
-    This is the scale for `Race.first_gradient_difference`.
+    It is the scale for `Race.first_gradient_difference`.
     """
     race = prepare(size, {"right": right, "wrong": wrong}, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -142,7 +142,7 @@ def wrong_rotation_difference(
 
 
 def validate_both(race: Race, text: Text, stop: Stop) -> None:
-    """Set the validation loss of each run, unless asked to stop."""
+    """Set the validation loss of each run, until `stop()` returns True."""
     for run in race.runs:
         if not stop():
             run.validation = validate(run.model, text.validation)

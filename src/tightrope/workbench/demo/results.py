@@ -1,4 +1,4 @@
-"""Everything that one demo found, and how it is written as JSON."""
+"""The results of one demo, and their JSON form."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .sample import Sample
 
 @dataclasses.dataclass
 class Results:
-    """Everything that a demo compares and finds; parts that were not reached stay empty.
+    """The settings and results of a demo; parts that were not reached stay empty.
 
     Attributes:
-        wrong_gradient_difference: the difference of gradients for a base that is 1 % too low.
-        in_model: the rotation of one layer of the trained model, forward and backward.
+        wrong_gradient_difference: relative difference of the gradients with a base 1 % too low.
+        in_model: times of the rotation of one layer of the trained model, forward and backward.
     """
 
     seed: int
@@ -51,7 +51,7 @@ class Results:
 
     @property
     def rotation_shares(self) -> tuple[float, float] | None:
-        """Share of a step that rotation takes, with tightrope and eager; None if unsteady."""
+        """Rotation's share of a step, with tightrope and with eager; None if the times are unsteady."""
         steps = [run.median_step for run in self.race.runs]
         if self.in_model is None or not is_steady(self.in_model) or None in steps:
             return None
@@ -143,6 +143,6 @@ def _contest(contest: Contest) -> dict[str, Any]:
 
 
 def byte_entropy(text: torch.Tensor) -> float:
-    """Nats per byte for a model that knows only how frequent each byte is."""
+    """Return the loss in nats per byte of a model that knows only byte frequencies."""
     shares = torch.bincount(text.long(), minlength=256).double() / text.numel()
     return float(torch.special.entr(shares).sum())

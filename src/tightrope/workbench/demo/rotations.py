@@ -1,4 +1,4 @@
-"""The rotations of the demo, timed as `tightrope bench` times them."""
+"""The rotations of the demo, timed with the method of `tightrope bench`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ...examples.train_bytes import Attention, Size
 from ..bench import CONTENDERS, Case, in_both, measure
 
 Timing = dict[str, Any]
-"""What :func:`tightrope.workbench.bench.measure` returns for a case."""
+"""Result of :func:`tightrope.workbench.bench.measure` for a case."""
 
-#: Runs of each case: their spread tells whether other processes had the cores.
+#: Runs of each case; their spread shows whether other processes used the cores.
 RUNS = 3
-# Above this ratio between the slowest and the fastest run, times mean nothing.
+# With a larger ratio between the slowest and the fastest run, the times are unreliable.
 _QUIET = 1.5
 _WANTED = re.compile("^(neg_|clone|eager)$")
 _FLOORS = ("neg_", "clone")
 
 
 class EagerAttention(Attention):
-    """The example's attention, rotated as model files do: float32 tables and `rotate_half`."""
+    """The example's attention with the rotation of model files: float32 tables and `rotate_half`."""
 
     def rotate(self, q: Tensor, k: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """See :meth:`Attention.rotate`."""
@@ -42,7 +42,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def cases(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> list[Case]:
-    """A long prompt and the decoding of one token, in float32 and bfloat16."""
+    """Return the cases: a long prompt and decoding one token, in float32 and bfloat16."""
 
     works = ("in place", "out of place", "training")
     prompt = Case(
@@ -56,7 +56,7 @@ def cases(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> list[Case]:
 
 
 def case_in_model(size: Size) -> Case:
-    """The rotation of one layer of the example's model, forward and backward."""
+    """Return the case of one layer of the example's model, forward and backward."""
     return Case(
         "one layer of the model", rows=size.batch, tokens=size.context, q_heads=size.heads,
         k_heads=size.heads, head_dim=size.head_dim, work="training", cold=False,
@@ -65,17 +65,17 @@ def case_in_model(size: Size) -> Case:
 
 
 def time_case(case: Case, rounds: int) -> Timing:
-    """Time tightrope, the eager expression and the cost of memory alone."""
+    """Time tightrope, the eager expression and memory traffic alone."""
     return measure(case, CONTENDERS, runs=RUNS, rounds=rounds, wanted=_WANTED)
 
 
 def seconds(timing: Timing, name: str) -> float:
-    """Median seconds of "tightrope", "eager" or "floor": `neg_` in place, else `clone`."""
+    """Return the median seconds of "tightrope", "eager" or "floor" (`neg_` in place, else `clone`)."""
     taken = timing["seconds"]
     found = name if name != "floor" else next(each for each in _FLOORS if each in taken)
     return float(median(taken[found]))
 
 
 def is_steady(timing: Timing) -> bool:
-    """Whether the runs agree, so that the machine was quiet."""
+    """Return whether the runs agree, which they do on a quiet machine."""
     return all(max(runs) <= _QUIET * min(runs) for runs in timing["seconds"].values())
