@@ -254,7 +254,7 @@ def test_frequencies_are_never_made_up(model: Model) -> None:
     if inner.get("model_type") in constant or vision:
         assert read(config, **model.options) == model.wanted
         return
-    with pytest.raises(ValueError, match=r"must say how fast|must say .*(rope_theta|base_freq)"):
+    with pytest.raises(ValueError, match=r"must give the base|must give .*(rope_theta|base_freq)"):
         read(config, **model.options)
 
 
@@ -283,43 +283,43 @@ MEGATRON = {
 WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     "two bases": (
         {**LLAMA, "rope_parameters": {"rope_theta": 10000.0}}, {}, ValueError,
-        "[from_config] base must be said once but got rope_parameters.rope_theta = 10000.0 and "
+        "[from_config] base must be given once but got rope_parameters.rope_theta = 10000.0 and "
         "rope_theta = 500000.0.",
     ),
     "two fractions": (
         {**LLAMA, "partial_rotary_factor": 0.5, "rotary_pct": 0.25}, {}, ValueError,
-        "[from_config] rotary_dim must be said once but got partial_rotary_factor = 0.5 of 128 = 64 "
+        "[from_config] rotary_dim must be given once but got partial_rotary_factor = 0.5 of 128 = 64 "
         "and rotary_pct = 0.25 of 128 = 32.",
     ),
     "a fraction and a width": (
         {**LLAMA, "partial_rotary_factor": 0.5, "rotary_dim": 32}, {}, ValueError,
-        "[from_config] rotary_dim must be said once but got rotary_dim = 32 and "
+        "[from_config] rotary_dim must be given once but got rotary_dim = 32 and "
         "partial_rotary_factor = 0.5 of 128 = 64.",
     ),
     "two widths": (
         {**LLAMA, "head_dim": 128, "head_size": 64}, {}, ValueError,
-        "[from_config] head_dim must be said once but got head_dim = 128 and head_size = 64.",
+        "[from_config] head_dim must be given once but got head_dim = 128 and head_size = 64.",
     ),
     "two kinds of scaling": (
         {**LLAMA, "rope_scaling": {**YARN, "type": "linear"}}, {}, ValueError,
-        "[from_config] the kind of scaling must be said once but got rope_scaling.rope_type = 'yarn' "
+        "[from_config] the kind of scaling must be given once but got rope_scaling.rope_type = 'yarn' "
         "and rope_scaling.type = 'linear'.",
     ),
     "two sections": (
         {**LLAMA, "rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}}, {}, ValueError,
-        "[from_config] factor must be said once but got rope_scaling.factor = 4.0 and "
+        "[from_config] factor must be given once but got rope_scaling.factor = 4.0 and "
         "rope_parameters.factor = 8.0.",
     ),
     "two original lengths": (
         {**LLAMA, "rope_scaling": YARN, "original_max_position_embeddings": 4096}, {}, ValueError,
-        "[from_config] original_max_position must be said once but got "
+        "[from_config] original_max_position must be given once but got "
         "rope_scaling.original_max_position_embeddings = 8192 and original_max_position_embeddings = "
         "4096.",
     ),
     "two factors on the channels": (
         {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1.5, "attn_factor": 2}}, {},
         ValueError,
-        "[from_config] attention_factor must be said once but got attention_factor = 1.5 and "
+        "[from_config] attention_factor must be given once but got attention_factor = 1.5 and "
         "rope_scaling.attn_factor = 2.",
     ),
     "a key that is not the rule's": (
@@ -364,12 +364,12 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a rule without its parameters": (
         {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {}, ValueError,
-        "[from_config] scaling by 'llama3' must say low_freq_factor, high_freq_factor, "
-        "original_max_position_embeddings but says only factor, rope_type.",
+        "[from_config] scaling by 'llama3' must have low_freq_factor, high_freq_factor, "
+        "original_max_position_embeddings but has only factor, rope_type.",
     ),
     "no factor": (
         {**LLAMA, "rope_scaling": {"rope_type": "linear"}}, {}, ValueError,
-        "[from_config] scaling by 'linear' must say factor but says only rope_type.",
+        "[from_config] scaling by 'linear' must have factor but has only rope_type.",
     ),
     "a section that is a number": (
         {**LLAMA, "rope_scaling": 4.0}, {}, TypeError,
@@ -385,19 +385,19 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a part that is not said": (
         {**LLAMA, "model_type": "phi"}, {}, ValueError,
-        "[from_config] model_type 'phi' rotates a part of each head, so the config must say one of "
+        "[from_config] model_type 'phi' rotates a part of each head, so the config must give one of "
         "partial_rotary_factor, rotary_pct, rope_pct, rotary_percent, rotary_emb_fraction, "
         "rotary_dim.",
     ),
     "a head that is not said": (
         {**LLAMA, "model_type": "gemma"}, {}, ValueError,
         "[from_config] model_type 'gemma' has heads of another width than hidden size / heads, so the "
-        "config must say head_dim.",
+        "config must give head_dim.",
     ),
     "no width": (
         {"model_type": "llama", "rope_theta": 1e4, "hidden_size": 64}, {}, ValueError,
-        "[from_config] the width of a head must be known, by one of head_dim, kv_channels, head_size, "
-        "or by hidden_size and num_attention_heads, but the config has only the keys hidden_size, "
+        "[from_config] the config must give the width of a head, by one of head_dim, kv_channels, "
+        "head_size, or by hidden_size and num_attention_heads, but has only the keys hidden_size, "
         "model_type, rope_theta.",
     ),
     "a width that does not divide": (
@@ -406,24 +406,24 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "an unknown family": (
         {**LLAMA, "model_type": "zebra"}, {}, ValueError,
-        "[from_config] the config must say how channels are paired, and model_type 'zebra' is not in "
+        "[from_config] the config must give the pairing of channels, as model_type 'zebra' is not in "
         "the table of families; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
-        "as in Llama, or interleaved=True if neighbours are, as in GPT-J.",
+        "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "no family": (
         {k: v for k, v in LLAMA.items() if k != "model_type"}, {}, ValueError,
-        "[from_config] the config must say how channels are paired, and a config without model_type is "
+        "[from_config] the config must give the pairing of channels, as a config without model_type is "
         "not in the table of families; pass interleaved=False if channel i is paired with i + "
-        "rotary_dim / 2, as in Llama, or interleaved=True if neighbours are, as in GPT-J.",
+        "rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "a pairing that is not the family's": (
         {**LLAMA, "rope_interleaved": True}, {}, ValueError,
-        "[from_config] interleaved must be said once but got rope_interleaved for True and model_type "
+        "[from_config] interleaved must be given once but got rope_interleaved for True and model_type "
         "'llama' for False; pass interleaved=True if the key is right.",
     ),
     "two pairings": (
         {**VLLM, "rope_interleaved": True}, {}, ValueError,
-        "[from_config] interleaved must be said once but got rope_interleaved = True and "
+        "[from_config] interleaved must be given once but got rope_interleaved = True and "
         "is_neox_style = False.",
     ),
     "a pairing that is no bool": (
@@ -434,19 +434,19 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         LLAMA, {"interleaved": 1}, TypeError,
         "[from_config] interleaved must be a bool or None but got 1.",
     ),
-    "latent attention, half said": (
+    "latent attention, one key missing": (
         {**LLAMA, "model_type": "deepseek_v3", "qk_rope_head_dim": 64}, {}, ValueError,
-        "[from_config] latent attention must say qk_nope_head_dim and qk_rope_head_dim but the config "
-        "says qk_rope_head_dim.",
+        "[from_config] latent attention must have qk_nope_head_dim and qk_rope_head_dim but the config "
+        "has qk_rope_head_dim.",
     ),
-    "latent attention, not said": (
+    "latent attention, both keys missing": (
         {**LLAMA, "model_type": "deepseek_v2"}, {}, ValueError,
-        "[from_config] latent attention must say qk_nope_head_dim and qk_rope_head_dim but the config "
-        "says neither.",
+        "[from_config] latent attention must have qk_nope_head_dim and qk_rope_head_dim but the config "
+        "has neither.",
     ),
     "latent attention of another width": (
         {**LLAMA, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "head_dim": 100}, {}, ValueError,
-        "[from_config] head_dim must be said once but got head_dim = 100 and qk_nope_head_dim + "
+        "[from_config] head_dim must be given once but got head_dim = 100 and qk_nope_head_dim + "
         "qk_rope_head_dim = 192.",
     ),
     "no sections": (
@@ -455,7 +455,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
             "qwen2vl.attention.head_count": 12, "qwen2vl.rope.freq_base": 1000000.0,
         }, {}, ValueError,
         "[from_config] GGUF architecture 'qwen2vl' has positions of three coordinates, so the config "
-        "must say mrope_section.",
+        "must give mrope_section.",
     ),
     "sections that the family weaves otherwise": (
         {**QWEN2_VL, "mrope_interleaved": True}, {}, ValueError,
@@ -515,16 +515,16 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "GGUF without frequencies": (
         {k: v for k, v in GGUF.items() if not k.endswith("freq_base")}, {}, ValueError,
-        "[from_config] the config must say how fast channels turn, by one of rope_theta, "
+        "[from_config] the config must give the base of the frequencies, by one of rope_theta, "
         "rotary_emb_base, rotary_base, rope_base, but has only the keys general.architecture, "
         "qwen2.attention.head_count, qwen2.context_length, qwen2.embedding_length.",
     ),
     "GGUF of an unknown architecture": (
         {k.replace("qwen2", "zebra"): v.replace("qwen2", "zebra") if isinstance(v, str) else v
          for k, v in GGUF.items()}, {}, ValueError,
-        "[from_config] the config must say how channels are paired, and GGUF architecture 'zebra' is "
+        "[from_config] the config must give the pairing of channels, as GGUF architecture 'zebra' is "
         "not in the table of families; pass interleaved=False if channel i is paired with i + "
-        "rotary_dim / 2, as in Llama, or interleaved=True if neighbours are, as in GPT-J.",
+        "rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "GGUF with an unknown key": (
         {**GGUF, "qwen2.rope.magic": 1}, {}, ValueError,
@@ -533,14 +533,14 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "GGUF that says the factor twice": (
         {**GGUF, "qwen2.rope.scaling.factor": 2.0, "qwen2.rope.scale_linear": 4.0}, {}, ValueError,
-        "[from_config] factor must be said once but got qwen2.rope.scaling.factor = 2.0 and "
+        "[from_config] factor must be given once but got qwen2.rope.scaling.factor = 2.0 and "
         "qwen2.rope.scale_linear = 4.0.",
     ),
     "Megatron without a pairing": (
         {k: v for k, v in MEGATRON.items() if k != "rotary_interleaved"}, {}, ValueError,
-        "[from_config] the config must say how channels are paired, and Megatron's arguments is not in "
+        "[from_config] the config must give the pairing of channels, as Megatron's arguments is not in "
         "the table of families; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
-        "as in Llama, or interleaved=True if neighbours are, as in GPT-J.",
+        "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "Megatron with two scalings": (
         {**MEGATRON, "use_rope_scaling": True, "rope_scaling_factor": 8.0,
@@ -662,7 +662,7 @@ def test_yarn_and_dynamic_begin_at_the_length_of_the_context() -> None:
     rows = provenance({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2.0}}).rows
     sources = {row.field: row.source for row in rows}
     assert sources["scaling.original_max_position"] == (
-        "max_position_embeddings, as nothing else says where scaling begins"
+        "max_position_embeddings, as no key gives the original length"
     )
 
 
@@ -670,7 +670,7 @@ def test_a_null_factor_is_the_ratio_of_the_lengths() -> None:
     section = {"type": "yarn", "factor": None, "original_max_position_embeddings": 4096}
     assert scaling(section) == YaRN(2, 4096)
     del section["factor"]
-    with pytest.raises(ValueError, match="must say factor but says only"):
+    with pytest.raises(ValueError, match="must have factor but has only"):
         scaling(section)
 
 
@@ -740,7 +740,7 @@ def test_a_new_rule_is_read_without_a_change_here() -> None:
 
     try:
         assert scaling({"rope_type": "doubled", "how_often": 3}) == Doubled(3)
-        with pytest.raises(ValueError, match="scaling by 'doubled' must say how_often/times but"):
+        with pytest.raises(ValueError, match="scaling by 'doubled' must have how_often/times but"):
             scaling({"rope_type": "doubled"})
         with pytest.raises(ValueError, match=r"known but got rope_scaling\.factor"):
             scaling({"rope_type": "doubled", "times": 3, "factor": 2})
@@ -780,7 +780,7 @@ def test_gguf_longrope() -> None:
         "phi3.rope.freq_base": 10000.0, "phi3.rope.scaling.original_context_length": 4096,
         "phi3.rope.scaling.attn_factor": 1.19, "phi3.rope.scaling.type": "longrope",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="'longrope' must say short_factor, long_factor but"):
+    with pytest.raises(ValueError, match="'longrope' must have short_factor, long_factor but"):
         read(phi)
     tensors = {
         "rope_factors_short.weight": (1.0,) * 48, "rope_factors_long.weight": (2.0,) * 48,
@@ -839,8 +839,8 @@ def test_provenance_names_the_users_own_keys() -> None:
         "(llama.cpp: llama_model_rope_type)",
         "scaling                        'YaRN'     qwen2.rope.scaling.type = 'yarn'",
         "scaling.factor                 4.0        qwen2.rope.scaling.factor",
-        "scaling.original_max_position  32768      qwen2.context_length, as nothing else says where "
-        "scaling begins",
+        "scaling.original_max_position  32768      qwen2.context_length, as no key gives the "
+        "original length",
         "axes                           None       one coordinate per position",
     ]
 

@@ -135,7 +135,7 @@ def test_an_object_that_contradicts_itself_is_refused() -> None:
     config = dict(next(model.config for model in MODELS if model.origin == CONTRADICTS_ITSELF))
     made = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     text = (
-        "[from_config] base must be said once but got rope_parameters.rope_theta = 10000.0 and "
+        "[from_config] base must be given once but got rope_parameters.rope_theta = 10000.0 and "
         "attn_config.rope_theta = 500000."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
@@ -260,10 +260,10 @@ def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
     [
         (
             "glm4v_text",
-            "rotates a part of each head, so the config must say one of partial_rotary_factor",
+            "rotates a part of each head, so the config must give one of partial_rotary_factor",
         ),
         ("glm4_moe", "hidden_size must be a multiple of num_attention_heads but got 4096 and 96"),
-        ("clvp_encoder", "the config must say how fast channels turn, by one of rope_theta"),
+        ("clvp_encoder", "the config must give the base of the frequencies, by one of rope_theta"),
         ("granitemoehybrid", "has RoPE only if position_embedding_type says so"),
     ],
 )

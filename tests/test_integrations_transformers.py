@@ -490,7 +490,7 @@ def test_report_reads_well(llama: Any) -> None:
     assert entry.module == "transformers.models.llama.modeling_llama"
     assert entry.name == "apply_rotary_pos_emb"
     assert entry.replaced
-    assert "half pairs" in str(entry.recognised)
+    assert "rotate_half on all channels" in str(entry.recognised)
     assert str(report).splitlines()[0] == "1 replaced, 0 left"
     assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"
     assert len(report) == len(report.replaced) == 1

@@ -383,7 +383,7 @@ def test_loaded_models_are_served(mode: str, dtype: torch.dtype, tmp_path: Path)
     assert model.dtype == dtype
     entry = entry_of(report, "LlamaRotaryEmbedding")
     assert entry.replaced
-    assert entry.recognised == "tables of RopeSpec(head_dim=16), cat, float32"
+    assert entry.recognised == "cos/sin of RopeSpec(head_dim=16), full width, float32"
     assert "LlamaRotaryEmbedding" not in [entry.name for entry in report.left]
     assert_exact(model.model.rotary_emb, dtype)
     with torch.no_grad():
@@ -537,7 +537,7 @@ def test_a_method_that_reads_its_object_is_left() -> None:
     report = patch(model)
     assert [e.replaced for e in report] == [False, True], str(report)
     assert report.left[0].reason == (
-        "it does not run on tensors of any usual shape, on an object without attributes of its own"
+        "it does not run on tensors of any usual shape, on an object without instance attributes"
     )
     for each, expected in zip(model, want, strict=True):
         assert_outputs(each.apply_rotary(x, angle.cos(), angle.sin()), expected)

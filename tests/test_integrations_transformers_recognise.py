@@ -278,15 +278,15 @@ def text(q: Any, cos: Any, sin: Any) -> str:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda x: x, "are not those of a rotation by given tables"),
-        (any_number, "are not those of a rotation by given tables"),
+        (lambda x: x, "are not those of a rotation by given cos/sin"),
+        (any_number, "are not those of a rotation by given cos/sin"),
         (never, "does not run"),
-        (text, "agrees with no candidate"),
+        (text, "matches no known rotation"),
         (with_a_wrong_gradient, "gradients"),
-        (with_noise, "two results"),
+        (with_noise, "different results"),
         (in_place, "writes to its arguments"),
         (half_precision_results, "dtype"),
-        (with_a_clamp, "on plain probes but not on others"),
+        (with_a_clamp, "on some inputs but not on all"),
     ],
 )
 def test_reasons(function: Function, reason: str) -> None:
