@@ -1,4 +1,4 @@
-"""Other people's configurations: real ones read as a person would, wrong ones refused, no silent default."""
+"""Test `from_config`: real configurations give the expected spec, wrong ones an error, never a silent default."""
 
 import argparse
 import copy
@@ -111,8 +111,8 @@ def test_both_forms_of_transformers_read_alike(model: Model) -> None:
 
 # --- no silent default ----------------------------------------------------------------------------
 
-# Key -> what its absence means in the files of that time; so dropping it gives another, sound model.
-# The last word of a path; "family:key" where only one family has it.
+# Key -> the default that its absence means in such files; dropping it gives another valid model.
+# The last part of a path; "family:key" for a key of one family.
 ABSENCE: dict[str, str] = {
     "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
     "rope_parameters": "as rope_scaling, where the base stands outside",
@@ -152,7 +152,7 @@ def paths(config: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[t
 
 
 def changed(config: Mapping[str, Any], path: tuple[str, ...], name: str | None) -> dict[str, Any]:
-    """A copy in which one key is gone, or has another name."""
+    """Copy a configuration with one key removed, or renamed to `name`."""
     made = copy.deepcopy(dict(config))
     inner = made
     for key in path[:-1]:
@@ -167,7 +167,7 @@ def tolerated(model: Model, path: tuple[str, ...]) -> bool:
     key = path[-1]
     if key in ABSENCE:
         return True
-    # GGUF says scaling key by key; only its switch and its parameters with a paper's default may go.
+    # GGUF has one key per parameter of scaling; only these may be dropped.
     if ".rope.scaling." in key:
         return key.endswith(
             (".type", ".factor", ".original_context_length", ".yarn_log_multiplier")
@@ -181,7 +181,7 @@ SUFFIXES = ["x", "_", "s", "_old", "2"]
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_key_turns_into_a_default(data: st.DataObject) -> None:
-    """Dropping or renaming any key gives an error, or the same spec, or what its absence means."""
+    """Dropping or renaming a key gives an error, the same spec, or the spec of its documented default."""
     model = data.draw(st.sampled_from(MODELS))
     path = data.draw(st.sampled_from(sorted(paths(model.config))))
     name = data.draw(
@@ -196,12 +196,12 @@ def check_a_change(model: Model, path: tuple[str, ...], name: str | None) -> Non
         got = read(changed(model.config, path, name), **model.options)
     except (ValueError, TypeError) as error:
         if not str(error).startswith("["):
-            raise  # an accident, not a sentence
+            raise  # not one of the library's errors
         return
     if got == model.wanted:
         return
     if name is not None:
-        # Another name must not pass for no key at all, wherever it can be told.
+        # A renamed key must not count as a missing key, where the two can be distinguished.
         assert not any(part in keys.SECTION for part in path[:-1]), f"{path} -> {name} gave {got}"
         assert not re.search("rope|rotary|theta", name), f"{path} -> {name} gave {got}"
     assert tolerated(model, path), f"{path} -> {name} gave {got}, not {model.wanted}"
@@ -219,7 +219,7 @@ JUNK = ["x", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, True, float("nan"), float("i
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data())
 def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
-    """Whatever stands where a number should: a spec, or an error that a person can read."""
+    """Any value in place of a number gives a spec or one of the library's errors."""
     model = data.draw(st.sampled_from(MODELS))
     path = data.draw(st.sampled_from(sorted(paths(model.config))))
     config = copy.deepcopy(model.config)
@@ -236,7 +236,7 @@ def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_frequencies_are_never_made_up(model: Model) -> None:
-    """Without its base, no configuration is read but those whose code has a constant."""
+    """Without a base only families whose code has a constant are read."""
     config = json.loads(json.dumps(model.config))
     section = model.options.get("section")
     inner = config[section] if section else config
@@ -261,7 +261,7 @@ def test_frequencies_are_never_made_up(model: Model) -> None:
 @pytest.mark.parametrize("key", keys.BASE)
 def test_a_base_may_stand_anywhere_but_must_agree(key: str) -> None:
     config = {k: v for k, v in LLAMA.items() if k != "rope_theta"}
-    if key != "rotary_base":  # Megatron's, whose files have no model_type and say the pairing
+    if key != "rotary_base":  # Megatron's files have no model_type but give the pairing
         assert read({**config, key: 7.0}) == RopeSpec(128, 7.0)
         assert read({**config, "rope_parameters": {key: 7.0}}) == RopeSpec(128, 7.0)
         assert read({**LLAMA, key: 500000}) == RopeSpec(128, 5e5)
@@ -584,7 +584,7 @@ def test_a_file_must_hold_an_object(tmp_path: Path) -> None:
         read(tmp_path / "absent.json")
 
 
-# --- what is let through --------------------------------------------------------------------------
+# --- keys that are accepted or ignored --------------------------------------------------------------------------
 
 
 def test_unknown_keys_can_be_a_warning() -> None:
