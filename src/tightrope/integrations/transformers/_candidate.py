@@ -72,7 +72,7 @@ class Candidate:
             words.append("extra leading tokens pass through")
         elif self.tokens == "suffix":
             words.append("last rows of cos/sin if x is shorter")
-        words.append("dtype of x" if self.keeps_dtype else "promoted dtype")
+        words.append("result in dtype of x" if self.keeps_dtype else "result in promoted dtype")
         return ", ".join(words)
 
     def _layout(self) -> str:

@@ -509,6 +509,6 @@ def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
     recognised = None
     if made is not None:
         specs = "; ".join(str(spec) if t is None else f"{t}: {spec}" for t, spec in made.specs)
-        dtype = "float32" if made.wide else "dtype of x"
+        dtype = "float32" if made.wide else "in dtype of x"
         recognised = f"cos/sin of {specs}, {_WIDTH[made.width]}, {dtype}"
     return Entry(cls.__module__, cls.__qualname__, recognised, made is not None, reason)
