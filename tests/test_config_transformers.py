@@ -264,7 +264,7 @@ def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
         ),
         ("glm4_moe", "hidden_size must be a multiple of num_attention_heads but got 4096 and 96"),
         ("clvp_encoder", "the config must give the base of the frequencies, by one of rope_theta"),
-        ("granitemoehybrid", "has RoPE only if position_embedding_type says so"),
+        ("granitemoehybrid", "has RoPE only if position_embedding_type selects it"),
     ],
 )
 def test_defaults_that_leave_a_gap_are_refused_by_the_name_of_the_key(name: str, text: str) -> None:
