@@ -1,9 +1,9 @@
-"""A model of transformers before and after `patch`: time, the share of it that rotation takes, and the
-error of attention scores far out.
+"""Measure a transformers model before and after `patch`: time, the share of rotations in it, and the
+error of attention scores at large positions.
 
 `python -m benchmarks.transformers_end_to_end` measures a Llama-shaped model (4 layers, 2048 hidden, 32
 query and 8 key heads, 2048 tokens, bfloat16), forward and training step, eager and compiled. The variants
-take turns in random order, and medians are compared. Writes JSON with the machine and the versions.
+alternate in random order, and medians are compared. `--out` writes JSON with the machine and versions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POSITIONS = (0, 131_072, 1_048_576)
 
 
 def llama(shape: dict[str, Any]) -> Any:
-    """The model, in bfloat16."""
+    """The model in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -46,13 +46,13 @@ def llama(shape: dict[str, Any]) -> Any:
 
 
 def forward(model: Any, ids: torch.Tensor) -> None:
-    """Logits of the last token only: what surrounds the layers is not what is measured."""
+    """Run forward with logits of the last token only, so that mostly the layers are measured."""
     with torch.no_grad():
         model(ids, logits_to_keep=1, use_cache=False)
 
 
 def training_step(model: Any, ids: torch.Tensor) -> None:
-    """A loss and its gradients, from none."""
+    """Compute a loss and its gradients, starting without gradients."""
     model.zero_grad(set_to_none=True)
     model(ids, labels=ids, use_cache=False).loss.backward()
 
@@ -69,7 +69,7 @@ def seconds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
-    """Time inside the rotary functions of an eager run, and in the backward pass of what they made."""
+    """Time in the rotary functions of an eager run, including their backward in a training step."""
     attention = type(model.model.layers[0].self_attn)
     code = attention.forward
     names = [n for n in code.__code__.co_names if "apply_rotary_pos_emb" in n]
@@ -98,7 +98,7 @@ def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
 
 
 def times(shape: dict[str, Any], tokens: int, rounds: int, compiled: bool) -> list[dict[str, Any]]:
-    """A row for each step, eager and compiled."""
+    """Measure each step, eager and compiled: one row each."""
     from tightrope.integrations.transformers import patch
 
     before, after = llama(shape), llama(shape)
@@ -134,7 +134,7 @@ def _line(row: dict[str, Any]) -> str:
 def score_errors() -> list[dict[str, Any]]:
     """Root mean square error of attention scores q·k of a bfloat16 model, against float64 angles.
 
-    64 tokens in a row from each position on, keys and queries random, all pairs of them.
+    All pairs of 64 consecutive tokens from each start position, with random queries and keys.
     """
     from tightrope.integrations.transformers import patch
 
@@ -186,15 +186,13 @@ def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See the module."""
+    """Run the command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--small", action="store_true", help="a model that is small, to try the script"
-    )
+    parser.add_argument("--small", action="store_true", help="a small model, to try the script")
     parser.add_argument("--no-compile", action="store_true", help="eager only")
-    parser.add_argument("--only", choices=["times", "scores"], help="one of the two parts")
+    parser.add_argument("--only", choices=["times", "scores"], help="run one part only")
     parser.add_argument("--out", type=Path, help="the JSON file")
     options = parser.parse_args(arguments)
     data: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Configurations of public models, and the spec that somebody who knows the model would write.
+"""Configurations of public models with the expected specs.
 
-The data is `data/model_configs.json`. Each entry names the repository that a configuration is from and
-its format: ``v4`` for the flat keys that transformers wrote until 2025, ``v5`` for ``rope_parameters``,
-``hub`` for the author's own code. Keys that have nothing to do with attention are left out; those about
-RoPE are as they are, with the left-overs of real files. The wanted specs were written from papers, model
+The data is `data/model_configs.json`. Each entry has the repository of the configuration and its
+format: ``v4`` for the flat keys that transformers wrote until 2025, ``v5`` for ``rope_parameters``,
+``hub`` for custom code in the repository. Keys unrelated to attention are left out; those about RoPE
+are unchanged, with the left-overs of real files. The expected specs were written from papers, model
 cards and modeling code, never from the reader under test.
 """
 
@@ -24,10 +24,10 @@ _DATA = json.loads((Path(__file__).parent / "data" / "model_configs.json").read_
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration, the options that its reader needs, and the spec that it means.
+    """A configuration, the options for reading it, and the expected spec.
 
     Attributes:
-        wanted: one spec, or one for each type of layers, None for layers without a rotation.
+        wanted: one spec, or one per layer type, None for layers without RoPE.
     """
 
     origin: str
@@ -44,7 +44,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Refused:
-    """A configuration that does not determine a rotation, and the error that says why."""
+    """A configuration that does not determine a rotation, and the expected error."""
 
     origin: str
     config: dict[str, Any]
@@ -72,7 +72,7 @@ GEMMA3_LAYERS = ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" f
 
 
 def llama3(factor: float) -> dict[str, Any]:
-    """The scaling of Llama 3.1."""
+    """The rope section of Llama 3.1."""
     return {
         "factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
         "original_max_position_embeddings": 8192, "rope_type": "llama3",
@@ -82,7 +82,7 @@ def llama3(factor: float) -> dict[str, Any]:
 def v4(
     model_type: str, hidden: int, heads: int, theta: float | None, **more: Any
 ) -> dict[str, Any]:
-    """A flat configuration: what nearly all files of that time have in common."""
+    """Make a flat configuration with the keys that nearly all v4 files have."""
     made: dict[str, Any] = {
         "architectures": ["ForCausalLM"], "hidden_size": hidden, "model_type": model_type,
         "num_attention_heads": heads, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,

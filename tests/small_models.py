@@ -1,4 +1,4 @@
-"""Small random models of the common families of transformers, on whose rotation outputs depend."""
+"""Small random models of the common transformers families, whose outputs depend on the rotation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _CLASSES: dict[str, Any] = {
 
 
 def small_model(family: str, **settings: Any) -> PreTrainedModel:
-    """A model in evaluation mode, with weights that keep variances, so that scores depend on angles."""
+    """Make a model in eval mode, with weights that keep variances, so that scores depend on angles."""
     model_type, own = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **{**own, **settings})
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def small_model(family: str, **settings: Any) -> PreTrainedModel:
 
 
 def small_inputs(family: str) -> dict[str, torch.Tensor]:
-    """Two rows of tokens; for Qwen2-VL with a picture, so that its three axes differ."""
+    """Make two rows of tokens; for Qwen2-VL with an image, so that its three axes differ."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 80, (2, TOKENS), generator=generator)
     if family != "Qwen2-VL":
@@ -119,7 +119,7 @@ def small_inputs(family: str) -> dict[str, torch.Tensor]:
 
 
 def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits."""
+    """Return the logits."""
     logits: torch.Tensor = model(**inputs).logits
     return logits
 
@@ -127,7 +127,7 @@ def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Te
 def gradients(
     model: torch.nn.Module, inputs: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and the gradients of a loss that every logit has a part in."""
+    """Return the logits and the gradients of a loss that depends on every logit."""
     model.zero_grad()
     logits = outputs(model, inputs)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))

@@ -301,7 +301,7 @@ LLAMA = {
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_a_factor_below_one_is_taken_for_an_inverse(kind: str) -> None:
     text = (
-        "[from_config] rope_scaling.factor must be at least 1, how many times longer sequences become, "
+        "[from_config] rope_scaling.factor must be at least 1, the ratio of the new to the old length, "
         "but got 0.25; its inverse is 4."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):

@@ -1,4 +1,4 @@
-"""Other people's configurations: real ones read as a person would, wrong ones refused, no silent default."""
+"""Test `from_config`: real configurations give the expected spec, wrong ones an error, never a silent default."""
 
 import argparse
 import copy
@@ -111,8 +111,8 @@ def test_both_forms_of_transformers_read_alike(model: Model) -> None:
 
 # --- no silent default ----------------------------------------------------------------------------
 
-# Key -> what its absence means in the files of that time; so dropping it gives another, sound model.
-# The last word of a path; "family:key" where only one family has it.
+# Key -> the default that its absence means in such files; dropping it gives another valid model.
+# The last part of a path; "family:key" for a key of one family.
 ABSENCE: dict[str, str] = {
     "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
     "rope_parameters": "as rope_scaling, where the base stands outside",
@@ -152,7 +152,7 @@ def paths(config: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[t
 
 
 def changed(config: Mapping[str, Any], path: tuple[str, ...], name: str | None) -> dict[str, Any]:
-    """A copy in which one key is gone, or has another name."""
+    """Copy a configuration with one key removed, or renamed to `name`."""
     made = copy.deepcopy(dict(config))
     inner = made
     for key in path[:-1]:
@@ -167,7 +167,7 @@ def tolerated(model: Model, path: tuple[str, ...]) -> bool:
     key = path[-1]
     if key in ABSENCE:
         return True
-    # GGUF says scaling key by key; only its switch and its parameters with a paper's default may go.
+    # GGUF has one key per parameter of scaling; only these may be dropped.
     if ".rope.scaling." in key:
         return key.endswith(
             (".type", ".factor", ".original_context_length", ".yarn_log_multiplier")
@@ -181,7 +181,7 @@ SUFFIXES = ["x", "_", "s", "_old", "2"]
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_key_turns_into_a_default(data: st.DataObject) -> None:
-    """Dropping or renaming any key gives an error, or the same spec, or what its absence means."""
+    """Dropping or renaming a key gives an error, the same spec, or the spec of its documented default."""
     model = data.draw(st.sampled_from(MODELS))
     path = data.draw(st.sampled_from(sorted(paths(model.config))))
     name = data.draw(
@@ -196,12 +196,12 @@ def check_a_change(model: Model, path: tuple[str, ...], name: str | None) -> Non
         got = read(changed(model.config, path, name), **model.options)
     except (ValueError, TypeError) as error:
         if not str(error).startswith("["):
-            raise  # an accident, not a sentence
+            raise  # not one of the library's errors
         return
     if got == model.wanted:
         return
     if name is not None:
-        # Another name must not pass for no key at all, wherever it can be told.
+        # A renamed key must not count as a missing key, where the two can be distinguished.
         assert not any(part in keys.SECTION for part in path[:-1]), f"{path} -> {name} gave {got}"
         assert not re.search("rope|rotary|theta", name), f"{path} -> {name} gave {got}"
     assert tolerated(model, path), f"{path} -> {name} gave {got}, not {model.wanted}"
@@ -219,7 +219,7 @@ JUNK = ["x", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, True, float("nan"), float("i
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data())
 def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
-    """Whatever stands where a number should: a spec, or an error that a person can read."""
+    """Any value in place of a number gives a spec or one of the library's errors."""
     model = data.draw(st.sampled_from(MODELS))
     path = data.draw(st.sampled_from(sorted(paths(model.config))))
     config = copy.deepcopy(model.config)
@@ -236,7 +236,7 @@ def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_frequencies_are_never_made_up(model: Model) -> None:
-    """Without its base, no configuration is read but those whose code has a constant."""
+    """Without a base only families whose code has a constant are read."""
     config = json.loads(json.dumps(model.config))
     section = model.options.get("section")
     inner = config[section] if section else config
@@ -254,14 +254,14 @@ def test_frequencies_are_never_made_up(model: Model) -> None:
     if inner.get("model_type") in constant or vision:
         assert read(config, **model.options) == model.wanted
         return
-    with pytest.raises(ValueError, match=r"must say how fast|must say .*(rope_theta|base_freq)"):
+    with pytest.raises(ValueError, match=r"must give the base|must give .*(rope_theta|base_freq)"):
         read(config, **model.options)
 
 
 @pytest.mark.parametrize("key", keys.BASE)
 def test_a_base_may_stand_anywhere_but_must_agree(key: str) -> None:
     config = {k: v for k, v in LLAMA.items() if k != "rope_theta"}
-    if key != "rotary_base":  # Megatron's, whose files have no model_type and say the pairing
+    if key != "rotary_base":  # Megatron's files have no model_type but give the pairing
         assert read({**config, key: 7.0}) == RopeSpec(128, 7.0)
         assert read({**config, "rope_parameters": {key: 7.0}}) == RopeSpec(128, 7.0)
         assert read({**LLAMA, key: 500000}) == RopeSpec(128, 5e5)
@@ -283,43 +283,43 @@ MEGATRON = {
 WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     "two bases": (
         {**LLAMA, "rope_parameters": {"rope_theta": 10000.0}}, {}, ValueError,
-        "[from_config] base must be said once but got rope_parameters.rope_theta = 10000.0 and "
+        "[from_config] base must be given once but got rope_parameters.rope_theta = 10000.0 and "
         "rope_theta = 500000.0.",
     ),
     "two fractions": (
         {**LLAMA, "partial_rotary_factor": 0.5, "rotary_pct": 0.25}, {}, ValueError,
-        "[from_config] rotary_dim must be said once but got partial_rotary_factor = 0.5 of 128 = 64 "
+        "[from_config] rotary_dim must be given once but got partial_rotary_factor = 0.5 of 128 = 64 "
         "and rotary_pct = 0.25 of 128 = 32.",
     ),
     "a fraction and a width": (
         {**LLAMA, "partial_rotary_factor": 0.5, "rotary_dim": 32}, {}, ValueError,
-        "[from_config] rotary_dim must be said once but got rotary_dim = 32 and "
+        "[from_config] rotary_dim must be given once but got rotary_dim = 32 and "
         "partial_rotary_factor = 0.5 of 128 = 64.",
     ),
     "two widths": (
         {**LLAMA, "head_dim": 128, "head_size": 64}, {}, ValueError,
-        "[from_config] head_dim must be said once but got head_dim = 128 and head_size = 64.",
+        "[from_config] head_dim must be given once but got head_dim = 128 and head_size = 64.",
     ),
     "two kinds of scaling": (
         {**LLAMA, "rope_scaling": {**YARN, "type": "linear"}}, {}, ValueError,
-        "[from_config] the kind of scaling must be said once but got rope_scaling.rope_type = 'yarn' "
+        "[from_config] the kind of scaling must be given once but got rope_scaling.rope_type = 'yarn' "
         "and rope_scaling.type = 'linear'.",
     ),
     "two sections": (
         {**LLAMA, "rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}}, {}, ValueError,
-        "[from_config] factor must be said once but got rope_scaling.factor = 4.0 and "
+        "[from_config] factor must be given once but got rope_scaling.factor = 4.0 and "
         "rope_parameters.factor = 8.0.",
     ),
     "two original lengths": (
         {**LLAMA, "rope_scaling": YARN, "original_max_position_embeddings": 4096}, {}, ValueError,
-        "[from_config] original_max_position must be said once but got "
+        "[from_config] original_max_position must be given once but got "
         "rope_scaling.original_max_position_embeddings = 8192 and original_max_position_embeddings = "
         "4096.",
     ),
     "two factors on the channels": (
         {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1.5, "attn_factor": 2}}, {},
         ValueError,
-        "[from_config] attention_factor must be said once but got attention_factor = 1.5 and "
+        "[from_config] attention_factor must be given once but got attention_factor = 1.5 and "
         "rope_scaling.attn_factor = 2.",
     ),
     "a key that is not the rule's": (
@@ -364,12 +364,12 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a rule without its parameters": (
         {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {}, ValueError,
-        "[from_config] scaling by 'llama3' must say low_freq_factor, high_freq_factor, "
-        "original_max_position_embeddings but says only factor, rope_type.",
+        "[from_config] scaling by 'llama3' must have low_freq_factor, high_freq_factor, "
+        "original_max_position_embeddings but has only factor, rope_type.",
     ),
     "no factor": (
         {**LLAMA, "rope_scaling": {"rope_type": "linear"}}, {}, ValueError,
-        "[from_config] scaling by 'linear' must say factor but says only rope_type.",
+        "[from_config] scaling by 'linear' must have factor but has only rope_type.",
     ),
     "a section that is a number": (
         {**LLAMA, "rope_scaling": 4.0}, {}, TypeError,
@@ -385,19 +385,19 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a part that is not said": (
         {**LLAMA, "model_type": "phi"}, {}, ValueError,
-        "[from_config] model_type 'phi' rotates a part of each head, so the config must say one of "
+        "[from_config] model_type 'phi' rotates a part of each head, so the config must give one of "
         "partial_rotary_factor, rotary_pct, rope_pct, rotary_percent, rotary_emb_fraction, "
         "rotary_dim.",
     ),
     "a head that is not said": (
         {**LLAMA, "model_type": "gemma"}, {}, ValueError,
         "[from_config] model_type 'gemma' has heads of another width than hidden size / heads, so the "
-        "config must say head_dim.",
+        "config must give head_dim.",
     ),
     "no width": (
         {"model_type": "llama", "rope_theta": 1e4, "hidden_size": 64}, {}, ValueError,
-        "[from_config] the width of a head must be known, by one of head_dim, kv_channels, head_size, "
-        "or by hidden_size and num_attention_heads, but the config has only the keys hidden_size, "
+        "[from_config] the config must give the width of a head, by one of head_dim, kv_channels, "
+        "head_size, or by hidden_size and num_attention_heads, but has only the keys hidden_size, "
         "model_type, rope_theta.",
     ),
     "a width that does not divide": (
@@ -406,24 +406,24 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "an unknown family": (
         {**LLAMA, "model_type": "zebra"}, {}, ValueError,
-        "[from_config] the config must say how channels are paired, and model_type 'zebra' is not in "
+        "[from_config] the config must give the pairing of channels, as model_type 'zebra' is not in "
         "the table of families; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
-        "as in Llama, or interleaved=True if neighbours are, as in GPT-J.",
+        "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "no family": (
         {k: v for k, v in LLAMA.items() if k != "model_type"}, {}, ValueError,
-        "[from_config] the config must say how channels are paired, and a config without model_type is "
+        "[from_config] the config must give the pairing of channels, as a config without model_type is "
         "not in the table of families; pass interleaved=False if channel i is paired with i + "
-        "rotary_dim / 2, as in Llama, or interleaved=True if neighbours are, as in GPT-J.",
+        "rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "a pairing that is not the family's": (
         {**LLAMA, "rope_interleaved": True}, {}, ValueError,
-        "[from_config] interleaved must be said once but got rope_interleaved for True and model_type "
+        "[from_config] interleaved must be given once but got rope_interleaved for True and model_type "
         "'llama' for False; pass interleaved=True if the key is right.",
     ),
     "two pairings": (
         {**VLLM, "rope_interleaved": True}, {}, ValueError,
-        "[from_config] interleaved must be said once but got rope_interleaved = True and "
+        "[from_config] interleaved must be given once but got rope_interleaved = True and "
         "is_neox_style = False.",
     ),
     "a pairing that is no bool": (
@@ -434,19 +434,19 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         LLAMA, {"interleaved": 1}, TypeError,
         "[from_config] interleaved must be a bool or None but got 1.",
     ),
-    "latent attention, half said": (
+    "latent attention, one key missing": (
         {**LLAMA, "model_type": "deepseek_v3", "qk_rope_head_dim": 64}, {}, ValueError,
-        "[from_config] latent attention must say qk_nope_head_dim and qk_rope_head_dim but the config "
-        "says qk_rope_head_dim.",
+        "[from_config] latent attention must have qk_nope_head_dim and qk_rope_head_dim but the config "
+        "has qk_rope_head_dim.",
     ),
-    "latent attention, not said": (
+    "latent attention, both keys missing": (
         {**LLAMA, "model_type": "deepseek_v2"}, {}, ValueError,
-        "[from_config] latent attention must say qk_nope_head_dim and qk_rope_head_dim but the config "
-        "says neither.",
+        "[from_config] latent attention must have qk_nope_head_dim and qk_rope_head_dim but the config "
+        "has neither.",
     ),
     "latent attention of another width": (
         {**LLAMA, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "head_dim": 100}, {}, ValueError,
-        "[from_config] head_dim must be said once but got head_dim = 100 and qk_nope_head_dim + "
+        "[from_config] head_dim must be given once but got head_dim = 100 and qk_nope_head_dim + "
         "qk_rope_head_dim = 192.",
     ),
     "no sections": (
@@ -455,7 +455,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
             "qwen2vl.attention.head_count": 12, "qwen2vl.rope.freq_base": 1000000.0,
         }, {}, ValueError,
         "[from_config] GGUF architecture 'qwen2vl' has positions of three coordinates, so the config "
-        "must say mrope_section.",
+        "must give mrope_section.",
     ),
     "sections that the family weaves otherwise": (
         {**QWEN2_VL, "mrope_interleaved": True}, {}, ValueError,
@@ -515,16 +515,16 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "GGUF without frequencies": (
         {k: v for k, v in GGUF.items() if not k.endswith("freq_base")}, {}, ValueError,
-        "[from_config] the config must say how fast channels turn, by one of rope_theta, "
+        "[from_config] the config must give the base of the frequencies, by one of rope_theta, "
         "rotary_emb_base, rotary_base, rope_base, but has only the keys general.architecture, "
         "qwen2.attention.head_count, qwen2.context_length, qwen2.embedding_length.",
     ),
     "GGUF of an unknown architecture": (
         {k.replace("qwen2", "zebra"): v.replace("qwen2", "zebra") if isinstance(v, str) else v
          for k, v in GGUF.items()}, {}, ValueError,
-        "[from_config] the config must say how channels are paired, and GGUF architecture 'zebra' is "
+        "[from_config] the config must give the pairing of channels, as GGUF architecture 'zebra' is "
         "not in the table of families; pass interleaved=False if channel i is paired with i + "
-        "rotary_dim / 2, as in Llama, or interleaved=True if neighbours are, as in GPT-J.",
+        "rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "GGUF with an unknown key": (
         {**GGUF, "qwen2.rope.magic": 1}, {}, ValueError,
@@ -533,14 +533,14 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "GGUF that says the factor twice": (
         {**GGUF, "qwen2.rope.scaling.factor": 2.0, "qwen2.rope.scale_linear": 4.0}, {}, ValueError,
-        "[from_config] factor must be said once but got qwen2.rope.scaling.factor = 2.0 and "
+        "[from_config] factor must be given once but got qwen2.rope.scaling.factor = 2.0 and "
         "qwen2.rope.scale_linear = 4.0.",
     ),
     "Megatron without a pairing": (
         {k: v for k, v in MEGATRON.items() if k != "rotary_interleaved"}, {}, ValueError,
-        "[from_config] the config must say how channels are paired, and Megatron's arguments is not in "
+        "[from_config] the config must give the pairing of channels, as Megatron's arguments is not in "
         "the table of families; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
-        "as in Llama, or interleaved=True if neighbours are, as in GPT-J.",
+        "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "Megatron with two scalings": (
         {**MEGATRON, "use_rope_scaling": True, "rope_scaling_factor": 8.0,
@@ -584,7 +584,7 @@ def test_a_file_must_hold_an_object(tmp_path: Path) -> None:
         read(tmp_path / "absent.json")
 
 
-# --- what is let through --------------------------------------------------------------------------
+# --- keys that are accepted or ignored --------------------------------------------------------------------------
 
 
 def test_unknown_keys_can_be_a_warning() -> None:
@@ -662,7 +662,7 @@ def test_yarn_and_dynamic_begin_at_the_length_of_the_context() -> None:
     rows = provenance({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2.0}}).rows
     sources = {row.field: row.source for row in rows}
     assert sources["scaling.original_max_position"] == (
-        "max_position_embeddings, as nothing else says where scaling begins"
+        "max_position_embeddings, as no key gives the original length"
     )
 
 
@@ -670,7 +670,7 @@ def test_a_null_factor_is_the_ratio_of_the_lengths() -> None:
     section = {"type": "yarn", "factor": None, "original_max_position_embeddings": 4096}
     assert scaling(section) == YaRN(2, 4096)
     del section["factor"]
-    with pytest.raises(ValueError, match="must say factor but says only"):
+    with pytest.raises(ValueError, match="must have factor but has only"):
         scaling(section)
 
 
@@ -740,7 +740,7 @@ def test_a_new_rule_is_read_without_a_change_here() -> None:
 
     try:
         assert scaling({"rope_type": "doubled", "how_often": 3}) == Doubled(3)
-        with pytest.raises(ValueError, match="scaling by 'doubled' must say how_often/times but"):
+        with pytest.raises(ValueError, match="scaling by 'doubled' must have how_often/times but"):
             scaling({"rope_type": "doubled"})
         with pytest.raises(ValueError, match=r"known but got rope_scaling\.factor"):
             scaling({"rope_type": "doubled", "times": 3, "factor": 2})
@@ -780,7 +780,7 @@ def test_gguf_longrope() -> None:
         "phi3.rope.freq_base": 10000.0, "phi3.rope.scaling.original_context_length": 4096,
         "phi3.rope.scaling.attn_factor": 1.19, "phi3.rope.scaling.type": "longrope",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="'longrope' must say short_factor, long_factor but"):
+    with pytest.raises(ValueError, match="'longrope' must have short_factor, long_factor but"):
         read(phi)
     tensors = {
         "rope_factors_short.weight": (1.0,) * 48, "rope_factors_long.weight": (2.0,) * 48,
@@ -839,8 +839,8 @@ def test_provenance_names_the_users_own_keys() -> None:
         "(llama.cpp: llama_model_rope_type)",
         "scaling                        'YaRN'     qwen2.rope.scaling.type = 'yarn'",
         "scaling.factor                 4.0        qwen2.rope.scaling.factor",
-        "scaling.original_max_position  32768      qwen2.context_length, as nothing else says where "
-        "scaling begins",
+        "scaling.original_max_position  32768      qwen2.context_length, as no key gives the "
+        "original length",
         "axes                           None       one coordinate per position",
     ]
 

@@ -1,8 +1,8 @@
-"""The table of families and the reading of configurations against transformers itself.
+"""Check the table of families and `from_config` against transformers itself.
 
-Three checks that need the package: its rotation functions are run, and pair the channels that the table
-says; its configuration classes read every flat configuration here, and give the same spec as the file;
-its rotary modules, built from those, have the frequencies of the spec.
+Three checks: the rotation functions of transformers pair the channels that the table gives; its
+configuration classes read every flat configuration here, with the same spec as from the file; its
+rotary modules, built from those, have the frequencies of the spec.
 """
 
 import ast
@@ -40,7 +40,7 @@ WIDTH = 8
 
 @functools.cache
 def functions_of(folder: str) -> dict[str, Callable[..., Any]]:
-    """The functions of a modeling file and the methods of its classes, without running the file."""
+    """The functions and methods of a modeling file, compiled without importing the file."""
     tree = ast.parse((PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8"))
     found: list[ast.FunctionDef] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     names = [node.name for node in found]
@@ -58,13 +58,13 @@ def functions_of(folder: str) -> dict[str, Callable[..., Any]]:
         try:
             exec(compile(module, folder, "exec"), namespace)
         except NameError:
-            continue  # a default argument from elsewhere; not a rotation
+            continue  # a default argument from another module; not a rotation
         made[name] = namespace[node.name]
     return made
 
 
 def partner_of_first(function: Callable[..., Any]) -> int:
-    """The channel that is rotated together with channel 0, found by rotating each channel alone."""
+    """The channel that is paired with channel 0, found by rotating the identity."""
     cos, sin = 0.6, 0.8
     names = list(inspect.signature(function).parameters)
     vision = function.__name__ == "apply_rotary_pos_emb_vision"
@@ -91,7 +91,7 @@ def partner_of_first(function: Callable[..., Any]) -> int:
 
 
 def _partner(rotated: torch.Tensor) -> int:
-    """Which row of a rotated identity shares its channels with row 0."""
+    """The row of a rotated identity that has the same nonzero channels as row 0."""
     touched = rotated.reshape(WIDTH, WIDTH).abs() > 1e-6
     assert (touched.sum(1) == 2).all(), touched
     (other,) = [row for row in range(1, WIDTH) if (touched[row] == touched[0]).all()]
@@ -120,7 +120,7 @@ def known(config: dict[str, Any]) -> bool:
     return config.get("model_type") in transformers.CONFIG_MAPPING
 
 
-# Its class leaves the base of attn_config where it is and adds rope_parameters with a default.
+# Its class keeps the base in attn_config and adds rope_parameters with a default.
 CONTRADICTS_ITSELF = "databricks/dbrx-base"
 
 OBJECTS = [
@@ -135,7 +135,7 @@ def test_an_object_that_contradicts_itself_is_refused() -> None:
     config = dict(next(model.config for model in MODELS if model.origin == CONTRADICTS_ITSELF))
     made = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     text = (
-        "[from_config] base must be said once but got rope_parameters.rope_theta = 10000.0 and "
+        "[from_config] base must be given once but got rope_parameters.rope_theta = 10000.0 and "
         "attn_config.rope_theta = 500000."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
@@ -161,7 +161,7 @@ def test_an_object_of_transformers_reads_as_its_file(model: Model) -> None:
 
 
 def specs_of(specs: Any) -> set[RopeSpec | None]:
-    """The specs without the names of the layer types, which are transformers' own in an object."""
+    """The set of specs without layer types, whose names differ in config objects."""
     return set(specs.values()) if not isinstance(specs, RopeSpec) else {specs}
 
 
@@ -174,7 +174,7 @@ def modeling(config: Any) -> ModuleType:
 
 
 def rotary_module(config: Any) -> torch.nn.Module | None:
-    """The module that holds the frequencies of a configuration's attention, if there is one."""
+    """The rotary module of a configuration, with its frequencies, or None."""
     stem = type(config).__name__.removesuffix("Config")
     for name in (stem, stem.removesuffix("Text")):
         kind = getattr(modeling(config), f"{name}RotaryEmbedding", None)
@@ -208,15 +208,15 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
         made = spec.frequencies()
         wanted = torch.tensor([float(omega) for omega in made.exact], dtype=torch.float64)
         if model.config["model_type"] == "ernie4_5_vl_moe_text":
-            # Its module has rows first, then columns, and weaves them when it is called.
+            # Its module stores rows, then columns, and interleaves them when called.
             inv_freq = torch.cat((inv_freq[:44].reshape(2, 22).T.reshape(-1), inv_freq[44:]))
         torch.testing.assert_close(inv_freq, wanted, rtol=1e-5, atol=1e-12)
-        if model.config["model_type"] != "phimoe":  # whose factor is chosen when it is called
+        if model.config["model_type"] != "phimoe":  # its factor is chosen when it is called
             scaling = getattr(module, f"{prefix}attention_scaling")
             assert scaling == pytest.approx(made.attention_scaling, rel=1e-6)
 
 
-# --- what a configuration leaves to the code -----------------------------------------------------
+# --- facts that only the modeling code has -----------------------------------------------------
 
 SECTIONED = [name for name, family in FAMILIES.items() if family.sections is not None]
 
@@ -241,7 +241,7 @@ def test_a_configuration_of_defaults_is_read_as_its_code_reads_it(name: str) -> 
     assert module is not None
     omega = spec.frequencies().inv_freq
     found = module.inv_freq.double()
-    if name.startswith("ernie"):  # which keeps the rows' frequencies before the columns'
+    if name.startswith("ernie"):  # which stores the frequencies of rows before those of columns
         found, omega = found.sort().values, omega.sort().values
     torch.testing.assert_close(found, omega, rtol=1e-6, atol=0.0)
     assert spec.axes is None or spec.axes.count == 3
@@ -260,11 +260,11 @@ def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
     [
         (
             "glm4v_text",
-            "rotates a part of each head, so the config must say one of partial_rotary_factor",
+            "rotates a part of each head, so the config must give one of partial_rotary_factor",
         ),
         ("glm4_moe", "hidden_size must be a multiple of num_attention_heads but got 4096 and 96"),
-        ("clvp_encoder", "the config must say how fast channels turn, by one of rope_theta"),
-        ("granitemoehybrid", "has RoPE only if position_embedding_type says so"),
+        ("clvp_encoder", "the config must give the base of the frequencies, by one of rope_theta"),
+        ("granitemoehybrid", "has RoPE only if position_embedding_type selects it"),
     ],
 )
 def test_defaults_that_leave_a_gap_are_refused_by_the_name_of_the_key(name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Forms of unknown rotary functions: one registry, which the audit and the patch of models both try."""
+"""Test the registry of forms that `audit` and `patch` both try on unknown rotary functions."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_placed_tables_broadcast(arrangement: Arrangement) -> None:
     assert (x * placed).shape == x.shape
 
 
-# --- what a signature suggests --------------------------------------------------------------------
+# --- calls suggested by a signature --------------------------------------------------------------------
 
 SUGGESTED: dict[str, tuple[str, list[str]]] = {
     "llama": (
@@ -156,7 +156,7 @@ def test_what_is_no_call_is_refused(text: str) -> None:
         parse(text)
 
 
-# --- what one side knew, and both know now --------------------------------------------------------
+# --- forms shared by audit and patch --------------------------------------------------------
 
 
 def by_rows(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
@@ -213,7 +213,7 @@ def test_another_axis_of_tokens_than_was_tried_goes_to_the_original() -> None:
     assert audit(along, **OPTIONS).ok
 
 
-# --- a form that another library needs ------------------------------------------------------------
+# --- adding a form ------------------------------------------------------------
 
 
 def apply_rotary_of_a_tuple(x: Any, freqs_cis: Any) -> Any:
@@ -231,7 +231,7 @@ def apply_rotary_of_angles(t: Any, freqs: Any) -> Any:
     return (t * freqs.cos() + half(t) * freqs.sin()).to(t.dtype)
 
 
-#: What each needs: one entry, and nothing else.
+#: Each new form is one registry entry.
 NEW: dict[str, tuple[Form, Function, str]] = {
     "tuple": (
         Form("a tuple of tables", ("cos_sin",), ("(cos, sin)",), lambda both: both),
@@ -264,7 +264,7 @@ NEW: dict[str, tuple[Form, Function, str]] = {
 
 
 class Attention(torch.nn.Module):
-    """Calls a function by a global name, as models do."""
+    """Call a rotary function by a global name, as models do."""
 
     def forward(self, x: torch.Tensor, tables: Any) -> Any:
         return apply_rotary(x, tables)
@@ -312,7 +312,7 @@ def test_a_model_with_a_new_form_is_patched(monkeypatch: pytest.MonkeyPatch) -> 
     want = function(x, (angle.cos(), angle.sin()))
     got = model(x, (angle.cos(), angle.sin()))
     assert float((got - want).abs().max()) <= value("patched outputs") * float(want.abs().max())
-    # What is no such tuple goes to the original, with its own error.
+    # Anything but such a tuple goes to the original, which raises its own error.
     with pytest.raises(TypeError):
         model(x, None)
     unpatch(model)

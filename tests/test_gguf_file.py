@@ -127,7 +127,7 @@ def listing(kind: int, count: int) -> bytes:
         (head(entries=1) + entry("a", 9, listing(9, 1)), "must hold lists of plain values but has one of"),
         (head(entries=1) + entry("a", 9, listing(8, 2**62)), "ends in the middle of its metadata"),
         (head(entries=1) + entry("a", 9, listing(0, 2**62)), "ends in the middle of its metadata"),
-        (head(entries=2) + 2 * entry("a", 7, b"\1"), "must say each key once but has a twice"),
+        (head(entries=2) + 2 * entry("a", 7, b"\1"), "must have each key once but has a twice"),
         (
             head(entries=1) + entry("general.alignment", 4, struct.pack("<I", 0)),
             "general.alignment of",

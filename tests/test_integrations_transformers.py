@@ -1,4 +1,4 @@
-"""`patch` on live models of transformers: the common families, and what models are used with."""
+"""Test `patch` on transformers models: the common families, and compile, pickle, DDP and the like."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 
 def assert_outputs(got: torch.Tensor, want: torch.Tensor, name: str = "patched outputs") -> None:
-    """Equal as issue 7 asks; NaN fails."""
+    """Check outputs against the bound of issue 7; NaN fails."""
     assert got.shape == want.shape
     off = ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
     assert off <= value(name), off
@@ -57,7 +57,7 @@ def test_family_forward_and_backward(family: str) -> None:
     after = gradients(model, given)
     assert_outputs(after[0], before[0])
     assert_gradients(after[1], before[1])
-    # And it was the operator that ran, not the functions as they were.
+    # And the operator ran, not the original functions.
     assert_calls_operator(model, given)
     unpatch(model)
     again = gradients(model, given)
@@ -76,7 +76,7 @@ def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_depend_on_the_rotation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above can fail: with the operator wrong by a little, it does."""
+    """The comparison above fails if the operator has a small error."""
     from tightrope.ops import run
 
     model, given = small_model(family), small_inputs(family)
@@ -125,9 +125,9 @@ def test_family_with_exact_angles(family: str) -> None:
         after = outputs(model, given)
     assert_outputs(after, before, "exact angles outputs")
     served = [entry for entry in report.replaced if "RotaryEmbedding" in entry.name]
-    if family == "GPT-J":  # its attention holds a table of sines, and there is no module to replace
+    if family == "GPT-J":  # its attention stores a table of sines, so there is no module to replace
         assert not served
-    elif family == "Qwen2-VL":  # the picture's own module takes sizes, and is listed
+    elif family == "Qwen2-VL":  # the vision module takes sizes, so it is listed as left
         assert [entry.name for entry in served] == ["Qwen2VLRotaryEmbedding"]
     else:
         assert served
@@ -156,7 +156,7 @@ def test_bfloat16_is_as_near_to_float64_as_before(family: str) -> None:
     assert error[1] <= value("patched bfloat16 outputs") * error[0], error
 
 
-# --- which model is affected ----------------------------------------------------------------------
+# --- only the given model is affected ----------------------------------------------------------------------
 
 
 def test_only_this_model_is_affected(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
@@ -216,7 +216,7 @@ def test_the_last_call_decides_about_angles(llama: Any) -> None:
 def test_what_is_patched_later_in_the_module_is_still_seen(
     llama: Any, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies of methods read the module's own globals, not a copy of them."""
+    """Copied methods read the globals of the original module, not a copy of them."""
     patch(llama)
     calls = []
     eager = modeling_llama.eager_attention_forward
@@ -231,14 +231,14 @@ def test_what_is_patched_later_in_the_module_is_still_seen(
     assert len(calls) == 2
 
 
-# --- what models are used with --------------------------------------------------------------------
+# --- saving, compiling and wrapping models --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("angles", ["model", "exact"])
 def test_deepcopy_and_pickle_keep_the_patch(
     llama: Any, inputs: dict[str, torch.Tensor], angles: str
 ) -> None:
-    # Where transformers calls its functions through the kernels package, its models cannot be pickled.
+    # If transformers calls its functions through the kernels package, its models cannot be pickled.
     pickles = not isinstance(modeling_llama.apply_rotary_pos_emb, torch.nn.Module)
     patch(llama, angles=angles)
     with torch.no_grad():
@@ -313,7 +313,7 @@ def test_gradient_checkpointing_and_accumulation(
 
 @pytest.mark.parametrize("angles", ["model", "exact"])
 def test_left_padding(llama: Any, angles: str) -> None:
-    """Rows of their own positions: each row as it is alone."""
+    """A row with its own positions gives the same result as alone."""
     given = small_inputs("Llama")
     given["attention_mask"] = given["attention_mask"].clone()
     given["attention_mask"][1, :4] = 0
@@ -345,7 +345,7 @@ def test_cached_steps_equal_the_whole(llama: Any, cache: Any) -> None:
 
 
 def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Patched before there are weights, as from_pretrained builds, and then materialised."""
+    """A model patched on meta, as from_pretrained builds it, and then materialised."""
     with torch.no_grad():
         want = outputs(llama, inputs)
     with torch.device("meta"):
@@ -354,7 +354,7 @@ def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
     assert not report.left, str(report)
     empty.to_empty(device="cpu")
     empty.load_state_dict(llama.state_dict())
-    # What to_empty left in the buffers is anything; exact angles do not read them.
+    # to_empty leaves arbitrary values in the buffers; exact angles do not read them.
     for name, buffer in empty.named_buffers():
         assert "inv_freq" in name
         buffer.fill_(torch.nan)
@@ -363,7 +363,7 @@ def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
 
 
 def test_hooks_that_keep_the_old_forward(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """accelerate's way: the module keeps its bound forward and gets another."""
+    """Like accelerate: the module stores its bound forward and gets another one."""
     attention = llama.model.layers[0].self_attn
     attention._old_forward = attention.forward
     calls = []
@@ -422,7 +422,7 @@ def test_exact_angles_survive_a_cast(llama: Any, inputs: dict[str, torch.Tensor]
 
 
 def test_dynamic_rules_forget_the_last_call() -> None:
-    """transformers keeps the longest sequence it saw; a pure function of the length does not."""
+    """transformers stores the longest sequence seen; a pure function of the length does not."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     model = small_model("Llama", rope_parameters=rope, max_position_embeddings=16)
     patch(model, angles="exact")
@@ -431,7 +431,7 @@ def test_dynamic_rules_forget_the_last_call() -> None:
     model.model.rotary_emb(x, long)
     for a, b in zip(model.model.rotary_emb(x, short), before, strict=True):
         assert_same_bits(a, b)
-    # Rows of unequal length: each its own rule.
+    # Rows of unequal length: each has its own frequencies.
     both = torch.stack((short[0], torch.arange(24) // 4))
     assert_same_bits(model.model.rotary_emb(x, both)[0][:1], before[0])
 
@@ -449,7 +449,7 @@ def test_a_module_whose_frequencies_nobody_knows_is_left(llama: Any) -> None:
 
 
 def test_a_module_whose_frequencies_were_changed_is_served_by_none_or_right(llama: Any) -> None:
-    """A config that says one base and a module that computes another: the module's word counts."""
+    """If the config and the module have different bases, that of the module is used."""
 
     class Scaled(type(llama.model.rotary_emb)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
@@ -462,7 +462,7 @@ def test_a_module_whose_frequencies_were_changed_is_served_by_none_or_right(llam
 
 @pytest.mark.parametrize("known", [True, False])
 def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
-    """A function that stays as it is would widen everything after it."""
+    """float32 tables would promote all later results of a function that is left."""
 
     class Reader(torch.nn.Module):
         def __init__(self, config: Any) -> None:
@@ -490,7 +490,7 @@ def test_report_reads_well(llama: Any) -> None:
     assert entry.module == "transformers.models.llama.modeling_llama"
     assert entry.name == "apply_rotary_pos_emb"
     assert entry.replaced
-    assert "half pairs" in str(entry.recognised)
+    assert "rotate_half on all channels" in str(entry.recognised)
     assert str(report).splitlines()[0] == "1 replaced, 0 left"
     assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"
     assert len(report) == len(report.replaced) == 1
@@ -530,10 +530,10 @@ def test_exact_angles_are_those_that_the_model_has_now(
 ) -> None:
     rotary = llama.model.rotary_emb
     if what == "inv_freq":
-        rotary.inv_freq.mul_(0.25)  # interpolation by hand, as many do it
+        rotary.inv_freq.mul_(0.25)  # position interpolation by hand
     elif what == "attention_scaling":
         rotary.attention_scaling = 0.5
-    else:  # after construction nobody reads it
+    else:  # not read after construction
         llama.config.rope_parameters = {
             "rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0
         }  # fmt: skip

@@ -1,6 +1,6 @@
-"""`register` through the kernels package for real: `use_kernels`, `kernelize`, without a network.
+"""Test `register` with the real kernels package: `use_kernels` and `kernelize`, without a network.
 
-In processes of their own, as transformers looks for the package once, when it is imported.
+Tests run in new processes, as transformers looks for the package only when it is imported.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ needs_kernels = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the kernels package is not installed"
 )
 
-# transformers 5.23 asks for kernels 0.18; the newest that the index here has is 0.17, whose layers,
-# mapping and kernelize are those that it uses. So the lower bound of its check is moved.
+# transformers 5.23 requires kernels 0.18; the newest on the index is 0.17, whose layers, mapping and
+# kernelize are the same. So the test lowers the required version.
 START = """
 import torch
 from transformers.utils import import_utils
@@ -99,7 +99,7 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
 @pytest.mark.slow
 @needs_kernels
 def test_partial_width_q_alone_and_functions_nobody_knows() -> None:
-    """One layer stands for them all, each under its own arithmetic."""
+    """One layer replaces all functions, each with its own arithmetic."""
     run("""
 def half(x):
     a, b = x.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""`patch()` without a model: functions rebound where models find them, now and later."""
+"""Test `patch()` without a model: functions are rebound in modeling files, imported now or later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATE = "transformers.models.stablelm.modeling_stablelm"
 
 @pytest.fixture
 def only_llama(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Other tests have imported other files; this one looks at few."""
+    """Hide the modeling files that other tests have imported."""
     for name in list(sys.modules):
         if ".modeling_" in name and name.startswith("transformers.models.") and "llama" not in name:
             monkeypatch.delitem(sys.modules, name)
@@ -92,7 +92,7 @@ def test_a_model_patched_by_itself_stays_when_the_library_is_undone() -> None:
     patch()
     report = patch(model)
     assert len(report.replaced) == 1
-    # What the patched model calls stands in the module too, and is nothing to patch.
+    # The replacements of a patched model are globals of the module too, and must not be patched.
     unpatch()
     assert not any(entry.name.startswith("_tightrope") for entry in patch())
     unpatch()

@@ -1,4 +1,4 @@
-"""`patch` and objects: each serves the config that it was made from, or the original code runs."""
+"""Test exact angles per object: each serves its own config, or the original code runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 X, SHORT, LONG = torch.zeros(1), torch.arange(24)[None], torch.arange(96)[None]
 PAIRS = TEXT["head_dim"] // 2
 
-# What configs say; the longest position that they were made for is 64.
+# Rope sections of the configs; max_position_embeddings is 64.
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "default, another base": {"rope_theta": 5e5},
@@ -55,7 +55,7 @@ MODES = ("model", "exact", "library", "library, exact")
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The library is the file of Llama alone; what a test does to it and to defaults is undone."""
+    """Limit `patch()` to the file of Llama; undo changes to it and to defaults."""
     for name in list(sys.modules):
         if ".modeling_" in name and name.startswith("transformers.models."):
             if not name.endswith(".modeling_llama"):
@@ -75,7 +75,7 @@ def config_of(name: str) -> LlamaConfig:
 
 
 def tables(module: Any, *more: Any) -> list[torch.Tensor]:
-    """Cosines and sines near and far, of a module that has seen nothing yet."""
+    """Cosines and sines of an unused module at near, then at far positions."""
     return [table for ids in (SHORT, LONG) for table in module(X, ids, *more)]
 
 
@@ -85,7 +85,7 @@ def assert_tables(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 
 def patched(mode: str, make: Callable[[], Any]) -> tuple[Any, Report]:
-    """A model under one of MODES."""
+    """Make a model and patch it in one of MODES."""
     angles = "exact" if "exact" in mode else "model"
     if mode.startswith("library"):
         report = patch(angles=angles)
@@ -99,7 +99,7 @@ def llama(name: str) -> Any:
 
 
 def is_served(module: Any) -> bool:
-    """Whether angles are this library's: buffers of frequencies are not read then."""
+    """Return True if the angles are exact: then buffers of frequencies are not read."""
     twin = copy.deepcopy(module)
     for buffer in twin.buffers():
         buffer.fill_(torch.nan)
@@ -111,7 +111,7 @@ def is_served(module: Any) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("first", ROPES)
 def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str) -> None:
-    """And so does one that is initialised again."""
+    """An object that is initialised again serves its new config."""
     want = {name: tables(LlamaRotaryEmbedding(config_of(name))) for name in ROPES}
     model, _ = patched(mode, lambda: llama(first))
     module = model.model.rotary_emb
@@ -132,7 +132,7 @@ def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str
 
 @pytest.mark.parametrize("mode", MODES)
 def test_objects_made_of_one_config_that_changes(mode: str) -> None:
-    """transformers' own test_model_rope_scaling_frequencies makes them so."""
+    """As in transformers' own test_model_rope_scaling_frequencies."""
 
     def make(cls: type, check: Callable[[str, Any], None]) -> dict[str, Any]:
         config, made = config_of("linear"), {}
@@ -148,7 +148,7 @@ def test_objects_made_of_one_config_that_changes(mode: str) -> None:
     model, _ = patched(mode, lambda: llama("default"))
     cls = type(model.model.rotary_emb)
     made = make(cls, lambda name, module: assert_tables(tables(module), want[name]))
-    # What reads its config only while it is made has what it said then.
+    # A module that reads its config only in __init__ keeps the values of that time.
     for name in set(made) - {"dynamic", "longrope"}:
         assert_tables(tables(made[name]), want[name])
 
@@ -185,7 +185,7 @@ def test_the_original_runs_where_what_it_reads_was_assigned(
 
 
 def test_a_class_of_longrope_given_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of issue 15: the report said "left", and the angles of LongRoPE were served."""
+    """Regression of issue 15: the report had "left" but the angles of LongRoPE were served."""
     monkeypatch.setitem(sys.modules, modeling_phi3.__name__, modeling_phi3)
     settings = {**TEXT, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
     long = Phi3Config(**settings, original_max_position_embeddings=32)
@@ -261,10 +261,10 @@ def test_patching_again_takes_what_was_changed_by_hand(what: str) -> None:
 
 
 def test_a_rule_that_the_config_no_longer_says_is_the_modules_own() -> None:
-    """Frequencies of dynamic NTK begin as the plain ones, so that they alone tell nothing."""
+    """Dynamic NTK starts with the plain frequencies, so these alone do not identify the rule."""
     model = llama("dynamic")
     want = tables(LlamaRotaryEmbedding(config_of("dynamic")))
-    model.config.rope_parameters.update(rope("default"))  # the factor of dynamic NTK stays there
+    model.config.rope_parameters.update(rope("default"))  # where the factor of dynamic NTK stays
     patch(model, angles="exact")
     assert_tables(tables(model.model.rotary_emb), want)
 
@@ -310,7 +310,7 @@ def test_two_models_in_one_process_keep_their_angles() -> None:
 
 
 def test_what_the_library_served_ends_with_its_patch() -> None:
-    """Functions that are the model's again would widen everything by tables of float32."""
+    """With the original functions back, float32 tables would promote all results."""
     given = small_inputs("Llama")
     plain = llama("dynamic").to(torch.bfloat16)
     with torch.no_grad():
@@ -351,7 +351,7 @@ FAR = torch.tensor([[0, 1, 4097, 123_457, 1_000_003]])
 
 
 def assert_exact(module: Any, dtype: torch.dtype) -> None:
-    """Tables at far positions are float32, and right to its last bits."""
+    """Check that tables at far positions are float32 and exact to the last bits."""
     cos, sin = module(torch.zeros(1, dtype=dtype), FAR)
     exact = oracle.cos_sin(FAR, oracle.frequencies(1e4, 2 * PAIRS))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -360,7 +360,7 @@ def assert_exact(module: Any, dtype: torch.dtype) -> None:
         assert table.dtype == wide
         off = (table.double() - torch.cat((expected, expected), -1)).abs().max().item()
         assert off <= value(name), off
-    # And the original is not: the test can tell.
+    # The original is not, so the test can fail.
     rough, _ = LlamaRotaryEmbedding.forward(module, torch.zeros(1), FAR)
     assert (rough.double() - torch.cat((exact[0],) * 2, -1)).abs().max() > 1000 * value(name)
 
@@ -383,7 +383,7 @@ def test_loaded_models_are_served(mode: str, dtype: torch.dtype, tmp_path: Path)
     assert model.dtype == dtype
     entry = entry_of(report, "LlamaRotaryEmbedding")
     assert entry.replaced
-    assert entry.recognised == "tables of RopeSpec(head_dim=16), cat, float32"
+    assert entry.recognised == "cos/sin of RopeSpec(head_dim=16), full width, float32"
     assert "LlamaRotaryEmbedding" not in [entry.name for entry in report.left]
     assert_exact(model.model.rotary_emb, dtype)
     with torch.no_grad():
@@ -395,7 +395,7 @@ def test_loaded_models_are_served(mode: str, dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 @pytest.mark.parametrize("mode", ["exact", "library, exact"])
 def test_loaded_models_are_still_served_after_use(mode: str, name: str, tmp_path: Path) -> None:
-    """Loading, generating and saving touch configs without changing what they mean."""
+    """Loading, generating and saving change attributes of configs but not the angles."""
     llama(name).save_pretrained(tmp_path)
     model, _ = patched(
         mode, lambda: AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -438,7 +438,7 @@ def test_every_rule_is_served_whatever_the_default_dtype(name: str, default: tor
     assert_tables(tables(model.model.rotary_emb), want)
 
 
-# --- nothing to serve -----------------------------------------------------------------------------
+# --- modules that are not served -----------------------------------------------------------------------------
 
 NONE = "none of its modules makes cosines and sines from positions, so angles stay as they are"
 
@@ -478,7 +478,7 @@ def test_a_file_without_a_class_that_makes_angles_is_listed(
 def test_a_module_that_makes_angles_of_something_else_is_listed(
     library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside one that is served, it would pass for served."""
+    """A module that is not served is listed even if another one of the model is served."""
     monkeypatch.setitem(sys.modules, modeling_llama4.__name__, modeling_llama4)
 
     class Both(torch.nn.Module):
@@ -504,7 +504,7 @@ def test_a_module_that_makes_angles_of_something_else_is_listed(
 
 
 class Attention(torch.nn.Module):
-    """Rotates by a method whose pairing is a matter of the object."""
+    """Rotate by a method whose pairing is an instance attribute."""
 
     def __init__(self, interleaved: bool) -> None:
         super().__init__()
@@ -523,28 +523,28 @@ class Attention(torch.nn.Module):
 
 
 class HalfAttention(Attention):
-    """Rotates by a method that reads its class alone."""
+    """Rotate by a method that reads only class attributes."""
 
     def apply_rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return x * torch.cat((cos, cos), -1) + self._half(x) * torch.cat((sin, sin), -1)
 
 
 def test_a_method_that_reads_its_object_is_left() -> None:
-    """Which rotation it is differs from object to object, and a class has one replacement."""
+    """The rotation differs between objects, but a class has one replacement, so it is left."""
     x, angle = torch.randn(2, 3, 5, 16), torch.randn(5, 8)
     model = torch.nn.ModuleList([Attention(False), Attention(True), HalfAttention(False)])
     want = [each.apply_rotary(x, angle.cos(), angle.sin()) for each in model]
     report = patch(model)
     assert [e.replaced for e in report] == [False, True], str(report)
     assert report.left[0].reason == (
-        "it does not run on tensors of any usual shape, on an object without attributes of its own"
+        "it does not run on tensors of any usual shape, on an object without instance attributes"
     )
     for each, expected in zip(model, want, strict=True):
         assert_outputs(each.apply_rotary(x, angle.cos(), angle.sin()), expected)
 
 
 def test_scaling_factors_are_those_of_the_object() -> None:
-    """YaRN scales tables; a class has no factor of its own."""
+    """The factor of YaRN belongs to the object, not to its class."""
     model = llama("yarn")
     patch(model, angles="exact")
     cos, _ = type(model.model.rotary_emb)(config_of("default"))(X, SHORT)

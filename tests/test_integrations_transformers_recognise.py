@@ -1,4 +1,4 @@
-"""What a rotary function computes, found out by calling it; what is nothing known is left alone."""
+"""Test `recognise`: every known rotation is recognised, any other function is left."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def usual(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
     return q * cos + half(q) * sin, k * cos + half(k) * sin
 
 
-# --- every rotation there is, written plainly -----------------------------------------------------
+# --- every rotation, in plain code -----------------------------------------------------
 
 
 def written(pairs: str, out: str, reading: str, last: bool, sign: int) -> Function:
-    """A function of x and tables, by index arithmetic that shares nothing with the library."""
+    """Make a function of x and tables by index arithmetic that shares no code with the library."""
 
     def function(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         width = cos.shape[-1]
@@ -87,7 +87,7 @@ def test_every_rotation_is_told_from_the_others(
     rotation = recognition.candidate.rotation
     assert (rotation.pairs, rotation.out, rotation.reading) == (pairs, out, reading)
     assert (rotation.slice, rotation.sign) == ("last" if last else "first", sign)
-    # And the replacement is that function, of tables that hold their entries twice, and of others.
+    # The replacement equals the function, for tables with equal entries per pair and for others.
     generator = torch.Generator().manual_seed(0)
     new = replacement(function, recognition.candidate)
     for table in tables(reading, generator):
@@ -117,7 +117,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert off <= value("patched outputs"), off
 
 
-# --- functions that are something else ------------------------------------------------------------
+# --- functions that are no known rotation ------------------------------------------------------------
 
 
 def with_position_zero_wrong(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
@@ -188,7 +188,7 @@ def tables_swapped_halves(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int
 
 
 def tiled_tables_of_pairs(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-    """Two conventions in one: pairs side by side, tables by halves. Not a rotation."""
+    """Adjacent pairs with tables for rotate_half: not a rotation."""
     return with_q_interleaved(q, q, cos, sin, unsqueeze_dim)[0], k
 
 
@@ -233,7 +233,7 @@ def test_a_model_with_such_a_function_keeps_it(function: Function) -> None:
 
 
 class Attention(torch.nn.Module):
-    """Calls a function by a global name, as models do."""
+    """Call a rotary function by a global name, as models do."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -278,15 +278,15 @@ def text(q: Any, cos: Any, sin: Any) -> str:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda x: x, "are not those of a rotation by given tables"),
-        (any_number, "are not those of a rotation by given tables"),
+        (lambda x: x, "are not those of a rotation by given cos/sin"),
+        (any_number, "are not those of a rotation by given cos/sin"),
         (never, "does not run"),
-        (text, "agrees with no candidate"),
+        (text, "matches no known rotation"),
         (with_a_wrong_gradient, "gradients"),
-        (with_noise, "two results"),
+        (with_noise, "different results"),
         (in_place, "writes to its arguments"),
         (half_precision_results, "dtype"),
-        (with_a_clamp, "on plain probes but not on others"),
+        (with_a_clamp, "on some inputs but not on all"),
     ],
 )
 def test_reasons(function: Function, reason: str) -> None:
@@ -296,7 +296,7 @@ def test_reasons(function: Function, reason: str) -> None:
 
 
 def test_what_agrees_with_two_candidates_is_left() -> None:
-    """Tables whose order nobody can tell: cosines of the sum of both."""
+    """Tables whose order is ambiguous: cosines of the sum of both."""
 
     def symmetric(q: torch.Tensor, a_cos: torch.Tensor, a_sin: torch.Tensor) -> torch.Tensor:
         both = a_cos + a_sin
@@ -311,7 +311,7 @@ def test_what_agrees_with_two_candidates_is_left() -> None:
 
 def test_sines_before_cosines_are_found_by_number() -> None:
     def misnamed(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
-        return x * sin + half(x) * cos  # what is called sin is the cosine
+        return x * sin + half(x) * cos  # the parameter named sin is the cosine
 
     recognition = recognise(misnamed)
     assert recognition.candidate is not None
@@ -463,7 +463,7 @@ def test_dtypes_are_those_of_the_original(dtype: torch.dtype) -> None:
 
 
 def test_compiled_without_duplicates_equals_the_original() -> None:
-    """Compiled code cannot look at tables, and needs not: it uses both entries."""
+    """Compiled code does not check tables: it uses both entries."""
     q, k, cos, sin = operands()
     cos = cos + torch.arange(16) * 0.1
     new = replaced()
@@ -493,7 +493,7 @@ def seen_from_the_tokens(query: Any, key: Any, freqs_ci: Any) -> Any:
 
 
 def served(function: Function, **arguments: Any) -> bool:
-    """Whether the library answers a call, with values and gradients of the original."""
+    """Return True if the library serves a call; check values and gradients against the original."""
     asked = []
 
     @functools.wraps(function)
@@ -551,7 +551,7 @@ def test_complex_tables_with_one_for_the_heads(heads: int, tokens: int) -> None:
 
 
 def test_what_a_view_makes_of_other_tables_goes_to_the_original() -> None:
-    # As many tokens as heads: broadcasting would take the tokens' rows for those of the heads.
+    # As many tokens as heads: broadcasting could confuse the two axes.
     q, angle = normal(2, 5, 5, 16), normal(1, 5, 8)
     table = torch.polar(torch.ones_like(angle), angle)
     assert not served(seen_from_the_tokens, query=q, key=q.flip(0), freqs_ci=table)

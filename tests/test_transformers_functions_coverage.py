@@ -1,4 +1,4 @@
-"""The functions half of the coverage run: what is committed, and that its verdicts can fail."""
+"""Test the functions part of the coverage run: the committed rows, and that its verdicts can fail."""
 
 from __future__ import annotations
 

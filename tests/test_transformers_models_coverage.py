@@ -1,4 +1,4 @@
-"""The models half of the coverage of transformers: its verdicts, and that a fault changes them."""
+"""Test the models part of the coverage run: its verdicts, and that a fault changes them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from benchmarks.transformers_coverage.comparing import (
 
 from tightrope.integrations.transformers import _graft
 
-# What the models of transformers warn of is not what is tested here.
+# Warnings of transformers models are not tested here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Odd ones, each for something: a head, channels before others, three axes and pictures, low rank,
-# complex tables, a method, rows and columns, sound, tables of a sliding window, partial width.
+# One type for each feature: plain heads, partial channels, three axes and images, latent attention,
+# complex tables, a method, rows and columns, audio, a sliding window, partial width, …
 ODD = (
     "llama", "gptj", "qwen2_vl", "deepseek_v3", "llama4_text", "roformer", "dinov3_vit", "glmasr",
     "gemma3", "gpt_neox", "cohere", "pe_audio_encoder",
@@ -46,7 +46,7 @@ ODD = (
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks/results/transformers-coverage.json"
 
-# What is counted is the newest transformers, which Python 3.10 has not.
+# The committed results are of the newest transformers, which does not support Python 3.10.
 COUNTED = json.loads(RESULTS.read_text(encoding="utf-8"))["transformers"]
 same_transformers = pytest.mark.skipif(
     all(found.version != COUNTED for found in metadata.distributions(name="transformers")),
@@ -71,7 +71,7 @@ def test_patched_models_are_equal_and_their_rotations_were_served(
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
-    """What stands in place of rotary functions is changed, and nothing made before is used."""
+    """Change all replacements, and drop the cached classes."""
     real = _graft.replacement_of
     monkeypatch.setattr(_graft, "_classes", {})
     monkeypatch.setattr(_graft, "replacement_of", lambda swap: change(real(swap)))
@@ -88,7 +88,7 @@ def test_a_replacement_that_is_wrong_is_reported_as_different(
 
 
 class Halved(torch.autograd.Function):
-    """Right values, half of the gradient."""
+    """Return x unchanged, with half of the gradient."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_a_type_whose_calls_all_go_back_to_the_original_is_not_equal(
     plant(monkeypatch, lambda real: real.__wrapped__)
     row = models.row(types["llama"])
     assert row["status"] == "not exercised"
-    assert row["reason"] == "every call was given back to the original: llama.apply_rotary_pos_emb"
+    assert row["reason"] == "the original served every call: llama.apply_rotary_pos_emb"
 
 
 @pytest.mark.parametrize(
@@ -123,25 +123,25 @@ def test_a_type_whose_calls_all_go_back_to_the_original_is_not_equal(
     [
         (
             "hunyuan_vl",
-            "both channels of a pair have angles of their own, so that it is no rotation",
+            "the two channels of a pair have different angles, so it is no rotation",
         ),
-        ("lightglue", "its tables want gradients"),
-        ("mlcd", "its tables want gradients"),
+        ("lightglue", "its cos/sin require gradients"),
+        ("mlcd", "its cos/sin require gradients"),
     ],
 )
-def test_why_calls_go_back_is_said(types: dict[str, ModelType], name: str, why: str) -> None:
+def test_reason_why_the_original_served_calls(
+    types: dict[str, ModelType], name: str, why: str
+) -> None:
     row = models.row(types[name])
     assert row["status"] == "not exercised"
-    assert row["reason"].startswith(
-        f"every call was given back to the original: {name}.apply_rotary_"
-    )
-    assert row["reason"].endswith(f", as {why}")
+    assert row["reason"].startswith(f"the original served every call: {name}.apply_rotary_")
+    assert row["reason"].endswith(f", because {why}")
 
 
 def test_a_type_without_rotation_is_not_equal(types: dict[str, ModelType]) -> None:
     row = models.row(types["jamba"])
     assert row["status"] == "not exercised"
-    assert row["reason"] == "its file defines a rotation and never calls it"
+    assert row["reason"] == "its file defines a rotation but never calls it"
 
 
 def test_a_model_that_is_not_the_same_twice_is_different(
@@ -215,7 +215,7 @@ def test_small_configurations_fit_together(types: dict[str, ModelType]) -> None:
     config = small_config(types["qwen2_vl"].config_class, {})
     assert config.text_config.rope_parameters["mrope_section"] == [2, 3, 3]
     assert config.image_token_id >= SPECIAL
-    # Each kind of layer of a pattern stays.
+    # One layer of each type remains.
     kinds = small_config(types["gemma3_text"].config_class, {}).layer_types
     assert set(kinds) == {"sliding_attention", "full_attention"}
 
@@ -245,7 +245,7 @@ def test_a_lost_process_is_a_row_and_the_run_goes_on(
     assert set(first.values()) == {"the process ended with -9"}
     assert "| llama | the process ended with -9 |" in page.read_text()
     monkeypatch.setattr(Lost, "ask", lambda _, t: {**models.blank(t), "reason": "again"})
-    # What the file holds is run again unless it is not to be.
+    # Types in the file run again, except with --missing.
     assert run("--only", "^(llama|gptj)$", "--missing") == {**first, "gptj": "again"}
     assert run("--only", "^llama$") == {**first, "gptj": "again", "llama": "again"}
 
@@ -285,7 +285,7 @@ def test_every_type_is_on_the_page_with_its_numbers_or_its_reason(
     (gptj,) = [row for row in committed if row["model_type"] == "gptj"]
     numbers = f"{gptj['max_rel_doutput']:.0e} | {gptj['max_rel_dgrad']:.0e}"
     assert f"| gptj | gptj | {numbers} |" in page
-    assert "| jamba | its file defines a rotation and never calls it |" in page
+    assert "| jamba | its file defines a rotation but never calls it |" in page
     changed = [{**gptj, "status": "different", "reason": "at lm_head | weight"}]
     page = report.page({"transformers": "5", "torch": "2", "models": changed})
     assert "| different | 1 |" in page

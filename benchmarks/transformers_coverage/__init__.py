@@ -1,1 +1,1 @@
-"""What of transformers is served: `python -m benchmarks.transformers_coverage --help`."""
+"""Measure how much of transformers is served: `python -m benchmarks.transformers_coverage --help`."""

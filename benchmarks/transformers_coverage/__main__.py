@@ -1,7 +1,7 @@
 """Run the coverage of transformers: `python -m benchmarks.transformers_coverage`.
 
-Two parts, kept in one JSON file and shown on one page: every rotary function by itself, and every model
-type before and after `patch`. Both run unless one is named. Nothing is downloaded.
+Two parts, stored in one JSON file and shown on one page: every rotary function by itself, and every
+model type before and after `patch`. Both run unless one is selected. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers-coverage.md"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See the module."""
+    """Run the command line; see the module."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transformers_coverage", description=__doc__
     )
@@ -31,9 +31,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", action="store_true", help="run the models alone")
     parser.add_argument("--only", default="", help="a regular expression for folders or types")
     parser.add_argument(
-        "--missing", action="store_true", help="leave out types of models that the file holds"
+        "--missing", action="store_true", help="skip model types that the file already has"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to renew")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to update")
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="the Markdown file to write from it"
     )
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         write(data, options.results)
     if options.models or both:
         held = {row["model_type"] for row in data.get("models", []) if options.missing}
-        # Written after each: a run that was ended goes on with --missing.
+        # Written after each model, so that an interrupted run can continue with --missing.
         for row in models.run(options.only, held):
             data["models"] = merged(data.get("models", []), [row], "model_type")
             write(data, options.results)
@@ -63,12 +63,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def write(data: dict[str, Any], path: Path) -> None:
-    """The rows into their file."""
+    """Write the rows to their file."""
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """The rows of a run in place of those it ran again."""
+    """Replace the old rows that have a new one with the same key."""
     renewed = {row[key] for row in new}
     return sorted(
         [row for row in old if row[key] not in renewed] + new,

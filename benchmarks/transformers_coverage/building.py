@@ -1,7 +1,7 @@
-"""A small configuration for any model type, and a model of it with weights that make it sensitive.
+"""Build a small configuration of any model type, and a model whose output depends on its weights.
 
-Sizes are chosen by the name of the setting, one width for every part, so that parts fit together:
-WIDTH channels in HEADS heads. What a family needs besides stands in `families.py`, as data.
+Sizes are chosen by the name of the setting. Every part has the same width, WIDTH channels in HEADS
+heads, so that parts fit together. Exceptions of single families are data in `families.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HEADS = 4
 HEAD = WIDTH // HEADS
 LAYERS = 2
 VOCABULARY = 256
-# Ids from here on are the special ones; inputs draw ordinary tokens from below.
+# First id of special tokens; ordinary tokens are drawn from below.
 SPECIAL = 160
 
 KEY_HEADS = (
@@ -26,7 +26,7 @@ KEY_HEADS = (
     r"|key_value_heads)(_per_layer)?|num_query_groups"
 )
 GROUPED = re.compile(KEY_HEADS)
-# The first pattern that matches the whole name of an integer setting gives its value. None keeps it.
+# The first pattern that matches the whole name of an integer setting gives its value; None keeps it.
 SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*(max|min)_(pixels|duration|length).*|num_feat_extract_layers|pooling_kernel_size", None),
     (KEY_HEADS, 2),
@@ -66,7 +66,7 @@ PATTERNS = [(re.compile(pattern), value) for pattern, value in SIZES]
 
 
 def sized(name: str, value: int) -> int:
-    """A small value for an integer setting; never a larger one than it has."""
+    """A small value for an integer setting, at most the given one."""
     for pattern, small in PATTERNS:
         if pattern.fullmatch(name):
             return value if small is None else min(small, value) if value > 0 else value
@@ -74,20 +74,20 @@ def sized(name: str, value: int) -> int:
 
 
 class Shrinker:
-    """Turns the defaults of a configuration class into the arguments of a small one."""
+    """Turn the defaults of a configuration class into the arguments of a small configuration."""
 
     def __init__(self, grouped: bool = True) -> None:
         self._grouped = grouped
         self._special: dict[int, int] = {}
 
     def token(self, value: int) -> int:
-        """A special token's id in the small vocabulary: the same for the same id everywhere."""
+        """The id of a special token in the small vocabulary; equal ids stay equal."""
         if value < 0:
             return value
         return self._special.setdefault(value, SPECIAL + len(self._special))
 
     def arguments(self, config: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-        """What to make a small configuration of the same class from."""
+        """The arguments of a small configuration of the same class."""
         from transformers import CONFIG_MAPPING, PreTrainedConfig
 
         given = {k: v for k, v in vars(config).items() if not k.startswith("_")}
@@ -113,7 +113,7 @@ class Shrinker:
         return out
 
     def _layers(self, given: dict[str, Any]) -> tuple[int, list[int]] | None:
-        """How many layers there were, and which to keep so that each kind of layer stays."""
+        """The number of layers, and those to keep so that each kind of layer remains."""
         counts = [v for n in LAYER_COUNTS if isinstance(v := given.get(n), int)]
         if not counts:
             return None
@@ -164,7 +164,7 @@ class Shrinker:
                 out["rope_parameters"] = _rope({**start, **rope}, {**given, **out})
 
 
-# Settings that some classes need and leave open.
+# Settings that are None by default but that some classes need.
 FILLED = {
     "head_dim": HEAD,
     "num_key_value_heads": 2,
@@ -179,7 +179,7 @@ FILLED = {
 MROPE = [16, 24, 24]
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 
-# Recomputed from the others, or no setting of a model's shape.
+# Settings that are derived from others or do not affect the shape of a model.
 UNTOUCHED = frozenset(
     {
         "transformers_version", "architectures", "id2label", "label2id", "problem_type", "dtype",
@@ -207,7 +207,7 @@ def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sections(old: list[int], pairs: int) -> list[int]:
-    """Sections in about the old proportions that add up to `pairs`, none empty.
+    """Scale sections so that they sum to `pairs`, none empty, in about the old proportions.
 
     >>> sections([16, 24, 24], 8)
     [2, 3, 3]
@@ -222,9 +222,9 @@ def sections(old: list[int], pairs: int) -> list[int]:
 
 
 def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bool = True) -> Any:
-    """A small configuration of the class; overrides are merged in, nested for its parts.
+    """A small configuration of the class, with overrides merged in, nested for its parts.
 
-    Half as many keys as queries where `grouped`, which not every family can.
+    With `grouped` it has half as many key heads as query heads, which not every family supports.
     """
     arguments = Shrinker(grouped).arguments(config_class(), overrides)
     small = config_class(**arguments)
@@ -249,7 +249,7 @@ LARGEST = 20_000_000
 def small_model(
     model_class: type[Any], config: Any, attention: str = "eager", gain: float = 1.0
 ) -> Any:
-    """A model in float32, in eval mode, with random weights on which the output depends."""
+    """A float32 model in eval mode, with random weights that all affect the output."""
     with torch.device("meta"):
         size, name = 0, ""
         try:
@@ -289,6 +289,6 @@ def reweigh(model: torch.nn.Module, gain: float) -> None:
         else:
             parameter.copy_(gain * noise / math.sqrt(max(1, *parameter.shape[-2:])))
     for name, buffer in model.named_buffers():
-        # The vectors of a codebook, zeros until it is trained.
+        # The vectors of a codebook are zeros until it is trained.
         if name.endswith("embed_sum"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))

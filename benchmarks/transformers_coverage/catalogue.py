@@ -1,4 +1,4 @@
-"""Which model types there are in the installed transformers, and where their rotary functions stand."""
+"""List the model types of the installed transformers and the rotary functions in their files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-# What a function or method that rotates queries or keys is called there. Not `rotate_half` and the
-# like, which are the parts that such functions are made of.
+# Names of functions and methods that rotate queries or keys. Not `rotate_half` and the like, which are
+# helpers of such functions.
 ROTARY = re.compile(
     r"^_?(vision_)?apply_\w*rotary\w*$|^rotate_queries_or_keys$|^_apply_rotary_embedding$"
 )
 
-# In this order: the class with a head over text first, since it runs everything below it.
+# Preferred model classes: first those with a language head, as they run all other parts.
 PREFERRED = (
     "ForConditionalGeneration",
     "ForCausalLM",
@@ -34,7 +34,7 @@ PREFERRED = (
 
 @dataclass(frozen=True)
 class ModelType:
-    """A key of transformers' configuration mapping and the modeling file that rotates."""
+    """A key of transformers' configuration mapping and its modeling file with rotary functions."""
 
     name: str
     folder: str
@@ -42,18 +42,18 @@ class ModelType:
 
     @property
     def config_class(self) -> type[Any]:
-        """The class of its configurations."""
+        """The configuration class."""
         from transformers import CONFIG_MAPPING
 
         return CONFIG_MAPPING[self.name]
 
     @property
     def module(self) -> ModuleType:
-        """Its modeling module, imported."""
+        """The imported modeling module."""
         return importlib.import_module(f"transformers.models.{self.file[:-3].replace('/', '.')}")
 
     def model_classes(self) -> list[type[Any]]:
-        """The classes of models that take its configuration, the most complete one first."""
+        """The model classes that take its configuration, the most complete first."""
         from transformers import PreTrainedModel
 
         module = self.module
@@ -75,7 +75,7 @@ class ModelType:
 
 
 def models_folder() -> Path:
-    """Where the installed transformers keeps its models."""
+    """The folder of models in the installed transformers."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         raise ImportError("transformers is not installed: pip install transformers")
@@ -84,7 +84,7 @@ def models_folder() -> Path:
 
 @cache
 def rotary_names(path: Path) -> tuple[str, ...]:
-    """Names of the functions and methods of a file that rotate, `Class.method` for methods."""
+    """Names of the rotary functions and methods of a file, `Class.method` for methods."""
     found: list[str] = []
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -102,7 +102,7 @@ def rotary_names(path: Path) -> tuple[str, ...]:
 
 @cache
 def called_names(path: Path) -> frozenset[str]:
-    """Which of the functions that rotate the file calls anywhere."""
+    """Names of the rotary functions that their own file calls."""
     names = {name.rpartition(".")[2] for name in rotary_names(path)}
     calls = [
         n.func for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)
@@ -112,7 +112,7 @@ def called_names(path: Path) -> frozenset[str]:
 
 
 def catalogue() -> list[ModelType]:
-    """Every model type of a folder in which a modeling file defines a function that rotates."""
+    """Every model type in a folder with a rotary function in a modeling file."""
     from transformers.models.auto.configuration_auto import (
         CONFIG_MAPPING_NAMES,
         model_type_to_module_name,
@@ -135,7 +135,7 @@ def catalogue() -> list[ModelType]:
 
 
 def rotary_codes(module: ModuleType) -> dict[CodeType, str]:
-    """The code object of each function of a module that rotates, with the name it stands under."""
+    """The code object of each rotary function of a module, with its name."""
     if module.__file__ is None:
         return {}
     found = {}
@@ -146,7 +146,7 @@ def rotary_codes(module: ModuleType) -> dict[CodeType, str]:
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         value = inspect.unwrap(value)
-        # A decorator of transformers may have made a module of it that holds the function.
+        # A decorator of transformers may have wrapped the function in a module.
         if not isinstance(value, FunctionType):
             value = _held(value)
         if value is not None:

@@ -1,4 +1,4 @@
-"""One model before and after: its outputs and gradients, and which rotary functions ran."""
+"""Compare two runs of a model: outputs, gradients, and the rotary functions that ran."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ import tightrope
 
 from .catalogue import rotary_codes
 
-# Where this library's functions stand.
+# The folder of this library.
 OURS = str(Path(tightrope.__file__).parent)
-# The bounds of issue 7, in float32, relative to the largest magnitude of the tensor.
+# Bounds of issue 7 in float32, relative to the largest magnitude of the tensor.
 OUTPUT_BOUND = 2e-5
 GRADIENT_BOUND = 1e-4
-# A gradient that is zero but for rounding (of a bias before a softmax, say) is measured against this
-# share of the model's largest gradient.
+# A gradient that is zero up to rounding (for example of a bias before a softmax) is compared relative
+# to this fraction of the model's largest gradient.
 FLOOR = 1e-3
-# The planted fault: what is rotated becomes wrong by this share of itself.
+# Relative size of the planted fault in the results of rotary functions.
 FAULT = 1e-2
 
 
 @dataclass
 class Run:
-    """What one forward and backward pass gave.
+    """The results of one forward and backward pass.
 
-    `odd` says what of the tables that a rotary function was called with no fused rotation takes.
+    `odd` has, for each rotary function called with cos/sin that the operator does not take, the reason.
     """
 
     outputs: dict[str, torch.Tensor]
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest differences of two runs, relative to the tensors' own scale."""
+    """The largest differences between two runs, relative to the scale of each tensor."""
 
     absolute_output: float
     output: float
@@ -55,12 +55,12 @@ class Difference:
 
     @property
     def within(self) -> bool:
-        """Whether both keep the bounds. NaN does not."""
+        """Whether both are within the bounds; False for NaN."""
         return self.output <= OUTPUT_BOUND and self.gradient <= GRADIENT_BOUND
 
 
 def tensors(value: Any, name: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every floating tensor of a model's output, with a path to it."""
+    """Yield every floating-point tensor of a model's output with its path."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield name, value
@@ -73,24 +73,24 @@ def tensors(value: Any, name: str = "output") -> Iterator[tuple[str, torch.Tenso
 
 
 def rotary_modules(model: torch.nn.Module) -> list[ModuleType]:
-    """The modeling modules of transformers that the model's parts come from."""
+    """The modeling modules of transformers that define the model's parts."""
     names = {k.__module__ for m in model.modules() for k in type(m).__mro__}
     return [sys.modules[n] for n in sorted(names) if n.startswith("transformers.models.")]
 
 
-# Where a function stands: its file, its first line, its name. A copy of it stands there as well.
+# The place of a function: file, first line, name. Copies of the function have the same place.
 Place = tuple[str, int, str]
 
 
 def place(code: CodeType) -> Place:
-    """Where a code object comes from."""
+    """The place of a code object."""
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
 def odd_of(x: torch.Tensor, tables: list[torch.Tensor]) -> str | None:
-    """Why the cosines and sines of a call are not those of a rotation that is given its angles."""
+    """The reason why the operator does not take the cos/sin of a call, or None."""
     if any(table.requires_grad for table in tables):
-        return "its tables want gradients"
+        return "its cos/sin require gradients"
     with torch.no_grad():
         for table in tables:
             if 2 * table.shape[-1] <= x.shape[-1]:
@@ -99,13 +99,13 @@ def odd_of(x: torch.Tensor, tables: list[torch.Tensor]) -> str | None:
             if table.shape[-1] % 2 or not (
                 torch.equal(*halves) or torch.equal(table[..., ::2], table[..., 1::2])
             ):
-                return "both channels of a pair have angles of their own, so that it is no rotation"
+                return "the two channels of a pair have different angles, so it is no rotation"
     return None
 
 
 @contextmanager
 def counting(places: dict[Place, str], calls: Counter[str], odd: dict[str, str]) -> Iterator[None]:
-    """Count calls of these functions, whoever holds or has copied them: nothing is replaced."""
+    """Count calls of these functions and of copies of them, with a profiler; nothing is replaced."""
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
@@ -129,7 +129,7 @@ def counting(places: dict[Place, str], calls: Counter[str], odd: dict[str, str])
 
 
 def places_of(model: torch.nn.Module) -> dict[Place, str]:
-    """Rotary functions of every modeling file that the model has parts of."""
+    """The rotary functions of every modeling file that defines parts of the model."""
     places: dict[Place, str] = {}
     for module in rotary_modules(model):
         short = module.__name__.removeprefix("transformers.models.").rpartition(".")[0]
@@ -141,7 +141,7 @@ def places_of(model: torch.nn.Module) -> dict[Place, str]:
 def run(
     model: torch.nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None
 ) -> Run:
-    """Forward and backward; every output has a part in the loss, weighted at random but fixed."""
+    """Run forward and backward; the loss is a fixed random weighting of every output."""
     result = Run({}, {})
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
@@ -168,8 +168,8 @@ def run(
 
 
 def relative(before: torch.Tensor, after: torch.Tensor, floor: float) -> tuple[float, float]:
-    """Largest difference, absolute and relative to the first tensor's scale; NaN where shapes or
-    the places of infinities and NaN differ."""
+    """The largest difference, absolute and relative to the first tensor's scale; NaN if shapes or
+    the positions of infinities and NaN differ."""
     if before.shape != after.shape:
         return float("nan"), float("nan")
     finite = before.isfinite()
@@ -184,7 +184,7 @@ def relative(before: torch.Tensor, after: torch.Tensor, floor: float) -> tuple[f
 
 
 def difference(before: Run, after: Run) -> Difference:
-    """Every output and every gradient of two runs, compared."""
+    """Compare every output and every gradient of two runs."""
     worst = {"output": (0.0, ""), "gradient": (0.0, "")}
     absolute = 0.0
     top = max((g.abs().max().item() for g in before.gradients.values() if g.numel()), default=0.0)
@@ -199,7 +199,7 @@ def difference(before: Run, after: Run) -> Difference:
                 largest, share = float("nan"), float("nan")
             if kind == "output":
                 absolute = largest if not largest <= absolute else absolute
-            # NaN is worse than any number, and stays.
+            # NaN counts as worse than any number.
             if not share <= worst[kind][0]:
                 worst[kind] = (share, name) if worst[kind][0] == worst[kind][0] else worst[kind]
     return Difference(
@@ -211,7 +211,7 @@ def difference(before: Run, after: Run) -> Difference:
 
 
 def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, wrong by FAULT: each channel takes in a little of its neighbour."""
+    """The function with a relative error of FAULT: a little of the adjacent channel is added."""
 
     def wrong(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -229,7 +229,7 @@ def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def fault(model: torch.nn.Module) -> Iterator[None]:
-    """Every rotary function of the model's files is wrong by a little inside."""
+    """Plant a small error in every rotary function of the model's files."""
     undo: list[tuple[Any, str, Any]] = []
     for module in rotary_modules(model):
         for name in rotary_codes(module).values():

@@ -1,4 +1,4 @@
-"""What single families need besides the general rules: settings, inputs, the class to build."""
+"""Exceptions of single model families: settings, inputs, and the class to build."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ import torch
 from .building import WIDTH
 from .catalogue import ModelType
 
-# Times, rows and columns of patches of the two images of a batch; h and w differ.
+# (time, rows, columns) of patches of the two images of a batch; rows and columns differ.
 GRIDS = ((1, 4, 6), (1, 6, 4))
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is special about a model type.
+    """The exceptions of a model type.
 
-    `config` holds settings, nested for the parts of a configuration; a part with a `model_type` takes the
-    place of the whole part. `inputs` makes some inputs, given the maker of the rest; `without` names
-    inputs that it must not be given. `model` is the class to build. `patches` says how pixels come where
-    a grid comes with them (see `Maker.images`), `grids` how many patches each image has. `part` names the
-    part of the model that is called, where the whole of it cannot be differentiated or is badly
-    conditioned. `attention` is the implementation to ask for; `gain` scales the random weights.
+    Attributes:
+        config: settings, nested for the parts of a configuration; a part with a `model_type` replaces
+            the whole part.
+        inputs: makes some of the inputs; its argument is the maker of the others.
+        without: inputs to leave out.
+        model: the class to build.
+        patches: the layout of pixels that come with a grid, see `Maker.images`.
+        part: the part of the model to call, if the whole is not differentiable or badly conditioned.
+        attention: the attention implementation.
+        gain: a factor on the random weights.
+        grids: the number of patches of each image.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +45,7 @@ class Family:
 
 
 def tiles(maker: Any) -> dict[str, Any]:
-    """Pictures in tiles: one tile of four is there."""
+    """Images in tiles, with one of four tiles present."""
     return {
         "pixel_values": maker.normal(2, 1, 4, 3, 32, 32),
         "aspect_ratio_ids": torch.full((2, 1), 6),
@@ -49,18 +54,18 @@ def tiles(maker: Any) -> dict[str, Any]:
 
 
 def places() -> torch.Tensor:
-    """Columns and rows of the patches of two images of six by three."""
+    """The column and row of each patch of two images with 6 columns and 3 rows."""
     at = [(x, y) for y in range(3) for x in range(6)]
     return torch.tensor([at, at])
 
 
 def patches_with_places(maker: Any) -> dict[str, Any]:
-    """Patches as rows of a batch, with where they stand."""
+    """Batched patches with their positions."""
     return {"pixel_values": maker.normal(2, 18, 3 * 8 * 8), "pixel_position_ids": places()}
 
 
 def memory(maker: Any) -> dict[str, Any]:
-    """The features of a frame, and those of two frames and four pointers to attend to."""
+    """The features of one frame, and a memory of two frames and four object pointers."""
     frame = math.prod(maker.config.memory_attention_rope_feat_sizes)
     return {
         "current_vision_features": maker.normal(frame, 1, 64),
@@ -71,7 +76,7 @@ def memory(maker: Any) -> dict[str, Any]:
 
 
 def pooled_memory(maker: Any) -> dict[str, Any]:
-    """The same where each remembered frame is eight latents and four by four places."""
+    """Like `memory`, with 8 latents and 4 × 4 positions for each remembered frame."""
     past = {
         n: maker.normal(2 * (8 + 16) + 4, 1, 64) for n in ("memory", "memory_posision_embeddings")
     }
@@ -79,12 +84,12 @@ def pooled_memory(maker: Any) -> dict[str, Any]:
 
 
 def one_channel(maker: Any) -> dict[str, Any]:
-    """Sound with a dimension for its one channel."""
+    """Audio with an axis for its one channel."""
     return {"input_values": maker.normal(2, 1, 240)}
 
 
 def matched(maker: Any) -> dict[str, Any]:
-    """Features of two pairs of pictures and where they stand, as the whole model makes them."""
+    """Features of two pairs of images and their cos/sin, as the whole model makes them."""
     features = maker.normal(2, 2, WIDTH, 16, 24)
     cos, sin = (
         t.expand(4, -1, -1, -1).reshape(4, -1, WIDTH) for t in maker.whole.rotary_emb(features)
@@ -93,25 +98,25 @@ def matched(maker: Any) -> dict[str, Any]:
 
 
 def music(maker: Any) -> dict[str, Any]:
-    """Placeholders for a quarter of the frames: they are halved, and halved again."""
+    """Placeholders for a quarter of the frames, as the encoder halves them twice."""
     ids = maker.ids(30)
     ids[:, 4:20] = maker.config.audio_token_id
     return {"input_ids": ids}
 
 
 def pixel_videos(maker: Any) -> dict[str, Any]:
-    """Six frames of pictures for each of two videos."""
+    """Two videos of six frames."""
     return {"pixel_values_videos": maker.normal(2, 6, 3, 32, 32)}
 
 
 def codec_rows(maker: Any) -> dict[str, Any]:
-    """Sound, and rows of its frames for the semantic part."""
+    """Audio samples, and frame features for the semantic part."""
     width = maker.config.semantic_model_config.feature_projection_input_dim
     return {"input_values": maker.normal(2, 1, 1920), "input_features": maker.normal(2, 6, width)}
 
 
 def speech_rows(maker: Any) -> dict[str, Any]:
-    """Frames of speech as wide as the model projects them."""
+    """Speech frames with the width that the model projects."""
     return {"input_features": maker.normal(2, 24, maker.config.feature_projection_input_dim)}
 
 
@@ -344,5 +349,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def of(model_type: ModelType) -> Family:
-    """The family's entry, or nothing special."""
+    """The exceptions of a model type, empty if it has none."""
     return FAMILIES.get(model_type.name, Family())

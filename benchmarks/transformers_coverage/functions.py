@@ -1,5 +1,5 @@
-"""Every rotary function of transformers by itself: what it is recognised as, and whether the
-replacement equals it in values and gradients."""
+"""Test every rotary function of transformers by itself: is it recognised, and does the replacement
+equal it in values and gradients?"""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tightrope.integrations.transformers._graft import Swap, calling, replacemen
 from .catalogue import models_folder, rotary_names
 
 ROWS, HEADS, TOKENS, CHANNELS = 2, 4, 11, 16
-# Relative to the largest value: float32 arithmetic in another order; issue 7's bounds are 2e-5 and 1e-4.
+# Bounds relative to the largest value, for float32 sums in another order; issue 7 asks for 2e-5 and 1e-4.
 VALUES, GRADIENTS = 2e-6, 2e-6
-# Results in bfloat16 may be off from float64 by one rounding more than those of the original.
+# bfloat16 results may have one rounding more error than those of the original.
 BF16 = 2.0**-8
 
 Make = Callable[[torch.dtype], dict[str, Any]]
@@ -39,7 +39,7 @@ def files() -> list[Path]:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """A row for each rotary function of a file; an error becomes one."""
+    """Yield a row for each rotary function of a file; an error becomes a row too."""
     name = path.relative_to(models_folder()).with_suffix("").as_posix()
     try:
         module = importlib.import_module("transformers.models." + name.replace("/", "."))
@@ -57,7 +57,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def names(module: ModuleType, path: Path) -> list[str]:
-    """Rotary functions and methods that a file defines, by what they are called or by their arguments."""
+    """Rotary functions and methods that a file defines, found by name or by parameters."""
     known = list(rotary_names(path))
     for name, value in vars(module).items():
         here = getattr(unwrapped(value), "__module__", None) == module.__name__
@@ -67,7 +67,7 @@ def names(module: ModuleType, path: Path) -> list[str]:
 
 
 class _Spy(TorchDispatchMode):
-    """Counts calls of the operator: a replacement that asks the original would be equal too."""
+    """Count calls of the operator, as a replacement that only calls the original is equal too."""
 
     calls = 0
 
@@ -97,7 +97,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
         make = arguments(recognition.candidate, this)
         compared = compare(target, replaced, make)
         return _row(name, function, **compared, recognised=str(recognition.candidate))
-    # One that only passes on to others: what it calls is replaced.
+    # A function that only delegates: the functions it calls are replaced.
     for each in (n for n in names(module, Path(module.__file__ or "")) if n not in swaps):
         inner = getattr(module, each, None)
         if isinstance(inner, FunctionType) and each != function:
@@ -113,10 +113,10 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
 
 
 def arguments(candidate: Candidate, owner: object = None) -> Make:
-    """Arguments of a signature, with tables as a model makes them: of angles, entries held twice."""
+    """Arguments for a candidate's signature, with cos/sin of real angles as a model makes them."""
     call, rotation = candidate.call, candidate.rotation
     unsqueeze_dim, positions = call.parameter("unsqueeze_dim"), call.parameter("positions")
-    # Four dimensions where the function takes them; tables of three.
+    # Prefer x of rank four and tables of rank three.
     dims, table, given, place = max(
         candidate.shapes, key=lambda s: (s[0], s[1] == 3, -(s[2] or 0), s[1])
     )
@@ -164,12 +164,12 @@ def _multidimensional(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-#: Arguments of functions that pass on to others.
+#: Arguments of functions that delegate to others.
 COMPOSED: dict[str, Make] = {"apply_multidimensional_rope": _multidimensional}
 
 
 def compare(original: Any, replaced: Any, make: Make) -> dict[str, Any]:
-    """Values and gradients of both, in float32, and in bfloat16 against float64."""
+    """Compare values and gradients in float32, and bfloat16 values against float64."""
     theirs, their_grads = _run(original, make(torch.float32))
     with _Spy() as spy:
         ours, our_grads = _run(replaced, make(torch.float32))
@@ -196,7 +196,7 @@ def compare(original: Any, replaced: Any, make: Make) -> dict[str, Any]:
 
 
 def _narrowed(values: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers in float64."""
+    """The same values converted to float64."""
     return {
         name: v.double()
         if isinstance(v, torch.Tensor) and v.is_floating_point()
@@ -225,7 +225,7 @@ def _run(function: Any, values: dict[str, Any]) -> tuple[list[torch.Tensor], lis
 
 
 def _apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """The largest difference, relative to the largest value; infinite where they cannot be compared."""
+    """The largest difference relative to the largest value; infinite if they cannot be compared."""
     if len(one) != len(other):
         return float("inf")
     worst = 0.0
@@ -238,7 +238,7 @@ def _apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 def run(only: str = "") -> list[dict[str, Any]]:
-    """All rows, with a bar of progress."""
+    """All rows, with a progress bar."""
     from tqdm import tqdm
 
     chosen = [path for path in files() if re.search(only, path.parent.name)]

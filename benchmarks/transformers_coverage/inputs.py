@@ -1,4 +1,4 @@
-"""Inputs for a model from the names of its forward's parameters."""
+"""Make inputs for a model from the parameter names of its forward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .families import Family
 BATCH = 2
 TOKENS = 14
 FRAMES = 64
-# Six frames of the codecs that take 1,920 samples to one.
+# Six frames of codecs with 1,920 samples per frame.
 SAMPLES = 11_520
 
 
 class Maker:
-    """Makes the inputs of one model; one method per kind of input, results are shared by name."""
+    """Make the inputs of one model, with one method per kind of input."""
 
     def __init__(self, model: Any, config: Any, family: Family) -> None:
         self.whole = model
@@ -38,7 +38,11 @@ class Maker:
         self.made: dict[str, Any] = {}
 
     def __call__(self) -> dict[str, Any]:
-        """The inputs; ValueError names a required one that nobody knows how to make."""
+        """Return the inputs.
+
+        Raises:
+            ValueError: a required input cannot be made.
+        """
         given = self.family.inputs(self) if self.family.inputs else {}
         self.made.update(given)
         for names, make in (
@@ -65,27 +69,27 @@ class Maker:
         }
 
     def put(self, name: str, value: Any) -> None:
-        """An input, unless the family brought its own."""
+        """Set an input, unless the family has made it already."""
         self.made.setdefault(name, value)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Seeded normal numbers."""
+        """Random normal values with a fixed seed."""
         return torch.randn(*shape, generator=self.generator)
 
     def ids(self, tokens: int, low: int = 4) -> torch.Tensor:
-        """Ordinary tokens."""
+        """Random ids of ordinary tokens."""
         vocabulary = min(SPECIAL, setting(self.config, "vocab_size") or SPECIAL)
         return torch.randint(low, vocabulary, (BATCH, tokens), generator=self.generator)
 
     def text(self) -> None:
-        """`input_ids` with as many placeholder tokens as there are features of what was made."""
+        """Make `input_ids` with one placeholder token per image or audio feature."""
         if "input_ids" in self.made:
             return
         ids = self.ids(TOKENS)
         kinds = torch.zeros_like(ids)
         for kind, names, getter, given in PLACEHOLDERS:
             token = next((t for n in names if (t := setting(self.config, n)) is not None), None)
-            # The model with a head may only pass on what it is given.
+            # The method may be on the inner model.
             inner = getattr(self.model, "model", None)
             find = getattr(inner, getter, None) or getattr(self.model, getter, None)
             if token is None or find is None or not any(n in self.made for n in given):
@@ -111,7 +115,7 @@ class Maker:
             self.put("token_type_ids", kinds)
 
     def features(self, find: Callable[..., Any]) -> int:
-        """How many feature rows a model makes of what was given."""
+        """The number of feature rows that a model makes from its inputs."""
         wanted = inspect.signature(find).parameters
         given = {n: v for n, v in self.made.items() if n in wanted}
         with torch.no_grad():
@@ -126,12 +130,12 @@ class Maker:
         return int(value.numel() // value.shape[-1])
 
     def embeddings(self) -> None:
-        """`inputs_embeds` where there are no tokens."""
+        """Make `inputs_embeds` for a model without tokens."""
         width = setting(self.config, "hidden_size") or WIDTH
         self.put("inputs_embeds", self.normal(BATCH, TOKENS, width))
 
     def images(self) -> None:
-        """Pixels: patches in rows with their grids, or pictures."""
+        """Make pixels: rows of patches with their grids, or whole images."""
         vision = part(self.config, "vision_config")
         channels = setting(vision, "num_channels", "in_channels", "in_chans", "in_channel") or 3
         patch = square(setting(vision, "patch_size", "spatial_patch_size") or 8)
@@ -161,13 +165,13 @@ class Maker:
             self.put("image_sizes", torch.tensor([[height, width]] * BATCH))
 
     def videos(self) -> None:
-        """Frames of pictures, two per video."""
+        """Make videos of four frames."""
         vision = part(self.config, "vision_config")
         size = setting(vision, "image_size", "crop_size") or 32
         self.put("pixel_values_videos", self.normal(BATCH, 4, 3, size, size))
 
     def audio(self) -> None:
-        """Features of frames, or samples."""
+        """Make audio: features of frames, or samples."""
         audio = part(self.config, "audio_config", "encoder_config")
         bins = setting(audio, "num_mel_bins", "n_mels", "input_feat_size", "feature_size") or 16
         order = (BATCH, FRAMES, bins) if self.frames_first() else (BATCH, bins, FRAMES)
@@ -181,7 +185,7 @@ class Maker:
             self.put("input_values", self.normal(*shape))
 
     def frames_first(self) -> bool:
-        """Whether features have frames before bins."""
+        """Return True if features are (frames, bins)."""
         name = self.config.model_type
         return any(k in name for k in FRAMES_FIRST)
 
@@ -190,7 +194,7 @@ FRAMES_FIRST = (
     "lasr", "parakeet", "nemotron", "nemo_", "wav2vec2", "seamless", "gemma", "phi4", "fastspeech",
 )  # fmt: skip
 
-# Kind in `mm_token_type_ids`, settings that hold the token, what makes features, from which inputs.
+# (value in `mm_token_type_ids`, settings with the token id, method that makes features, its inputs).
 PLACEHOLDERS = (
     (1, ("image_token_id", "image_token_index", "media_placeholder_token_id"), "get_image_features",
      ("pixel_values", "image_pixel_values")),
@@ -200,7 +204,7 @@ PLACEHOLDERS = (
 
 
 def part(config: Any, *names: str) -> Any:
-    """The named part of a configuration, wherever it stands in it, or itself."""
+    """The named part of a configuration at any depth, or the configuration itself."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -214,7 +218,7 @@ def part(config: Any, *names: str) -> Any:
 
 
 def setting(config: Any, *names: str) -> Any:
-    """The first setting that there is, in the configuration or else in its parts."""
+    """The first setting that is not None, in the configuration or in its parts."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -228,5 +232,5 @@ def setting(config: Any, *names: str) -> Any:
 
 
 def square(value: Any) -> int:
-    """One side of a patch."""
+    """The side length of a patch."""
     return int(value if isinstance(value, int) else value[-1])

@@ -1,12 +1,12 @@
-"""Every model type of transformers, before and after `patch`.
+"""Run every model type of transformers before and after `patch`.
 
-`python -m benchmarks.transformers_coverage --models --only '^llama'` runs some. A row says one of:
+`python -m benchmarks.transformers_coverage --models --only '^llama'` runs some. The status of a row is:
 
-- equal: outputs and gradients keep the bounds of `comparing.py`, calls of its own file's rotary functions
-  were served by this library, and a fault of one per cent in them would have been noticed;
-- different: they do not keep the bounds, or the model is not the same as before after `unpatch`;
-- not exercised: it ran, but nothing was tried by it: the reason says why;
-- not built: no small model of it was made or run, and why.
+- equal: outputs and gradients are within the bounds of `comparing.py`, this library served calls of the
+  rotary functions of the model's file, and a fault of one per cent in them is detected;
+- different: they are not within the bounds, or `unpatch` did not restore the model;
+- not exercised: it ran, but did not test the replacement, for the given reason;
+- not built: no small model of it could be built or run, for the given reason.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 from .catalogue import ModelType, catalogue
 
-# What one model may take; the slowest takes a tenth of it on one core.
+# Time limit of one model; the slowest takes a tenth of it on one core.
 SECONDS = 40
 
 
 def blank(model_type: ModelType) -> dict[str, Any]:
-    """A row before anything was tried."""
+    """A row before the run."""
     return {
         "model_type": model_type.name,
         "file": model_type.file,
@@ -41,13 +41,13 @@ def blank(model_type: ModelType) -> dict[str, Any]:
 
 
 def row(model_type: ModelType, trace: bool = False) -> dict[str, Any]:
-    """What became of one type; never raises."""
+    """The row of one type; errors become its reason."""
     from .trial import trial
 
     out = blank(model_type)
     try:
         out.update(trial(model_type))
-    except Exception as error:  # noqa: BLE001 - it is the row's reason; the run goes on
+    except Exception as error:  # noqa: BLE001 - recorded as the reason; the run continues
         out["reason"] = sentence(error)
         if trace:
             out["trace"] = traceback.format_exc()
@@ -56,14 +56,14 @@ def row(model_type: ModelType, trace: bool = False) -> dict[str, Any]:
 
 def sentence(error: BaseException) -> str:
     """An exception in one line."""
-    # Some put what is wrong in the last line, under a title.
+    # Some messages have a title first and the cause in the last line.
     lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
     text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {text[:200]}"
 
 
 def work(pipe: Any) -> None:
-    """A worker: takes names of types, gives rows."""
+    """The loop of a worker process: receive names of types, send rows."""
     warnings.simplefilter("ignore")
     import torch
     from transformers.utils import logging
@@ -76,13 +76,13 @@ def work(pipe: Any) -> None:
 
 
 class Worker:
-    """A process that can be lost: started when asked, ended when it takes too long."""
+    """A process that runs models; it is started on demand and killed at the time limit."""
 
     def __init__(self) -> None:
         self.process: Any = None
 
     def ask(self, model_type: ModelType) -> dict[str, Any]:
-        """The row of a type, or a row that says how the process ended."""
+        """The row of a type, or a row with the reason why the process ended."""
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.pipe, other = context.Pipe()
@@ -109,7 +109,7 @@ class Worker:
 
 
 def rows(types: list[ModelType]) -> Iterator[dict[str, Any]]:
-    """A row for each type, with a progress bar; nothing that a model does stops it."""
+    """Yield a row for each type, with a progress bar; a crash of a model does not stop the run."""
     from tqdm import tqdm
 
     worker = Worker()
@@ -121,5 +121,5 @@ def rows(types: list[ModelType]) -> Iterator[dict[str, Any]]:
 
 
 def run(only: str = "", without: Container[str] = ()) -> Iterator[dict[str, Any]]:
-    """Rows of all types whose name the regular expression finds something in, but for some."""
+    """Rows of all types whose name matches the regular expression, except those in `without`."""
     return rows([t for t in catalogue() if re.search(only, t.name) and t.name not in without])

@@ -1,4 +1,4 @@
-"""The committed table: numbers and Markdown from rows."""
+"""The committed coverage page: counts and Markdown tables from rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def file_status(rows: list[Row]) -> dict[str, str]:
-    """file -> equal, where every function of it is; else partly, different or left."""
+    """Status of each file: equal if all its functions are; else partly, different or left."""
     by_file: dict[str, list[str]] = {}
     for row in rows:
         by_file.setdefault(row["file"], []).append(row["status"])
@@ -27,7 +27,7 @@ def file_status(rows: list[Row]) -> dict[str, str]:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """A few lines: how many of what."""
+    """A few lines with the counts of each status."""
     lines = []
     if rows := data.get("functions"):
         files = Counter(file_status(rows).values())
@@ -68,7 +68,7 @@ def _functions(rows: list[Row]) -> list[str]:
         "## Functions",
         "",
         f"{len(rows)} rotary functions and methods in {len(files)} modeling files, each called by itself, "
-        "original against replacement. In "
+        "the original against its replacement. In "
         f"{equal} files all of them are recognised, replaced, and equal in values and gradients.",
         "",
     ]
@@ -77,21 +77,21 @@ def _functions(rows: list[Row]) -> list[str]:
     for row in rows:
         if row["status"] == "equal":
             groups.setdefault(row["recognised"] or row["reason"], []).append(row)
-    for words, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+    for text, group in sorted(groups.items(), key=lambda item: -len(item[1])):
         worst = {
             k: max(r[k] for r in group) for k in ("values", "gradients", "bf16", "bf16_original")
         }
         off = f"{worst['bf16_original']:.1e} → {worst['bf16']:.1e}"
         values, gradients = f"{worst['values']:.0e}", f"{worst['gradients']:.0e}"
-        found.append([words, str(len(group)), values, gradients, off])
-    headings = "recognised as,functions,float32 values,gradients,bfloat16 off before → after"
+        found.append([text, str(len(group)), values, gradients, off])
+    headings = "recognised as,functions,float32 values,gradients,bfloat16 error before → after"
     lines += [
         *table(headings.split(","), found),
         "",
-        "Largest differences over the functions of a line, relative to the largest value; in bfloat16 "
-        "against float64 on the same numbers.",
+        "The largest difference over the functions of a line, relative to the largest value; the bfloat16 "
+        "error is against float64 on the same inputs.",
         "",
-        "Left as they are:",
+        "Left unchanged:",
         "",
         *table(
             ["function", "reason"],
@@ -116,13 +116,13 @@ def _models(rows: list[Row]) -> list[str]:
         "",
         *table(
             ["", "types", ""],
-            ([name, str(counts[name]), words] for name, words in STATUSES.items()),
+            ([name, str(counts[name]), text] for name, text in STATUSES.items()),
         ),
         "",
         "### Equal",
         "",
-        "The largest difference of an output and of a gradient, each relative to the largest value of its "
-        "tensor, over the types of a modeling file.",
+        "The largest difference of an output and of a gradient over the types of a modeling file, each "
+        "relative to the largest value of its tensor.",
         "",
     ]
     by_file: dict[str, list[Row]] = {}
@@ -137,10 +137,10 @@ def _models(rows: list[Row]) -> list[str]:
     if aside := [row for row in equal if row.get("given_back") or row.get("left")]:
         lines += [
             "",
-            "In these some functions were left, or gave calls back to the original:",
+            "In these types the original functions served some calls, or were left:",
             "",
             *table(
-                ["type", "calls given back", "left"],
+                ["type", "calls of originals", "left"],
                 (
                     [
                         row["model_type"],
@@ -158,13 +158,13 @@ def _models(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-#: What a status says of a model type; equal first.
+#: The meaning of each status of a model type; equal first.
 STATUSES = {
     "equal": "outputs within 2e-5 and gradients within 1e-4, calls of its own rotary functions served, a "
-    "fault of one per cent in them noticed, and the same bits as before after `unpatch`",
-    "different": "not so",
-    "not exercised": "it ran, and nothing was tried by it",
-    "not built": "no small model of it was made or run",
+    "fault of one per cent in them detected, and the same bits as before after `unpatch`",
+    "different": "not within these bounds",
+    "not exercised": "it ran, but did not test the replacement",
+    "not built": "no small model of it could be built or run",
 }
 
 

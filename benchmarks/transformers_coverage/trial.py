@@ -1,4 +1,4 @@
-"""One model type: build it, run it, patch it, run it again, and see that a fault would be seen."""
+"""Try one model type: build it, run it, patch it, run it again, and check that a fault is detected."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .inputs import Maker
 
 @dataclass(frozen=True)
 class Ready:
-    """A model, inputs, and what takes them: the model, or a part of it.
+    """A model, its inputs, and the part of the model to call.
 
-    `instead_of` names a class with more to it that could not be built or run, and why.
+    `instead_of` names a more complete class that could not be built or run, with the reason.
     """
 
     model: Any
@@ -29,16 +29,16 @@ class Ready:
 
     @property
     def name(self) -> str:
-        """What was run: a class, and the name of its part."""
+        """The class that ran and the name of its part."""
         return ".".join(filter(None, (type(self.model).__name__, self.part)))
 
     def run(self) -> Run:
-        """Forward and backward."""
+        """Run forward and backward."""
         return run(self.model, self.inputs, self.model.get_submodule(self.part))
 
 
 def prepare(model_type: ModelType) -> tuple[Ready, Run]:
-    """A small model of the type with inputs for it, and its first run."""
+    """Build a small model of the type with inputs, and run it once."""
     family = families.of(model_type)
     classes = model_type.model_classes()
     if family.model:
@@ -55,7 +55,7 @@ def prepare(model_type: ModelType) -> tuple[Ready, Run]:
             same = model_class is classes[0]
             ready = Ready(model, inputs, family.part, "" if same else instead)
             return ready, ready.run()
-        except Exception as error:  # noqa: BLE001 - whatever a model raises, the next class may do
+        except Exception as error:  # noqa: BLE001 - the next class may work
             if model_class is classes[0]:
                 failure = error
                 instead = f"{model_class.__name__}: {type(error).__name__}: {str(error)[:200]}"
@@ -63,7 +63,7 @@ def prepare(model_type: ModelType) -> tuple[Ready, Run]:
 
 
 def trial(model_type: ModelType) -> dict[str, Any]:
-    """The row's part that depends on the run."""
+    """The entries of the row that depend on the run."""
     ready, before = prepare(model_type)
     out: dict[str, Any] = {"model": ready.name, "calls": dict(before.calls)}
     own = [n for n in before.calls if n.startswith(model_type.folder.replace("/", ".") + ".")]
@@ -82,7 +82,7 @@ def trial(model_type: ModelType) -> dict[str, Any]:
     if not own:
         unused = not called_names(models_folder() / model_type.file)
         reason = (
-            "its file defines a rotation and never calls it" if unused else "it rotates nothing"
+            "its file defines a rotation but never calls it" if unused else "no rotary function ran"
         )
         return {**out, "status": "not exercised", "reason": reason}
     if spoilt.within:
@@ -91,7 +91,7 @@ def trial(model_type: ModelType) -> dict[str, Any]:
 
 
 def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
-    """What patching changes: nothing, in values and gradients; and that it was undone."""
+    """Check that patching does not change values and gradients, and that `unpatch` undoes it."""
     report = patch(ready.model, angles="model")
     out: dict[str, Any] = {
         "replaced": [name_of(e) for e in report.replaced],
@@ -103,7 +103,7 @@ def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
         "max_doutput": significant(change.absolute_output),
         "max_rel_doutput": significant(change.output),
         "max_rel_dgrad": significant(change.gradient),
-        # Calls that still reached an original: it was left, or was asked by its replacement.
+        # Calls that still reached an original: it was left, or its replacement called it.
         "given_back": {n: c for n, c in after.calls.items() if n != "tightrope"},
     }
     unpatch(ready.model)
@@ -115,23 +115,21 @@ def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
         return {**out, "status": "different", "reason": f"after unpatch, at {undone.where}"}
     if not served or not after.calls["tightrope"]:
         back = ", ".join(
-            n + (f", as {after.odd[n]}" if n in after.odd else "")
+            n + (f", because {after.odd[n]}" if n in after.odd else "")
             for n in own
             if n in out["replaced"]
         )
-        reason = (
-            f"every call was given back to the original: {back}" if back else "nothing was replaced"
-        )
+        reason = f"the original served every call: {back}" if back else "nothing was replaced"
         return {**out, "status": "not exercised", "reason": reason}
     return {**out, "status": "equal", "reason": ""}
 
 
 def name_of(entry: Entry) -> str:
-    """`folder.function`, as the calls are counted."""
+    """`folder.function`, the name under which calls are counted."""
     folder = entry.module.removeprefix("transformers.models.").rpartition(".")[0]
     return f"{folder}.{entry.name}"
 
 
 def significant(value: float) -> float:
-    """Three digits are enough of a difference."""
+    """Round a difference to three significant digits."""
     return float(f"{value:.3g}")

@@ -1,7 +1,7 @@
-"""Other people's configurations -> :class:`tightrope.RopeSpec`, with no guess and no silent default.
+"""Read model configurations into a :class:`tightrope.RopeSpec`, without guesses or silent defaults.
 
-:func:`from_config` is :meth:`tightrope.RopeSpec.from_config`; :func:`provenance` tells which key gave
-which field. What is read and what is refused: docs/config.md.
+:func:`from_config` is :meth:`tightrope.RopeSpec.from_config`; :func:`provenance` also returns the key
+that gave each field. docs/config.md lists the supported and the refused configurations.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def provenance(
     strict: bool = True,
     interleaved: bool | None = None,
 ) -> Provenance:
-    """As :meth:`tightrope.RopeSpec.from_config`, and which key of the configuration gave which field.
+    """Read a configuration like :meth:`tightrope.RopeSpec.from_config`, with the source of each field.
 
     Returns:
-        An object with the ``spec`` and the ``rows`` of a table, which ``print`` shows.
+        An object with the ``spec`` and the ``rows`` of a table; ``print`` shows the table.
 
     Raises:
         ValueError, TypeError: as :meth:`tightrope.RopeSpec.from_config`.
@@ -60,7 +60,7 @@ def provenance(
     rotary_dim   20       rotary_pct = 0.25 of 80
     start        0        from the first channel
     interleaved  False    model_type 'gpt_neox' (gpt_neox: apply_rotary_pos_emb)
-    scaling      None     no rope section asks for it
+    scaling      None     no key gives one
     axes         None     one coordinate per position
     """
     source = source_of(config, section)
@@ -69,7 +69,7 @@ def provenance(
 
 @public("from_config")
 def source_of(config: object, section: str | None = None) -> Source:
-    """The part of a configuration that is read, in the names of transformers, and its family.
+    """The section of a configuration to read, with the key names of transformers, and its family.
 
     Internal to the library.
     """
@@ -88,7 +88,7 @@ def source_of(config: object, section: str | None = None) -> Source:
 
 
 def _load(config: object) -> Mapping[str, Any]:
-    """The keys of a configuration: a mapping, an object with attributes, a file or its folder."""
+    """The keys of a configuration given as a mapping, an object, a file or a folder."""
     if isinstance(config, Mapping):
         return config
     if isinstance(config, str | os.PathLike):
@@ -105,9 +105,9 @@ def _load(config: object) -> Mapping[str, Any]:
 
 @public("from_config")
 def sections(config: object) -> tuple[str, ...]:
-    """Which parts of a configuration rotate: ``""`` for the outer level, else names of sections.
+    """Names of the sections of a configuration that use RoPE; ``""`` is the outer level.
 
-    Several, where :meth:`tightrope.RopeSpec.from_config` must be told which one is meant.
+    If there are several, :meth:`tightrope.RopeSpec.from_config` needs ``section``.
 
     >>> sections({"model_type": "llama", "rope_theta": 10000.0})
     ('',)
@@ -118,11 +118,11 @@ def sections(config: object) -> tuple[str, ...]:
     values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))
     outer = _source(values, values.get("model_type"), "", spelled)
-    return tuple(_speaking(values, outer, nested)) or ("",)
+    return tuple(_with_rope(values, outer, nested)) or ("",)
 
 
 def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
-    """The part of a configuration to read: itself, or one of its ``*_config``."""
+    """The section of a configuration to read: the outer level or one of its ``*_config``."""
     values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))
     if chosen is not None and chosen != "":
@@ -133,27 +133,27 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     outer = _source(values, values.get("model_type"), "", spelled)
     if chosen == "":
         return outer
-    speaking = _speaking(values, outer, nested)
-    if not speaking or speaking == [""]:
+    found = _with_rope(values, outer, nested)
+    if not found or found == [""]:
         return outer
-    if len(speaking) == 1:
-        return nested[speaking[0]]
-    shown = ", ".join(repr(name) for name in speaking)
+    if len(found) == 1:
+        return nested[found[0]]
+    shown = ", ".join(repr(name) for name in found)
     fail(
-        f"section must say which part of the config is meant, as RoPE is in {shown}; for example "
-        f"RopeSpec.from_config(config, section={speaking[-1]!r})"
+        f"section must name one part of the config, as RoPE is in {shown}; for example "
+        f"RopeSpec.from_config(config, section={found[-1]!r})"
     )
 
 
-def _speaking(values: Mapping[str, Any], outer: Source, nested: Mapping[str, Source]) -> list[str]:
-    """The parts that say something about RoPE; the outer level is the empty name."""
+def _with_rope(values: Mapping[str, Any], outer: Source, nested: Mapping[str, Source]) -> list[str]:
+    """Names of the sections that use RoPE; the outer level is the empty name."""
     if outer.family is not None and outer.family.refused is not None:
         return [""]
-    speaking = [name for name, source in nested.items() if _has_rope(source)]
-    if _says_rope(values):
-        speaking = [name for name in speaking if _says_rope(nested[name].values)]
-        return ["", *(name for name in speaking if name.rpartition(".")[2] == "text_config")]
-    return speaking
+    found = [name for name, source in nested.items() if _has_rope(source)]
+    if _has_frequencies(values):
+        found = [name for name in found if _has_frequencies(nested[name].values)]
+        return ["", *(name for name in found if name.rpartition(".")[2] == "text_config")]
+    return found
 
 
 def _nested(values: Mapping[str, Any], model_type: object, prefix: str) -> list[tuple[str, Source]]:
@@ -183,8 +183,8 @@ def _source(
     return Source(values, family, name, spelled or {}, prefix, seen)
 
 
-def _says_rope(values: Mapping[str, Any]) -> bool:
-    """Whether a level says anything about how fast channels turn, by itself."""
+def _has_frequencies(values: Mapping[str, Any]) -> bool:
+    """Return True if this level itself has a base or a rope section."""
     bases = (*keys.BASE, "rope_local_base_freq", "global_rope_theta")
     if any(values.get(key) is not None for key in bases):
         return True
@@ -192,13 +192,13 @@ def _says_rope(values: Mapping[str, Any]) -> bool:
 
 
 def _has_rope(source: Source) -> bool:
-    if _says_rope(source.values):
+    if _has_frequencies(source.values):
         return True
     return source.family is not None and source.family.refused is None
 
 
 def _hoisted(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """DBRX keeps the base inside ``attn_config``."""
+    """The outer level with DBRX's base, which is inside ``attn_config``, moved up."""
     inner = values.get("attn_config")
     if values.get("model_type") != "dbrx" or not isinstance(inner, Mapping):
         return values, {}

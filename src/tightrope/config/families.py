@@ -1,9 +1,9 @@
-"""What a configuration never says: the facts that stand in the code of each family of models.
+"""Facts about RoPE that configurations lack and the modeling code of each model family decides.
 
-A table of data, ``model_type`` -> :class:`Family`, each with the place where the fact was read. Config
-files do not say how channels are paired, which slice of a head rotates or which layers go without
-RoPE; the modeling code decides. `tests/test_config.py` runs the named functions of the installed
-transformers and compares their pairing with this table.
+A table, ``model_type`` -> :class:`Family`, each entry with the place where the fact was read. Config
+files do not give the pairing of channels, the slice of a head that rotates or the layers without RoPE.
+`tests/test_config.py` runs the named functions of the installed transformers and compares their
+pairing with this table.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ class Family:
     """Facts about one ``model_type``.
 
     Attributes:
-        interleaved: how channels are paired, as in :class:`tightrope.RopeSpec`.
-        source: where that was read: ``folder: function`` of transformers 5.23, or in words.
-        pairing_key: the key by which this family's own code lets a configuration choose.
+        interleaved: the pairing, as in :class:`tightrope.RopeSpec`.
+        source: where it was read: ``folder: function`` of transformers 5.23, or a description.
+        pairing_key: the key by which this family's code lets a configuration choose the pairing.
         base: a constant of the code, for families whose configurations have no key for it.
-        fraction: ``"optional"``: no key means that all channels rotate. ``"required"``: the family
-            rotates a part by default, so a configuration must say which.
-        head_dim: ``"derived"``: no key means hidden size / heads. ``"required"``: the family's default
-            is another, so a configuration must say it.
-        hidden: the key of the width that heads share, where ``hidden_size`` is something else.
+        fraction: ``"optional"``: without a key all channels rotate. ``"required"``: the family
+            rotates a part by default, so a configuration must give it.
+        head_dim: ``"derived"``: without a key it is hidden size / heads. ``"required"``: the family
+            has another default, so a configuration must give it.
+        hidden: the key of the width that the heads share, if it is not ``hidden_size``.
         start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
-        axes: how positions of several coordinates turn the pairs, by name; see ``axes_of`` in heads.py.
-        sections: how many pairs each coordinate turns where no key says it: a constant of the code.
-        layers: how layers differ, by name; see layers.py.
+        axes: the name of the rule that assigns coordinates to pairs; see ``axes_of`` in heads.py.
+        sections: the number of pairs of each coordinate if no key gives it: a constant of the code.
+        layers: the name of the rule by which layers differ; see layers.py.
         needs_position_type: whether RoPE is one choice of ``position_embedding_type``.
-        scaling: ``"turns"``: coordinates are counted in turns, so a frequency is 2π times the row's.
-        refused: why this family cannot be one spec; None for all others.
+        scaling: ``"turns"``: coordinates count turns, so frequencies are multiplied by 2π.
+        refused: why no spec can express this family; None for all others.
     """
 
     interleaved: bool
@@ -63,15 +63,15 @@ def _none(why: str) -> Family:
     return Family(False, "", refused=why)
 
 
-# Where a family's default is a part of the channels, or another head, its configurations must say so.
+# Facts of families whose default is not all channels, or not hidden size / heads.
 _PART = {"fraction": "required"}
 _HEAD = {"head_dim": "required"}
 
 _MLA_CHOICE = {"start": "nope", "pairing_key": "rope_interleave"}
 _DEEPSEEK_V3 = _pairs("deepseek_v3", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE)
 
-# Vision towers of the Qwen line and its relatives: half the pairs turn with the row, half with the
-# column; older configurations have no key for the base, and the code has 10000.
+# Vision towers of the Qwen line and its relatives: half the pairs rotate by the row, half by the
+# column. Older configurations have no key for the base; the code uses 10000.
 _VISION = {"axes": "blocks", "base": 10000.0}
 
 _QWEN2_VL: dict[str, Any] = {"axes": "sections", "sections": (16, 24, 24)}
@@ -79,7 +79,7 @@ _QWEN3_VL: dict[str, Any] = {"axes": "interleaved sections", "sections": (24, 20
 _QWEN3_5: dict[str, Any] = {"axes": "interleaved sections", "sections": (11, 11, 10)}
 
 FAMILIES: dict[str, Family] = {
-    # --- all channels, first half with second half ---
+    # --- all channels, half pairing ---
     "apertus": _half("apertus"),
     "arcee": _half("arcee"),
     "bitnet": _half("bitnet"),
@@ -128,7 +128,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": _half("seed_oss", **_HEAD),
     "solar": Family(False, "modeling_solar.py in the hub repository: rotate_half"),
     "starcoder2": _half("starcoder2"),
-    # --- some channels, first half of them with second half ---
+    # --- some channels, half pairing ---
     "bamba": _half("bamba", **_PART),
     "glm4_moe": _half("glm4_moe", **_PART),
     "gpt_neox": _half("gpt_neox", **_PART),
@@ -139,7 +139,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": _half("qwen3_next", **_PART, **_HEAD),
     "recurrent_gemma": _half("recurrent_gemma", **_PART),
     "stablelm": _half("stablelm", **_PART),
-    # --- neighbours ---
+    # --- interleaved pairing ---
     "codegen": _pairs("codegen", base=10000.0, **_PART),
     "cohere": _pairs("cohere"),
     "ernie4_5": _pairs("ernie4_5"),
@@ -152,7 +152,7 @@ FAMILIES: dict[str, Family] = {
     "roformer": Family(
         True, "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings", base=10000.0
     ),
-    # --- a slice after channels that do not rotate: latent attention ---
+    # --- latent attention: the rotated slice comes after channels without RoPE ---
     "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", start="nope"),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _pairs("deepseek_v32", "apply_rotary_pos_emb_interleave", start="nope"),
@@ -203,9 +203,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_vision": _half("qwen3_vl", "apply_rotary_pos_emb_vision", **_VISION),
     "qwen3_vl_moe_vision": _half("qwen3_vl_moe", "apply_rotary_pos_emb_vision", **_VISION),
     "qwen3_5_vision": _half("qwen3_5", "apply_rotary_pos_emb_vision", **_VISION),
-    # --- RoPE is one of their choices ---
+    # --- RoPE is optional ---
     "esm": _half("esm", base=10000.0, needs_position_type=True),
-    # --- no RoPE, or none that a spec can say ---
+    # --- no RoPE, or none that a spec can express ---
     "baichuan": _none(
         "its 7B rotates with a constant of its code and its 13B uses ALiBi, under one model_type"
     ),
@@ -219,7 +219,7 @@ FAMILIES: dict[str, Family] = {
     "mamba": _none("it has no attention"),
     "mllama_vision_model": _none("it adds learned positions"),
     "mpt": _none("it uses ALiBi"),
-    "nanochat": _none("it turns the other way; negate the positions of its Llama-like spec"),
+    "nanochat": _none("it rotates by negative angles; negate the positions of its Llama-like spec"),
     "nemotron_h": _none("its attention layers use no positions"),
     "opt": _none("it adds learned positions"),
     "qwen": _none("its scaling by logarithms of the length is not one of the rules here"),
@@ -227,7 +227,7 @@ FAMILIES: dict[str, Family] = {
     "vjepa2": _none("its code repeats frequencies by halves and pairs neighbours"),
 }
 
-# Sections of a configuration that name no model_type of their own -> the family they belong to.
+# (model_type, section without its own model_type) -> the family of the section.
 SECTIONS: dict[tuple[str, str], str] = {
     ("llama4", "text_config"): "llama4_text",
     ("llama4", "vision_config"): "llama4_vision_model",
@@ -246,8 +246,8 @@ SECTIONS: dict[tuple[str, str], str] = {
     ("qwen3_vl_moe", "vision_config"): "qwen3_vl_moe_vision",
 }
 
-# GGUF: the code of llama.cpp decides by architecture (`llama_model_rope_type`). Some families are
-# paired otherwise than in transformers: the converter permutes their weights.
+# GGUF: llama.cpp chooses the pairing by architecture (`llama_model_rope_type`). It differs from
+# transformers where the converter permutes weights.
 GGUF_NEIGHBOURS = frozenset(
     """llama llama4 deci baichuan starcoder internlm2 minicpm xverse command-r cohere2 olmo arctic
     deepseek deepseek2 plm chatglm glm4 granite granitemoe granitehybrid chameleon bailingmoe neo-bert

@@ -1,4 +1,4 @@
-"""Files and folders -> the keys of a configuration, with one sentence for whatever else is there."""
+"""Load the keys of a configuration from a file or folder; anything else raises one clear error."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ELSEWHERE = (
     "transformers.AutoConfig.from_pretrained(name)"
 )
 
-# The largest configurations there are list the layers of a model one by one, in some hundred kB.
+# The largest known configurations list every layer of a model and take some hundred kB.
 _LARGEST = 64 * 2**20
 
 
 @public("from_config")
 def load(path: Path) -> Mapping[str, Any]:
-    """The keys of a JSON file, of a GGUF file, or of the one configuration in a folder.
+    """Return the keys of a JSON file, a GGUF file, or the one configuration in a folder.
 
     Raises:
-        OSError: a file that is not there or that nobody may read.
-        ValueError: a file that holds something else.
+        OSError: the file is missing or unreadable.
+        ValueError: the file is no configuration.
     """
     if path.is_dir():
         path = _inside(path)
@@ -50,13 +50,13 @@ def load(path: Path) -> Mapping[str, Any]:
     if path.suffix.lower() == ".gguf":
         fail(f"{path} must be a GGUF file, as its name says, but does not begin with 'GGUF'")
     if path.stat().st_size > _LARGEST:
-        fail(f"a configuration must be a JSON or GGUF file but {path} is neither, or all too large")
+        fail(f"a configuration must be a JSON or GGUF file but {path} is neither, or too large")
     return _json(path)
 
 
 def url_in(path: Path) -> str | None:
-    """The end of a sentence about a URL that was given as a path; None for a path."""
-    # pathlib makes one slash of the two.
+    """The end of the error sentence if the path is a URL; None for a path."""
+    # pathlib collapses the two slashes of a URL into one.
     found = re.match(r"[A-Za-z][A-Za-z0-9+.-]+:(?=/)", str(path))
     if found is None:
         return None
@@ -75,12 +75,12 @@ def _json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        fail(f"{path} must hold JSON but is no text")
+        fail(f"{path} must hold JSON but is not text")
     except json.JSONDecodeError as error:
         fail(f"{path} must hold JSON but at line {error.lineno}, column {error.colno}: {error.msg}")
     except RecursionError:
         fail(f"{path} must hold a configuration but is nested too deeply for one")
-    except ValueError:  # Python refuses to read numbers of thousands of digits
+    except ValueError:  # Python refuses to parse numbers of thousands of digits
         fail(f"{path} must hold JSON but has a number of thousands of digits")
     if not isinstance(values, dict):
         fail(f"{path} must hold a JSON object but holds {type(values).__name__}")

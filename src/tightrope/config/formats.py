@@ -1,7 +1,7 @@
-"""Formats other than transformers' own, told in the names of transformers.
+"""Translate other configuration formats to the key names of transformers.
 
-Each function takes the keys of a file and returns a :class:`tightrope.config.source.Source`, which
-remembers what the file itself calls everything, so that errors and provenance speak of the user's keys.
+Each function takes the keys of a file and returns a :class:`tightrope.config.source.Source`. That also
+keeps the file's own key names, so that errors and provenance show the keys of the user's file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .source import Source, fail
 # --- Meta's params.json ---------------------------------------------------------------------------
 
 _META = "llama-models: models/llama3/model.py, apply_rotary_emb and apply_scaling"
-# What Meta's code scales by where `use_scaled_rope` is set: no file says it.
+# The scaling of `use_scaled_rope`: constants of Meta's code that no file contains.
 _META_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -36,32 +36,32 @@ _META_AMBIGUOUS = ((2048, 16), (3072, 28))
 
 
 def is_meta(values: Mapping[str, Any]) -> bool:
-    """Whether a file is Meta's ``params.json`` (Mistral's has the same names and pairing)."""
+    """Return True for Meta's ``params.json`` (Mistral's has the same names and pairing)."""
     return "model_type" not in values and "dim" in values and "n_heads" in values
 
 
 def meta(values: Mapping[str, Any]) -> Source:
-    """Meta's ``params.json``: neighbours, and a switch in place of a rope section."""
+    """Read Meta's ``params.json``: interleaved pairing, and a switch instead of a rope section."""
     fourth = "moe_args" in values or "nope_layer_interval" in values
     family = Family(True, _META, layers="no_rope_layers" if fourth else None)
-    told = {
+    outer = {
         key: value
         for key, value in values.items()
         if key not in ("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor")
     }
     spelled = {"no_rope_layer_interval": "nope_layer_interval", "num_hidden_layers": "n_layers"}
     if fourth and values.get("nope_layer_interval") is not None:
-        told["no_rope_layer_interval"] = told.pop("nope_layer_interval")
-        told["num_hidden_layers"] = values.get("n_layers")
-        told["no_rope_layers"] = []
+        outer["no_rope_layer_interval"] = outer.pop("nope_layer_interval")
+        outer["num_hidden_layers"] = values.get("n_layers")
+        outer["no_rope_layers"] = []
     scaled = values.get("use_scaled_rope")
     if scaled is not None and not isinstance(scaled, bool):
         fail(f"use_scaled_rope must be true or false but got {scaled!r}")
     if scaled:
-        told["rope_scaling"] = section = dict[str, Any](rope_type="llama3")
+        outer["rope_scaling"] = section = dict[str, Any](rope_type="llama3")
         section |= _META_SCALING_4 if fourth else _META_SCALING
-        said = "the constant of Meta's code for use_scaled_rope"
-        spelled |= {f"rope_scaling.{key}": said for key in section}
+        origin = "the constant of Meta's code for use_scaled_rope"
+        spelled |= {f"rope_scaling.{key}": origin for key in section}
         spelled["rope_scaling.rope_type"] = "use_scaled_rope"
         given = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq_factor"}
         for key, name in given.items():
@@ -75,7 +75,7 @@ def meta(values: Mapping[str, Any]) -> Source:
                 "use_scaled_rope must come with rope_scaling_factor for Llama 3.2 1B and 3B: Meta's "
                 "code scales them by 8, their hub configurations by 32"
             )
-    return Source(told, family, "Meta's params.json", spelled, seen=tuple(values))
+    return Source(outer, family, "Meta's params.json", spelled, seen=tuple(values))
 
 
 # --- GGUF metadata --------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def meta(values: Mapping[str, Any]) -> Source:
 _GGUF_CODE = "llama.cpp: llama_model_rope_type"
 _GGUF_KEY = re.compile(r"^([A-Za-z0-9_-]+)\.(rope|attention|embedding_length|context_length)(\.|$)")
 
-# Suffix of the key -> its name here.
+# Suffix of the key -> the name in transformers.
 _GGUF_OUTER = {
     "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads",
@@ -108,17 +108,17 @@ _GGUF_TENSORS = {
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
 }
-# How layers differ is in llama.cpp's code, by architecture.
+# llama.cpp's code decides by architecture how layers differ.
 _GGUF_LAYERS = {
     "cohere2": "sliding only",
     "exaone4": "sliding only, if windows",
     "llama4": "no_rope_layers",
     "smollm3": "no_rope_layers",
 }
-# Heads of latent attention: channels without positions come first.
+# Latent attention: the channels without RoPE come first.
 _GGUF_LATENT = frozenset({"deepseek2", "minicpm3", "plm"})
-# Architectures that rotate a part of a head, or whose heads are not hidden size / heads wide: their
-# files always say so, and one that does not has lost a key.
+# Architectures that rotate a part of a head, or whose head_dim is not hidden size / heads. Their files
+# always have the key; if it is missing, the file is damaged.
 _GGUF_PART = frozenset(
     {
         "chatglm",
@@ -145,21 +145,21 @@ _GGUF_HEAD = frozenset(
         "seed_oss",
     }
 )
-# Layers with a window have a base of their own, 10000 where no key says it.
+# Layers with a sliding window have their own base, by default 10000.
 _GGUF_LOCAL_BASE = frozenset({"gemma3", "gemma3n"})
 
 
 def is_gguf(values: Mapping[str, Any]) -> bool:
-    """Whether a mapping is the metadata of a GGUF file."""
+    """Return True if a mapping is the metadata of a GGUF file."""
     if "general.architecture" in values:
         return True
     return any(isinstance(key, str) and ".rope." in key for key in values)
 
 
 def _architecture(values: Mapping[str, Any]) -> str:
-    said = values.get("general.architecture")
-    if said is not None:
-        return str(said)
+    given = values.get("general.architecture")
+    if given is not None:
+        return str(given)
     found = {match[1] for key in values if (match := _GGUF_KEY.match(str(key)))}
     if len(found) != 1:
         fail(f"GGUF metadata must be of one architecture but got {', '.join(sorted(found))}")
@@ -167,9 +167,9 @@ def _architecture(values: Mapping[str, Any]) -> str:
 
 
 def gguf(values: Mapping[str, Any]) -> Source:
-    """GGUF metadata: ``<arch>.rope.*`` and ``<arch>.attention.*``, and tensors of factors if given."""
+    """Read GGUF metadata: ``<arch>.rope.*``, ``<arch>.attention.*`` and factor tensors, if any."""
     arch = _architecture(values)
-    told: dict[str, Any] = {}
+    outer: dict[str, Any] = {}
     section: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     read = set(_GGUF_TENSORS) | {"rope_freqs.weight"}
@@ -181,46 +181,46 @@ def gguf(values: Mapping[str, Any]) -> Source:
         if value is not None:
             if name in into and into[name] != value:
                 fail(
-                    f"{name} must be said once but got {spelled[path]} = {into[name]!r} and {key} = {value!r}"
+                    f"{name} must be given once but got {spelled[path]} = {into[name]!r} and {key} = {value!r}"
                 )
             into[name] = value
             spelled[path] = key
         return value
 
     for suffix, name in _GGUF_OUTER.items():
-        # With latent attention key_length is the width of what is cached, for all heads together.
+        # With latent attention key_length is the width of the cache, shared by all heads.
         latent = f"{suffix}_mla"
-        take(latent if f"{arch}.{latent}" in values else suffix, told, name, name)
+        take(latent if f"{arch}.{latent}" in values else suffix, outer, name, name)
     for suffix, name in _GGUF_SCALING.items():
         take(suffix, section, name, f"rope_scaling.{name}")
-    if isinstance(told.get("num_attention_heads"), list | tuple):
-        # One number per layer; heads are equally wide, so the width must be said.
-        del told["num_attention_heads"]
+    if isinstance(outer.get("num_attention_heads"), list | tuple):
+        # One number per layer, so head_dim cannot be derived and must be given.
+        del outer["num_attention_heads"]
     if section.get("factor") == 0:
         del section["factor"]  # llama.cpp writes 0 for "no scaling"
     _scaling(values, arch, section, spelled, take)
     sizes = values.get(f"{arch}.rope.dimension_sections")
     read.add(f"{arch}.rope.dimension_sections")
     if sizes is not None:
-        # Four places, of which the last is unused by the models so far.
+        # Four entries, of which the models so far do not use the last.
         tail = isinstance(sizes, list | tuple) and len(sizes) == 4 and sizes[3] == 0
-        told["mrope_section"] = sizes[:3] if tail else sizes
+        outer["mrope_section"] = sizes[:3] if tail else sizes
         spelled["mrope_section"] = f"{arch}.rope.dimension_sections"
     factors = values.get("rope_freqs.weight")
     if factors is not None:
         if section.get("rope_type", "none") != "none":
             fail("rope_freqs.weight must not come with rope.scaling but the metadata has both")
-        section = {"rope_type": "given", "inv_freq": _divided(told, arch, list(factors))}
+        section = {"rope_type": "given", "inv_freq": _divided(outer, arch, list(factors))}
         spelled["rope_scaling.rope_type"] = spelled["rope_scaling.inv_freq"] = "rope_freqs.weight"
     family = _gguf_family(arch)
     if section:
-        told["rope_scaling"] = section
-    local = _local(values, arch, told, spelled, read)
+        outer["rope_scaling"] = section
+    local = _local(values, arch, outer, spelled, read)
     if local is not None:
-        base = told.pop("rope_theta", None)
+        base = outer.pop("rope_theta", None)
         full = {**section, "rope_theta": base}
-        told.pop("rope_scaling", None)
-        told["rope_parameters"] = {
+        outer.pop("rope_scaling", None)
+        outer["rope_parameters"] = {
             "full_attention": full,
             "sliding_attention": {"rope_theta": local},
         }
@@ -230,8 +230,8 @@ def gguf(values: Mapping[str, Any]) -> Source:
             )
     for key, value in values.items():
         if ".rope." in str(key) and key not in read:
-            told[key] = value  # unknown, so that it is named
-    return Source(told, family, f"GGUF architecture {arch!r}", spelled, seen=tuple(values))
+            outer[key] = value  # so that it is reported as unknown
+    return Source(outer, family, f"GGUF architecture {arch!r}", spelled, seen=tuple(values))
 
 
 def _gguf_family(arch: str) -> Family | None:
@@ -258,7 +258,7 @@ def _scaling(
     spelled: dict[str, str],
     take: Any,
 ) -> None:
-    """What GGUF says otherwise than transformers: an implied kind, a magnitude, tensors of factors."""
+    """Translate scaling that GGUF stores differently: an implied type, YaRN's mscale, factor tensors."""
     for tensor, name in _GGUF_TENSORS.items():
         if values.get(tensor) is not None:
             section[name] = list(values[tensor])
@@ -278,16 +278,16 @@ def _scaling(
         fail(f"{arch}.rope.scaling.yarn_log_multiplier must be a number but got {share!r}")
     if share is not None and kind == "yarn":
         key = f"{arch}.rope.scaling.yarn_log_multiplier"
-        # DeepSeek's converter stores a tenth of mscale_all_dim, and its mscale is the same number, so
-        # they cancel on the rotated channels; the others store it whole, beside an mscale of 1.
+        # DeepSeek's converter stores mscale_all_dim / 10, and its mscale is equal to it, so they cancel
+        # on the rotated channels. Other converters store it undivided; their mscale is 1.
         latent = arch == "deepseek2"
         section["mscale_all_dim"] = 10 * share if latent else share
         section["mscale"] = section["mscale_all_dim"] if latent else 1.0
         spelled["rope_scaling.mscale"] = spelled["rope_scaling.mscale_all_dim"] = key
 
 
-def _divided(told: dict[str, Any], arch: str, factors: list[float]) -> list[float]:
-    base = told.get("rope_theta")
+def _divided(outer: dict[str, Any], arch: str, factors: list[float]) -> list[float]:
+    base = outer.get("rope_theta")
     if base is None:
         fail(f"rope_freqs.weight must come with {arch}.rope.freq_base but the metadata has none")
     return list(given_by_factors(2 * len(factors), base, factors).inv_freq)  # type: ignore[arg-type]
@@ -296,11 +296,11 @@ def _divided(told: dict[str, Any], arch: str, factors: list[float]) -> list[floa
 def _local(
     values: Mapping[str, Any],
     arch: str,
-    told: dict[str, Any],
+    outer: dict[str, Any],
     spelled: dict[str, str],
     read: set[str],
 ) -> float | None:
-    """The base of layers with a window, where it is another one."""
+    """The base of layers with a sliding window; None if it is that of the other layers."""
     key = f"{arch}.rope.freq_base_swa"
     read.add(key)
     base = values.get(key)
@@ -308,7 +308,7 @@ def _local(
     if base is not None:
         spelled[path] = key
         return float(base)
-    if arch in _GGUF_LOCAL_BASE and told.get("rope_theta") is not None:
+    if arch in _GGUF_LOCAL_BASE and outer.get("rope_theta") is not None:
         spelled[path] = f"constant of llama.cpp for {arch}"
         return 10000.0
     return None
@@ -348,20 +348,20 @@ _MEGATRON_YARN_DENSE = {
 
 
 def is_megatron(values: Mapping[str, Any]) -> bool:
-    """Whether a mapping has the names of Megatron's arguments."""
+    """Return True if a mapping has the names of Megatron's arguments."""
     return not _MEGATRON.isdisjoint(values)
 
 
 def megatron(values: Mapping[str, Any]) -> Source:
-    """Megatron's arguments: ``rotary_*``, ``kv_channels`` and its three ways to scale."""
-    told = dict(values)
-    told.pop("model_type", None)  # an enumeration of its own
+    """Read Megatron's arguments: ``rotary_*``, ``kv_channels`` and its three kinds of scaling."""
+    outer = dict(values)
+    outer.pop("model_type", None)  # another enumeration than in transformers
     spelled: dict[str, str] = {}
     section: dict[str, Any] = {}
 
     def move(names: Mapping[str, str], into: dict[str, Any], prefix: str) -> None:
         for key, name in names.items():
-            value = told.pop(key, None)
+            value = outer.pop(key, None)
             if value is not None:
                 into[name] = value
                 spelled[f"{prefix}{name}"] = key
@@ -369,19 +369,19 @@ def megatron(values: Mapping[str, Any]) -> Source:
     latent = bool(values.get("multi_latent_attention")) or "qk_pos_emb_head_dim" in values
     family = None
     kinds = []
-    scaled = [key for key in ("use_rope_scaling", "rope_scaling") if told.pop(key, None) is True]
-    rope_type = told.pop("rope_type", None)
+    scaled = [key for key in ("use_rope_scaling", "rope_scaling") if outer.pop(key, None) is True]
+    rope_type = outer.pop("rope_type", None)
     position = values.get("position_embedding_type")
     if latent:
-        # Its code takes the channels of latent attention as neighbours (`multi_latent_attention`).
-        if told.pop("rotary_interleaved", False):
+        # Its code pairs the channels of latent attention interleaved (`multi_latent_attention`).
+        if outer.pop("rotary_interleaved", False):
             fail(
-                "rotary_interleaved must be False with latent attention, which pairs neighbours itself"
+                "rotary_interleaved must be False with latent attention, which is always interleaved"
             )
         family = Family(True, _MEGATRON_CODE, start="nope")
-        move(_MEGATRON_LATENT, told, "")
-        told.pop("kv_channels", None)
-        told.pop("rotary_percent", None)
+        move(_MEGATRON_LATENT, outer, "")
+        outer.pop("kv_channels", None)
+        outer.pop("rotary_percent", None)
         if rope_type == "yarn":
             kinds.append("rope_type")
             move(_MEGATRON_YARN, section, "rope_scaling.")
@@ -389,7 +389,7 @@ def megatron(values: Mapping[str, Any]) -> Source:
         elif rope_type != "rope":
             fail(f"rope_type must be 'rope' or 'yarn' with latent attention but got {rope_type!r}")
         for key in _MEGATRON_YARN:
-            told.pop(key, None)
+            outer.pop(key, None)
     elif position == "yarn":
         kinds.append("position_embedding_type")
         move(_MEGATRON_YARN_DENSE, section, "rope_scaling.")
@@ -397,8 +397,8 @@ def megatron(values: Mapping[str, Any]) -> Source:
     if scaled:
         kinds.append(scaled[0])
         section |= {"rope_type": "llama3", **_MEGATRON_SCALING}
-        said = f"the constant of Megatron's code for {scaled[0]}"
-        spelled |= {f"rope_scaling.{key}": said for key in _MEGATRON_SCALING}
+        origin = f"the constant of Megatron's code for {scaled[0]}"
+        spelled |= {f"rope_scaling.{key}": origin for key in _MEGATRON_SCALING}
         spelled["rope_scaling.rope_type"] = scaled[0]
         move(
             {"rotary_scaling_factor": "factor", "rope_scaling_factor": "factor"},
@@ -406,8 +406,8 @@ def megatron(values: Mapping[str, Any]) -> Source:
             "rope_scaling.",
         )
     for key in ("rope_scaling_factor", *_MEGATRON_YARN_DENSE):
-        told.pop(key, None)  # always there, and without a say where their switch is off
-    ratio = told.pop("rotary_seq_len_interpolation_factor", None)
+        outer.pop(key, None)  # always present, without effect if their switch is off
+    ratio = outer.pop("rotary_seq_len_interpolation_factor", None)
     if ratio is not None:
         kinds.append("rotary_seq_len_interpolation_factor")
         section |= {"rope_type": "linear", "factor": ratio}
@@ -416,5 +416,5 @@ def megatron(values: Mapping[str, Any]) -> Source:
     if len(kinds) > 1:
         fail(f"only one kind of scaling can apply but got {' and '.join(kinds)}")
     if section:
-        told["rope_scaling"] = section
-    return Source(told, family, "Megatron's arguments", spelled, seen=tuple(values))
+        outer["rope_scaling"] = section
+    return Source(outer, family, "Megatron's arguments", spelled, seen=tuple(values))

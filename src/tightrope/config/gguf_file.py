@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file, and the tensors of factors that its rotation depends on.
+"""Read the metadata of a GGUF file and the factor tensors that its RoPE depends on.
 
-Nothing but the head of the file is read: a model of 40 GB is as quick as one of 1 MB. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, of either byte order.
+Only the head of the file and these tensors are read, so the time does not depend on the model size.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, either byte order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .source import fail
 
 MAGIC = b"GGUF"
 
-# Tensors without which a file of Llama 3.1 or LongRoPE looks like another model.
+# Frequency factors of Llama 3.1 and LongRoPE, which are stored as tensors and not as metadata.
 FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 # Number of a type -> its struct format.
@@ -34,21 +34,21 @@ _PLAIN = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
-# Of tensors: the types that factors come in.
+# Tensor types that factors are stored in -> struct format.
 _FACTOR_TYPES = {0: "f", 1: "e"}
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
-# Lists of tokens and their scores are longer, and say nothing about a rotation.
+# Longer lists are tokens and their scores, which are not needed here.
 _LONGEST_LIST = 65536
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """The metadata of a file: key -> value; the factor tensors under their own names.
+    """Return the metadata of a file, key -> value, with the factor tensors under their own names.
 
     Lists of more than 65,536 entries (the tokens of a tokenizer) are left out.
 
     Raises:
-        ValueError: a file that is cut off, or no GGUF of version 2 or 3.
+        ValueError: the file is truncated, or not GGUF version 2 or 3.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
@@ -75,7 +75,7 @@ class _Reader:
         for _ in range(entries):
             key = self.string()
             if key in values:
-                fail(f"{self.path} must say each key once but has {key} twice")
+                fail(f"{self.path} must have each key once but has {key} twice")
             values[key] = self.value(self.number("I"))
         values = {key: value for key, value in values.items() if value is not None}
         found = self.factor_tensors(tensors)
@@ -106,7 +106,7 @@ class _Reader:
         return self.data[start : self.at].decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
-        """A value; None for a list that is too long to be of use."""
+        """Read a value; None for a list longer than the limit."""
         if kind in _PLAIN:
             return self.number(_PLAIN[kind])
         if kind == _STRING:
@@ -117,7 +117,7 @@ class _Reader:
         if inner in _PLAIN:
             layout = f"{self.order}{count}{_PLAIN[inner]}"
             start = self.at
-            # A count that is too large for struct is too large for the file.
+            # If the count is too large for struct, it is too large for the file as well.
             self.skip(count * struct.calcsize(self.order + _PLAIN[inner]))
             if count > _LONGEST_LIST:
                 return None
@@ -131,7 +131,7 @@ class _Reader:
         return [self.string() for _ in range(count)]
 
     def factor_tensors(self, count: int) -> dict[str, tuple[str, int, int]]:
-        """Name -> how its numbers are written, how many there are, where they begin in the data."""
+        """Factor tensors by name: (struct format, count, offset in the data section)."""
         found = {}
         for _ in range(count):
             name = self.string()

@@ -1,4 +1,4 @@
-"""Which channels of a head rotate, from what base, how they are paired and by which coordinates."""
+"""Read the rotated slice of a head, the base, the pairing and the axes from a configuration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from . import keys
 from .scaling import Fact, claimed_by
 from .source import Found, Part, Source, agreed, fail, whole
 
-# Beyond it a misspelt section would take memory and time before anybody said what is wrong with it.
+# Limit on mrope_section, so that a wrong number raises an error before it costs memory and time.
 _MOST_PAIRS = 32768
 
 
 def base_of(source: Source, part: Part) -> tuple[float, str]:
-    """The base and where it comes from: a key, or a constant of the code that no key changes."""
-    got = agreed("base", part.said(keys.BASE) + source.outer(part.base))
+    """The base and its source: a key, or a constant of the family's code."""
+    got = agreed("base", part.inner(keys.BASE) + source.outer(part.base))
     if got is not None:
         return got[1], got[0]
     family = source.family
@@ -24,7 +24,7 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
     ways = ", ".join(part.base if part.base and part.base != keys.BASE else keys.BASE)
     inside = sorted(path for path, value in part.entries.values() if value is not None)
     fail(
-        f"the config must say how fast channels turn, by one of {ways}, but has only the keys "
+        f"the config must give the base of the frequencies, by one of {ways}, but has only the keys "
         f"{', '.join([*sorted(source.seen), *inside])}"
     )
 
@@ -32,7 +32,7 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
 def slice_of(
     source: Source, part: Part, rule: type[Rule] | None
 ) -> tuple[tuple[int, int, int], list[Fact]]:
-    """(head_dim, rotary_dim, start) and where they come from."""
+    """(head_dim, rotary_dim, start) and their sources."""
     family = source.family
     rope, nope = whole(source.outer(keys.ROPE_DIM)), whole(source.outer(keys.NOPE_DIM))
     last = family is not None and family.start == "last"
@@ -54,7 +54,9 @@ def slice_of(
         needed = family is not None and family.fraction == "required"
         if needed and not claimed & {*keys.FRACTION}:
             ways = ", ".join([*keys.FRACTION, *keys.ROTARY_DIM])
-            fail(f"{source.name} rotates a part of each head, so the config must say one of {ways}")
+            fail(
+                f"{source.name} rotates a part of each head, so the config must give one of {ways}"
+            )
         got = ("all of head_dim", head_dim)
     rotary_dim, rotary_from = got[1], got[0]
     start, start_from = (0, "from the first channel")
@@ -69,18 +71,18 @@ def slice_of(
 
 def _fractions(source: Source, part: Part, claimed: set[str]) -> list[Found]:
     free = [key for key in keys.FRACTION if key not in claimed]
-    return part.said(free) + source.outer(free)
+    return part.inner(free) + source.outer(free)
 
 
 def _latent_slice(
     source: Source, part: Part, rope: list[Found], nope: list[Found]
 ) -> tuple[tuple[int, int, int], list[Fact]]:
-    """Latent attention: channels without positions, then those that rotate."""
+    """The slice of latent attention: it comes after the channels without RoPE."""
     if not rope or not nope:
-        said = ", ".join(path for path, _ in rope + nope) or "neither"
+        has = ", ".join(path for path, _ in rope + nope) or "neither"
         fail(
-            f"latent attention must say {keys.NOPE_DIM[0]} and {keys.ROPE_DIM[0]} but the config "
-            f"says {said}"
+            f"latent attention must have {keys.NOPE_DIM[0]} and {keys.ROPE_DIM[0]} but the config "
+            f"has {has}"
         )
     width, start = rope[0][1], nope[0][1]
     total = width + start
@@ -90,14 +92,14 @@ def _latent_slice(
     for path, value in whole(source.outer(keys.HEAD_DIM)):
         if value not in (width, total):
             fail(
-                f"head_dim must be said once but got {path} = {value!r} and {nope[0][0]} + "
+                f"head_dim must be given once but got {path} = {value!r} and {nope[0][0]} + "
                 f"{rope[0][0]} = {total}"
             )
     agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM))])
     for path, fraction in _fractions(source, part, set()):
         if fraction != 1 and int(total * fraction) != width:
             fail(
-                f"rotary_dim must be said once but got {rope[0][0]} = {width} and {path} = {fraction!r}"
+                f"rotary_dim must be given once but got {rope[0][0]} = {width} and {path} = {fraction!r}"
             )
     return (total, width, start), [
         ("head_dim", total, f"{nope[0][0]} + {rope[0][0]}"),
@@ -110,14 +112,14 @@ def _head_dim(source: Source, part: Part) -> tuple[int, str]:
     if part.head_dim is not None:
         whole([part.head_dim])
         return part.head_dim[1], part.head_dim[0]
-    said = agreed("head_dim", whole(source.outer(keys.HEAD_DIM)))
-    if said is not None:
-        return said[1], said[0]
+    given = agreed("head_dim", whole(source.outer(keys.HEAD_DIM)))
+    if given is not None:
+        return given[1], given[0]
     family = source.family
     if family is not None and family.head_dim == "required":
         fail(
             f"{source.name} has heads of another width than hidden size / heads, so the config must "
-            f"say {keys.HEAD_DIM[0]}"
+            f"give {keys.HEAD_DIM[0]}"
         )
     widths = (family.hidden,) if family is not None and family.hidden else keys.HIDDEN
     hidden, heads = (
@@ -127,8 +129,8 @@ def _head_dim(source: Source, part: Part) -> tuple[int, str]:
     count = agreed("the number of heads", heads)
     if hidden is None or count is None:
         fail(
-            f"the width of a head must be known, by one of {', '.join(keys.HEAD_DIM)}, or by "
-            f"{widths[0]} and {keys.HEADS[0]}, but the config has only the keys "
+            f"the config must give the width of a head, by one of {', '.join(keys.HEAD_DIM)}, or by "
+            f"{widths[0]} and {keys.HEADS[0]}, but has only the keys "
             f"{', '.join(sorted(source.seen))}"
         )
     if hidden[1] % count[1]:
@@ -137,7 +139,7 @@ def _head_dim(source: Source, part: Part) -> tuple[int, str]:
 
 
 def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:
-    """The pairing and who says it: the argument, a key, or the family; in this order."""
+    """The pairing and its source: the argument, a key, or the family, in this order."""
     if interleaved is not None:
         if not isinstance(interleaved, bool):
             raise bad_type(f"interleaved must be a bool or None but got {interleaved!r}")
@@ -154,61 +156,63 @@ def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:
         free = family is None or family.pairing_key is not None
         if not free and family is not None and got[1] != family.interleaved:
             fail(
-                f"interleaved must be said once but got {got[0]} for {got[1]} and {source.name} for "
+                f"interleaved must be given once but got {got[0]} for {got[1]} and {source.name} for "
                 f"{family.interleaved}; pass interleaved={got[1]} if the key is right"
             )
         return got[1], got[0]
     if family is None:
         fail(
-            f"the config must say how channels are paired, and {source.name} is not in the table of "
+            f"the config must give the pairing of channels, as {source.name} is not in the table of "
             f"families; pass interleaved=False if channel i is paired with i + rotary_dim / 2, as in "
-            f"Llama, or interleaved=True if neighbours are, as in GPT-J"
+            f"Llama, or interleaved=True if adjacent channels are paired, as in GPT-J"
         )
     return family.interleaved, f"{source.name} ({family.source})"
 
 
 def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, str]:
-    """Which coordinate turns each pair, and who says it."""
+    """The axes, which assign a coordinate to each pair, and their source."""
     family = source.family
     kind = family.axes if family is not None else None
-    said = agreed("mrope_section", part.said(keys.SECTIONS) + source.outer(keys.SECTIONS))
-    flags = part.said(keys.SECTIONS_INTERLEAVED) + source.outer(keys.SECTIONS_INTERLEAVED)
+    section = agreed("mrope_section", part.inner(keys.SECTIONS) + source.outer(keys.SECTIONS))
+    flags = part.inner(keys.SECTIONS_INTERLEAVED) + source.outer(keys.SECTIONS_INTERLEAVED)
     flag = agreed("mrope_interleaved", flags)
     pairs = rotary_dim // 2
     if kind in ("blocks", "strided"):
         if pairs % 2:
-            fail(f"{source.name} shares pairs out to two axes, but a head has {pairs}")
+            fail(f"{source.name} divides pairs between two axes, but a head has {pairs}")
         made = Axes.blocks((pairs // 2, pairs // 2)) if kind == "blocks" else Axes.strided(2, pairs)
         return made, f"{source.name} ({family.source})" if family is not None else ""
-    axial = [path for path, name in part.said(keys.TYPE) if name == "axial"]
+    axial = [path for path, name in part.inner(keys.TYPE) if name == "axial"]
     if axial:
         fail(f"{axial[0]} is 'axial', but {source.name} is not known to have axes")
-    if said is None and family is not None and family.sections is not None:
-        said = f"constant of the code of {source.name}", list(family.sections)
-    if kind is None and said is None:
+    if section is None and family is not None and family.sections is not None:
+        section = f"constant of the code of {source.name}", list(family.sections)
+    if kind is None and section is None:
         return None, "one coordinate per position"
-    if said is None:
+    if section is None:
         fail(
-            f"{source.name} has positions of three coordinates, so the config must say mrope_section"
+            f"{source.name} has positions of three coordinates, so the config must give mrope_section"
         )
     if kind is None and flag is None:
         fail(
-            f"{said[0]} must come with mrope_interleaved, as {source.name} is not known to have "
+            f"{section[0]} must come with mrope_interleaved, as {source.name} is not known to have "
             f"several axes"
         )
     woven = flag[1] if kind is None and flag is not None else kind == "interleaved sections"
     if flag is not None and flag[1] != woven:
         fail(f"{flag[0]} must be {woven} for {source.name} but got {flag[1]!r}")
-    if not isinstance(said[1], list | tuple):
-        raise bad_type(f"{said[0]} must be a list but got {said[1]!r}")
-    sizes = tuple(whole([(said[0], size) for size in said[1]]) and said[1])
+    if not isinstance(section[1], list | tuple):
+        raise bad_type(f"{section[0]} must be a list but got {section[1]!r}")
+    sizes = tuple(whole([(section[0], size) for size in section[1]]) and section[1])
     if sum(sizes) > max(_MOST_PAIRS, pairs):
-        fail(f"{said[0]} must share out {pairs} pairs, half of rotary_dim, but got {list(sizes)}")
+        fail(f"{section[0]} must sum to {pairs} pairs, half of rotary_dim, but got {list(sizes)}")
     if kind == "rows and columns, then time":
         if len(sizes) != 3 or sizes[0] != sizes[1]:
-            fail(f"{said[0]} must give rows and columns equally many pairs but got {list(sizes)}")
+            fail(
+                f"{section[0]} must give rows and columns equally many pairs but got {list(sizes)}"
+            )
         still = sizes[0] + sizes[1]
         owners = [1 + k % 2 if k < still else 0 for k in range(sum(sizes))]
         triples = tuple((axis, k, 2 * sum(sizes)) for k, axis in enumerate(owners))
-        return Axes(3, triples), said[0]
-    return Axes.sections(sizes, interleaved=woven), said[0]
+        return Axes(3, triples), section[0]
+    return Axes.sections(sizes, interleaved=woven), section[0]

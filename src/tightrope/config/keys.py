@@ -1,8 +1,8 @@
-"""How configurations spell things, and which of their keys have no say in the rotation."""
+"""The keys that configurations use for each fact about RoPE, and the keys that do not affect it."""
 
 from __future__ import annotations
 
-# --- fact -> its spellings at the outer level of a configuration ---
+# --- the spellings of each fact at the outer level of a configuration ---
 
 BASE = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base")
 SECTION = ("rope_scaling", "rope_parameters")
@@ -36,7 +36,7 @@ MAX_POSITION = (
     "max_seq_len",
 )
 ORIGINAL_MAX_POSITION = ("original_max_position_embeddings",)
-# Spelling -> whether true means neighbours.
+# Spelling -> the value that means interleaved.
 PAIRING = {
     "rope_interleaved": True,
     "rope_interleave": True,
@@ -50,34 +50,33 @@ PAIRING = {
 POSITION_TYPE = ("position_embedding_type", "position_embedding")
 POSITION_TYPES_WITH_ROPE = frozenset({"rope", "rope_gptj", "rotary", "mrope", "yarn"})
 
-# --- keys of a rope section that are not a rule's own ---
+# --- keys of a rope section that belong to no scaling rule ---
 
 TYPE = ("rope_type", "type")
-# Names of "no scaling": "mrope" only says that there are sections, "axial" that there are axes.
+# Types without scaling; "mrope" and "axial" only say that positions have several coordinates.
 TYPES_WITHOUT_RULE = frozenset({"default", "mrope", "axial", "none"})
 SECTIONS = ("mrope_section",)
 SECTIONS_INTERLEAVED = ("mrope_interleaved",)
 
-# Key -> why it may stand in a rope section without a say in the rotation.
+# Keys of a rope section that do not affect the rotation -> why.
 INERT: dict[str, str] = {
-    "original_max_position_embeddings": "where scaling begins, for the rules that scale from there; "
-    "others need no such point",
-    "max_position_embeddings": "the length of the context; the rules take it from the outer level",
+    "original_max_position_embeddings": "the length at which scaling begins; only some rules use it",
+    "max_position_embeddings": "the context length; the rules take it from the outer level",
     "llama_4_scaling_beta": "a temperature of the attention, by position; it scales queries after they "
     "are rotated",
     "finetuned": "whether the model was trained with the scaling; a remark",
 }
-# The same, where only one value has no say: (key, value) -> why.
+# Keys that do not affect the rotation if they have this value: (key, value) -> why.
 INERT_VALUES: dict[tuple[str, object], str] = {
-    ("extrapolation_factor", 1): "weight of YaRN's ramp; with 1 it is the paper's",
+    ("extrapolation_factor", 1): "weight of YaRN's ramp; 1 is the paper's",
     ("attn_factor", 1): "multiplies the factor on the rotated channels",
     ("apply_yarn_scaling", True): "vLLM's switch for that factor, on",
 }
 
-# --- keys of the outer level that look as if they spoke of RoPE ---
+# --- keys of the outer level that look like keys about RoPE ---
 
-# Key -> why it has no say. What is in neither list, and has rope, rotary or theta as one of its words,
-# is an error: a misspelt key must not turn into a default.
+# Keys that do not affect the rotation -> why. Any other unknown key with rope, rotary or theta as one of
+# its words is an error, so that a misspelt key does not silently become a default.
 INERT_OUTSIDE: dict[str, str] = {
     "apply_rope_fusion": "which kernel runs",
     "attention_rope_fusion": "which kernel runs",
@@ -90,22 +89,22 @@ INERT_OUTSIDE: dict[str, str] = {
     "use_rotary_position_embeddings": "an older spelling of position_embedding_type",
     "rope_finetuned": "whether the model was trained with the scaling; a remark",
 }
-# Outer keys that mean "no RoPE at all" when false.
+# Outer keys whose value False means that the model has no RoPE.
 SWITCHES = ("rotary", "use_rotary_embedding", "use_mem_rope")
-# Outer keys that only some families read: how their layers differ (`Family.layers`) -> the keys.
+# Outer keys that only some families read, by how their layers differ (`Family.layers`).
 READ_BY_LAYERS: dict[str, frozenset[str]] = {
     "local base": frozenset({"rope_local_base_freq"}),
     "global and local base": frozenset({"global_rope_theta", "local_rope_theta"}),
     "no_rope_layers": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
-    # DeepSeek V4 says these again per layer type, inside its rope section.
+    # DeepSeek V4 repeats these per layer type, inside its rope section.
     "last": frozenset({"compress_rope_theta"}),
 }
-# Rules that may begin to scale at the length of the context, as transformers has it; all others must
-# say where, since that length often is the one after scaling.
+# Rules that begin to scale at the context length by default, as in transformers. All others must give
+# the length, since the context length often is the one after scaling.
 SCALED_FROM_MAX_POSITION = frozenset({"dynamic", "yarn"})
-# Rules whose factor says how many times longer sequences become. Some programs write its inverse.
+# Rules whose factor is the ratio of the new to the old length. Some programs write its inverse.
 ONLY_LONGER = frozenset({"linear", "ntk", "yarn", "llama3"})
-# HunYuan writes YaRN's parameters beside the alpha of its static stretch; its code reads none of them.
+# HunYuan writes YaRN's parameters next to the alpha of its static NTK scaling but does not read them.
 INERT_BESIDE_ALPHA = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
-# Types of layers that attend to nothing, so that no rope section speaks of them.
+# Layer types without attention, which have no rope section.
 LAYERS_WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "recurrent"})

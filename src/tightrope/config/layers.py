@@ -1,4 +1,4 @@
-"""Which layer types a configuration has, and which of its keys speak of each."""
+"""Split a configuration into its layer types, each with the keys that apply to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_LAYERS = 65536
 
 
 def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
-    """The rope section, and those per layer type where it is nested."""
+    """The rope section, and the nested sections per layer type, if any."""
     flat: Entries = {}
     nested: dict[str, Entries | None] = {}
     labels = _listed(source) or ()
@@ -51,7 +51,7 @@ def _merged(one: Entries, other: Entries) -> Entries:
 
 
 def parts_of(source: Source) -> tuple[list[Part], tuple[str, ...] | None]:
-    """The layer types of a configuration, and the type of each layer where it lists them."""
+    """The layer types of a configuration, and the type of each layer if it lists them."""
     flat, nested = _sections(source)
     layers = _listed(source)
     if nested:
@@ -63,7 +63,7 @@ def parts_of(source: Source) -> tuple[list[Part], tuple[str, ...] | None]:
 
 
 def _listed(source: Source) -> tuple[str, ...] | None:
-    """The type of each layer, where the configuration lists them."""
+    """The type of each layer if the configuration lists them, else None."""
     listed = source.values.get("layer_types")
     if not isinstance(listed, list | tuple):
         return None
@@ -78,7 +78,7 @@ def _nested_parts(
     source: Source, nested: dict[str, Entries | None], layers: tuple[str, ...] | None
 ) -> list[Part]:
     missing = sorted(set(layers or ()) - nested.keys() - keys.LAYERS_WITHOUT_ATTENTION)
-    # DeepSeek V4 names its sections otherwise than its layers, all of them.
+    # In DeepSeek V4 no section has the name of a layer type.
     if missing and not nested.keys().isdisjoint(layers or ()):
         fail(
             f"a rope section must be there for each layer type but the config has none for "
@@ -89,7 +89,7 @@ def _nested_parts(
         if entries is None:
             parts.append(Part(name, {}, rope=False))
             continue
-        # Each layer type says its own base; the outer one is for those that do not.
+        # The outer base is for layer types without their own.
         has_base = any(entries.get(key, ("", None))[1] is not None for key in keys.BASE)
         parts.append(
             Part(name, entries, () if has_base else keys.BASE, _head_dim_of(source, name, layers))
@@ -98,7 +98,7 @@ def _nested_parts(
 
 
 def _head_dim_of(source: Source, name: str, layers: tuple[str, ...] | None) -> Found | None:
-    """The width of the heads of one layer type, where layers differ in that too (Gemma 4)."""
+    """The head width of one layer type if it differs between layers (Gemma 4), else None."""
     found = source.outer(["global_head_dim"]) if name == "full_attention" else []
     per_layer = source.values.get("per_layer_config")
     if isinstance(per_layer, Mapping) and layers is not None:
@@ -118,11 +118,11 @@ Layers = tuple[list[Part], "tuple[str, ...] | None"]
 
 def _need(source: Source, key: str) -> None:
     if key not in source.values:
-        fail(f"{source.name} has layers that differ, so the config must say {source.shown(key)}")
+        fail(f"{source.name} has layers that differ, so the config must give {source.shown(key)}")
 
 
 def _local_base(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
-    # Gemma 3: scaling is for the layers that see everything.
+    # Gemma 3: scaling applies only to the layers with full attention.
     _need(source, "rope_local_base_freq")
     if layers is None:
         layers = _by_interval(
@@ -135,7 +135,7 @@ def _local_base(source: Source, flat: Entries, layers: tuple[str, ...] | None) -
 
 
 def _two_bases(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
-    # ModernBERT: windows without a base of their own use the global one.
+    # ModernBERT: sliding-window layers without their own base use the global one.
     for key in ("global_rope_theta", "local_rope_theta"):
         _need(source, key)
     local = "local_rope_theta" if source.values["local_rope_theta"] is not None else None
@@ -146,7 +146,7 @@ def _two_bases(source: Source, flat: Entries, layers: tuple[str, ...] | None) ->
 
 
 def _scaled_where_full(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
-    # OLMo 3: the layers with a window keep the unscaled frequencies.
+    # OLMo 3: sliding-window layers use unscaled frequencies.
     del source
     unscaled = {key: found for key, found in flat.items() if key in keys.BASE}
     return [Part("full_attention", flat), Part("sliding_attention", unscaled)], layers
@@ -172,7 +172,7 @@ def _only_nested(source: Source, flat: Entries, layers: tuple[str, ...] | None) 
 
 
 def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
-    # Llama 4, SmolLM3: a list with 1 for each layer that rotates, or every n-th that does not.
+    # Llama 4, SmolLM3: a list with 1 for each layer with RoPE, or every n-th layer has none.
     rotates = source.values.get("no_rope_layers")
     if rotates is not None and not isinstance(rotates, list | tuple):
         path = source.shown("no_rope_layers")
@@ -187,7 +187,7 @@ def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) ->
 
 
 def _by_interval(source: Source, key: str, every: str, others: str) -> tuple[str, ...] | None:
-    """The type of each layer where every n-th is another; None if the config does not say."""
+    """The type of each layer if every n-th one differs; None if the config does not give n."""
     interval, count = source.values.get(key), source.values.get("num_hidden_layers")
     if not isinstance(interval, int) or not isinstance(count, int) or interval < 1:
         return None

@@ -1,8 +1,8 @@
-"""From a mapping in the names of transformers to a spec; every fact is found by a key or refused.
+"""Read a spec from a mapping with the key names of transformers; a missing fact is an error.
 
-The rules are data elsewhere: what a key is called in keys.py, what the code of a family decides in
-families.py, what a scaling rule needs in the rule itself (``Rule.names``, ``Rule.keys``). So a new rule
-is read without a change here.
+The facts are data elsewhere: the names of keys in keys.py, the facts of model families in families.py,
+the parameters of a scaling rule in the rule itself (``Rule.names``, ``Rule.keys``). A new rule needs no
+change here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
 from .source import OPERATION, Found, Part, Source, fail, whole
 from .specs import LayerSpecs, Provenance, Row
 
-# Nothing is near it; and whoever misspells a size should not wait for so many frequencies.
+# Far above any model's; a misspelt size fails at once instead of computing many frequencies.
 _WIDEST = 65536
 
 
@@ -34,7 +34,7 @@ def read(
     strict: bool = True,
     interleaved: bool | None = None,
 ) -> Provenance:
-    """Specs and their provenance from a configuration in the names of transformers."""
+    """Read specs and their provenance from a configuration with the names of transformers."""
     _refuse_without_rope(source)
     unknown = _unknown_outside(source)
     parts, layers = parts_of(source)
@@ -54,17 +54,17 @@ def read(
         spec, facts = _one(source, part, interleaved)
         made[part.name] = spec
         rows += [Row(part.name, *fact) for fact in facts]
-    told = _choose(made, rows, layers, layer_type)
-    return dataclasses.replace(told, name=source.name, context=context)
+    chosen = _choose(made, rows, layers, layer_type)
+    return dataclasses.replace(chosen, name=source.name, context=context)
 
 
 def _context(source: Source, parts: Iterable[Part]) -> Found | None:
-    """The length of the context, once every length that the configuration says can be one."""
-    said = source.outer(keys.MAX_POSITION)
+    """The context length; an error if any length in the configuration is invalid."""
+    given = source.outer(keys.MAX_POSITION)
     others = source.outer(keys.ORIGINAL_MAX_POSITION)
     for part in parts:
-        others += part.said((*keys.MAX_POSITION, *keys.ORIGINAL_MAX_POSITION))
-    return next(iter(whole([*said, *others], LONGEST)[: len(said)]), None)
+        others += part.inner((*keys.MAX_POSITION, *keys.ORIGINAL_MAX_POSITION))
+    return next(iter(whole([*given, *others], LONGEST)[: len(given)]), None)
 
 
 def _choose(
@@ -88,7 +88,7 @@ def _choose(
         elif uniform:
             chosen = specs[0]
         else:
-            chosen = None  # a layer without attention, or with another kind of it
+            chosen = None  # a layer without attention, or with linear attention
             rows = []
         return Provenance(chosen, tuple(rows))
     if uniform and specs[0] is not None:
@@ -120,7 +120,7 @@ def _one(source: Source, part: Part, interleaved: bool | None) -> tuple[RopeSpec
     ]
 
 
-# --- what is there --------------------------------------------------------------------------------
+# --- refused configurations and unknown keys ------------------------------------------------------
 
 
 def _refuse_without_rope(source: Source) -> None:
@@ -133,29 +133,29 @@ def _refuse_without_rope(source: Source) -> None:
         if source.values.get(key) is False:
             fail(f"the config has no RoPE: {source.shown(key)} is False")
     if family is not None and not family.needs_position_type:
-        return  # its code does not look at what follows, which is often a left-over
-    said = source.outer(keys.POSITION_TYPE)
-    for path, value in said:
+        return  # its code ignores position_embedding_type, which is often a left-over
+    given = source.outer(keys.POSITION_TYPE)
+    for path, value in given:
         if not isinstance(value, str) or value not in keys.POSITION_TYPES_WITH_ROPE:
             fail(f"the config has no RoPE: {path} is {value!r}")
-    if family is not None and not said:
+    if family is not None and not given:
         fail(
-            f"{source.name} has RoPE only if position_embedding_type says so, but the config "
-            f"does not say it"
+            f"{source.name} has RoPE only if position_embedding_type selects it, but the config "
+            f"has no such key"
         )
 
 
 _WORD = re.compile(r"[a-z0-9]+")
 
 
-def _speaks_of_rope(key: str) -> bool:
-    """Whether a key looks as if it were about RoPE; so that a misspelt one is not passed over."""
+def _looks_like_rope(key: str) -> bool:
+    """Return True if a key looks like one about RoPE, so that a misspelt key is not ignored."""
     words = _WORD.findall(key.lower())
     return any(word.startswith(("rope", "mrope", "rotary")) or word == "theta" for word in words)
 
 
 def _is_rope_section(value: object) -> bool:
-    """Whether a mapping looks like a rope section under a name that nobody knows."""
+    """Return True if a value looks like a rope section under an unknown name."""
     if not isinstance(value, Mapping):
         return False
     if "rope_type" in value or any(key in value for key in keys.BASE):
@@ -164,7 +164,7 @@ def _is_rope_section(value: object) -> bool:
 
 
 def _read_outside(source: Source) -> set[str]:
-    """Keys of the outer level that are read in this configuration, or are known to have no say."""
+    """Outer keys that are read in this configuration, or known not to affect the rotation."""
     known = {
         *keys.BASE, *keys.SECTION, *keys.FRACTION, *keys.ROTARY_DIM, *keys.PAIRING, *keys.ROPE_DIM,
         *keys.SECTIONS, *keys.SECTIONS_INTERLEAVED, *keys.SWITCHES, *keys.INERT_OUTSIDE,
@@ -185,10 +185,10 @@ def _unknown_outside(source: Source) -> list[str]:
         if not isinstance(key, str) or key in known or value is None or key.endswith("_config"):
             continue
         if key == "no_rope_layers" and isinstance(value, list | tuple) and all(value):
-            continue  # 1 for each layer that rotates, so the list says nothing
+            continue  # a list of ones: every layer has RoPE
         if key == "no_rope_layer_interval" and "no_rope_layers" not in source.values:
             unknown.append(source.shown(key))
-        elif key != "no_rope_layer_interval" and (_speaks_of_rope(key) or _is_rope_section(value)):
+        elif key != "no_rope_layer_interval" and (_looks_like_rope(key) or _is_rope_section(value)):
             unknown.append(source.shown(key))
     return unknown
 
@@ -204,7 +204,7 @@ def _complain(unknown: list[str], strict: bool) -> None:
 
 
 def _outside() -> int:
-    """The stack level of the first caller outside this package, whichever function it called."""
+    """The stack level of the first caller outside this package."""
     frame, level = sys._getframe(1), 1
     package = __name__.partition(".")[0]
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:

@@ -1,4 +1,4 @@
-"""The scaling rule of a rope section, by what the rules themselves declare (``names``, ``keys``)."""
+"""Read the scaling rule of a rope section, by the names and keys that the rules declare."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def claimed_by(rule: type[Rule] | None) -> set[str]:
 
 
 def kind_of_rule(part: Part) -> type[Rule] | None:
-    """The class that a rope section names; None for no scaling."""
-    said = part.said(keys.TYPE)
-    for path, name in said:
+    """The class of the rule that a rope section names; None for no scaling."""
+    given = part.inner(keys.TYPE)
+    for path, name in given:
         if not isinstance(name, str) or name not in keys.TYPES_WITHOUT_RULE | RULES.keys():
             known = ", ".join(sorted({*keys.TYPES_WITHOUT_RULE, *RULES}))
             fail(f"{path} must be one of {known} but got {name!r}")
-    kinds = {RULES.get(name) for _, name in said}
+    kinds = {RULES.get(name) for _, name in given}
     if len(kinds) > 1:
-        agreed("the kind of scaling", said)
+        agreed("the kind of scaling", given)
     kind = kinds.pop() if kinds else None
     if kind is RULES["dynamic"] and part.value("alpha") is not None:
-        return NTK  # HunYuan's and vLLM's: a fixed stretch, whatever the length
-    if not said:
-        orphans = part.said(key for key in part.entries if _is_of_a_rule(key))
+        return NTK  # HunYuan's and vLLM's "dynamic" with alpha does not depend on the length
+    if not given:
+        orphans = part.inner(key for key in part.entries if _is_of_a_rule(key))
         if orphans:
             has = ", ".join(sorted(path for path, _ in orphans))
             fail(f"a rope section must name its rope_type but has only {has}")
@@ -48,24 +48,24 @@ def _is_of_a_rule(key: str) -> bool:
 def scaling_of(
     source: Source, part: Part, kind: type[Rule] | None
 ) -> tuple[Rule | None, list[Fact]]:
-    """The rule with its parameters, and which key gave each."""
+    """The rule with its parameters, and the key that gave each."""
     turns = source.family is not None and source.family.scaling == "turns"
-    said = " and ".join(f"{path} = {name!r}" for path, name in part.said(keys.TYPE))
+    given = " and ".join(f"{path} = {name!r}" for path, name in part.inner(keys.TYPE))
     if kind is None:
         if turns:
             why = f"{source.name} counts coordinates in turns"
             return Linear(1 / (2 * math.pi)), [("scaling", "Linear", why)]
-        return None, [("scaling", None, said or "no rope section asks for it")]
+        return None, [("scaling", None, given or "no key gives one")]
     if turns:
-        fail(f"{source.name} counts coordinates in turns, which no scaling rule here goes with")
-    facts: list[Fact] = [("scaling", kind.__name__, said)]
+        fail(f"{source.name} counts coordinates in turns, so it must not have a scaling rule")
+    facts: list[Fact] = [("scaling", kind.__name__, given)]
     values: dict[str, Any] = {}
     missing: list[str] = []
     for one in dataclasses.fields(kind):  # type: ignore[arg-type]
         spelled = kind.keys.get(one.name, (one.name,))
         if kind is NTK and "alpha" in part.entries:
             spelled = ("alpha",)
-        got = _value_of(source, part, kind, one.name, part.said(spelled))
+        got = _value_of(source, part, kind, one.name, part.inner(spelled))
         if got is None and one.name == "factor" and _wants_ratio(part, one, spelled):
             got = _ratio(source, part)
         if got is not None:
@@ -77,12 +77,12 @@ def scaling_of(
     if kind.names[0] in keys.ONLY_LONGER and isinstance(factor, float | int) and 0 < factor < 1:
         path = next(where for field, _, where in facts if field == "scaling.factor")
         fail(
-            f"{path} must be at least 1, how many times longer sequences become, but got {factor}; "
+            f"{path} must be at least 1, the ratio of the new to the old length, but got {factor}; "
             f"its inverse is {1 / factor:g}"
         )
     if missing:
         has = ", ".join(sorted(key for key in part.entries if part.value(key) is not None))
-        fail(f"scaling by {kind.names[0]!r} must say {', '.join(missing)} but says only {has}")
+        fail(f"scaling by {kind.names[0]!r} must have {', '.join(missing)} but has only {has}")
     multiplier = part.value("attn_factor")
     if kind is YaRN and multiplier is not None and multiplier != 1:
         path = part.entries["attn_factor"][0]
@@ -94,25 +94,25 @@ def scaling_of(
 def _value_of(
     source: Source, part: Part, kind: type[Rule], name: str, found: list[Found]
 ) -> Found | None:
-    """What a rule's field is, with the outer level's say in where scaling begins."""
+    """The value of a rule's field; the length where scaling begins may be at the outer level."""
     if name != "original_max_position":
         return agreed(name, found)
     got = _original(source, part, found)
     if got is None and kind.names[0] in keys.SCALED_FROM_MAX_POSITION:
         context = source.outer(keys.MAX_POSITION)
         if context:
-            return f"{context[0][0]}, as nothing else says where scaling begins", context[0][1]
+            return f"{context[0][0]}, as no key gives the original length", context[0][1]
     return got
 
 
 def _original(source: Source, part: Part, found: list[Found]) -> Found | None:
-    """Where scaling begins; Phi-3 says it at the outer level."""
-    inside = found or part.said(keys.ORIGINAL_MAX_POSITION)
+    """The length at which scaling begins; Phi-3 has it at the outer level."""
+    inside = found or part.inner(keys.ORIGINAL_MAX_POSITION)
     return agreed("original_max_position", inside + source.outer(keys.ORIGINAL_MAX_POSITION))
 
 
 def _wants_ratio(part: Part, one: dataclasses.Field[Any], spelled: tuple[str, ...]) -> bool:
-    """Whether a missing factor is to be computed: it is null, or the rule can do without."""
+    """Return True if a missing factor is to be computed: it is null, or optional in the rule."""
     null = any(key in part.entries and part.value(key) is None for key in spelled)
     return null or one.default is None
 
@@ -125,15 +125,15 @@ def _ratio(source: Source, part: Part) -> Found | None:
     if not isinstance(original[1], int) or not isinstance(longest[0][1], int):
         return None
     if original[1] < 1:
-        return None  # the rule will say so
+        return None  # the rule raises the error
     return f"{longest[0][0]} / {original[0]}", longest[0][1] / original[1]
 
 
 def _times(values: dict[str, Any], path: str, multiplier: object) -> float:
-    """vLLM's and llama.cpp's ``attn_factor`` multiplies YaRN's own factor."""
+    """Multiply YaRN's own attention factor by the ``attn_factor`` of vLLM and llama.cpp."""
     if values.get("attention_factor") is not None:
         fail(
-            f"attention_factor must be said once but got attention_factor = "
+            f"attention_factor must be given once but got attention_factor = "
             f"{values['attention_factor']!r} and {path} = {multiplier!r}"
         )
     if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):

@@ -1,4 +1,4 @@
-"""A configuration as the reader sees it: its keys, what they are called, and what its family decides."""
+"""A configuration in one format: its keys, the user's names for them, and its model family."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ OPERATION = "from_config"
 
 # The path of a key, and its value.
 Found = tuple[str, Any]
-# A rope section: key -> what it says.
+# A rope section: key -> (path, value).
 Entries = dict[str, Found]
 
 
 def fail(message: str) -> NoReturn:
-    """Raise a ValueError in the form of the library."""
+    """Raise a ValueError in the library's sentence form."""
     raise bad_value(message)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A configuration in the names of transformers, whatever format it came in.
+    """A configuration with the key names of transformers, whatever its original format.
 
     Attributes:
-        values: its keys.
-        family: what its family's code decides; None for an unknown one.
-        name: who says so, for sentences: ``model_type 'llama'``.
-        spelled: path in ``values`` -> what the user's file calls it, where they differ.
-        prefix: what stands before every path: ``text_config.`` for a nested section.
+        values: key -> value.
+        family: the facts of its model family; None if the family is unknown.
+        name: its name in error sentences: ``model_type 'llama'``.
+        spelled: path in ``values`` -> the name in the user's file, if it differs.
+        prefix: the prefix of every path: ``text_config.`` for a nested section.
         seen: the keys of the user's file.
     """
 
@@ -44,11 +44,11 @@ class Source:
     seen: tuple[str, ...] = ()
 
     def shown(self, path: str) -> str:
-        """A path as the user knows it."""
+        """The name of a path in the user's file."""
         return self.spelled.get(path, self.prefix + path)
 
     def outer(self, spellings: Iterable[str]) -> list[Found]:
-        """What the outer level says under any of some spellings; null says nothing."""
+        """The values that the outer level has under any of these spellings; null counts as absent."""
         return [
             (self.shown(key), self.values[key])
             for key in spellings
@@ -58,7 +58,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """One layer type: which keys speak of it."""
+    """One layer type and its keys.
+
+    Attributes:
+        name: the layer type; None if the layers do not differ.
+        entries: its rope section.
+        base: the outer keys that may give its base.
+        head_dim: its head width, if layers differ in it.
+        rope: whether these layers have RoPE.
+    """
 
     name: str | None
     entries: Entries
@@ -66,31 +74,31 @@ class Part:
     head_dim: Found | None = None
     rope: bool = True
 
-    def said(self, spellings: Iterable[str]) -> list[Found]:
-        """What the rope section says under any of some spellings; null says nothing."""
+    def inner(self, spellings: Iterable[str]) -> list[Found]:
+        """The values that the rope section has under any of these spellings; null counts as absent."""
         found = (self.entries[key] for key in spellings if key in self.entries)
         return [(path, value) for path, value in found if value is not None]
 
     def value(self, key: str) -> Any:
-        """One key of the rope section; None if it is not there."""
+        """The value of a key of the rope section; None if it is missing."""
         return self.entries[key][1] if key in self.entries else None
 
 
 def agreed(what: str, found: list[Found]) -> Found | None:
-    """The one value that several keys give; an error if they give several."""
+    """The value that all given keys agree on, None without keys; an error if they differ."""
     if not found:
         return None
     first = found[0]
     for path, value in found[1:]:
         if value != first[1]:
             fail(
-                f"{what} must be said once but got {first[0]} = {first[1]!r} and {path} = {value!r}"
+                f"{what} must be given once but got {first[0]} = {first[1]!r} and {path} = {value!r}"
             )
     return first
 
 
 def whole(found: list[Found], most: int | None = None) -> list[Found]:
-    """The same, once every value is known to be an int that can be a size, of at most ``most``."""
+    """Return ``found`` unchanged; an error if a value is not an int from 1 to ``most``."""
     for path, value in found:
         if isinstance(value, bool) or not isinstance(value, int):
             raise bad_type(f"{path} must be an int but got {value!r}")

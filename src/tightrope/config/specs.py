@@ -1,4 +1,4 @@
-"""What reading a configuration gives: a spec or one per layer type, and where each field came from."""
+"""The result of reading a configuration: one spec or one per layer type, and their provenance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
 
     Args:
         specs: layer type -> spec or None.
-        layers: the type of each layer, where the configuration lists them.
+        layers: the type of each layer, if the configuration lists them.
 
     >>> specs = LayerSpecs({"local": RopeSpec(64), "global": None}, ("local", "local", "global"))
     >>> specs["local"], specs.of(2)
@@ -45,10 +45,10 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
 
     @public("LayerSpecs.of")
     def of(self, layer: int) -> RopeSpec | None:
-        """The spec of one layer, by its number.
+        """Return the spec of a layer by its number.
 
         Raises:
-            ValueError: a configuration that does not list its layers, a layer that is not listed.
+            ValueError: the configuration does not list its layers, or the layer is not listed.
         """
         if self.layers is None:
             raise bad_value("the config must list the type of each layer but does not")
@@ -58,7 +58,7 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
 
 
 def _runs(layers: tuple[str, ...]) -> str:
-    """A list of layer types that a person can read: ``3 × local, 1 × global, …``."""
+    """A short text for a list of layer types: ``3 × local, 1 × global, …``."""
     runs: list[tuple[str, int]] = []
     for name in layers:
         if runs and runs[-1][0] == name:
@@ -70,7 +70,7 @@ def _runs(layers: tuple[str, ...]) -> str:
 
 
 class Row(NamedTuple):
-    """One fact: a field of a spec, its value, and what said so."""
+    """A field of a spec, its value, and the key or fact that gave it."""
 
     layer: str | None
     field: str
@@ -80,13 +80,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Provenance:
-    """A spec and where each of its fields came from; ``print`` shows it as a table.
+    """A spec and the source of each of its fields; ``print`` shows it as a table.
 
     Attributes:
         spec: what :meth:`tightrope.RopeSpec.from_config` returns.
         rows: layer type, field, value, and the key or fact that gave it.
-        name: of which kind of configuration: ``model_type 'llama'``.
-        context: the key that says how long sequences may be, and that length; None if none does.
+        name: the kind of configuration: ``model_type 'llama'``.
+        context: the key of the context length and its value; None if there is none.
     """
 
     spec: RopeSpec | LayerSpecs | None

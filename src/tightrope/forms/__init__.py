@@ -1,7 +1,7 @@
-"""What is known of unknown rotary functions: how they are called, and what they can compute.
+"""The ways in which rotary functions of other libraries are called, and what they can compute.
 
-Whatever calls a function that it has never seen, to test it or to replace it, tries the entries of
-:data:`FORMS`. Another library's way to pass its angles is one more entry.
+Code that tests or replaces an unknown rotary function tries the entries of :data:`FORMS`. Support for
+another way to pass angles is one more entry.
 """
 
 from ._calls import (

@@ -1,4 +1,4 @@
-"""How one function is called: a form, and which of its parameters has which role."""
+"""How to call one function: its form, and the role of each parameter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from .._errors import bad_value
 from ._registry import FORMS, Form, Tables
 
-#: Roles of tensors that rotate: one; two; those behind two, which may be missing.
+#: Roles of tensors that rotate: "x" alone; "q" and "k"; "more" for those after two, which may be None.
 ROTATED = ("x", "q", "k", "more")
 
-# What names say of a parameter, if it is none of the tables.
+# Role -> parameter names that suggest it; not for the tables.
 _NAMES = {
     "q": re.compile(r"^(x?q|q_|query|queries)(_states|_layer|_heads?)?$"),
     "k": re.compile(r"^(x?k|k_|key|keys)(_states|_layer|_heads?)?$"),
@@ -30,13 +30,14 @@ _TABLE = re.compile(r"cos|sin|freq|cis|position_emb")
 
 
 class Argument(NamedTuple):
-    """What is passed to one parameter.
+    """One parameter of a function and its role.
 
     Attributes:
-        role: what it is, of ROTATED or of the form's roles; "positions", where tables are given, which
-            rows of them; "unsqueeze_dim", where the tables get a dimension; "seq_dim", "offset".
-        name: of the parameter, None where no signature tells it.
-        keyword: whether it is passed by name: it, or what stands before it, may be left out.
+        role: one of ROTATED or of the form's roles; "positions" (if tables are given, the rows to
+            take from them); "unsqueeze_dim", the axis at which tables are unsqueezed; "seq_dim" or
+            "offset".
+        name: the name of the parameter; None if unknown.
+        keyword: pass it by name, because it or a parameter before it is optional.
     """
 
     role: str
@@ -49,9 +50,9 @@ class Call:
     """One way to call one function.
 
     Attributes:
-        form: how it takes its angles.
-        arguments: in the order of its parameters.
-        method: whether the function takes self, before them.
+        form: how the function takes its angles.
+        arguments: the arguments in parameter order.
+        method: whether the function takes self first.
     """
 
     form: Form
@@ -65,30 +66,30 @@ class Call:
 
     @cached_property
     def rotated(self) -> tuple[str, ...]:
-        """The parameters that rotate."""
+        """The names of the parameters that are rotated."""
         return tuple(str(each.name) for each in self.arguments if each.role in ROTATED)
 
     @cached_property
     def tables(self) -> tuple[str, ...]:
-        """The parameters that bring cosines and sines, in the order of the form's roles."""
+        """The names of the cos/sin parameters, in the order of the form's roles."""
         return tuple(str(self.parameter(role)) for role in self.form.roles)
 
     def parameter(self, role: str) -> str | None:
-        """The parameter that has a role; None where there is none."""
+        """The name of the parameter with a role, or None."""
         return next((each.name for each in self.arguments if each.role == role), None)
 
     @cached_property
     def says_its_form(self) -> bool:
-        """Whether the names of the tables are those that the form's roles have."""
+        """Whether the table parameters have the names of the form's roles."""
         names = {each.role: each.name for each in self.arguments}
         return all(names[role] is None or role in str(names[role]) for role in self.form.roles)
 
     def build(self, cos: torch.Tensor, sin: torch.Tensor) -> dict[str, Any]:
-        """The arguments that bring cosines and sines, by parameter."""
+        """The cos/sin arguments by parameter name."""
         return dict(zip(self.tables, self.form.built(cos, sin), strict=True))
 
     def read(self, values: Mapping[str, Any]) -> Tables | None:
-        """Cosines and sines of such arguments; None where they are something else."""
+        """Cosines and sines read from such arguments; None if they have another form."""
         read = self.form.read
         if read is None:
             return None
@@ -104,7 +105,7 @@ class Call:
         return f"{names} -> cos, sin" if self.form.gives_tables else names
 
 
-# --- what a signature tells -----------------------------------------------------------------------
+# --- calls suggested by a signature ---------------------------------------------------------------
 
 
 def unwrapped(function: Any) -> Callable[..., Any]:
@@ -119,7 +120,7 @@ def unwrapped(function: Any) -> Callable[..., Any]:
 
 
 def signature(function: Any) -> inspect.Signature | None:
-    """The signature that callers see, or None where there is none to see."""
+    """The signature that callers see, or None if it cannot be read."""
     if isinstance(function, torch.nn.Module):
         function = function.forward
     try:
@@ -129,9 +130,9 @@ def signature(function: Any) -> inspect.Signature | None:
 
 
 def calls_of(function: Any, *, method: bool = False) -> list[Call]:
-    """Ways to call a function that the names of its parameters suggest, likeliest first.
+    """Ways to call a function that its parameter names suggest, likeliest first.
 
-    Names only say what to try; whoever calls finds out by numbers what is right.
+    Names only suggest what to try; the caller verifies each way numerically.
 
     Args:
         function: a function, or a module whose forward is one.
@@ -146,7 +147,7 @@ def calls_of(function: Any, *, method: bool = False) -> list[Call]:
 
 
 def _bound(form: Form, parameters: Sequence[inspect.Parameter], method: bool) -> Iterator[Call]:
-    """The calls of a function under one form; none where its parameters are others."""
+    """The calls of a function under one form; none if its parameters do not fit."""
     tables = [
         each.name
         for each in parameters
@@ -175,14 +176,14 @@ def _arguments(
         optional = each.default is not each.empty
         role = tables.get(each.name) or _role(each)
         if role is None or role in ("q", "k"):
-            # Whatever else must be given to a function that is given tables is taken for a tensor.
+            # Any other required parameter of a function that takes tables is tried as a tensor.
             open_to_any = form.takes_tables and each.default in (None, each.empty)
             named = role == "k" or (role == "q" and not optional)
             if rotated == 0 and not optional:
                 role = "x"
             elif rotated and (open_to_any or named):
-                told = not optional or role == "k"
-                role = "k" if rotated == 1 and told else "more"
+                second = rotated == 1 and (not optional or role == "k")
+                role = "k" if second else "more"
             elif optional:
                 continue
             else:
@@ -192,7 +193,7 @@ def _arguments(
             continue
         elif role in ("positions", "offset") and role not in form.roles:
             if form.takes_tables and optional:
-                continue  # left over from when the function itself indexed its tables
+                continue  # unused: a remnant of functions that indexed their tables themselves
             if role == "offset" and "positions" in form.roles:
                 continue
             if role == "offset" or not form.takes_tables:
@@ -212,7 +213,7 @@ def _arguments(
 
 
 def _role(parameter: inspect.Parameter) -> str | None:
-    """What a name says of a parameter, if it is none of the tables."""
+    """The role that a parameter's name suggests; not for the tables."""
     name = parameter.name.lower()
     role = next((role for role, names in _NAMES.items() if names.search(name)), None)
     if role == "unsqueeze_dim" and type(parameter.default) is not int:
@@ -220,7 +221,7 @@ def _role(parameter: inspect.Parameter) -> str | None:
     return role
 
 
-# --- where names tell nothing ---------------------------------------------------------------------
+# --- usual calls, if names suggest nothing --------------------------------------------------------
 
 _USUAL = {
     1: ("x",),
@@ -231,7 +232,7 @@ _USUAL = {
 
 
 def usual_calls(function: Any) -> list[Call]:
-    """Ways to call a function that has so many parameters, whatever they are called."""
+    """The usual ways to call a function with this number of parameters, whatever their names."""
     seen = signature(function)
     parameters = None if seen is None else list(seen.parameters.values())
     if parameters is None or any(each.kind is each.VAR_POSITIONAL for each in parameters):
@@ -242,10 +243,10 @@ def usual_calls(function: Any) -> list[Call]:
 
 
 def parse(text: str) -> Call:
-    """The call that a user wrote: ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, positions -> cos, sin"``.
+    """Parse a call: ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, positions -> cos, sin"``.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is not such a list of roles.
     """
     head, arrow, result = text.partition("->")
     names = [name.strip() for name in head.split(",")]

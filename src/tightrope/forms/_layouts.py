@@ -1,7 +1,7 @@
-"""How x and its tables are laid out: their dimensions by letter, and how tables hold pairs.
+"""Layouts of x and its tables, one letter per axis, and the ways in which tables hold pairs.
 
-b is for rows (the batch), h for heads, s for tokens (the sequence), d for channels; t is for tokens of
-all rows packed into one; 1 is a dimension of one.
+b is batch, h heads, s sequence, d channels, t the tokens of all sequences packed into one axis, and 1
+an axis of size one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 #: Layouts of x, likeliest first.
 LAYOUTS = ("bhsd", "bshd", "bsd", "sbhd", "thd", "sd")
 
-#: Shapes of tables, each as an index that makes it of one ``bsd``.
+#: Shapes of tables, each with the index that makes it from a ``bsd`` table.
 TABLE_SHAPES = {"bsd": "", "sd": "[0]", "b1sd": "[:, None]", "bs1d": "[:, :, None]"}
 
-#: How tables hold the entry of each pair, each as an expression that makes such a ``table`` of one with
-#: an entry per pair: all of them twice, one after the other; each twice; each once.
+#: How tables hold the entry of each pair, as an expression in a ``table`` with one entry per pair:
+#: repeated as a whole (full width), each repeated (full width), or once (half width).
 WIDTHS = {
     "cat": "torch.cat((table, table), -1)",
     "repeat": "table.repeat_interleave(2, -1)",
@@ -30,19 +30,20 @@ _WIDEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def widen(table: torch.Tensor, width: str) -> torch.Tensor:
-    """A table with an entry per pair, as one of another width, of WIDTHS."""
+    """Convert a table with one entry per pair to a width of WIDTHS."""
     return _WIDEN[width](table)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A layout of x with a shape of tables that fits it.
+    """A layout of x with a fitting shape of tables.
 
     Attributes:
-        x, table: the dimensions by letter.
-        unsqueeze_dim: what the function is told, if it takes that: where its tables get a dimension.
-        broadcasts: whether tables of three dimensions broadcast against x of four as they are.
-            Where another rule for three dimensions is in question these could not tell it from that.
+        x, table: the axes by letter.
+        unsqueeze_dim: the argument of this name, if the function takes it: the axis at which to
+            unsqueeze the tables.
+        broadcasts: whether tables of rank three broadcast against x of rank four without unsqueezing.
+            Such tables cannot distinguish that from a rule that unsqueezes tables of rank three.
     """
 
     x: str
@@ -52,7 +53,7 @@ class Arrangement:
 
     @property
     def place(self) -> int | None:
-        """Where the tables get a dimension, from the end; None where they broadcast as they are."""
+        """The axis at which tables are unsqueezed, from the end; None if they broadcast as they are."""
         past = len(self.table) + 1
         if self.unsqueeze_dim is not None:
             return self.unsqueeze_dim - (past if self.unsqueeze_dim >= 0 else 0)
@@ -67,7 +68,7 @@ def _fits(table: str, x: str) -> bool:
     return len(table) <= len(x) and all(one in ("1", other) for one, other in pairs)
 
 
-#: What a function with given tables is called with, likeliest first.
+#: The layouts to try with a function that takes tables, likeliest first.
 ARRANGEMENTS = (
     *(Arrangement(x, "bsd") for x in ("bhsd", "bshd")),
     *(Arrangement(x, "sd") for x in ("bshd", "shd")),

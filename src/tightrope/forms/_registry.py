@@ -1,4 +1,4 @@
-"""The forms in which rotary functions take their angles, one value for each."""
+"""The registry of forms: one entry for each way in which rotary functions take their angles."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Form:
     """One way in which rotary functions take their angles.
 
     Attributes:
-        name: in words, for reports; forms are pickled by it.
-        roles: of the arguments that bring the angles: what a parameter is called where its name says.
-        build: where tables are given: an expression in ``cos`` and ``sin`` for each of these arguments.
-        read: where tables are given: makes cosines and sines of these arguments again.
-        gives_tables: whether the function returns (cos, sin), and rotates nothing.
-        arrangements: layouts of x with shapes of cosines and sines that fit, likeliest first.
-        widths: how these may hold the entry of each pair, likeliest first.
-        narrow: whether tables may have 16 bits.
-        unit: whether cosines and sines must be those of an angle, as nothing else can be passed.
-        flat: whether heads are still flat in x, which only a method can tell apart.
+        name: the name in reports; forms are pickled by it.
+        roles: the roles of the arguments that hold the angles, also their usual parameter names.
+        build: if tables are given, an expression in ``cos`` and ``sin`` for each of these arguments.
+        read: if tables are given, the inverse of ``build``: (cos, sin) from these arguments.
+        gives_tables: whether the function returns (cos, sin) and rotates nothing.
+        arrangements: layouts of x with fitting shapes of cos/sin, likeliest first.
+        widths: how cos/sin may hold the entry of each pair, likeliest first.
+        narrow: whether tables may have a 16-bit dtype.
+        unit: whether cos² + sin² must be 1, as the form can pass nothing else.
+        flat: whether x is (batch, seq, heads * dim), which only a method can split.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Form:
 
     @property
     def takes_tables(self) -> bool:
-        """Whether the caller makes cosines and sines, in whatever shape they are passed."""
+        """Whether the caller passes cosines and sines, in whatever form."""
         return self.read is not None
 
     def built(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, ...]:
-        """The arguments of cosines and sines, of which :attr:`read` makes these again."""
+        """The arguments that hold given cosines and sines; :attr:`read` is the inverse."""
         space = {"torch": torch, "cos": cos, "sin": sin}
         return tuple(eval(text, dict(space)) for text in self.build)
 
@@ -79,7 +79,7 @@ _SINES_FIRST = "torch.cat((sin, cos), -1)"
 _STACKED = "torch.stack((cos.transpose(0, 1), sin.transpose(0, 1)))"
 _FLAT = (Arrangement("bshd", "1s1d"),)
 
-#: Every form by its name, likeliest first where a signature leaves several.
+#: Every form by its name; if a signature fits several, the likeliest first.
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
@@ -87,13 +87,13 @@ FORMS: dict[str, Form] = {
         Form("positions, for tables", ("positions",), gives_tables=True),
         COS_SIN,
         Form(
-            *("complex tables", ("cis",), (_COMPLEX,), _complex_parts),
+            *("one complex table", ("cis",), (_COMPLEX,), _complex_parts),
             widths=("half",),
             narrow=False,
         ),
-        Form("sines and cosines in one table", ("sin_cos",), (_SINES_FIRST,), _sines_first),
+        Form("sin and cos in one table", ("sin_cos",), (_SINES_FIRST,), _sines_first),
         Form(
-            *("cosines and sines stacked", ("stack",), (_STACKED,), _stacked),
+            *("cos and sin stacked", ("stack",), (_STACKED,), _stacked),
             arrangements=_FLAT,
             flat=True,
         ),

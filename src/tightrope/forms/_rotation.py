@@ -1,4 +1,4 @@
-"""What a rotary function can compute on one tensor, as a value; and its definition in plain torch."""
+"""The rotations that a rotary function can compute on one tensor, and their definition in torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 HALF, INTERLEAVED = "half", "interleaved"
 
-#: How entries of a table belong to the channels u and v of a pair k of P. The first two read one entry
-#: for u and another for v, and are rotations only where a table holds each twice.
+#: The table entries that belong to the channels u and v of pair k of P. The first two read one entry
+#: for u and another for v, and are rotations only if both are equal.
 READINGS = {
     "cat": "k for u and k + P for v",
     "repeat": "2k for u and 2k + 1 for v",
@@ -25,14 +25,13 @@ READINGS = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """A linear map of the channels of a head, by a row of cosines and one of sines.
+    """A rotation of the channels of a head by a row of cosines and a row of sines.
 
     Attributes:
-        pairs: which channels make a pair: "half" or "interleaved".
-        out: in which of these orders the rotated channels leave.
+        pairs: the pairing of the input, "half" (rotate_half) or "interleaved" (adjacent pairs).
+        out: the pairing in whose order the rotated channels are returned.
         reading: a key of READINGS.
-        slice: where the rotated channels are, if there are others: "first", "last", or "whole" where
-            there must not be others.
+        slice: the rotated channels: "first", "last", or "whole" if all channels must be rotated.
         sign: 1, or −1 for a rotation by the negative angles.
     """
 
@@ -43,23 +42,23 @@ class Rotation:
     sign: int
 
     def pairs_of(self, width: int) -> int:
-        """How many pairs tables of a width rotate."""
+        """The number of pairs that tables of a width rotate."""
         return width if self.reading == "half" else width // 2
 
     @property
     def width(self) -> str:
-        """How tables hold the entries that are read, of WIDTHS."""
+        """The key of WIDTHS for tables of this reading."""
         if self.reading == "half":
             return "half"
         return "repeat" if self.reading in ("repeat", "even", "odd") else "cat"
 
     @property
     def assumes(self) -> str | None:
-        """How tables must hold entries twice for this to be a rotation; None where one is read."""
+        """The reading under which both entries of a pair must be equal; None if only one is read."""
         return self.reading if self.reading in ("cat", "repeat") else None
 
     def fits(self, channels: int, width: int) -> bool:
-        """Whether tables of this width can rotate heads of so many channels."""
+        """Return True if tables of this width can rotate heads with this number of channels."""
         if self.reading != "half" and width % 2:
             return False
         rotated = 2 * self.pairs_of(width)
@@ -70,21 +69,26 @@ class Rotation:
         return channels - 2 * self.pairs_of(width) if self.slice == "last" else 0
 
     def __str__(self) -> str:
-        words = ["interleaved pairs" if self.pairs == INTERLEAVED else "half pairs"]
+        pairing = {HALF: "rotate_half", INTERLEAVED: "adjacent pairs (GPT-J style)"}[self.pairs]
+        channels = {
+            "first": "the first rotary_dim channels",
+            "last": "the last rotary_dim channels",
+            "whole": "all channels",
+        }[self.slice]
+        words = [f"{pairing} on {channels}"]
         if self.out != self.pairs:
-            words.append(f"leaving in {self.out} order")
-        words.append(
-            {"first": "first channels", "last": "last channels", "whole": "whole width"}[self.slice]
-        )
+            words.append(f"returned {'as halves' if self.out == HALF else 'interleaved'}")
+        # Without more, the table entry of a channel is the one at its own index.
+        aligned = self.reading == ("cat" if self.pairs == HALF else "repeat")
         words.append(
             {
-                "cat": "tables with halves twice",
-                "repeat": "tables with entries twice",
-                "first": "first half of its tables",
-                "second": "second half of its tables",
-                "even": "even entries of its tables",
-                "odd": "odd entries of its tables",
-                "half": "tables with an entry per pair",
+                "cat": f"cos/sin of full width{'' if aligned else ' (two equal halves)'}",
+                "repeat": f"cos/sin of full width{'' if aligned else ' (interleaved)'}",
+                "first": "cos/sin of full width (first half read)",
+                "second": "cos/sin of full width (second half read)",
+                "even": "cos/sin of full width (even entries read)",
+                "odd": "cos/sin of full width (odd entries read)",
+                "half": "cos/sin of half width",
             }[self.reading]
         )
         if self.sign < 0:
@@ -93,14 +97,14 @@ class Rotation:
 
 
 def candidates() -> Iterator[Rotation]:
-    """Everything that a function is tested against."""
+    """Yield every rotation that a function is compared with."""
     orders = (HALF, INTERLEAVED)
     for values in product(orders, orders, READINGS, ("first", "last"), (1, -1)):
         yield Rotation(*values)
 
 
 def entries(table: torch.Tensor, reading: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What of a table, by its last dimension, u and v are multiplied by."""
+    """The entries of a table, along its last axis, that multiply u and v."""
     if reading == "half":
         return table, table
     pairs = table.shape[-1] // 2
@@ -118,9 +122,9 @@ def entries(table: torch.Tensor, reading: str) -> tuple[torch.Tensor, torch.Tens
 def plain(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The definition: tables that broadcast against x; one rounding, to dtype, at the end.
+    """Rotate x in plain torch by tables that broadcast against it; rounds once, to dtype, at the end.
 
-    Arithmetic is in float32, or in float64 where anything is.
+    Arithmetic is in float32, or in float64 if an input is.
     """
     wide = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
     channels, width = x.shape[-1], cos.shape[-1]

@@ -1,1 +1,1 @@
-"""What brings this library into others: one package for each, which imports it only when called."""
+"""Integrations with other libraries: one package each, which imports the library only when used."""

@@ -1,4 +1,4 @@
-"""Models of transformers, with their rotations served by this library.
+"""Replace the rotary functions of transformers models with this library's operator.
 
 See docs/transformers.md.
 """

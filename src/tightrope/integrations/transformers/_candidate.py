@@ -1,4 +1,4 @@
-"""What a function was recognised as, as a value."""
+"""The result of recognising a rotary function, as plain data."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from ...forms import Call, Rotation
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a function was recognised as.
+    """A rotary function as it was recognised: how to call it and what it computes.
 
     Attributes:
         call: how it is called.
         rotation: what it computes.
-        shapes: what was tried and found right: (dimensions of x, dimensions of the tables, the value
-            of unsqueeze_dim or None, where the tables get a dimension, from the end, or None).
-        ones: which tables of three dimensions were found to broadcast against x of four as they are:
-            "1sd" with heads before tokens, or "s1d" with heads behind them.
-            Of these nothing is known but the shapes themselves.
-        tokens: how x with another number of tokens than the tables is met: "same", it is not;
-            "prefix", the last tokens rotate and the others pass; "suffix", by the last rows.
-        keeps_dtype: whether results have the dtype of x, or the wider of x's and the tables'.
-        alone: what comes back where the second tensor is None: "pair", (y, None); "one", y; None where
-            that is an error.
-        ignored: parameters that change nothing, whatever they are.
-        trailing: whether tensors after the second may be None, and then nothing comes back for them.
+        shapes: the ranks that were tried and match: (rank of x, rank of the tables, the value of
+            unsqueeze_dim or None, the axis at which the tables are unsqueezed, counted from the end,
+            or None).
+        ones: the tables of rank three that broadcast against x of rank four without unsqueezing:
+            "1sd" for x (batch, heads, seq, dim), "s1d" for (batch, seq, heads, dim). Only these two
+            exact shapes were tried.
+        tokens: what happens if x and the tables differ in the number of tokens: "same", an error;
+            "prefix", the last tokens rotate and the leading ones pass through; "suffix", the last
+            rows of the tables are used.
+        keeps_dtype: whether results have the dtype of x; otherwise the promoted dtype of x and the
+            tables.
+        alone: the result if the second tensor is None: "pair" is (y, None), "one" is y, None an
+            error.
+        ignored: parameters that do not affect the result.
+        trailing: whether tensors after the second may be None; they are then left out of the result.
     """
 
     call: Call
@@ -41,9 +44,10 @@ class Candidate:
     trailing: bool = False
 
     def place(self, x: torch.Size, table: torch.Size, given: int | None) -> int | None:
-        """Where tables get a dimension in a call, from the end; None where they get none.
+        """The axis at which a call unsqueezes its tables, from the end; None if it does not.
 
-        LookupError for shapes that were not tried.
+        Raises:
+            LookupError: these shapes were not tried.
         """
         for dims, table_dims, value, place in self.shapes:
             if (len(x), len(table), given) == (dims, table_dims, value):
@@ -59,22 +63,25 @@ class Candidate:
         words = [str(self.rotation)]
         if len(self.call.form.roles) == 1:
             words.append(self.call.form.name)
-        rotated = self.call.rotated
-        words.append(f"of {', '.join(rotated)}" if len(rotated) > 1 else "of one tensor")
-        places = sorted({place for *_, place in self.shapes if place is not None})
-        if unsqueeze_dim := self.call.parameter("unsqueeze_dim"):
-            words.append(f"heads where {unsqueeze_dim} says")
-        elif places == [-3]:
-            words.append("heads before tokens")
-        elif places == [-2]:
-            words.append("tokens before heads")
-        else:
-            words.append("tables broadcast as they are")
+        *first, last = self.call.rotated
+        words.append(f"{', '.join(first)} and {last}" if first else "one tensor")
+        words.append(self._layout())
         if positions := self.call.parameter("positions"):
-            words.append(f"rows by {positions}")
-        if self.tokens != "same":
-            words.append(
-                "tokens in front pass" if self.tokens == "prefix" else "last rows of the tables"
-            )
-        words.append("in the dtype of x" if self.keeps_dtype else "in the wider dtype")
+            words.append(f"cos/sin indexed by {positions}")
+        if self.tokens == "prefix":
+            words.append("extra leading tokens pass through")
+        elif self.tokens == "suffix":
+            words.append("last rows of cos/sin if x is shorter")
+        words.append("result in dtype of x" if self.keeps_dtype else "result in promoted dtype")
         return ", ".join(words)
+
+    def _layout(self) -> str:
+        if unsqueeze_dim := self.call.parameter("unsqueeze_dim"):
+            return f"heads axis by {unsqueeze_dim}"
+        places = {place for *_, place in self.shapes if place is not None}
+        if places == {-3}:
+            return "(batch, heads, seq, dim)"
+        if places == {-2}:
+            batched = any(dims == 4 for dims, *_ in self.shapes)
+            return "(batch, seq, heads, dim)" if batched else "(seq, heads, dim)"
+        return "layout by the rank of cos/sin" if places else "cos/sin broadcast to x"

@@ -1,4 +1,4 @@
-"""Which classes were made here, and of which."""
+"""The mark on generated subclasses that leads back to the original class."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MARK = "_tightrope_graft"
 
 @dataclass(frozen=True)
 class Graft:
-    """What a class made here remembers.
+    """The origin of a generated subclass.
 
     Attributes:
-        base: the class as its authors wrote it.
-        recipe: what is replaced in it, as plain data.
+        base: the original class.
+        recipe: the replacements in it, as plain data.
     """
 
     base: type
@@ -22,11 +22,11 @@ class Graft:
 
 
 def graft_of(cls: type) -> Graft | None:
-    """What a class was made of, or None for a class of others."""
+    """The origin of a generated subclass, or None for any other class."""
     return vars(cls).get(MARK)
 
 
 def base_of(cls: type) -> type:
-    """The class as its authors wrote it."""
+    """The original class."""
     graft = graft_of(cls)
     return cls if graft is None else graft.base

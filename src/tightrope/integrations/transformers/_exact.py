@@ -1,4 +1,4 @@
-"""Modules that make cosines and sines, served by exact angles."""
+"""Serve the modules that make cosines and sines from exact angles (``patch(angles="exact")``)."""
 
 from __future__ import annotations
 
@@ -23,35 +23,34 @@ from ...spec import RopeSpec
 from ._classes import base_of
 from ._report import Entry
 
-# Probes: positions, and how far fp32 arithmetic of the original may be off there, as a share of the
-# angle and of the values.
+# Probe positions, and the float32 error allowed to the original: relative to the angle and absolute.
 _SMALL = (3, 1, 7, 2, 12, 40)
 _ANGLE, _VALUE = 6e-7, 4e-6
-# What a cast to bfloat16, or of the smallest frequencies to float16, may change.
+# Relative and absolute error of a cast of frequencies to bfloat16 or float16.
 _CAST, _CAST_TINY = 2**-8, 2**-24
 
-# Classes that are listed even if their forward takes something else than positions.
+# Names of classes that the report lists even if their forward does not take positions.
 _NAME = re.compile(r"(Rotary|Rope|RoPE)\w*Emb")
 
-# Attributes that the original forward reads at every call: of the module; and of its config, where
-# frequencies depend on the length.
+# Attributes that the original forward reads at every call: those of the module, and those of its
+# config if frequencies depend on the length.
 _OF_MODULE = re.compile(r"rope_type$|attention_scaling$")
 _OF_CONFIG = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 
-# The reason for a model, or a file, in which there is no module to replace.
+# The reason reported if a model or file has no module that makes angles.
 NO_ANGLES = "makes cosines and sines from positions, so angles stay as they are"
 
 
 @dataclass(frozen=True)
 class Angles:
-    """What a module makes, as plain data: what a pickled model keeps of it.
+    """The cosines and sines that a module makes, as plain data that pickles with the model.
 
     Attributes:
-        specs: the spec of each type of layer; the type is None where the module knows none.
-        width: how its tables hold an entry of each pair, of WIDTHS.
-        factors: what the tables are multiplied by beyond what the spec says, by type.
-        ranks: of positions, as far as they were tried: 2, or 3 with an axis in front.
-        wide: whether tables are float32, whatever the dtype that they are asked for.
+        specs: the spec of each layer type; the type is None if the module has no layer types.
+        width: how the tables hold one entry per pair, a key of WIDTHS.
+        factors: the factor on the tables of each layer type, beyond the amplitude of its spec.
+        ranks: the ranks of position_ids that were tried: 2, or 3 with a leading axis.
+        wide: return float32 tables whatever the dtype of x.
     """
 
     specs: tuple[tuple[str | None, RopeSpec], ...]
@@ -63,10 +62,10 @@ class Angles:
     def tables(
         self, position_ids: torch.Tensor, layer_type: str | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, (rows, tokens, width)."""
+        """Cosines and sines, (batch, seq, width)."""
         spec = dict(self.specs)[layer_type]
         factor = dict(self.factors)[layer_type]
-        # Each row its own length, whatever stands beside it; sequences packed into one share it.
+        # Each row has its own length; sequences packed into one row share one.
         lengths = (
             position_ids.amax((0, 2) if position_ids.dim() == 3 else 1) + 1
             if (spec.by_length and position_ids.numel())
@@ -101,17 +100,17 @@ def _positions(spec: RopeSpec, position_ids: torch.Tensor) -> Any:
     return positions_.multi_axis(position_ids)
 
 
-# --- an object and its angles ---------------------------------------------------------------------
+# --- the angles stored in a module ----------------------------------------------------------------
 
-# The attribute in which an object keeps its angles.
+# The attribute in which a module stores its angles.
 KEPT = "_tightrope_angles"
 
 
 class _Library:
-    """The state of the patch of the whole library.
+    """State of ``patch(None)``.
 
     Attributes:
-        serves: whether it is active, with exact angles.
+        serves: whether it is active with exact angles.
     """
 
     serves = False
@@ -122,16 +121,16 @@ library = _Library()
 
 @dataclass(frozen=True)
 class Kept:
-    """The exact angles of one object, and the attributes for which they are right.
+    """The exact angles of one module, and the attribute values for which they are valid.
 
-    Objects of one class can have different configs, so angles belong to an object and not to its
-    class. They hold until an attribute changes that the original forward reads.
+    Modules of one class can have different configs, so each module stores its own angles. They are
+    valid until an attribute that the original forward reads changes.
 
     Attributes:
-        angles: the cosines and sines that the object makes.
-        config: the config of the object, or None.
-        of_module, of_config: values of attributes of both, see _OF_MODULE and _OF_CONFIG.
-        by_library: whether the patch of the whole library made them; they end with it.
+        angles: the cosines and sines that the module makes.
+        config: the config of the module, or None.
+        of_module, of_config: attribute values of both, see _OF_MODULE and _OF_CONFIG.
+        by_library: whether ``patch(None)`` made them; ``unpatch(None)`` then ends them.
     """
 
     angles: Angles
@@ -141,7 +140,7 @@ class Kept:
     by_library: bool
 
     def hold(self, module: Any) -> bool:
-        """Whether a module still has the attributes for which these angles are right."""
+        """Return True if the module still has the attribute values of these angles."""
         return (
             (library.serves or not self.by_library)
             and getattr(module, "config", None) is self.config
@@ -151,7 +150,7 @@ class Kept:
 
 
 def keep(module: torch.nn.Module, angles: Angles, by_library: bool) -> None:
-    """Store the angles of a module in it, for the forward of its class to serve."""
+    """Store angles in a module, from which the forward of its subclass reads them."""
     config = getattr(module, "config", None)
     by_length = any(spec.by_length for _, spec in angles.specs)
     read = [name for name in _OF_CONFIG if by_length and hasattr(config, name)]
@@ -173,16 +172,16 @@ def _read_at_calls(module: torch.nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if _OF_MODULE.search(name)}
 
 
-# --- finding out what a module makes --------------------------------------------------------------
+# --- recognising the angles of a module -----------------------------------------------------------
 
 
 def makes_angles(cls: type) -> bool:
-    """Whether a class is tried, and listed: for what its forward takes, or for its name."""
+    """Return True if a class may make cosines and sines, by its forward's parameters or its name."""
     return _names(cls) is not None or bool(_NAME.search(cls.__name__))
 
 
 def _names(cls: type) -> list[str] | None:
-    """The parameters of a forward that takes x, positions and at most a layer type; else None."""
+    """Parameters of a forward (x, position_ids) or (x, position_ids, layer_type); else None."""
     names = _parameters(cls)
     fits = len(names) in (2, 3) and names[1] == "position_ids"
     return names if fits and names[2:] in ([], ["layer_type"]) else None
@@ -194,11 +193,16 @@ def _parameters(cls: type) -> list[str]:
 
 
 class _Unserved(Exception):
-    """Why a module cannot be served exactly."""
+    """A module cannot be served exactly; the message is the reason."""
 
 
 def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
-    """What a module makes, found out and tried; or None and the reason."""
+    """Recognise the angles of a module by calling it; (None, reason) if that fails.
+
+    Args:
+        module: the unpatched module.
+        wide: see :class:`Angles`.
+    """
     try:
         with (
             torch.device("cpu"),
@@ -206,14 +210,14 @@ def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
             torch.random.fork_rng(devices=[]),
             _float32_by_default(),
         ):
-            return _read(module, wide), "agrees with the module at all probes"
+            return _read(module, wide), "equal to the module at all probes"
     except _Unserved as unserved:
         return None, str(unserved)
 
 
 @contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """Probes are float32, but from_pretrained makes modules under the dtype of the model."""
+    """Set the default dtype to float32; from_pretrained sets the dtype of the model."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -246,10 +250,10 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
                 break
         else:
             raise _Unserved(
-                "; ".join(reasons) or "neither its config nor a buffer says frequencies"
+                "; ".join(reasons) or "neither its config nor a buffer gives frequencies"
             )
     if kept is None:
-        raise _Unserved("it has no type of layer to serve")
+        raise _Unserved("it has no layer types")
     return Angles(
         tuple((t, spec) for t, spec, _ in found),
         kept[0],
@@ -263,12 +267,12 @@ _busy = threading.local()
 
 
 def is_probing() -> bool:
-    """Whether a module is being made to be tried, by this thread."""
+    """Return True while this thread makes a module for probing."""
     return getattr(_busy, "now", False)
 
 
 def _fresh(module: torch.nn.Module) -> torch.nn.Module:
-    """A module of the same kind in float32 that nothing has happened to."""
+    """A float32 module of the same kind in its initial state."""
     cls = base_of(type(module))
     config = getattr(module, "config", None)
     if config is not None:
@@ -282,15 +286,15 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
         finally:
             _busy.now = False
     if any(t.device.type == "meta" or t.dtype != torch.float32 for t in module.buffers()):
-        raise _Unserved("its frequencies are on meta or were cast, and no config says them")
+        raise _Unserved("its frequencies are on meta or were cast, and no config gives them")
     return copy.deepcopy(module).cpu()
 
 
 def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
-    """Whether a module still has what its config says, but for the rounding of a cast.
+    """Return True if the buffers of a module are those of its config, up to the rounding of a cast.
 
-    Some are scaled by hand after they were made. Where the length decides, what is there now is of the
-    last call, and the module keeps what it began with beside it.
+    Users may scale frequencies after construction. If frequencies depend on the length, the buffer
+    holds those of the last call, and ``original_inv_freq`` the initial ones.
     """
     for name, began in fresh.named_buffers():
         now = getattr(module, name, None)
@@ -307,7 +311,7 @@ def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
 
 
 def _layer_types(module: torch.nn.Module) -> list[str | None]:
-    """The types that forward may be asked for."""
+    """The layer types that forward accepts; [None] if it takes none."""
     if "layer_type" not in inspect.signature(type(module).forward).parameters:
         return [None]
     kinds = [
@@ -321,13 +325,15 @@ def _layer_types(module: torch.nn.Module) -> list[str | None]:
 def _specs(
     module: torch.nn.Module, probe: torch.nn.Module, layer_type: str | None
 ) -> list[tuple[RopeSpec, float, str]]:
-    """What it may be: what its config says, then its own frequencies."""
+    """Possible (spec, factor, source) of a module: from its config, then from its inv_freq."""
     found: list[tuple[RopeSpec, float, str]] = []
     config = getattr(module, "config", None)
     if config is not None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the tables decide, whatever else the config says
+                warnings.simplefilter(
+                    "ignore"
+                )  # the probes decide, so other config keys do not matter
                 spec: Any = RopeSpec.from_config(config, strict=False)
             if isinstance(spec, LayerSpecs):
                 spec = spec.get(layer_type) if layer_type else None
@@ -352,7 +358,7 @@ def _specs(
 def _width(
     probe: torch.nn.Module, spec: RopeSpec, factor: float, layer_type: str | None
 ) -> tuple[str, frozenset[int]]:
-    """How tables are laid out and which positions are understood, by trying."""
+    """The width of the tables and the ranks of position_ids that work, by calling the module."""
     far = _far(probe)
     rows = torch.tensor([_SMALL, [p * 9 + 1 for p in _SMALL]])
     sets = [rows, rows[:, :1], torch.stack((rows[0], rows[0]))]
@@ -362,7 +368,7 @@ def _width(
     for rank in (2, 3):
         tried = []
         for ids in sets:
-            # Rows of one length: of others the module takes the longest, and this library each its own.
+            # Rows of equal length: otherwise the module uses the longest for all, and we each its own.
             ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
             if rank == 3:
                 if spec.axes is None:
@@ -388,16 +394,16 @@ def _width(
                 )
             }
             if not good:
-                raise _Unserved("the tables of the module are others")
+                raise _Unserved("the module's cosines and sines differ")
             ranks.add(rank)
             widths &= good
     if not ranks or len(widths) != 1:
-        raise _Unserved("its positions or the width of its tables cannot be told")
+        raise _Unserved("the rank of its positions or the width of its tables is ambiguous")
     return widths.pop(), frozenset(ranks)
 
 
 def _far(probe: torch.nn.Module) -> list[int]:
-    """Lengths around which a rule may change."""
+    """Sequence lengths around which a scaling rule may change its frequencies."""
     config = getattr(probe, "config", None)
     lengths = {1024, 5000}
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -411,12 +417,12 @@ def _far(probe: torch.nn.Module) -> list[int]:
 
 def _call(probe: torch.nn.Module, ids: torch.Tensor, layer_type: str | None) -> Any:
     extra = {} if layer_type is None else {"layer_type": layer_type}
-    fresh = copy.deepcopy(probe)  # some remember the longest sequence
+    fresh = copy.deepcopy(probe)  # some modules store the longest length seen
     return fresh(torch.zeros(1, 1, 1, 1), ids, **extra)
 
 
 def _same(theirs: Any, ids: torch.Tensor, ours: Angles, layer_type: str | None) -> bool:
-    """Whether tables agree, as far as fp32 angles can."""
+    """Return True if tables are equal up to the error of float32 angles."""
     try:
         cos, sin = theirs
         exact = ours.tables(ids, layer_type, torch.float64)
@@ -439,11 +445,11 @@ def _same(theirs: Any, ids: torch.Tensor, ours: Angles, layer_type: str | None) 
     )
 
 
-# --- members of the class that serves them --------------------------------------------------------
+# --- members of the generated subclass ------------------------------------------------------------
 
 
 def members_of(base: Any) -> dict[str, Any]:
-    """Members of the subclass of a base whose objects serve the angles that they keep."""
+    """Members of the subclass whose forward returns the angles stored in the object."""
     return {
         "forward": _forward_of(base.forward),
         "__init__": _initialiser_of(base),
@@ -452,7 +458,7 @@ def members_of(base: Any) -> dict[str, Any]:
 
 
 def _initialiser_of(base: Any) -> Callable[..., None]:
-    """The ``__init__`` of a base, after which an object has no angles of an earlier config."""
+    """The ``__init__`` of a base, which first removes the angles of an earlier config."""
 
     @functools.wraps(base.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -463,9 +469,9 @@ def _initialiser_of(base: Any) -> Callable[..., None]:
 
 
 def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward with the exact angles that an object keeps.
+    """A forward that returns the exact angles stored in the object.
 
-    The original runs for an object without angles that hold, and for calls that were not tried.
+    The original runs if the object has no valid angles, and for calls that were not tried.
     """
     names = list(inspect.signature(original).parameters)[1:]
 
@@ -494,13 +500,15 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+_WIDTH = {"cat": "full width", "repeat": "full width interleaved", "half": "half width"}
+
+
 def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
-    """A line of the report for a module that was read."""
+    """The report entry of a module after :func:`read`."""
     cls = base_of(type(module))
-    words = None
+    recognised = None
     if made is not None:
         specs = "; ".join(str(spec) if t is None else f"{t}: {spec}" for t, spec in made.specs)
-        words = (
-            f"tables of {specs}, {made.width}, {'float32' if made.wide else 'in the dtype of x'}"
-        )
-    return Entry(cls.__module__, cls.__qualname__, words, made is not None, reason)
+        dtype = "float32" if made.wide else "in dtype of x"
+        recognised = f"cos/sin of {specs}, {_WIDTH[made.width]}, {dtype}"
+    return Entry(cls.__module__, cls.__qualname__, recognised, made is not None, reason)

@@ -1,4 +1,4 @@
-"""Rotary functions that the methods of a class can reach."""
+"""Find the rotary functions that the methods of a class call, directly or through helpers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from ...forms import signature, unwrapped
 
-#: Of names beside the originals that grafted methods read.
+#: Prefix of the globals that hold replacements, next to the originals.
 PREFIX = "_tightrope_"
 
 _NAME = re.compile(r"apply.*(rot|rope)")
@@ -22,11 +22,12 @@ _NAME = re.compile(r"apply.*(rot|rope)")
 
 @dataclass(frozen=True)
 class Found:
-    """A function by where it is defined, and how a live object has it.
+    """A rotary function and where it is defined.
 
     Attributes:
-        module, name: where; the name has a dot where a class defines it.
-        value: what stands there: a function, a static method, a module that wraps a function.
+        module, name: the Python module and the name in it; "Class.method" for a method.
+        value: the object with that name: a function, a static method, or a module that wraps a
+            function.
         method: whether it takes self.
     """
 
@@ -37,7 +38,7 @@ class Found:
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """A code object and those inside it: comprehensions, lambdas, inner functions."""
+    """Yield a code object and those nested in it: comprehensions, lambdas, inner functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -46,7 +47,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 @lru_cache(maxsize=4096)
 def global_names(code: CodeType) -> frozenset[str]:
-    """The globals that a code object and those inside it read."""
+    """The globals that a code object and those nested in it read."""
     return frozenset(
         str(step.argval)
         for each in codes(code)
@@ -56,7 +57,7 @@ def global_names(code: CodeType) -> frozenset[str]:
 
 
 def layers(function: FunctionType) -> Iterator[FunctionType]:
-    """A function and those that its decorators keep in their closures."""
+    """Yield a function and the functions that its decorators hold in closures."""
     seen: set[int] = set()
     pending = [function]
     while pending:
@@ -75,7 +76,7 @@ def layers(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
-    """(class that defines it, name, what stands there, its function) of each method, nearest first."""
+    """Yield (defining class, name, attribute, plain function) of each method in MRO order."""
     seen: set[str] = set()
     for owner in cls.__mro__:
         if owner.__module__.partition(".")[0] in ("torch", "builtins", "tightrope"):
@@ -88,7 +89,7 @@ def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
 
 
 def looks_rotary(name: str, value: Any) -> bool:
-    """Whether a global is a function worth trying; those that patched models call are ours."""
+    """Return True if a global may be a rotary function, by its name or its parameters."""
     if (
         name.startswith(PREFIX)
         or isinstance(value, type)
@@ -104,25 +105,25 @@ def looks_rotary(name: str, value: Any) -> bool:
 
 
 def is_rotary_method(name: str, value: Any) -> bool:
-    """Whether a member of a class is a method worth trying."""
+    """Return True if a member of a class may be a rotary method, by its name."""
     return bool(_NAME.search(name)) and isinstance(unwrapped(value), FunctionType)
 
 
 def original_of(value: Any) -> Any:
-    """What stood at a global before the library as a whole was patched."""
+    """The value of a global before ``patch(None)`` replaced it."""
     inner = value.__func__ if isinstance(value, staticmethod) else value
     return getattr(inner, "_tightrope_original", value)
 
 
 def neighbours(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the globals that a function reads."""
+    """Yield (name, value) of the globals that a function reads."""
     for name in sorted(global_names(function.__code__)):
         if name in function.__globals__:
             yield name, original_of(function.__globals__[name])
 
 
 def is_near(value: Any, function: FunctionType) -> bool:
-    """Whether a helper belongs to the same code base, so that it may be rewritten with its caller."""
+    """Return True if a helper is model code, so that it may be copied together with its caller."""
     return isinstance(value, FunctionType) and (
         value.__module__ == function.__module__
         or (value.__module__ or "").startswith("transformers.models.")
@@ -130,11 +131,12 @@ def is_near(value: Any, function: FunctionType) -> bool:
 
 
 def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
-    """The rotary functions that methods of a class reach.
+    """Yield the rotary functions that the methods of a module class reach.
 
     Args:
-        cls: a class of modules.
-        accepts: whether one is recognised; what others call is looked at too.
+        cls: a subclass of Module.
+        accepts: returns True if a function is recognised. If not, the functions it calls are
+            searched too.
     """
     seen: set[int] = set()
     pending: list[FunctionType] = []
@@ -164,7 +166,7 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                 if looks_rotary(name, value):
                     seen.add(id(value))
                     plain = unwrapped(value)
-                    if isinstance(value, torch.nn.Module):  # the function of a kernels slot
+                    if isinstance(value, torch.nn.Module):  # a function wrapped by kernels
                         found = Found(layer.__module__, name, value)
                     else:
                         found = Found(plain.__module__, plain.__name__, value)

@@ -1,9 +1,9 @@
-"""Classes for the modules of one model, whose methods call other functions than the class's own.
+"""Subclasses for the modules of one model, whose methods call replaced rotary functions.
 
-Rotary functions are globals of the Python module that all models of a family share. A method finds
-them by a name in its code. So each class that reaches one gets a subclass, for the patched model alone,
-with copies of those methods whose code names something else, put beside the original under a name of
-its own. Everything else that the copies read stays the module's, now and later.
+Rotary functions are globals of a Python module that all models of a family share, and a method looks
+them up by name. To change one model only, each class that reaches such a function gets a subclass. It
+has copies of the methods in question, whose code names another global: the replacement, stored next to
+the original under its own name. All other globals are still shared with the original code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._run import replacement
 
 @dataclass(frozen=True)
 class Swap:
-    """One replacement, as plain data: what a pickled model keeps of it."""
+    """One replacement as plain data, so that patched models can be pickled."""
 
     module: str
     name: str
@@ -36,7 +36,7 @@ class Swap:
     narrow: bool = False
 
     def original(self) -> Any:
-        """What stands at the name, unpatched."""
+        """The unpatched object with this name."""
         value: Any = sys.modules.get(self.module) or importlib.import_module(self.module)
         *owners, last = self.name.split(".")
         for owner in owners:
@@ -46,11 +46,11 @@ class Swap:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is replaced in a class, as plain data: what a pickled model keeps of it.
+    """The replacements in a class as plain data, so that patched models can be pickled.
 
     Attributes:
-        swaps: functions and methods.
-        angles: whether forward serves the exact angles that an object keeps.
+        swaps: the functions and methods to replace.
+        angles: whether forward returns the exact cosines and sines that an object stores.
     """
 
     swaps: tuple[Swap, ...] = ()
@@ -62,14 +62,14 @@ _classes: dict[tuple[type, Recipe], type] = {}
 
 
 def replacement_of(swap: Swap) -> Any:
-    """The one replacement of a swap, so that models that share it share compiled code."""
+    """The replacement function of a swap, cached so that models share compiled code."""
     if swap not in _replacements:
         _replacements[swap] = replacement(swap.original(), swap.candidate, swap.narrow)
     return _replacements[swap]
 
 
 def grafted(base: type, recipe: Recipe) -> type:
-    """The class for modules of a patched model; the base where nothing changes for it."""
+    """The subclass for modules of a patched model; the base itself if nothing in it changes."""
     key = base, recipe
     if key not in _classes:
         _classes[key] = _make(base, recipe)
@@ -77,12 +77,12 @@ def grafted(base: type, recipe: Recipe) -> type:
 
 
 def calling(function: FunctionType, swaps: Iterable[Swap]) -> FunctionType | None:
-    """A copy of a function that calls the replacements; None where it reaches none of them."""
+    """A copy of a function that calls the replacements; None if it reaches none of them."""
     return _Copier({id(swap.original()): replacement_of(swap) for swap in swaps}).copy(function)
 
 
 def apply(module: torch.nn.Module, cls: type) -> None:
-    """Give a module another class, and bound methods that it keeps the functions of that class."""
+    """Change the class of a module and rebind the bound methods that its attributes hold."""
     old = type(module)
     if old is cls:
         return
@@ -125,7 +125,7 @@ def _make(base: type, recipe: Recipe) -> type:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """Pickle as an object of the base, to be grafted again where it is loaded."""
+    """Pickle as an object of the base class; loading makes the subclass again."""
     graft: Graft = vars(type(self))[MARK]
     made = super(type(self), self).__reduce_ex__(protocol)
     if isinstance(made, str) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -139,16 +139,18 @@ def _remake(base: type, recipe: Recipe, *arguments: Any) -> Any:
 
 
 class _Copier:
-    """Copies functions so that they call replacements; shares what it copied."""
+    """Copy functions so that they call replacements; each function is copied once."""
 
     def __init__(self, replacements: dict[int, Any]) -> None:
         self._replacements = replacements
         self._copies: dict[int, FunctionType | None] = {}
 
     def copy(self, function: FunctionType) -> FunctionType | None:
-        """A copy that calls the replacements, or None where it reaches none."""
+        """A copy that calls the replacements, or None if it reaches none."""
         if id(function) not in self._copies:
-            self._copies[id(function)] = None  # while under way: a cycle reaches nothing new
+            self._copies[id(function)] = (
+                None  # ends the recursion of functions that call in a cycle
+            )
             self._copies[id(function)] = self._copy(function)
         return self._copies[id(function)]
 
@@ -194,7 +196,7 @@ class _Copier:
 
 
 def _alias(names: dict[str, Any], name: str, value: Any) -> str:
-    """A global name for a value, beside the one it stands for."""
+    """Store a value in a module's globals under an unused name and return the name."""
     number = 0
     while True:
         alias = f"{PREFIX}{name}_{number}"
@@ -204,7 +206,7 @@ def _alias(names: dict[str, Any], name: str, value: Any) -> str:
 
 
 def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
-    """A code object that reads other globals."""
+    """A copy of a code object with some globals renamed."""
     if not names:
         return code
     mine = {

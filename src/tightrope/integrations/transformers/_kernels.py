@@ -1,4 +1,4 @@
-"""A layer for the mapping of the ``kernels`` package, under the name that transformers gives its slot."""
+"""A layer for the ``kernels`` package, under the layer name that transformers uses for rotations."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from ._run import replacement
 LAYER = "rotary_pos_emb"
 DEVICES = ("cpu", "cuda")
 
-# The class of a function in the slot -> what is called in its place: the replacement, or the function
-# where it is not recognised.
+# Class that kernels makes of a function -> the replacement, or the function if it is not recognised.
 _served: dict[type, Any] = {}
 
 
 def serve(cls: type) -> bool:
-    """Find out what the function behind a class computes, once.
+    """Recognise the function behind a class, once per class.
 
-    The ``kernels`` package makes a class of each function that has the slot; what the layer is called
-    with says which function it stands for, since one layer serves them all.
+    The ``kernels`` package makes a class of each function with this layer name. One layer serves them
+    all, so the class tells which function it replaces.
     """
     if cls not in _served:
         module = cls()
@@ -34,15 +33,15 @@ def serve(cls: type) -> bool:
     return True
 
 
-# Dynamo is to run it while it traces, and to take its answer for a constant.
+# Dynamo runs it while tracing and treats the result as a constant.
 serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class RotaryPosEmb(torch.nn.Module):
-    """Queries and keys rotated by given tables, for every function that has the slot.
+    """Rotate queries and keys by given cos/sin, for every function with this layer name.
 
-    Each is tested as :func:`patch` does, and served under its own pairing, width and dtypes; one that
-    is not recognised stays as it is.
+    Each function is tested as :func:`patch` does and replaced with its own pairing, width and dtypes.
+    One that is not recognised is called unchanged.
     """
 
     can_torch_compile = True
@@ -56,16 +55,16 @@ class RotaryPosEmb(torch.nn.Module):
         sin: torch.Tensor,
         unsqueeze_dim: int = 1,
     ) -> Any:
-        """As the function in the slot."""
+        """Compute what the replaced function computes."""
         serve(type(self))
         return _served[type(self)](q, k, cos, sin, unsqueeze_dim)
 
 
 class Repository:
-    """What the mapping holds: where others name a place to download from, this has the layer."""
+    """The entry of the mapping: it holds the layer itself, so nothing is downloaded."""
 
     def load(self) -> type[torch.nn.Module]:
-        """The layer."""
+        """Return the layer class."""
         return RotaryPosEmb
 
     def __eq__(self, other: object) -> bool:
@@ -79,7 +78,7 @@ class Repository:
 
 
 def mapping() -> dict[str, Any]:
-    """The mapping itself, for ``kernels.use_kernel_mapping`` or one's own."""
+    """The mapping that :func:`register` registers, for ``kernels.use_kernel_mapping``."""
     try:
         kernels: Any = importlib.import_module("kernels")
     except ImportError as error:
@@ -97,18 +96,18 @@ def mapping() -> dict[str, Any]:
 
 
 def register() -> None:
-    """Register the rotation for the slot that transformers has for it, in every mode.
+    """Register this library as the kernel for rotations in transformers, in every mode.
 
-    After it, ``model.kernelize()`` and ``from_pretrained(..., use_kernels=True)`` take this library's
-    rotation, for training too, on CPU and CUDA. Nothing is downloaded for it. As ``kernels`` replaces
-    functions for the whole process, models of one family share the choice; :func:`patch` changes one
-    model alone.
+    Afterwards ``model.kernelize()`` and ``from_pretrained(..., use_kernels=True)`` use this library's
+    rotation, for inference and training, on CPU and CUDA. Nothing is downloaded. ``kernels`` replaces
+    functions for the whole process, so all models of a family change together; :func:`patch` changes
+    one model only.
 
     Raises:
         ImportError: the ``kernels`` package is not installed.
     """
     known = mapping()
-    # transformers registers its own when its module is first imported; ours comes after it.
+    # transformers registers its own mapping when this module is first imported; ours must come later.
     try:
         from transformers.integrations import hub_kernels
     except ImportError:

@@ -1,4 +1,4 @@
-"""The library as a whole: functions rebound in their modules, now and when others are imported."""
+"""``patch(None)``: rebind rotary functions in every modeling file, imported now or later."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ _MODELING = re.compile(r"^transformers\.models\.\w+(\.\w+)*\.modeling_\w+$")
 
 @dataclass
 class _State:
-    """What is patched, and how to undo it.
+    """The active patch and how to undo it.
 
     Attributes:
-        undo: (holder, name, what stood there, what stands there now).
-        results: what was found out about functions, by identity, with the function to keep it alive.
+        report: the report of the patch; None while nothing is patched.
+        angles: the argument of :func:`patch`.
+        undo: (holder, name, old value, new value) of each change.
+        results: id of a function -> (the function, to keep the id valid; its recognition).
     """
 
     report: Report | None = None
@@ -45,12 +47,12 @@ _state = _State()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Patches modeling files right after they are imported."""
+    """Import hook that patches modeling files right after they run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that others find, with a loader that patches afterwards."""
+        """The usual import spec, with a loader that patches the module afterwards."""
         if not _MODELING.match(name) or _state.report is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -69,7 +71,7 @@ _finder = _Finder()
 
 
 def patch(angles: str) -> Report:
-    """Every modeling file that is imported, and every one that will be."""
+    """Patch every modeling file that is imported, and every one that will be."""
     if _state.report is not None:
         if _state.angles == angles:
             return _state.report
@@ -84,7 +86,7 @@ def patch(angles: str) -> Report:
 
 
 def unpatch() -> None:
-    """Everything back, unless somebody else has put something there since."""
+    """Undo every change, except where other code has replaced the value since."""
     while _state.undo:
         holder, name, old, new = _state.undo.pop()
         if vars(holder).get(name) is new:
@@ -159,7 +161,7 @@ def _set(holder: Any, name: str, new: Any) -> None:
 
 
 def _initialiser(cls: type, wide: bool, note: Callable[[Entry], None]) -> Callable[..., None]:
-    """An ``__init__`` after which objects of a class make exact angles."""
+    """An ``__init__`` that also gives the new object exact angles, if they are recognised."""
     old = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(old)

@@ -1,4 +1,4 @@
-"""``patch`` and ``unpatch``: all rotations of a model, one call."""
+"""``patch`` and ``unpatch``: replace all rotations of a model with one call."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ ANGLES = ("model", "exact")
 
 @public("patch")
 def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Report:
-    """Replace the rotary functions of a model by the fused operator.
+    """Replace the rotary functions of a transformers model with the fused operator.
 
-    Every function that rotates, as far as methods of the model's modules reach one, is tested
-    numerically (see :func:`recognise`) and replaced where it is known what it computes. What is not
-    recognised is left as it is, and listed. Only this model is affected.
+    Every rotary function that the methods of the model's modules call is tested numerically (see
+    :func:`recognise`) and replaced if it is recognised. Other functions are left unchanged and listed
+    in the report. Other models are not affected.
 
     Args:
-        model: a model of transformers, or any module built like one. On any device, meta too. None for
-            the library as a whole: every modeling file that is imported, and every one that will be,
-            which affects all models; exact angles then those that are made afterwards.
-        angles: "model", the cosines and sines that the model makes; "exact", this library's, which are
-            right at any position and in float32 whatever the model was cast to.
+        model: a transformers model, or any module built like one, on any device including meta. None
+            patches all models: every modeling file that is imported now or later. Exact angles then
+            apply to models made afterwards.
+        angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
+            which are exact at any position and computed in float32 whatever dtype the model was cast
+            to.
 
     Returns:
-        What was found and done, function by function. The report of the library grows as files are
-        imported.
+        A report with one entry per function. With model None it grows as files are imported.
 
     Raises:
-        TypeError, ValueError: no module, or no such angles.
+        TypeError: model is not a Module.
+        ValueError: unknown angles.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> model = LlamaModel(LlamaConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
@@ -51,8 +52,8 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     if model is None:
         return _library.patch(angles)
     found = _found(model)
-    # Where a function stays that is not known, tables must keep the dtype that it may count on.
-    # So must they where none was found, as then something unseen reads them.
+    # Float32 tables need every reader to be replaced: a function that is left, or was not found, may
+    # rely on the dtype.
     wide = angles == "exact" and bool(found) and all(recognition for _, recognition in found)
     swaps = tuple(
         _graft.Swap(each.module, each.name, recognition.candidate, wide)
@@ -61,7 +62,7 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     )
     report = Report([entry_of(each.module, each.name, recognition) for each, recognition in found])
     lines: list[Entry] = []
-    unpatch(model)  # angles are read from modules as their authors wrote them
+    unpatch(model)  # angles are read from the original modules
     for module in model.modules():
         made = None
         if angles == "exact" and _exact.makes_angles(type(module)):
@@ -80,7 +81,7 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
 
 @public("unpatch")
 def unpatch(model: torch.nn.Module | None = None) -> None:
-    """Undo :func:`patch`: everything is as it was, to the bit."""
+    """Undo :func:`patch`: the model computes what it did before, bit for bit."""
     _check(model)
     if model is None:
         _library.unpatch()
@@ -96,7 +97,7 @@ def _check(model: object) -> None:
 
 
 def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
-    """The rotary functions of a model, each once, with what they compute."""
+    """The rotary functions of a model, each once, with their recognition."""
     results: dict[tuple[str, str], tuple[Found, Recognition]] = {}
     for cls in dict.fromkeys(base_of(type(module)) for module in model.modules()):
 

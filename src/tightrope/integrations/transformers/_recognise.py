@@ -1,4 +1,4 @@
-"""What a rotary function computes, found out by calling it."""
+"""Recognise what a rotary function computes, by calling it on random tensors."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ._candidate import Candidate
 
 BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 16
 
-# Against what is given and made in float32; a wrong candidate is off by as much as the values are.
+# Bound for float32 inputs; a wrong candidate is off by as much as the values themselves.
 _CLOSE = 2e-5
-# Several roundings of values near ten to eight bits, and to eleven.
+# Bounds for several roundings of values near 10 to 8 and to 11 significant bits.
 _COARSE = {torch.bfloat16: 0.2, torch.float16: 0.03}
 
 
 @dataclass(frozen=True)
 class Recognition:
-    """What became of a try: a candidate, or the reason why there is none."""
+    """The result of :func:`recognise`: a candidate, or None and the reason."""
 
     candidate: Candidate | None
     reason: str
@@ -42,30 +42,30 @@ class Recognition:
 
 
 class _Unlike(Exception):
-    """The function is none of what it is tested against; the message says how that was seen."""
+    """The function matches no candidate; the message is the reason."""
 
 
 def recognise(function: Any, owner: object = None) -> Recognition:
-    """Find out which rotation a function computes, by calling it on random tensors.
+    """Recognise which rotation a function computes, by calling it on random tensors.
 
-    Every pairing, order, slice, sign and reading of the tables is tested, at several shapes, widths
-    and dtypes, values and gradients, with tables whose halves have nothing to do with each other. Names
-    only say which arguments to try as what.
+    The function is compared with every pairing, output order, slice, sign and reading of cos/sin, at
+    several shapes, widths and dtypes, in values and gradients. The two halves of the random cos/sin
+    are unrelated. Parameter names only decide which argument is tried in which role.
 
     Args:
         function: a function, a method, or a module whose forward is one.
-        owner: what a method gets as self.
+        owner: the object to pass as self to a method.
 
     Returns:
-        The one candidate that agrees everywhere, or the reason why there is none.
+        The one candidate that matches everywhere, or None and the reason.
 
     >>> def turn(x, cos, sin):
     ...     u, v = x.chunk(2, -1)
     ...     return x * cos + torch.cat((-v, u), -1) * sin
     >>> print(recognise(turn).candidate.rotation)
-    half pairs, whole width, tables with halves twice
+    rotate_half on all channels, cos/sin of full width
     >>> recognise(lambda x, cos, sin: x * cos + x * sin).reason
-    'it agrees with no candidate'
+    'it matches no known rotation'
     """
     seen = signature(function)
     if seen is None:
@@ -74,7 +74,7 @@ def recognise(function: Any, owner: object = None) -> Recognition:
     if not calls:
         names = ", ".join(seen.parameters)
         return Recognition(
-            None, f"its arguments, ({names}), are not those of a rotation by given tables"
+            None, f"its arguments ({names}) are not those of a rotation by given cos/sin"
         )
     found: list[Candidate] = []
     reasons: list[str] = []
@@ -90,42 +90,42 @@ def recognise(function: Any, owner: object = None) -> Recognition:
             except _Unlike as unlike:
                 reasons.append(str(unlike))
     if len(found) == 1:
-        return Recognition(found[0], "agrees with one candidate and with no other")
+        return Recognition(found[0], "matches exactly one known rotation")
     if found:
         return Recognition(
-            None, f"agrees with {len(found)} candidates: {'; '.join(map(str, found))}"
+            None, f"matches {len(found)} known rotations: {'; '.join(map(str, found))}"
         )
-    # The reason of the call that came farthest is the one to read.
+    # Report the reason of the call that passed the most checks.
     return Recognition(None, max(reasons, key=_RANK.index) if reasons else _RANK[0])
 
 
 def recognise_method(function: Any, cls: type) -> Recognition:
-    """Find out which rotation a method computes for every object of a class.
+    """Recognise which rotation a method computes for every object of a class.
 
-    All objects share one replacement, so the method is called on an object that has the attributes
-    of the class and none of its own, except the sizes of heads. A method that reads more is not
+    All objects share one replacement, so the method is called on an object that has only the
+    attributes of its class and head sizes. A method that reads other instance attributes is not
     recognised.
     """
     owner = torch.nn.Module.__new__(cls) if issubclass(cls, torch.nn.Module) else object()
     tried = recognise(function, owner)
     if tried.reason != _NO_CALL:
         return tried
-    return replace(tried, reason=f"{_NO_CALL}, on an object without attributes of its own")
+    return replace(tried, reason=f"{_NO_CALL}, on an object without instance attributes")
 
 
 _NO_CALL = "it does not run on tensors of any usual shape"
-_NO_MATCH = "it agrees with no candidate"
-_UNEVEN = "it agrees with a candidate at some shapes or widths and with none at others"
+_NO_MATCH = "it matches no known rotation"
+_UNEVEN = "it matches a known rotation at some shapes or widths and none at others"
 _WRITES = "it writes to its arguments"
-_RANDOM = "it gives two results for one call"
-_DTYPES = "the dtype of its results follows no rule that was tried"
-_VALUES = "it agrees with a candidate on plain probes but not on others"
-_GRADIENTS = "its gradients are not those of what it computes"
+_RANDOM = "two equal calls give different results"
+_DTYPES = "the dtype of its results is neither that of x nor the promoted dtype"
+_VALUES = "it matches a known rotation on some inputs but not on all"
+_GRADIENTS = "its gradients are not those of the rotation it computes"
 _RANK = (_NO_CALL, _NO_MATCH, _UNEVEN, _WRITES, _RANDOM, _DTYPES, _VALUES, _GRADIENTS)
 
 
 class _Caller:
-    """A function with one way to call it: on x's and tables, by name."""
+    """A function and one way to call it."""
 
     def __init__(self, function: Callable[..., Any], call: Call, owner: object) -> None:
         self.function, self.call, self.owner = function, call, owner
@@ -133,18 +133,18 @@ class _Caller:
         self.positions = call.parameter("positions")
 
     def arrangements(self) -> list[Arrangement]:
-        """What the function is called with, those last that broadcast as they are."""
-        told = self.unsqueeze_dim is not None
+        """The layouts of x and tables to try, those that broadcast without unsqueezing last."""
+        by_parameter = self.unsqueeze_dim is not None
         every = self.call.form.arrangements
-        fitting = [each for each in every if (each.unsqueeze_dim is not None) == told]
+        fitting = [each for each in every if (each.unsqueeze_dim is not None) == by_parameter]
         if self.positions:
-            # The rows are what positions make of tables for all tokens.
+            # The function indexes the tables by position, so their rows are those of all tokens.
             return [each for each in fitting if "1" not in each.table]
         return fitting
 
 
 class _StandIn:
-    """The owner of a method, with heads of the sizes of a probe."""
+    """The owner of a method, with the head count and head size of a probe."""
 
     def __init__(self, owner: object, heads: int, channels: int) -> None:
         self._owner, self._heads, self._channels = owner, heads, channels
@@ -156,7 +156,7 @@ class _StandIn:
 
 
 class _Probe:
-    """Random tensors for a call, of sizes that differ; and what the function makes of them."""
+    """Random tensors for a call, with a different size for each axis."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class _Probe:
         for name in caller.call.rotated:
             x = torch.randn([size[letter] for letter in shape.x])
             self.xs[name] = (x * scale).to(dtype)
-            size["h"] = 1  # of all but the first
+            size["h"] = 1  # one head for all tensors but the first
         size |= {"h": HEADS, "d": width}
         sizes = [size[letter] for letter in shape.table][-2 if caller.positions else 0 :]
         cos, sin = torch.randn(sizes), torch.randn(sizes)
@@ -185,11 +185,14 @@ class _Probe:
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that the function is given."""
+        """All tensors that the function is called with."""
         return [*self.xs.values(), self.cos, self.sin]
 
     def run(self, other: Mapping[str, Any] | None = None) -> list[torch.Tensor | None]:
-        """The results, in order, with other x's or more arguments; the function's errors too."""
+        """Call the function and return its results in order, with ``other`` arguments added.
+
+        Errors of the function pass through.
+        """
         caller, owner = self.caller, self.caller.owner
         arguments: dict[str, Any] = {**self.xs, **(other or {})}
         flat = caller.call.form.flat
@@ -208,16 +211,16 @@ class _Probe:
         return [y.unflatten(-1, shape[-2:]) for y in results] if flat else results
 
     def tried(self, other: Mapping[str, Any] | None = None) -> list[torch.Tensor | None] | None:
-        """The same; None where the function raises."""
+        """Call the function like :meth:`run`; None if it raises."""
         try:
             return self.run(other)
-        except Exception:  # noqa: BLE001  # somebody else's code
+        except Exception:  # noqa: BLE001  # third-party code can raise anything
             return None
 
     def expected(
         self, x: torch.Tensor, rotation: Rotation, rows: int | None = None
     ) -> torch.Tensor:
-        """What a rotation makes of one x, by the last rows of the tables if some are given."""
+        """Rotate one x, by the last ``rows`` rows of the tables if given."""
         cos, sin = (t if rows is None else t[..., -rows:, :] for t in (self.cos, self.sin))
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
@@ -230,7 +233,7 @@ class _Probe:
         bound: float = _CLOSE,
         count: int | None = None,
     ) -> bool:
-        """Whether results are those of a rotation of all x's, or of so many."""
+        """Return True if ``ys`` are the first ``count`` x's (default all) rotated."""
         xs = list(self.xs.values())[:count]
         try:
             return len(ys) == len(xs) and all(
@@ -260,10 +263,11 @@ def _key(shape: Arrangement) -> tuple[int, int, int | None, int | None]:
 
 
 def _explain(caller: _Caller) -> list[Candidate]:
-    """The candidates that agree with the function under one call."""
+    """The candidates that match the function under one call."""
     alive: list[Rotation] | None = None
     verified: list[Arrangement] = []
-    # Where it runs and is something else: tables of one row for all may hide what happens to rows.
+    # Layouts at which the function runs but matches nothing; a table with one row can hide how rows
+    # are used.
     refused: set[tuple[int, int, int | None, int | None]] = set()
     partial = ran = False
     for shape in caller.arrangements():
@@ -290,7 +294,7 @@ def _explain(caller: _Caller) -> list[Candidate]:
     if not alive or keys & refused:
         raise _Unlike(_UNEVEN)
     if len({key[:3] for key in keys}) != len(keys):
-        raise _Unlike("where its tables get a dimension cannot be told")
+        raise _Unlike("the axis at which it unsqueezes cos/sin is ambiguous")
     seen = frozenset(shape.table for shape in verified if shape.broadcasts)
     made = [Candidate(caller.call, rotation, keys, seen) for rotation in alive]
     return [_confirm(caller, candidate, verified) for candidate in made]
@@ -299,7 +303,7 @@ def _explain(caller: _Caller) -> list[Candidate]:
 def _at(
     caller: _Caller, shape: Arrangement, alive: list[Rotation] | None
 ) -> dict[int, list[Rotation]]:
-    """For each width of tables that the function takes at a shape: what agrees with it."""
+    """For each width of tables that the function accepts: the rotations that match it."""
     matches: dict[int, list[Rotation]] = {}
     for width in (CHANNELS, CHANNELS // 2, CHANNELS // 4):
         probe = _Probe(caller, shape, width)
@@ -316,7 +320,7 @@ def _at(
 
 
 def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -> Candidate:
-    """All that plain probes cannot show: dtypes, sizes, gradients, what is optional."""
+    """Check a candidate at further sizes, dtypes, strides and gradients; fill in its options."""
     rotation = candidate.rotation
     width = CHANNELS // 2 if rotation.reading == "half" else CHANNELS
     for tokens, channels, scale in ((1, 16, 1.0), (5, 8, 100.0), (67, 64, 1.0), (0, 16, 1.0)):
@@ -392,7 +396,7 @@ def _keeps_dtype(make: _Make, rotation: Rotation) -> bool:
 
 
 def _ignored(make: _Make) -> frozenset[str]:
-    """Optional arguments that change nothing: ids of positions that nobody reads."""
+    """Optional arguments that change nothing, such as unused position_ids."""
     caller = make().caller
     seen = signature(caller.function)
     known = {each.name for each in caller.call.arguments}
@@ -408,7 +412,7 @@ def _ignored(make: _Make) -> frozenset[str]:
 
 
 def _uneven_tokens(make: _Make, rotation: Rotation) -> str:
-    """What happens to x with more, or fewer, tokens than the tables."""
+    """``Candidate.tokens``: how x with more or fewer tokens than the tables is handled."""
     probe = make()
     if probe.shape.x[-2] != "s":
         return "same"
@@ -433,7 +437,7 @@ def _unevenly(probe: _Probe, x: torch.Tensor, rotation: Rotation) -> torch.Tenso
 
 
 def _alone(probe: _Probe, rotation: Rotation) -> str | None:
-    """What comes back where the second tensor is None."""
+    """``Candidate.alone``: the result if the second tensor is None."""
     if len(probe.xs) != 2:
         return None
     second = list(probe.xs)[1]
@@ -446,7 +450,7 @@ def _alone(probe: _Probe, rotation: Rotation) -> str | None:
 
 
 def _trailing(probe: _Probe, rotation: Rotation) -> bool:
-    """Whether the function takes None for the tensors after the second."""
+    """Return True if the function takes None for the tensors after the second."""
     if len(probe.xs) < 3:
         return False
     ys = probe.tried(dict.fromkeys(list(probe.xs)[2:])) or []

@@ -1,4 +1,4 @@
-"""What was done to a model, function by function."""
+"""The report of ``patch``: one entry per rotary function."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ._recognise import Recognition
 
 @dataclass(frozen=True)
 class Entry:
-    """One rotary function, or one class of modules that make angles.
+    """The outcome for one rotary function, or for one class of modules that make cos/sin.
 
-    A model for which ``angles="exact"`` found no such class has an entry under its own name; a
-    modeling file has one named "angles".
+    If ``angles="exact"`` finds no such class, the model has an entry under its own class name, and a
+    modeling file one named "angles".
 
     Attributes:
-        module: the Python module that defines it.
+        module: the Python module that defines the function or class.
         name: its name there: ``apply_rotary_pos_emb``, ``Attention._rotate``.
-        recognised: what it computes, in words; None where that was not found out.
-        replaced: whether calls go to this library now.
-        reason: why.
+        recognised: a description of what it computes; None if it was not recognised.
+        replaced: whether this library serves its calls now.
+        reason: why it was replaced or left.
     """
 
     module: str
@@ -32,35 +32,35 @@ class Entry:
 
     def __str__(self) -> str:
         verb = "replaced" if self.replaced else "left"
-        what = f"{self.recognised}; " if self.recognised else ""
-        return f"{verb:8} {self.module.rsplit('.', 1)[-1]}.{self.name}: {what}{self.reason}"
+        recognised = f"{self.recognised}; " if self.recognised else ""
+        return f"{verb:8} {self.module.rsplit('.', 1)[-1]}.{self.name}: {recognised}{self.reason}"
 
 
 def entry_of(module: str, name: str, recognition: Recognition) -> Entry:
-    """The line for a function that was tried."""
+    """The report entry of a function that was tested."""
     candidate = recognition.candidate
-    words = None if candidate is None else str(candidate)
-    return Entry(module, name, words, candidate is not None, recognition.reason)
+    recognised = None if candidate is None else str(candidate)
+    return Entry(module, name, recognised, candidate is not None, recognition.reason)
 
 
 @dataclass
 class Report:
-    """What :func:`patch` found and what it did, an entry for each function."""
+    """The rotary functions that :func:`patch` found, each with what was done to it."""
 
     entries: list[Entry] = field(default_factory=list)
 
     @property
     def replaced(self) -> list[Entry]:
-        """What is served by this library now."""
+        """The entries that this library serves now."""
         return [entry for entry in self.entries if entry.replaced]
 
     @property
     def left(self) -> list[Entry]:
-        """What stays as it was."""
+        """The entries that were left unchanged."""
         return [entry for entry in self.entries if not entry.replaced]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """The report as plain data, for JSON."""
         return {"entries": [asdict(entry) for entry in self.entries]}
 
     def __iter__(self) -> Iterator[Entry]:

@@ -17,18 +17,18 @@ from ._twice import twice
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# How the operator calls the tables of each reading; of "second" and "odd" it gets a view.
+# The operator's name for each reading of the tables; for "second" and "odd" it gets a view.
 _TABLES = {"cat": "cat", "first": "cat", "repeat": "repeat", "even": "repeat"}
 
 
 def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Callable[..., Any]:
-    """A function with the signature of the original.
+    """Make a function with the signature of the original that calls the fused operator.
 
     Args:
-        original: asked wherever a call is not one of those that were tried.
+        original: called instead for every kind of call that was not tried.
         candidate: what the original was recognised as.
-        narrow: give results in the dtype of x even where the original would widen them: for tables
-            that are float32 now and were of the dtype of x.
+        narrow: return results in the dtype of x even if the original would promote them: for tables
+            that are float32 now and had the dtype of x before.
     """
     call = _Call(original, candidate, narrow)
     bind, short, long = call.bind, call.short, call.long
@@ -50,12 +50,12 @@ def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Ca
 
 
 class _Call:
-    """One replacement: what is known of its signature, and two ways through it."""
+    """One replacement: its signature, and a short and a general path through it."""
 
     def __init__(self, original: Any, candidate: Candidate, narrow: bool) -> None:
         seen = signature(original)
         if seen is None:
-            raise TypeError("a candidate is made from a signature, and here is none")
+            raise TypeError("a candidate is made from a signature, and this function has none")
         parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
         self.signature, self.candidate = seen, candidate
         self.keeps = candidate.keeps_dtype or narrow
@@ -77,7 +77,7 @@ class _Call:
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
-        """Arguments by name; None where one of them is nothing that was tried."""
+        """Arguments by name; None if one of them was not tried."""
         values = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
         if len(args) > len(self.names) or len(values) != len(self.names):
             return None
@@ -87,7 +87,7 @@ class _Call:
         return values
 
     def short(self, values: Mapping[str, Any]) -> Any:
-        """The operator without another look at what a call of the same kind has shown already."""
+        """Call the operator by the memoised plan of this kind of call; None if there is no plan."""
         if not self.straight or route.mode() != "eager":
             return None
         q = values[self.rotated[0]]
@@ -108,8 +108,8 @@ class _Call:
         return ys[0], None if k is None else ys[1]
 
     def _plan(self, q: Any, k: Any, cos: Any, sin: Any, given: int | None) -> Any:
-        """Where the tables get a dimension, which axis is heads, and the packed form; None for
-        a call that the operator does not take as it is."""
+        """(Axis to unsqueeze the tables at, heads axis, packed form); None for a call that the
+        operator cannot take directly."""
         rotation = self.candidate.rotation
         if None in (q, cos, sin) or cos != sin:
             return None
@@ -153,7 +153,7 @@ class _Call:
         return place, heads, code.pack()
 
     def long(self, values: Mapping[str, Any]) -> Any:
-        """Any call that was tried, compiled code too; None where the original must be asked."""
+        """Serve any call that was tried, also while compiling; None if the original must run."""
         candidate = self.candidate
         flat = candidate.call.form.flat
         xs = [values[name] for name in self.rotated]
@@ -216,12 +216,12 @@ def _placed_shape(table: torch.Size, place: int | None, dims: int) -> list[int] 
 
 
 def _heads_axis(table: list[int], x: torch.Size) -> int:
-    """Which axis of x is heads, by where tables of four dimensions are one wide."""
+    """The heads axis of x: the one of size 1 in tables of rank four."""
     return 2 if table[2] == 1 and x[2] != 1 else 1
 
 
 def _placed(table: torch.Tensor, place: int | None, dims: int, heads: int) -> torch.Tensor:
-    """[rows|1, heads|1, tokens, width], as the operator takes tables."""
+    """The table as the operator takes it: [batch|1, heads|1, seq, width]."""
     if place is not None:
         table = table.unsqueeze(place)
     while table.dim() < dims:
@@ -236,7 +236,7 @@ def _turn(
     candidate: Candidate,
     dtype: torch.dtype,
 ) -> list[torch.Tensor] | None:
-    """All of xs by tables that broadcast against each; None where the original must be asked."""
+    """Rotate all xs by tables that broadcast against each; None if the original must run."""
     ys = []
     turn = plain if route.mode() == "compiled" else _fused
     for x in xs:
@@ -257,7 +257,7 @@ def _turn(
 def _fused(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The operator, where it takes these tensors."""
+    """Rotate with the operator; None if it does not take these tensors."""
     dims = x.dim()
     if (
         type(x) not in _PLAIN
@@ -275,7 +275,7 @@ def _fused(
         return None
     while cos.dim() < dims:
         cos, sin = cos[None], sin[None]
-    # Heads, of four dimensions or of three, stand in front of the tokens or behind them.
+    # The heads axis is just before the sequence axis, or just after it.
     behind = cos.shape[-2] == 1 and x.shape[-2] != 1
     heads = dims - 2 if behind else dims - 3
     count, channels = rotation.pairs_of(cos.shape[-1]), x.shape[-1]
@@ -300,7 +300,7 @@ def _fused(
 
 
 def _reorder(y: torch.Tensor, start: int, count: int, rotation: Rotation) -> torch.Tensor:
-    """Pairs that the operator left where they were, to where the function leaves them."""
+    """Move rotated channels to the output order of the function."""
     part = y[..., start : start + 2 * count]
     shape = (2, count) if rotation.pairs == HALF else (count, 2)
     moved: torch.Tensor = part.unflatten(-1, shape).transpose(-1, -2).flatten(-2)

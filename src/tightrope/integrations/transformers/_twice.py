@@ -1,4 +1,4 @@
-"""Whether tables hold their entries twice, as the operator takes for granted."""
+"""Check that both channels of a pair have the same cos and sin, as the operator requires."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _verdicts = TensorMemo(trusts_inference=False)
 
 
 def twice(table: torch.Tensor, reading: str) -> bool:
-    """Whether both entries that a reading takes for a pair are one value, throughout a table.
+    """Return True if the two entries that a reading takes for each pair are equal in a whole table.
 
-    A function that reads an entry for each channel is a rotation only then; with other tables the
-    original is asked. The layers of a model share their tables, so each is looked at once.
+    A function that reads one entry per channel is a rotation only then; otherwise the original
+    function runs. The verdict is memoised per table, as the layers of a model share it.
     """
     verdict: bool = _verdicts.find(table, reading, _look, table, reading)
     return verdict
@@ -22,6 +22,6 @@ def twice(table: torch.Tensor, reading: str) -> bool:
 
 def _look(table: torch.Tensor, reading: str) -> bool:
     if table.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False  # a look would end the capture
+        return False  # reading values would end the capture
     with torch.no_grad():
         return torch.equal(*entries(table, reading))
