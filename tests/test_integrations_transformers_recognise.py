@@ -275,9 +275,15 @@ def text(q: Any, cos: Any, sin: Any) -> str:
     return f"{q}, {cos}, {sin}"
 
 
+def axis_by_shape(q: Any, cos: Any, sin: Any) -> Any:
+    axis = 2 if q.shape[1] == cos.shape[1] else 1
+    return q * cos.unsqueeze(axis) + half(q) * sin.unsqueeze(axis)
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
+        (axis_by_shape, "the axis at which it unsqueezes cos/sin is ambiguous"),
         (lambda x: x, "are not those of a rotation by given cos/sin"),
         (any_number, "are not those of a rotation by given cos/sin"),
         (never, "does not run"),

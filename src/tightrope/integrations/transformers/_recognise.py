@@ -116,12 +116,15 @@ def recognise_method(function: Any, cls: type) -> Recognition:
 _NO_CALL = "it does not run on tensors of any usual shape"
 _NO_MATCH = "it matches no known rotation"
 _UNEVEN = "it matches a known rotation at some shapes or widths and none at others"
+_AMBIGUOUS = "the axis at which it unsqueezes cos/sin is ambiguous"
 _WRITES = "it writes to its arguments"
 _RANDOM = "two equal calls give different results"
 _DTYPES = "the dtype of its results is neither that of x nor the promoted dtype"
 _VALUES = "it matches a known rotation on some inputs but not on all"
 _GRADIENTS = "its gradients are not those of the rotation it computes"
-_RANK = (_NO_CALL, _NO_MATCH, _UNEVEN, _WRITES, _RANDOM, _DTYPES, _VALUES, _GRADIENTS)
+_RANK = (
+    _NO_CALL, _NO_MATCH, _UNEVEN, _AMBIGUOUS, _WRITES, _RANDOM, _DTYPES, _VALUES, _GRADIENTS,
+)  # fmt: skip
 
 
 class _Caller:
@@ -294,7 +297,7 @@ def _explain(caller: _Caller) -> list[Candidate]:
     if not alive or keys & refused:
         raise _Unlike(_UNEVEN)
     if len({key[:3] for key in keys}) != len(keys):
-        raise _Unlike("the axis at which it unsqueezes cos/sin is ambiguous")
+        raise _Unlike(_AMBIGUOUS)
     seen = frozenset(shape.table for shape in verified if shape.broadcasts)
     made = [Candidate(caller.call, rotation, keys, seen) for rotation in alive]
     return [_confirm(caller, candidate, verified) for candidate in made]
