@@ -396,8 +396,8 @@ def test_a_rule_with_one_long_set_makes_no_numbers_on_a_device() -> None:
 def test_a_rule_that_knows_nothing_of_devices_says_so() -> None:
     """Better than one set for all lengths, which would be a guess."""
     text = (
-        "[Linear] seq_len must be ints that can be read, as this rule makes nothing of a tensor, but "
-        "got one that is traced or on a device (seq_len: float64[1])."
+        "[Linear] seq_len must be Python or CPU integers for this rule but got a tensor that is traced "
+        "or on a device (seq_len: float64[1])."
     )
     with refused(NotImplementedError, text):
         Linear(2.0).inv_freq_beyond(torch.ones(2), torch.ones(1, dtype=torch.float64))
@@ -537,7 +537,9 @@ def test_numbers_take_one_form() -> None:
 
 def test_a_name_has_one_rule() -> None:
     before = dict(RULES)
-    with refused(ValueError, "[Other] names must be new but got 'linear', which is Linear's."):
+    with refused(
+        ValueError, "[Other] names must be new but got 'linear', which belongs to Linear."
+    ):
 
         class Other(Rule):
             names = ("linear",)
@@ -792,7 +794,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "given: no heads": (
         lambda: Given.of(torch.ones(2, 0, 4)),
         ValueError,
-        "[Given.of] inv_freq must have heads and axes (inv_freq: float32[2, 0, 4]).",
+        "[Given.of] inv_freq must have at least one head and axis (inv_freq: float32[2, 0, 4]).",
     ),
     "given: too deep": (
         lambda: Given.of(torch.ones(1, 1, 1, 1)),
@@ -803,12 +805,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "given: uneven": (
         lambda: Given(((1.0,), (1.0, 2.0))),
         ValueError,
-        "[Given] inv_freq must be nested evenly but got [(1,), (2,)] side by side.",
+        "[Given] inv_freq must be nested evenly but got parts of shapes [(1,), (2,)].",
     ),
     "given: numbers beside lists": (
         lambda: Given((1.0, (1.0,))),  # type: ignore[arg-type]
         ValueError,
-        "[Given] inv_freq must be nested evenly but got [(), (1,)] side by side.",
+        "[Given] inv_freq must be nested evenly but got parts of shapes [(), (1,)].",
     ),
     "given: not finite": (
         lambda: Given((1.0, math.nan)),
@@ -853,7 +855,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a dictionary with an unknown key": (
         lambda: Rule.from_dict({"rule": "ntk", "factor": 1.0, "alpha": 2.0}),
         ValueError,
-        "[from_dict] rule 'ntk' must have no keys but factor but got alpha.",
+        "[from_dict] rule 'ntk' must have only the keys factor but got alpha.",
     ),
     "a dictionary that lacks a key": (
         lambda: Rule.from_dict({"rule": "dynamic", "factor": 1.0}),

@@ -336,7 +336,7 @@ def test_coordinates_of_an_image_go_back_and_start_nothing() -> None:
 
 AGAIN = (
     "positions must not start again within a row (packed sequences?) where DynamicNTK gives each "
-    "length its own frequencies; say seq_len for all of them, or rotate them apart"
+    "length its own frequencies; give one seq_len for all of them, or rotate them separately"
 )
 # Sequences that share a row, of which one is longer than 100.
 PACKED: dict[str, positions.PositionsLike] = {
@@ -502,7 +502,7 @@ def test_lengths_on_a_device_are_not_read(rule: str) -> None:
     if rule == "unequal":
         text = (
             "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; "
-            "what is traced or on a device may be either, so say seq_len as an int."
+            "a length that is traced or on a device may have either, so give seq_len as an int."
         )
         with refused(NotImplementedError, text):
             unread()
@@ -646,7 +646,7 @@ def test_rows_of_unequal_factors_are_refused_together() -> None:
     spec, x = spec_of(UNEQUAL), torch.randn(2, 1, 3, 12)
     text = (
         "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
-        "short and long rows apart."
+        "short and long rows separately."
     )
     for where, seq_len in (
         (positions.per_row(torch.tensor([0, 5000])), None),
@@ -731,7 +731,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             seq_len=torch.tensor(5, device="meta"),
         ),
         ValueError,
-        "[seq_len] lengths must hold numbers but are on the meta device, and what rotates is on cpu.",
+        "[seq_len] lengths must have data but are on the meta device while the rotated tensors are on cpu.",
     ),
     "a negative length": (
         lambda: spec_of("longrope").at(seq_len=[5, -5]),
@@ -908,7 +908,7 @@ def test_what_is_no_length_is_refused_by_every_rule(rule: str, case: str) -> Non
 
 # --- lengths that positions pass ------------------------------------------------------------------
 
-BEYOND = "say the length of the whole sequence"
+BEYOND = "give the length of the whole sequence"
 # Positions of three tokens in two rows, a length that is too small, what is said of it, and the one
 # that is not: rows of 12 tokens are far within the original length.
 PASSED: dict[str, tuple[positions.PositionsLike, Any, str, Any]] = {

@@ -780,7 +780,7 @@ def test_dtypes_that_cannot_count_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, hint", [((), "; an int says one offset"), ((2, 3, 4), "; see positions.multi_axis")]
+    "shape, hint", [((), "; pass one offset as an int"), ((2, 3, 4), "; see positions.multi_axis")]
 )
 def test_ids_of_another_rank_are_refused(shape: tuple[int, ...], hint: str) -> None:
     sizes = ", ".join(map(str, shape))
@@ -986,7 +986,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: grid(4, 3, start=(1, 2, 3)),
         ValueError,
-        "[grid] start must be one, or one for each of 2 axes, but got (1, 2, 3).",
+        "[grid] start must be one number, or one for each of 2 axes, but got (1, 2, 3).",
     ),
     (
         lambda: grid(4, 3, step="1"),  # type: ignore[arg-type]
@@ -1067,18 +1067,18 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: explicit(5),
         ValueError,
-        "[explicit] tokens must be given for positions that do not have an end.",
+        "[explicit] tokens must be given for positions without an id per token.",
     ),
     (
         lambda: explicit(ENDS, 4),
         ValueError,
-        "[explicit] positions must say one position for each of 4 tokens but got 3 "
+        "[explicit] positions must have one position for each of 4 tokens but got 3 "
         "(positions: int64[1, 1, 3]).",
     ),
     (
         lambda: concatenate([]),
         ValueError,
-        "[concatenate] parts must be at least one but got none.",
+        "[concatenate] parts must have at least one element but got none.",
     ),
     (
         lambda: concatenate(ENDS),  # type: ignore[arg-type]
@@ -1127,7 +1127,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: shard(None, 0, 2),
         ValueError,
-        "[shard] tokens must be given for positions that do not have an end.",
+        "[shard] tokens must be given for positions without an id per token.",
     ),
     (
         lambda: shard(ENDS, 0, 2),

@@ -481,13 +481,13 @@ def test_attention_scaling_by_length() -> None:
     assert spec.attention_scaling([]) == 1.25
     text = (
         "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
-        "short and long rows apart."
+        "short and long rows separately."
     )
     with refused(NotImplementedError, text):
         spec.attention_scaling([100, 101])
     text = (
-        "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; what is "
-        "traced or on a device may be either, so say seq_len as an int."
+        "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; a length "
+        "that is traced or on a device may have either, so give seq_len as an int."
     )
     with refused(NotImplementedError, text):
         spec.attention_scaling(torch.tensor([101], device="meta"))
@@ -877,7 +877,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an unknown key": (
         lambda: RopeSpec.from_dict({"version": 1, "head_dim": 8, "rope_theta": 1e4}),
         ValueError,
-        "[from_dict] a spec must have no keys but head_dim, base, rotary_dim, start, interleaved, "
+        "[from_dict] a spec must have only the keys head_dim, base, rotary_dim, start, interleaved, "
         "scaling, axes but got rope_theta.",
     ),
     "a missing key": (
@@ -890,7 +890,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             {"version": 1, "head_dim": 2, "axes": {"count": 1, "pairs": [[0, 0, 2]], "names": "t"}}
         ),
         ValueError,
-        "[from_dict] axes must have no keys but count, pairs but got names.",
+        "[from_dict] axes must have only the keys count, pairs but got names.",
     ),
     "axes with a missing key": (
         lambda: RopeSpec.from_dict({"version": 1, "head_dim": 2, "axes": {}}),
