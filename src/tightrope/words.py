@@ -21,7 +21,8 @@ T = TypeVar("T")
 #: Computes phase words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in
 #: csrc/stretched.cpp. Arguments: its constants, the original length, the lengths of the rows, the error
 #: bound, the first row, and the tensor ``[rows, pairs]`` that it writes. Returns the first row whose
-#: rounding it cannot prove. Set by the native library; without it the definition computes these words.
+#: rounding it cannot prove. Set by the native library; without it the definition computes these phase
+#: words.
 stretched_natively: Callable[[bytes, int, Sequence[int], int, int, torch.Tensor], int] | None = None
 
 # 32 times the error bound that csrc/stretched.cpp derives. One phase word in eight million remains unproven.
