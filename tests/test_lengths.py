@@ -718,12 +718,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "[rotate] seq_len must be None with a prepared rotation, which brings its own; call "
         "spec.at(positions, seq_len=…).",
     ),
-    "a length that is none": (
+    "an invalid length": (
         lambda: rotate(torch.zeros(5, 12), spec_of("dynamic"), seq_len="long", layout="sd"),  # type: ignore[arg-type]
         TypeError,
         "[seq_len] a length must be an int, or one per row, but got 'long'.",
     ),
-    "lengths without numbers": (
+    "lengths on the meta device": (
         lambda: rotate(
             torch.zeros(5, 12),
             spec_of("dynamic"),
@@ -798,7 +798,7 @@ INVALID: dict[str, tuple[Any, type[Exception], str]] = {
     "a word": ("long", TypeError, "a length must be an int, or one per row, but got 'long'."),
     "bytes": (b"ab", TypeError, "a length must be an int, or one per row, but got b'ab'."),
     "a dictionary": ({0: 9}, TypeError, "a length must be an int, or one per row, but got {0: 9}."),
-    "no order": ({9}, TypeError, "a length must be an int, or one per row, but got {9}."),
+    "a set": ({9}, TypeError, "a length must be an int, or one per row, but got {9}."),
     "a float of numpy": (
         numpy.array(5.0), TypeError, "a length must be an int, or one per row, but got array(5.)."
     ),
@@ -835,7 +835,7 @@ INVALID: dict[str, tuple[Any, type[Exception], str]] = {
         torch.ones(2, 2, dtype=torch.int64), ValueError,
         "lengths must have shape (rows,) (seq_len: int64[2, 2]).",
     ),
-    "less than nothing": (-3, ValueError, "a length must not be negative but got -3."),
+    "a negative int": (-3, ValueError, "a length must not be negative but got -3."),
 }  # fmt: skip
 
 

@@ -831,7 +831,7 @@ def test_positions_of_too_few_axes() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "scaling that is no rule": (
+    "scaling that is not a rule": (
         lambda: RopeSpec(8, scaling={"rope_type": "yarn"}),  # type: ignore[arg-type]
         TypeError,
         "[RopeSpec] scaling must be a rule of tightrope.frequencies but got {'rope_type': 'yarn'}.",
@@ -897,12 +897,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "[from_dict] axes must have the keys count, pairs.",
     ),
-    "a dictionary that is none": (
+    "not a dictionary": (
         lambda: RopeSpec.from_dict("{}"),  # type: ignore[arg-type]
         TypeError,
         "[from_dict] a spec must be a dictionary but got '{}'.",
     ),
-    "scaling in a dictionary that is none": (
+    "scaling that is not a dictionary": (
         lambda: RopeSpec.from_dict({"version": 1, "head_dim": 2, "scaling": "yarn"}),
         TypeError,
         "[from_dict] scaling must be a dictionary but got 'yarn'.",

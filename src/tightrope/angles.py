@@ -271,10 +271,10 @@ def position_angle(
     mode of differentiation, without changing its value.
     """
     whole, fraction = _split(positions, words.device)
-    still = whole.to(positions.dtype)
+    constant = whole.to(positions.dtype)
     if fraction is not None:
-        still = still + fraction.to(positions.dtype) * 2.0**-63
-    drift = (positions - still).nan_to_num(0.0, 0.0, 0.0).to(dtype)
+        constant = constant + fraction.to(positions.dtype) * 2.0**-63
+    drift = (positions - constant).nan_to_num(0.0, 0.0, 0.0).to(dtype)
     return (drift[:, :, None, :, None] * inv_freq(words, turns, dtype)[:, :, :, None]).sum(0)
 
 

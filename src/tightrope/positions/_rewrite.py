@@ -61,12 +61,12 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
         raise bad_value(f"along must be 'tokens' or 'rows' but got {along!r}")
     if isinstance(parts, torch.Tensor) or not isinstance(parts, Iterable):
         raise bad_type(f"parts must be a sequence of positions but got {describe(parts)}")
-    wheres = [as_positions(part) for part in parts]
-    if not wheres:
+    converted = [as_positions(part) for part in parts]
+    if not converted:
         raise bad_value("parts must have at least one element but got none")
-    ramp = along == "rows" and all(where.ramp and where.ids is not None for where in wheres)
+    ramp = along == "rows" and all(where.ramp and where.ids is not None for where in converted)
     tensors = []
-    for where in wheres:
+    for where in converted:
         if where.ids is None or where.ramp != ramp:
             raise bad_value(
                 "parts must have an id for each token; call positions.explicit(part, tokens)",
@@ -81,13 +81,13 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
         first = tensors[0]
     for ids in tensors:
         if any(ids.shape[dim] != first.shape[dim] for dim in fixed):
-            what = "axes and rows" if along == "tokens" else "axes and tokens"
-            raise bad_value(f"parts must have the same {what}", one=first, other=ids)
+            sizes = "axes and rows" if along == "tokens" else "axes and tokens"
+            raise bad_value(f"parts must have the same {sizes}", one=first, other=ids)
     if any(ids.dtype != first.dtype for ids in tensors):
         floating = any(ids.is_floating_point() for ids in tensors)
         tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
     ids = torch.cat(tensors, 2 if along == "tokens" else 1)
-    return Positions(ids, ramp=ramp, packed=any(where.packed for where in wheres))
+    return Positions(ids, ramp=ramp, packed=any(where.packed for where in converted))
 
 
 @public("shard")

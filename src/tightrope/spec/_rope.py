@@ -378,18 +378,18 @@ def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:
         )
 
 
-def _dictionary(what: str, values: object) -> dict[str, Any]:
+def _dictionary(name: str, values: object) -> dict[str, Any]:
     if not isinstance(values, Mapping):
-        raise bad_type(f"{what} must be a dictionary but got {values!r}")
+        raise bad_type(f"{name} must be a dictionary but got {values!r}")
     return dict(values)
 
 
-def _check_keys(what: str, values: Mapping[str, Any], known: list[str], needed: list[str]) -> None:
+def _check_keys(name: str, values: Mapping[str, Any], known: list[str], needed: list[str]) -> None:
     unknown, missing = values.keys() - set(known), set(needed) - values.keys()
     if unknown:
         raise bad_value(
-            f"{what} must have only the keys {', '.join(known)} but got "
+            f"{name} must have only the keys {', '.join(known)} but got "
             f"{', '.join(sorted(map(str, unknown)))}"
         )
     if missing:
-        raise bad_value(f"{what} must have the keys {', '.join(sorted(missing))}")
+        raise bad_value(f"{name} must have the keys {', '.join(sorted(missing))}")
