@@ -498,7 +498,7 @@ X = torch.zeros(1, 2, 3, 8)
 ERRORS = {
     "[rotate] act must be one of none, relu": lambda: rotate(X, RopeSpec(8), act="swish"),
     "[rotate] act must be None, one of none": lambda: rotate(X, RopeSpec(8), act=3),
-    "[rotate] act must be a norm object for a norm; give RMSNorm(weight)": lambda: rotate(
+    "[rotate] act must be given as RMSNorm(weight), or RMSNorm() without": lambda: rotate(
         X, RopeSpec(8), act="rms_norm"
     ),
     "[rotate] act must be one, not a pair": lambda: rotate(X, RopeSpec(8), act=("silu", None)),

@@ -62,7 +62,7 @@ def bad_value(rule: str, **about: object) -> Refusal:
 
     Args:
         rule: the rule and the value found instead, without a full stop.
-        about: values to describe in parentheses, under the names that the user gave them by.
+        about: values to describe in parentheses, under the names that the user knows.
     """
     return _BadValue(_rule_with_facts(rule, about))
 

@@ -145,8 +145,7 @@ def _one(act: object) -> Act:
         )
     if act == ACTS[RMS_NORM]:
         raise bad_value(
-            "act must be a norm object for a norm; give RMSNorm(weight), or RMSNorm() without a "
-            f"weight, instead of {act!r}"
+            f"act must be given as RMSNorm(weight), or RMSNorm() without a weight, but got {act!r}"
         )
     raise bad_value(f"act must be one of {names} but got {act!r}")
 

@@ -20,7 +20,7 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 _TURN = 2.0**-64  # one phase unit, in turns
 _FLOAT_TWO_PI = float(TWO_PI)
 _RADIANS = _FLOAT_TWO_PI * _TURN
-_NO_TURNS = -(2**63)  # marks a NaN or infinite frequency; kernels test for it too
+_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels test for it too
 
 
 def _parts(value: decimal.Decimal) -> tuple[float, float, float]:

@@ -80,7 +80,7 @@ class Linear(Rule):
 
 @dataclass(frozen=True)
 class NTK(Rule):
-    """NTK-aware scaling: a larger base, so that fast pairs keep their speed and slow ones slow down.
+    """NTK-aware scaling: a changed base, so that fast pairs keep their speed and slow ones slow down.
 
     base' = base · factor^(d / (d − 2)) with d = ``rotary_dim``. The exponent is chosen so that the
     slowest pair, k = d/2 − 1, is divided by exactly ``factor`` and the fastest, k = 0, is unchanged.
@@ -125,7 +125,7 @@ def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, .
 
 @dataclass(frozen=True)
 class DynamicNTK(Rule):
-    """Dynamic NTK-aware scaling: the factor grows with the length of the sequence.
+    """Dynamic NTK-aware scaling: the scale grows with the length of the sequence.
 
     Up to ``original_max_position`` = L0 the frequencies are the default ones. For a length L above it
     they are those of :class:`NTK` with the scale ``factor · L / L0 − (factor − 1)``, which grows from

@@ -296,7 +296,7 @@ class RopeSpec:
         Args:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
                 :class:`tightrope.positions.Positions`. Ids are not copied: do not change them. If
-                frequencies depend on the length, later calls raise an error when ids were changed,
+                frequencies depend on the length, later calls raise an error if ids were changed,
                 also through numpy; on a device this relies on torch's version counter.
             device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
