@@ -1,4 +1,4 @@
-"""The axes that several test files run over: backends, dtypes, pairings."""
+"""Parametrisations that several test files share: backends, dtypes, pairings."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import tightrope
 from tightrope.backends import BY_NAME
 
-# Those for tensors on the CPU; what runs on a GPU has tests of its own.
+# Backends for CPU tensors; GPU backends have tests of their own.
 BACKENDS = [
     pytest.param(
         name,
@@ -21,7 +21,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
-# For what the kernel promises and torch's own functions do not, such as bits that depend on nothing else.
+# For guarantees of the kernel that torch's own functions do not give, such as reproducible bits.
 needs_kernel = pytest.mark.skipif(
     tightrope.backends()["cpu"] is not None, reason="no native library"
 )

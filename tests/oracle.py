@@ -1,12 +1,12 @@
-"""Truth: what a rotation should give, from many-digit arithmetic.
+"""Reference results of rotations, computed with many digits.
 
-Nothing here comes from the library under test, and no formula of it is used: angles are products of
-exact positions and many-digit frequencies, cosines and sines come from mpmath, and the rotation is
-written down channel by channel in float64.
+Nothing here is imported or copied from the library under test: angles are products of exact positions
+and many-digit frequencies, cosines and sines come from mpmath, and the rotation is written out channel
+by channel in float64.
 
-Positions are Python numbers or tensors whose elements are taken as the exact numbers that they are.
-Frequencies are many-digit numbers in radians per position. A `float64` below is within one rounding
-of the exact value, which is 2^29 times finer than what float32 can show.
+Positions are Python numbers or tensors, whose elements are taken as exact. Frequencies are many-digit
+numbers in radians per position. A `float64` result is within one rounding of the exact value, which is
+2^29 times finer than float32 can resolve.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import mpmath
 import torch
 
-# A position below 2^63 costs 19 of these digits, so that at least 60 are right in every angle.
+# A position below 2^63 uses up 19 of these digits, so at least 60 are correct in every angle.
 MP = mpmath.mp.clone()
 MP.dps = 80
 
@@ -31,21 +31,21 @@ Real = Any  # a number of MP; mpmath has no types
 
 @cache
 def frequencies(base: float, rotary_dim: int) -> tuple[Real, ...]:
-    """ω of each pair, base^(-2k/rotary_dim), for the exact value of the float `base`."""
+    """Return ω of each pair, base^(-2k/rotary_dim), for the exact value of the float `base`."""
     return tuple(
         MP.power(MP.mpf(base), -MP.mpf(2 * k) / rotary_dim) for k in range(rotary_dim // 2)
     )
 
 
 class Phase(NamedTuple):
-    """ω as a count of 2^-64 turns, to the nearest, without (word) and with (turns) whole turns."""
+    """ω in units of 2^-64 turn, rounded, split into a signed 64-bit phase word and whole turns."""
 
     word: int
     turns: int
 
 
 def phase(omega: Real) -> Phase:
-    """The signed 64-bit word nearest to ω / 2π · 2^64, and the turns that it leaves out."""
+    """Round ω / 2π · 2^64, and split it into a signed 64-bit phase word and whole turns."""
     scaled = omega / (2 * MP.pi) * MP.mpf(2) ** 64
     count = int(MP.floor(scaled + MP.mpf(1) / 2))
     word = count % 2**64
@@ -59,7 +59,7 @@ def phase(omega: Real) -> Phase:
 
 @cache
 def cos_sin_at(positions: tuple[Number, ...], omegas: tuple[Real, ...]) -> tuple[float, float]:
-    """Cosine and sine of Σ position · ω over the axes, each correctly rounded to float64."""
+    """Return cosine and sine of Σ position · ω over the axes, each correctly rounded to float64."""
     if not all(math.isfinite(position) for position in positions):
         return math.nan, math.nan
     angle = MP.fsum(MP.mpf(p) * omega for p, omega in zip(positions, omegas, strict=True))
@@ -70,7 +70,7 @@ def cos_sin_at(positions: tuple[Number, ...], omegas: tuple[Real, ...]) -> tuple
 def cos_sin(
     positions: Sequence[Number] | torch.Tensor, omegas: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine as float64 ``[rows, tokens, pairs]``.
+    """Return cosine and sine as float64 ``[rows, tokens, pairs]``.
 
     Args:
         positions: ``[tokens]``, ``[rows, tokens]`` or ``[axes, rows, tokens]``.
@@ -102,7 +102,7 @@ def cos_sin(
 def channels(
     rotary_dim: int, start: int = 0, interleaved: bool = False
 ) -> tuple[list[int], list[int]]:
-    """The channels of the first and of the second member of every pair."""
+    """Return the first channels and the second channels of all pairs."""
     if interleaved:
         first = [start + 2 * k for k in range(rotary_dim // 2)]
         return first, [channel + 1 for channel in first]
@@ -111,7 +111,7 @@ def channels(
 
 
 def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """A view of x as [rows, heads, tokens, channels], with ones for what the layout lacks."""
+    """View x as [rows, heads, tokens, channels], with size 1 for dimensions that the layout lacks."""
     letters = layout.replace("t", "s")
     view = x.permute([letters.index(letter) for letter in "bhsd" if letter in letters])
     for dim, letter in enumerate("bhsd"):
@@ -130,11 +130,11 @@ def rotate(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> torch.Tensor:
-    """x turned by its exact angles, in float64, in the shape of x.
+    """Rotate x by exact angles, in float64, in the shape of x.
 
     Args:
         positions: ``[tokens]``, ``[rows, tokens]`` or ``[axes, rows, tokens]``.
-        omegas: as of :func:`cos_sin`; their number says how many channels rotate.
+        omegas: see :func:`cos_sin`; their number determines how many channels rotate.
     """
     cos, sin = cos_sin(positions, omegas)
     cos, sin = cos[:, None], sin[:, None]  # one for all heads
@@ -152,7 +152,7 @@ def rotate(
 def pair_lengths(
     x: torch.Tensor, rotary_dim: int, *, start: int = 0, interleaved: bool = False
 ) -> torch.Tensor:
-    """For every element the length of the pair that it is in, as float64; 0 outside of pairs."""
+    """Return for each element the length of its pair, as float64; 0 for channels without a pair."""
     first, second = channels(rotary_dim, start, interleaved)
     exact = x.detach().double()
     result = torch.zeros_like(exact)
@@ -181,7 +181,7 @@ FORMATS = {
 
 
 def step_sizes(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The distance of neighbouring numbers of a type around float64 values, as float64."""
+    """Return the spacing of a dtype at float64 values, as float64."""
     digits, lowest, _ = FORMATS[dtype]
     _, exponent = torch.frexp(exact)  # |exact| in [2^(exponent-1), 2^exponent)
     exponent = (exponent - 1).clamp(min=lowest) - (digits - 1)
@@ -189,11 +189,11 @@ def step_sizes(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float64 values rounded once to a narrower type, to nearest even, overflow to infinity.
+    """Round float64 values once to a narrower dtype, to nearest even, overflowing to infinity.
 
     A plain ``.to(dtype)`` may round twice, by way of float32.
     """
-    # The step is a power of two, so only `round` rounds.
+    # The step is a power of two, so only torch.round rounds.
     step = step_sizes(exact, dtype)
     value = torch.round(exact / step) * step
     over = value.abs() >= 2.0 ** (FORMATS[dtype].highest + 1)
@@ -202,10 +202,10 @@ def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def steps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many representable numbers lie from a to b, for two tensors of one type.
+    """Count the steps between representable numbers from a to b, for two tensors of one dtype.
 
-    The two zeros are the same number; an infinity is the neighbour of the largest finite number;
-    NaN is apart from nothing but numbers.
+    Both zeros are the same number. Infinity is the neighbour of the largest finite number. NaN is at
+    distance 0 from NaN, and at the largest distance from any number.
     """
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
 

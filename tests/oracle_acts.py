@@ -1,6 +1,6 @@
-"""f and P written out in float64, one formula each. Imports nothing from src.
+"""Reference formulas of prologues and epilogues (f and P) in float64, independent of the library.
 
-Derivatives are autograd's of these, so no formula of a derivative stands here.
+Derivatives come from autograd, so there are no formulas for them here.
 """
 
 import math
@@ -11,7 +11,7 @@ ROOT_HALF = math.sqrt(0.5)
 
 
 def act(name: str, x: torch.Tensor) -> torch.Tensor:
-    """f of float64 x, by the textbook."""
+    """Return f of float64 x by the textbook formula."""
     one = torch.ones((), dtype=torch.float64)
     if name == "relu":
         return torch.where(x > 0, x, 0 * one)
@@ -45,7 +45,7 @@ def act(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
-    """x (rows, heads, tokens, channels); weight (channels,) or (heads, channels)."""
+    """Apply RMSNorm to x (rows, heads, tokens, channels); weight (channels,) or (heads, channels)."""
     length = torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
     if weight is None:
         return x / length
@@ -72,7 +72,7 @@ def turn(x: torch.Tensor, angle: torch.Tensor, start: int, interleaved: bool) ->
 
 
 def angles(tokens: int, offset: int, rotary_dim: int, base: float = 10000.0) -> torch.Tensor:
-    """Of positions offset … offset + tokens − 1, (tokens, pairs)."""
+    """Return the angles of positions offset … offset + tokens − 1, (tokens, pairs)."""
     where = torch.arange(tokens, dtype=torch.float64) + offset
     k = torch.arange(rotary_dim // 2, dtype=torch.float64)
     return where[:, None] * base ** (-2 * k / rotary_dim)

@@ -1,9 +1,9 @@
-"""Truth: what a frequency rule should give, from the papers' formulas at 80 digits.
+"""Reference frequencies of every rule, from the papers' formulas at 80 digits.
 
-Written from the papers and from the reference code that their authors published, each function
-beside its source; nothing here comes from the library under test. Floats are taken as the exact
-numbers that they are. Each function returns ω of every pair in radians per position, and where a rule
-has a factor on the rotated channels another function returns that.
+The functions are written from the papers and their authors' reference code, as each docstring cites;
+nothing comes from the library under test. Floats are taken as exact numbers. Each function returns ω of
+every pair in radians per position; if a rule has a factor on the rotated channels, another function
+returns that.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def llama3(d: int, base: float, factor: float, low: float, high: float, trained:
 
 
 def proportional(d: int, base: float, fraction: float, factor: float = 1.0) -> list[Real]:
-    """Round and Round We Go (arXiv 2410.06205), section 6: the slowest (1 − p) share stands still."""
+    """Round and Round We Go (arXiv 2410.06205), section 6: the slowest (1 − p) of the pairs do not rotate."""
     turning = int(fraction * d // 2)
     row = plain(d, base)
     return [omega / MP.mpf(factor) for omega in row[:turning]] + [MP.mpf(0)] * (d // 2 - turning)

@@ -1,8 +1,8 @@
-"""Truth for LRPE: activations and angles from many-digit arithmetic, and their gradients by hand.
+"""Reference results of LRPE: activations and angles with many digits, gradients derived by hand.
 
-Nothing here comes from the library under test. An element's f and f', and each cosine and sine, is
-computed with 40 digits and rounded once to float64; what remains is products and sums in float64. An
-input is taken as the exact number that it is.
+Nothing here comes from the library under test. f and f' of each element, and each cosine and sine, are
+computed with 40 digits and rounded once to float64; products and sums follow in float64. Inputs are
+taken as exact numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _logistic(x: Real) -> Real:
 
 
 def _normal(x: Real) -> Real:
-    """The share of a normal distribution below x."""
+    """Return the cumulative normal distribution at x."""
     return MP.erfc(-x / MP.sqrt(2)) / 2
 
 
@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, Callable[[Real], Real]] = {
     "cos": MP.cos,
 }
 
-#: f' of each name, as one differentiates on paper.
+#: f' of each name, derived by hand.
 SLOPES: dict[str, Callable[[Real], Real]] = {
     "none": lambda x: MP.mpf(1),  # noqa: ARG005
     "relu": lambda x: MP.mpf(x > 0),
@@ -75,7 +75,7 @@ def _each(name: str, x: torch.Tensor, slope: bool = False) -> torch.Tensor:
 
 
 def activated(name: str, x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """f(x) as float64; softmax along a dimension of x."""
+    """Return f(x) as float64; softmax along dimension ``dim`` of x."""
     if name != "softmax":
         return _each(name, x)
     assert dim is not None
@@ -90,14 +90,14 @@ def activated(name: str, x: torch.Tensor, dim: int | None = None) -> torch.Tenso
 
 
 def slope(name: str, x: torch.Tensor) -> torch.Tensor:
-    """f'(x) as float64, of what acts on each element alone."""
+    """Return f'(x) as float64, for elementwise f."""
     return _each(name, x, slope=True)
 
 
 def pulled_back(
     name: str, x: torch.Tensor, grad: torch.Tensor, dim: int | None = None
 ) -> torch.Tensor:
-    """f'(x)ᵀ · grad as float64."""
+    """Return f'(x)ᵀ · grad as float64."""
     if name != "softmax":
         return slope(name, x) * grad
     assert dim is not None
@@ -107,7 +107,7 @@ def pulled_back(
 
 @cache
 def _turn(theta: float, position: int) -> tuple[float, float]:
-    # 40 digits less the 20 of a position that fills 64 bits.
+    # A 64-bit position uses up 20 of the 40 digits.
     cos, sin = MP.cos_sin(MP.mpf(theta) * position)
     return float(cos), float(sin)
 
@@ -115,11 +115,11 @@ def _turn(theta: float, position: int) -> tuple[float, float]:
 def cos_sin(
     theta: torch.Tensor, positions: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``(rows, tokens, heads, pairs)``.
+    """Return cosines and sines ``(rows, tokens, heads, pairs)``.
 
     Args:
         theta: ``(heads, pairs)``.
-        positions: of the tokens of each row.
+        positions: positions of the tokens, for each row.
     """
     values = [
         _turn(angle, position)
@@ -157,12 +157,12 @@ def rotated(
     dim: int | None = None,
     start: int = 0,
 ) -> Truth:
-    """The equations of the seed, with pair i made of channels start + i and start + pairs + i.
+    """Evaluate the LRPE equations; pair i consists of channels start + i and start + pairs + i.
 
     Args:
-        x, grad: ``(rows, tokens, heads, channels)``; the gradient of the result.
-        theta: ``(heads, pairs)``, one for each pair, 0 for those that stay.
-        positions: of the tokens of each row; one row stands for all.
+        x, grad: input, and gradient of the result, ``(rows, tokens, heads, channels)``.
+        theta: ``(heads, pairs)``, 0 for pairs that do not rotate.
+        positions: positions of the tokens, for each row; a single row is used for all.
     """
     pairs = theta.shape[1]
     first = slice(start, start + pairs)
@@ -195,13 +195,13 @@ def angle_sums(
     pairs: int,
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient by θ, Σ position · (u · dv − v · du), and Σ |position| · |pair| · |gradient pair|.
+    """Return the gradient by θ, Σ position · (u · dv − v · du), and Σ |position| · |pair| · |gradient pair|.
 
     Args:
-        y, grad: a result and its gradient, as of :func:`rotated`.
+        y, grad: a result and its gradient, as in :func:`rotated`.
 
     Returns:
-        Each ``(heads, pairs)``, of each head and pair by itself.
+        Two tensors ``(heads, pairs)``.
     """
     first = slice(start, start + pairs)
     second = slice(start + pairs, start + 2 * pairs)
@@ -213,7 +213,7 @@ def angle_sums(
 
 
 def pair_lengths(x: torch.Tensor, pairs: int, start: int = 0) -> torch.Tensor:
-    """For each element the length of the pair that it is in; its own where it is in none."""
+    """Return for each element the length of its pair, or its own modulus if it has no pair."""
     first = slice(start, start + pairs)
     second = slice(start + pairs, start + 2 * pairs)
     lengths = x.double().abs()

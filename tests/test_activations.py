@@ -1,4 +1,4 @@
-"""f and P of the operator, forward and back, against formulas in float64."""
+"""Prologues and epilogues (f and P) of the operator, forward and backward, against float64 formulas."""
 
 import math
 
@@ -21,8 +21,10 @@ NAMES = ACTS[1:-1]
 OFFSET = 7
 
 
-def assert_outer(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """Near, in units of the largest number of a head vector."""
+def assert_formula(
+    got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str = ""
+) -> None:
+    """Assert equality within a tolerance relative to the largest number of a head vector."""
     assert got.shape == want.shape
     bound = tolerances.value(f"f and P, {str(dtype)[6:]}")
     size = want.abs().amax(-1, keepdim=True)
@@ -31,7 +33,7 @@ def assert_outer(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what
 
 
 def wanted(x, name, spec, log=None, weight=None, eps=1e-6, offset=0.0):
-    """The oracle: x and others are float64."""
+    """Compute the reference result; x and the other tensors are float64."""
     inside = (
         oracle_acts.norm(x, weight, eps, offset) if name == "rms_norm" else oracle_acts.act(name, x)
     )
@@ -45,35 +47,35 @@ def wanted(x, name, spec, log=None, weight=None, eps=1e-6, offset=0.0):
 @both_pairings
 @pytest.mark.parametrize("name", NAMES)
 def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
-    """Over a slice, and over heads of which a tail of a vector is left."""
+    """For a slice, and for head sizes that leave a remainder of a vector register."""
     spec = RopeSpec(38, start=3, rotary_dim=30, interleaved=interleaved)
     x = (3 * noise(2, 3, 4, 38)).to(dtype)
     dy = noise(2, 3, 4, 38, seed=1, dtype=dtype)
     exact = x.double().requires_grad_()
     want = wanted(exact, name, spec)
     (slope,) = torch.autograd.grad(want, exact, dy.double())
-    # Strides of a fused projection, and channels that do not lie side by side.
+    # Strides of a fused projection, and channels with a stride.
     for view in (
         x.transpose(1, 2).contiguous().transpose(1, 2),
         x.repeat_interleave(2, -1)[..., ::2],
     ):
         leaf = view.detach().requires_grad_()
         y = rotate(leaf, spec, OFFSET, act=name, backend=backend)
-        assert_outer(y, want.detach(), dtype, name)
+        assert_formula(y, want.detach(), dtype, name)
         (got,) = torch.autograd.grad(y, leaf, dy)
-        assert_outer(got, slope, dtype, f"{name}'")
+        assert_formula(got, slope, dtype, f"{name}'")
         changed = view.clone(memory_format=torch.preserve_format)
         rotate_(changed, spec, OFFSET, act=name, backend=backend)
         if backend == "cpu":
             assert torch.equal(changed, y)
-        else:  # torch's own functions round by strides
-            assert_outer(changed, want.detach(), dtype, name)
+        else:  # the rounding of torch's own functions depends on strides
+            assert_formula(changed, want.detach(), dtype, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [*NAMES, "rms_norm", "gate"])
 def test_results_are_rounded_once(name, dtype) -> None:
-    """All but one in a thousand are the nearest of the type to the exact value."""
+    """All but one in a thousand are the exact value correctly rounded."""
     spec, x = RopeSpec(128), noise(1, 8, 128, 128, dtype=dtype)
     weight, gamma = noise(128, seed=3).float(), (0.1 * noise(8, 128, seed=4)).float()
     act = RMSNorm(weight) if name == "rms_norm" else None if name == "gate" else name
@@ -96,7 +98,7 @@ def test_every_bfloat16(name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_far_values(name) -> None:
-    """Where a formula would overflow, cancel or run out of digits."""
+    """Arguments at which a naive formula would overflow, cancel or lose digits."""
     spec = RopeSpec(40, rotary_dim=2)
     top = 80.0 if name in ("exp", "softplus") else 700.0
     x = torch.linspace(-top, top, 40, dtype=torch.float32)[None, None, None]
@@ -109,7 +111,7 @@ def test_far_values(name) -> None:
     want = oracle_acts.act(name, exact.clamp(-300, 300) if name == "tanh" else exact)
     want.sum().backward()
     tail = tolerances.value("f, float32")
-    # Position 0 does not turn, so every element is by itself.
+    # Position 0 does not rotate, so every element is independent.
     assert bool(((y.double() - want).abs() <= tail * want.abs() + 1e-30).all()), name
     assert bool(leaf.grad.isfinite().all())
 
@@ -128,7 +130,7 @@ def test_no_number_stays_none() -> None:
 @pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_norms_with_their_gradients(per_head, unit_offset, dtype, backend) -> None:
-    """q and k of different weights, in one call; grouped heads."""
+    """Different weights for q and k in one call, with grouped heads."""
     spec = RopeSpec(38, start=2, rotary_dim=34)
     q, k = noise(2, 4, 5, 38, dtype=dtype), noise(2, 2, 5, 38, seed=1, dtype=dtype)
     shapes = ((4, 38), (2, 38)) if per_head else ((38,), (38,))
@@ -142,9 +144,9 @@ def test_norms_with_their_gradients(per_head, unit_offset, dtype, backend) -> No
         exact, weight = x.double().requires_grad_(), weights[i].detach().double().requires_grad_()
         want = wanted(exact, "rms_norm", spec, None, weight, 1e-3, float(unit_offset))
         slopes = torch.autograd.grad(want, (exact, weight), grads[i].double())
-        assert_outer(ys[i], want.detach(), dtype)
-        assert_outer(found[i], slopes[0], dtype)
-        assert_outer(found[2 + i], slopes[1], torch.float32)
+        assert_formula(ys[i], want.detach(), dtype)
+        assert_formula(found[i], slopes[0], dtype)
+        assert_formula(found[2 + i], slopes[1], torch.float32)
 
 
 @every_backend
@@ -163,14 +165,14 @@ def test_a_norm_before_a_turn_that_would_overflow(size, weight, dtype, backend) 
     x, scale = torch.full((1, 2, 9, 64), size, dtype=dtype), torch.full((64,), weight)
     got = rotate(x, RopeSpec(64), OFFSET, act=RMSNorm(scale), backend=backend)
     want = wanted(x.double(), "rms_norm", RopeSpec(64), None, scale.double())
-    want = torch.zeros_like(want) if size > 1e19 else want  # as of torch: see RMSNorm
-    assert_outer(got / weight, want / weight, dtype)
+    want = torch.zeros_like(want) if size > 1e19 else want  # like torch: see RMSNorm
+    assert_formula(got / weight, want / weight, dtype)
 
 
 def test_a_norm_without_a_weight_and_with_nothing_to_sum() -> None:
     spec, x = RopeSpec(16), noise(2, 3, 4, 16)
     want = wanted(x, "rms_norm", spec)
-    assert_outer(rotate(x, spec, OFFSET, act=RMSNorm()), want, torch.float64)
+    assert_formula(rotate(x, spec, OFFSET, act=RMSNorm()), want, torch.float64)
     weight = torch.ones(16, requires_grad=True)
     empty = torch.zeros(1, 3, 0, 16, requires_grad=True)
     rotate(empty, spec, act=RMSNorm(weight)).sum().backward()
@@ -178,7 +180,7 @@ def test_a_norm_without_a_weight_and_with_nothing_to_sum() -> None:
 
 
 def gate_cases():
-    """Name -> (tensor, gate of it, logarithm of it for q (rows, heads, tokens, channels))."""
+    """Name -> (tensor, a gate with it, its logarithm for q (rows, heads, tokens, channels))."""
     where = torch.arange(5.0).double()[:, None] + OFFSET
     return {
         "exp": (0.3 * noise(3, 38, seed=8), gates.Exp, lambda g: g[:, None]),
@@ -205,7 +207,7 @@ def gate_cases():
 @every_dtype
 @pytest.mark.parametrize("name", gate_cases())
 def test_gates_with_their_gradients(name, dtype, backend) -> None:
-    """And the inverse, which divides."""
+    """Including the inverse, which divides by the gate."""
     values, make, log = gate_cases()[name]
     spec = RopeSpec(38, start=2, rotary_dim=34, interleaved=True)
     x, dy = noise(2, 3, 5, 38, dtype=dtype), noise(2, 3, 5, 38, seed=1, dtype=dtype)
@@ -217,19 +219,19 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
     exact, same = x.double().requires_grad_(), values.double().requires_grad_()
     want = wanted(exact, "none", spec, log(same))
     slopes = torch.autograd.grad(want, (exact, same), dy.double())
-    assert_outer(y, want.detach(), dtype)
-    assert_outer(found[0], slopes[0], dtype)
+    assert_formula(y, want.detach(), dtype)
+    assert_formula(found[0], slopes[0], dtype)
     # y is rounded before it is summed.
     size = max(1.0, slopes[1].abs().max().item())
-    assert_outer(found[1] / size + 1, slopes[1] / size + 1, dtype)
+    assert_formula(found[1] / size + 1, slopes[1] / size + 1, dtype)
     back = rotate(
         want.detach().to(dtype), spec, OFFSET, gate=make(values), inverse=True, backend=backend
     )
-    assert_outer(back, x.double(), dtype)
+    assert_formula(back, x.double(), dtype)
 
 
 def by_slopes(slopes, ids, dtype, backend="cpu"):
-    """What slopes of heads make of ones at these positions, without any rotation: (tokens, heads, D)."""
+    """Apply slopes per head to ones at given positions, without rotation: (tokens, heads, D)."""
     width = slopes.shape[1]
     x = torch.ones(1, len(ids), len(slopes), width, dtype=dtype)
     still = torch.zeros(width // 2, dtype=torch.float64)
@@ -271,7 +273,7 @@ def test_slopes_of_heads_lose_no_digit_of_the_position(dtype, position, heads, h
 @every_backend
 @every_dtype
 def test_slopes_without_end(dtype, backend) -> None:
-    """Numbers past the exponent, infinities and NaN; in heads of one slope and of several."""
+    """Overflow, infinities and NaN, in heads with one slope and with several."""
     edges = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 1e20, -1e20, 3e38, -3e38]
     several = torch.tensor(edges, dtype=torch.float64).repeat(4)
     for strange in ([], [math.inf], [-math.inf], [math.nan]):
@@ -298,8 +300,8 @@ def test_a_gate_that_divides_has_its_gradient_where_x_has_none(name, backend) ->
 
 
 @every_backend
-def test_what_a_gate_brings_back_into_the_type_has_gradients_by_angles(backend) -> None:
-    """exp(12) is beyond float16, and an eighth of it is not."""
+def test_an_overflow_that_a_gate_undoes_has_gradients_by_angles(backend) -> None:
+    """exp(12) overflows float16, but an eighth of it does not."""
     spec, x = RopeSpec(4), torch.full((1, 1, 2, 4), 12.0, dtype=torch.float16)
     found = []
     for dtype in (torch.float16, torch.float64):
@@ -316,7 +318,7 @@ def test_what_a_gate_brings_back_into_the_type_has_gradients_by_angles(backend) 
 @pytest.mark.parametrize("act", ["silu", "softmax", "gelu", "sin", "norm"])
 @pytest.mark.parametrize("kind", ["exp", "slope"])
 def test_gradcheck_of_all_together(act, kind) -> None:
-    """x, weight, gate, frequencies and positions at once; twice differentiated, and forward mode."""
+    """x, weight, gate, frequencies and positions together; second derivatives, and forward mode."""
     spec = RopeSpec(6, rotary_dim=4)
     x, weight = noise(1, 2, 3, 6).requires_grad_(), noise(6, seed=1).requires_grad_()
     gate = (0.1 * noise(2, 6, seed=2)).requires_grad_()
@@ -355,7 +357,7 @@ def test_gradcheck_of_all_together(act, kind) -> None:
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_bits_depend_on_the_token_alone(act, heads, tokens, half, interleaved, dtype) -> None:
-    """Not on layout, strides, threads, place, neighbours, nor on decoding one by one."""
+    """Not on layout, strides, threads, alignment, neighbours, or decoding token by token."""
     spec = RopeSpec(2 * half, interleaved=interleaved)
     x = noise(2, heads, tokens, 2 * half, dtype=dtype)
     weight = noise(2 * half, seed=3)
@@ -399,7 +401,7 @@ def test_sums_are_the_same_for_any_number_of_threads() -> None:
 
 
 def test_one_sum_of_the_definition_is_the_same_for_any_number_of_threads() -> None:
-    """torch shares a sum among threads where the result is a single number, and the bits then differ."""
+    """torch splits a sum with a single result among threads, which changes its bits."""
     y, grad = noise(2, 8, 512, 64), noise(2, 8, 512, 64, seed=1)
     gate = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
     form = schema.Form(gate=schema.LOG).pack()
@@ -431,7 +433,7 @@ def test_kinds_that_differ_and_kinds_of_none() -> None:
     rotate_qk_(a, b, spec, act=("silu", None), gate=(None, gate))
     assert torch.equal(a, y)
     assert torch.equal(b, z)
-    # xPos said once is opposite for keys.
+    # xPos given once is the inverse for keys.
     xpos = gates.XPos(0)
     y, z = rotate_qk(q, k, spec, 5, gate=xpos)
     assert torch.equal(z, rotate(k, spec, 5, gate=xpos.for_keys()))
@@ -470,7 +472,7 @@ NORMS = {"none": None, "of all heads": (8,), "per head": (2, 8)}
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("shape", NORMS)
 @every_dtype
-def test_norms_tell_shapes_without_numbers(
+def test_norms_give_shapes_without_data(
     dtype: torch.dtype, shape: str, offset: bool, fake: bool
 ) -> None:
     with FakeTensorMode() if fake else torch.device("meta"):
@@ -496,10 +498,12 @@ X = torch.zeros(1, 2, 3, 8)
 ERRORS = {
     "[rotate] act must be one of none, relu": lambda: rotate(X, RopeSpec(8), act="swish"),
     "[rotate] act must be None, one of none": lambda: rotate(X, RopeSpec(8), act=3),
-    "[rotate] act must carry the weight of a norm": lambda: rotate(X, RopeSpec(8), act="rms_norm"),
+    "[rotate] act must be given as RMSNorm(weight), or RMSNorm() without": lambda: rotate(
+        X, RopeSpec(8), act="rms_norm"
+    ),
     "[rotate] act must be one, not a pair": lambda: rotate(X, RopeSpec(8), act=("silu", None)),
     "[rotate] gate must be one, not a pair": lambda: rotate(X, RopeSpec(8), gate=(None, None)),
-    "[rotate_qk] act must be one, or a pair for q and k, but got 3": lambda: rotate_qk(
+    "[rotate_qk] act must be one activation, or a pair for q and k, but got 3": lambda: rotate_qk(
         X, X, RopeSpec(8), act=("silu",) * 3
     ),
     "[rotate] gate must be None, a gate": lambda: rotate(X, RopeSpec(8), gate=2.0),
@@ -530,7 +534,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("text", ERRORS)
-def test_sentences(text: str) -> None:
+def test_errors(text: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         ERRORS[text]()
     assert str(caught.value).startswith(text)
@@ -539,7 +543,7 @@ def test_sentences(text: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_prepared_call_sees_every_change_of_a_weight(dtype) -> None:
-    """Its short way keeps nothing of a weight, however that is changed."""
+    """Its fast path caches nothing of a weight, so any change of the weight takes effect."""
     spec = RopeSpec(8)
     q, k = torch.randn(2, 3, 1, 8).to(dtype), torch.randn(2, 1, 1, 8).to(dtype)
     rope = spec.at(9)
@@ -555,7 +559,7 @@ def test_a_prepared_call_sees_every_change_of_a_weight(dtype) -> None:
                 elif change == "version":
                     weight.data.add_(1)
             for act in (acts, "silu", ("silu", "relu"), (acts[0], None)):
-                rotate_qk(q, k, rope)  # what is prepared is there from now on
+                rotate_qk(q, k, rope)  # fills the cache of the prepared rotation
                 expected = rotate_qk(q, k, spec, 9, act=act)
                 for got in (
                     rotate_qk(q, k, rope, act=act),

@@ -241,14 +241,14 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "ids without numbers": (
         lambda: rotate(X, SPEC, IDS.to("meta")),
         ValueError,
-        "[rotate] positions must hold numbers but are on the meta device, and what rotates is on cpu; "
-        "say device='cpu' where they are made (positions: int64[1, 1, 5]).",
+        "[rotate] positions must have data but are on the meta device while the rotated tensors are "
+        "on cpu; create them with device='cpu' (positions: int64[1, 1, 5]).",
     ),
     "learnable ids where nothing has numbers": (
         lambda: rotate(X.to("meta"), SPEC, IDS.float().requires_grad_()),
         ValueError,
-        "[rotate] positions must be on the meta device, where what rotates is and no gradient comes "
-        "back from (positions: float32[1, 1, 5]).",
+        "[rotate] positions that require a gradient must be on the meta device when the rotated "
+        "tensors are, as no gradient can leave it (positions: float32[1, 1, 5]).",
     ),
     "an array": (
         lambda: rotate([[0.0] * 99] * 9, SPEC),  # type: ignore[arg-type]

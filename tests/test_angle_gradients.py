@@ -1,4 +1,4 @@
-"""The operator that sums gradients by angles, against a plain float64 formula."""
+"""The operator that sums angle gradients, compared with a plain float64 formula."""
 
 import itertools
 import math
@@ -23,11 +23,11 @@ every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPE
 Operator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-# --- truth ----------------------------------------------------------------------------------------
+# --- reference ----------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
-    """What the operator takes, and what of it a form would hide."""
+    """Arguments of the operator, with intermediate values of the reference."""
 
     ys: Sequence[torch.Tensor]
     grads: Sequence[torch.Tensor]
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frequencies [axes, rows|1, heads|1, pairs] and positions [axes, rows, tokens] in float64."""
+    """Return frequencies [axes, rows|1, heads|1, pairs] and positions [axes, rows, tokens] in float64."""
     omega = call.words.double() * (2 * math.pi * 2.0**-64)
     if call.turns is not None:
         omega = omega + call.turns.double() * (2 * math.pi)
@@ -62,7 +62,7 @@ def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def formula(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Both sums, each with the same sum of moduli."""
+    """Return both sums, each with the same sum of moduli."""
     layout = schema.LAYOUTS[call.form.layout]
     rows, _, tokens, _ = oracle.as_bhsd(call.ys[0], layout).shape
     pairs = call.words.shape[3]
@@ -96,11 +96,11 @@ def check(call: Call, operator: Operator) -> None:
         assert_angle_sums(found, exact, scale, call.ys[0].dtype)
 
 
-# --- what calls are made of ---------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------
 
 
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """[rows, heads, tokens, channels] as a layout has it; what it lacks must be 1."""
+    """Convert [rows, heads, tokens, channels] to a layout; dimensions that it lacks must be 1."""
     letters = layout.replace("t", "s")
     dims = [at for at, letter in enumerate("bhsd") if letter not in letters]
     for dim in dims:
@@ -177,7 +177,7 @@ def make(
 @both_pairings
 @every_dtype
 def test_every_dtype_and_pairing(dtype: torch.dtype, interleaved: bool, operator: Operator) -> None:
-    # Whole registers of every width and what is left of them.
+    # Whole vector registers of every width, and remainders.
     for pairs in (1, 2, 7, 8, 9, 16, 24, 33, 64, 111):
         check(make(dtype=dtype, pairs=pairs, interleaved=interleaved, at=torch.float64), operator)
 
@@ -229,7 +229,7 @@ def test_every_position(
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 64, 65, 128, 4095, 4096, 4097, 5000])
 @pytest.mark.parametrize("words", ["shared", "per row", "per head", "per row and head"])
 def test_many_tokens(tokens: int, words: str, operator: Operator) -> None:
-    """Around the ends of the runs in which tokens are summed."""
+    """Token counts around the ends of the blocks in which tokens are summed."""
     for rows in (1, 3):
         call = make(
             tokens=tokens, rows=rows, heads=(2, 2), pairs=3, word_rows="row" in words,
@@ -247,7 +247,7 @@ def test_many_heads(heads: Sequence[int], operator: Operator) -> None:
 
 @every_operator
 def test_a_sum_over_many_heads_is_as_good_as_over_few(operator: Operator) -> None:
-    """Products of one sign, where float32 sums would lose a digit for every ten heads."""
+    """Products of one sign: float32 sums would lose a digit for every ten heads."""
     call = make(heads=(5000,), rows=1, tokens=3, pairs=8)
     for x in (*call.ys, *call.grads):
         x.abs_()
@@ -304,7 +304,7 @@ def test_what_is_not_wanted_has_no_axes(operator: Operator) -> None:
 def test_a_lost_position_is_lost_to_frequencies(
     at: torch.dtype, lost: float, operator: Operator
 ) -> None:
-    """It is NaN in the output, so that its own gradient is, too; others do not see it."""
+    """The output is NaN there, so its gradient is too; other positions are unaffected."""
     call = make(at=at, axes=2, word_rows=True)
     assert call.positions is not None
     call.positions[1, 1, 3] = lost
@@ -405,7 +405,7 @@ def test_strides_and_calls_change_no_bit(dtype: torch.dtype, interleaved: bool) 
         )
         for got, first in zip(other.run(schema.angle_gradients), want, strict=True):
             assert_same_bits(got, first)
-    # A position does not see its neighbours.
+    # A position does not depend on its neighbours.
     for row, token in ((0, 0), (1, 4)):
         alone = call._replace(
             ys=[y[row : row + 1, :, token : token + 1] for y in call.ys],
@@ -517,7 +517,7 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
 
 
 def test_no_gradient_is_lost_through_the_raw_operator() -> None:
-    """It has none; a caller who wants a second derivative gets the formula instead."""
+    """It has none; second derivatives use the formula instead."""
     call = make(at=torch.float64)
     for x in (call.ys[0], call.grads[0], call.positions):
         x.requires_grad_()
@@ -530,7 +530,7 @@ def test_no_gradient_is_lost_through_the_raw_operator() -> None:
 
 
 def test_devices_are_not_mixed() -> None:
-    """One meta tensor sends a call to the fake kernel, which must not hand out empty memory."""
+    """One meta tensor dispatches the call to the fake kernel, which must not return uninitialised memory."""
     call = make(at=torch.float64, turns=True)
     for change in (
         {"grads": [call.grads[0].to("meta")]},

@@ -1,4 +1,4 @@
-"""Exact angles (DESIGN 4): of the definition, and of the kernel that rotates (1, 0) pairs by them."""
+"""Exact angles (DESIGN 4) of the definition, and of the kernels, read off rotated (1, 0) pairs."""
 
 import math
 import random
@@ -19,7 +19,7 @@ BASES = [1e2, 1e4, 5e5, 1e7, 1e9]
 DIMS = [8, 16, 64, 96, 128, 250, 512]
 TOP = 2**31 - 1
 
-# Both signs of everything, odd and even, and what a 32-bit or float32 position would round.
+# Both signs, odd and even, and positions that int32 or float32 cannot hold.
 POSITIONS = [
     *(0, 1, -1, 2, -3, 8191, 8192, -8193, 131071, 131072, -131073),
     *(2**20 - 1, 2**20, 2**20 + 1, -(2**20) - 1, 16777217, -715827883),
@@ -39,7 +39,7 @@ def from_definition(
     ramp: bool = False,
     tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine [rows, tokens, pairs] of ids [axes, rows, tokens] by tightrope.angles."""
+    """Return cosine and sine [rows, tokens, pairs] of ids [axes, rows, tokens] by tightrope.angles."""
     tokens = ids.shape[2] if tokens is None else tokens
     phase = angles.phases(words, turns, ids, offset, ramp, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
@@ -53,7 +53,7 @@ def from_rotation(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine [rows, tokens, pairs] by which a backend turns pairs of (1, 0)."""
+    """Return cosine and sine [rows, tokens, pairs] by letting a backend rotate pairs (1, 0)."""
     first, second = oracle.channels(spec.rotary_dim, spec.start, spec.interleaved)
     x = torch.zeros(*shape, spec.head_dim, dtype=dtype)
     x[..., first] = 1
@@ -70,12 +70,12 @@ def raw_rotate(
     offset: int = 0,
     ramp: bool = False,
 ) -> torch.Tensor:
-    """The operator itself on x [rows, heads, tokens, 2 · pairs], with halves as pairs."""
+    """Call the raw operator on x [rows, heads, tokens, 2 · pairs], with half pairing."""
     operator = reference.compose if backend == "reference" else torch.ops.tightrope.rotate
     return operator(x, None, words, turns, ids, offset, Form(ramp=ramp).pack(), 1.0)[0]
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- phase words ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", [1e-9, 1e-3, 0.5, 1.0, *BASES, 1e30, math.pi])
@@ -104,7 +104,7 @@ def test_inv_freq_is_read_back_from_words() -> None:
         read = angles.inv_freq(rotation.words, rotation.turns, torch.float64).flatten()
         wanted = [float(omega) for omega in oracle.frequencies(base, 16)]
         for got, omega in zip(read.tolist(), wanted, strict=True):
-            # Words have an absolute resolution.
+            # Phase words have an absolute resolution.
             assert abs(got - omega) <= tolerances.value("word") + 4e-16 * omega
 
 
@@ -135,7 +135,7 @@ def test_integer_positions(base: float, dim: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
-    """Every residue of the loops' tiles, around each magnitude of the issue, by offset."""
+    """Every remainder of the kernel's tile size, near each magnitude, by offset."""
     spec = RopeSpec(20, interleaved=interleaved)
     for start in (0, -20, 8192 - 20, 131072 - 20, 2**20 - 20, TOP - 39, -TOP - 1):
         run = range(start, start + 40)
@@ -147,7 +147,7 @@ def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_beyond_32_bits_do_not_wrap_early(backend: str) -> None:
-    """Nothing is promised there in float32, but float64 follows the words' own bound."""
+    """float32 has no bound there, but float64 keeps that of phase words."""
     ids = [2**31, -(2**31) - 1, 2**32 + 1, 2**40 + 3, -(2**44) - 1]
     exact = oracle.cos_sin(ids, oracle.frequencies(10000.0, 16))
     got = from_rotation(RopeSpec(16), torch.tensor(ids), (1, len(ids)), torch.float64, backend)
@@ -158,7 +158,7 @@ def test_positions_beyond_32_bits_do_not_wrap_early(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quarter_turns_are_exact(backend: str) -> None:
-    """At whole quarter turns cosine and sine are 0 and ±1, and no remainder may tell them apart."""
+    """At whole quarter turns cosine and sine are exactly 0 and ±1."""
     words = torch.tensor([[[[2**62]]]])
     cos, sin = from_definition(words, None, torch.arange(-4, 5)[None, None], torch.float64)
     assert cos.flatten().tolist() == [1, 0, -1, 0, 1, 0, -1, 0, 1]
@@ -204,7 +204,7 @@ def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("whole", [1, 2, -1, 5])
 def test_whole_turns_per_position_are_not_lost(whole: int, backend: str) -> None:
-    """ω = 2π · whole: a word of zero, so that a fraction turns by the turns alone (DINOv3)."""
+    """ω = 2π · whole: the phase word is 0, so fractional positions use turns alone (DINOv3)."""
     words = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     turns = torch.full_like(words, whole)
     ids = torch.tensor([0.25, 0.5, 1.0, -3.125, 7.0625], dtype=torch.float64)
@@ -218,7 +218,7 @@ def test_whole_turns_per_position_are_not_lost(whole: int, backend: str) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_far_finer_than_float32_is_felt(backend: str) -> None:
-    """DESIGN 4: a resolution of 2^-24 position fails gradcheck; 2^-32 or finer is asked for."""
+    """DESIGN 4: a resolution of 2^-24 position fails gradcheck; 2^-32 or finer is required."""
     for step in (2.0**-24, 2.0**-32):
         ids = torch.tensor([1000.3, 1000.3 + step], dtype=torch.float64)
         _, sin = from_rotation(RopeSpec(2), ids, (1, 2), torch.float64, backend)
@@ -259,7 +259,7 @@ def test_the_definition_says_which_positions_are_lost() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fractional", [False, True])
 def test_axes_add_their_angles(fractional: bool, backend: str) -> None:
-    """Two axes, one of them without a turn on half of the pairs, two rows."""
+    """Two axes, of which one does not rotate half of the pairs, and two rows."""
     pairs = 6
     omegas = [oracle.frequencies(100.0, 2 * pairs), oracle.frequencies(1e6, 2 * pairs)]
     zero = oracle.MP.mpf(0)
@@ -284,7 +284,7 @@ def test_axes_add_their_angles(fractional: bool, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_words_per_row_and_per_head(backend: str) -> None:
-    """The general form of DESIGN 4: words [axes, rows, heads, pairs]."""
+    """The general shape of DESIGN 4: phase words [axes, rows, heads, pairs]."""
     rows, heads, tokens, pairs = 2, 3, 4, 5
     generator = torch.Generator().manual_seed(6)
     words = torch.randint(-(2**63), 2**63 - 1, (1, rows, heads, pairs), generator=generator)
@@ -297,7 +297,7 @@ def test_words_per_row_and_per_head(backend: str) -> None:
                 own = some[0, row % some.shape[1], head % some.shape[2]].tolist()
                 omegas = [2 * oracle.MP.pi * oracle.MP.mpf(word) / 2**64 for word in own]
                 cos, sin = oracle.cos_sin(range(100, 100 + tokens), omegas)
-                # These words are ω themselves, so positions add no error.
+                # Here ω is defined by the phase words, so positions add no error.
                 tolerances.assert_angles(y[row, head, :, :pairs], cos[0], 0)
                 tolerances.assert_angles(y[row, head, :, pairs:], sin[0], 0)
 
@@ -317,7 +317,7 @@ def test_one_offset_per_row(backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_offset_with_ids_and_int32_sums_do_not_overflow(backend: str) -> None:
-    """2^31 - 1 in int32, and the index of the token comes on top."""
+    """2^31 - 1 in int32, plus the token index."""
     offsets = torch.tensor([TOP], dtype=torch.int32)
     exact = oracle.cos_sin(range(TOP, TOP + 4), oracle.frequencies(10000.0, 8))
     got = from_rotation(RopeSpec(8), positions.per_row(offsets), (1, 4), torch.float64, backend)
@@ -340,7 +340,7 @@ def test_position_angle_is_zero_with_the_derivative_of_the_angle() -> None:
         assert slope.flatten().tolist() == pytest.approx([wanted] * 4, rel=1e-14)
 
 
-# --- words of a tensor ----------------------------------------------------------------------------
+# --- phase words of a tensor ----------------------------------------------------------------------------
 
 
 def test_words_from_a_tensor_are_within_the_bound() -> None:
@@ -359,7 +359,7 @@ def test_words_from_a_tensor_are_within_the_bound() -> None:
 @pytest.mark.parametrize("half", [0.5, -0.5, 1.5, -1.5, 2.5, 7.5, 1e6 + 0.5])
 @pytest.mark.parametrize("step", [-2, -1, 0, 1, 2])
 def test_words_from_a_tensor_near_half_a_turn(half: float, step: int) -> None:
-    """Where a conversion would overflow: half a turn is 2^63 units, and a word goes to 2^63 − 1."""
+    """Half a turn is 2^63 units, but phase words end at 2^63 − 1, so a conversion could overflow."""
     omega = half * 2 * math.pi
     for _ in range(abs(step)):
         omega = math.nextafter(omega, math.copysign(math.inf, step))
@@ -367,7 +367,7 @@ def test_words_from_a_tensor_near_half_a_turn(half: float, step: int) -> None:
     exact = oracle.MP.mpf(omega) / (2 * oracle.MP.pi) * 2**64
     count = words.item() + turns.item() * 2**64
     assert abs(count - exact) <= tolerances.value("word of a float64") * abs(exact) + 0.5
-    assert words.item() != 2**63 - 1  # what a conversion that saturates would leave
+    assert words.item() != 2**63 - 1  # the result of a saturating conversion
 
 
 def test_words_from_a_tensor_keep_its_shape() -> None:

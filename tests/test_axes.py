@@ -1,8 +1,8 @@
-"""Axes: who turns which pair, against the published code of each family.
+"""Axes: the assignment of pairs to coordinates, compared with the published code of each family.
 
-The families' own modules (transformers 5.23) make cosines and sines, or rotate, at coordinates that
-differ on every axis; beside them stand angles that are the plain float64 product of a coordinate and
-base^(−2·index/dim), as the assignment has it.
+The families' own modules (transformers 5.23) compute cosines and sines, or rotate, at coordinates that
+differ on every axis. The expected angles are plain float64 products of a coordinate and
+base^(−2·index/dim), as the assignment defines them.
 """
 
 import copy
@@ -49,7 +49,7 @@ from tolerances import Case, assert_near, assert_rotated, value
 
 
 def owners(axes: Axes) -> str:
-    """Which axis each pair belongs to, as one digit each."""
+    """Return the axis of each pair, as one digit per pair."""
     return "".join(str(axis) for axis, _, _ in axes.pairs)
 
 
@@ -86,12 +86,12 @@ def test_strided() -> None:
 
 # --- published code -------------------------------------------------------------------------------
 
-# Time, height and width of a token all differ, and so do no two tokens agree.
+# Time, height and width of a token all differ, and all tokens differ.
 THW = torch.tensor([[3, 50, 0, 17, 41], [31, 2, 9, 0, 23], [7, 19, 44, 5, 1]])
 
 
 class Family(NamedTuple):
-    """What a model's own code turns its pairs by: cosine and sine ``[tokens, pairs]``."""
+    """Cosine and sine ``[tokens, pairs]`` from a model's own code."""
 
     axes: Axes
     base: float
@@ -114,7 +114,7 @@ def qwen2_vl_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def qwen2_vl_text_as_first_published() -> tuple[torch.Tensor, torch.Tensor]:
-    # Until version 4 the sections were doubled and cut out of tables that hold both halves.
+    # Up to version 4 the sections were doubled, and sliced out of tables that hold both halves.
     inv_freq = 1.0 / (1e6 ** (torch.arange(0, 128, 2).float() / 128))
     angle = THW[..., None].float() * inv_freq
     angle = torch.cat((angle, angle), -1)
@@ -154,7 +154,7 @@ def glm4v_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def per_pair(table: torch.Tensor) -> torch.Tensor:
-    """One value per pair, whichever way the table doubles them."""
+    """Return one value per pair of a table that holds each twice."""
     half = table.shape[-1] // 2
     if torch.equal(table[:, :half], table[:, half:]):
         return table[:, :half]
@@ -219,7 +219,7 @@ def llama4_vision() -> tuple[torch.Tensor, torch.Tensor]:
     return table.real, table.imag
 
 
-# Columns count from 1, and so do rows; the class token comes last and does not turn.
+# Rows and columns count from 1; the class token comes last and does not rotate.
 LLAMA4_AT = torch.cat(
     (
         torch.stack([torch.arange(25) % 5, torch.arange(25) // 5]) + 1,
@@ -263,7 +263,7 @@ FAMILIES = {
 
 
 def angles(axes: Axes, base: float, at: torch.Tensor) -> torch.Tensor:
-    """Angles ``[tokens, pairs]`` by the words of the docstring of Axes, in float64."""
+    """Return angles ``[tokens, pairs]`` in float64, as the docstring of Axes defines them."""
     return torch.stack(
         [at[axis].double() * base ** (-2 * index / dim) for axis, index, dim in axes.pairs], -1
     )
@@ -281,7 +281,7 @@ def test_published_cosines_and_sines(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_pair_is_where_it_is_for_a_reason(name: str) -> None:
-    # Were two coordinates exchanged, or one pair given to another axis, the test above would fail.
+    # The test above would fail if two coordinates were swapped or a pair had another axis.
     axes, base, at, published = FAMILIES[name]
     cos, sin = published()
     changed = [
@@ -437,7 +437,7 @@ def test_llama4_vision() -> None:
     )
     table = llama4.Llama4VisionRotaryEmbedding(config).freqs_ci
     wanted = llama4.vision_apply_rotary_emb(q, k, table)
-    # The first block turns by the column, so its axis is the second coordinate of the grid.
+    # The column rotates the first block, so its axis is the second coordinate of the grid.
     axes = Axes(2, tuple((1 - axis, j, dim) for axis, j, dim in Axes.blocks((22, 22)).pairs))
     still = positions.multi_axis(torch.zeros(2, 1, dtype=torch.int64))
     where = positions.concatenate([positions.grid(5, 5, start=1), still])
@@ -457,7 +457,7 @@ def test_wan_gives_time_the_larger_block() -> None:
     assert [len([0 for axis, _, _ in axes.pairs if axis == a]) for a in range(3)] == [22, 21, 21]
 
 
-# --- a value --------------------------------------------------------------------------------------
+# --- equality, repr, copies --------------------------------------------------------------------------------------
 
 PROFILE = settings(derandomize=True, database=None, deadline=None)
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
@@ -485,7 +485,9 @@ def test_interleaved_sections_follow_the_published_slices(sizes: list[int]) -> N
         owner[slice(axis, sizes[axis] * count, count)] = axis
     fits = all(int((owner == axis).sum()) == size for axis, size in enumerate(sizes))
     if not fits:
-        with pytest.raises(ValueError, match=r"^\[Axes.sections\] sizes must leave axis \d its"):
+        with pytest.raises(
+            ValueError, match=r"^\[Axes.sections\] sizes must fit \d+ pairs when interleaved"
+        ):
             Axes.sections(sizes, interleaved=True)
         return
     axes = Axes.sections(sizes, interleaved=True)
@@ -543,7 +545,7 @@ def test_copies_are_equal(axes: Axes) -> None:
         assert hash(other) == hash(axes)
 
 
-def test_repr_is_the_call_that_a_person_would_write() -> None:
+def test_repr_is_the_shortest_call() -> None:
     for text in (
         "Axes.sections((16, 24, 24))",
         "Axes.sections((24, 20, 20), interleaved=True)",
@@ -565,7 +567,7 @@ def test_frozen() -> None:
             setattr(axes, field.name, 1)
 
 
-# --- sentences ------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Axes(0, ()), ValueError, "[Axes] count must be at least 1 but got 0."),
@@ -649,8 +651,8 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes.sections((16, 24, 24), interleaved=True),
         ValueError,
-        "[Axes.sections] sizes must leave axis 1 its 24 pairs when interleaved but pair 70 is not "
-        "one of 64; got (16, 24, 24).",
+        "[Axes.sections] sizes must fit 64 pairs when interleaved but axis 1 would reach pair 70; "
+        "got (16, 24, 24).",
     ),
     (
         lambda: Axes.strided(0, 4),
@@ -671,7 +673,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("call, error, text", WRONG, ids=[text for _, _, text in WRONG])
-def test_what_describes_nothing_is_refused(
+def test_invalid_axes_are_refused(
     call: Callable[[], object], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error) as caught:

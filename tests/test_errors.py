@@ -203,7 +203,7 @@ CASES = {
     "ids of rank 0": (
         lambda: rotate(X, SPEC, torch.tensor(3)),
         ValueError,
-        "[rotate] positions must have shape (tokens,) or (rows, tokens); an int says one offset "
+        "[rotate] positions must have shape (tokens,) or (rows, tokens); pass one offset as an int "
         "(positions: int64[]).",
     ),
     "ids of rank 3": (
@@ -256,7 +256,7 @@ CASES = {
     "Positions with ids and a ramp": (
         lambda: positions.Positions(ids(1, 2, 5)),
         ValueError,
-        "[Positions] ids must have shape (axes, rows, 1) with a ramp (ids: int64[1, 2, 5]).",
+        "[Positions] ids must have shape (axes, rows, 1) with ramp=True (ids: int64[1, 2, 5]).",
     ),
     "positions twice": (
         lambda: rotate(X, SPEC.at(3), 4),

@@ -1,4 +1,4 @@
-"""Frequency rules against many-digit arithmetic."""
+"""Frequency rules, compared with many-digit arithmetic."""
 
 import copy
 import dataclasses
@@ -35,7 +35,7 @@ from tightrope.frequencies import (
 from tolerances import value
 
 PROFILE = settings(
-    derandomize=True,  # CI and everybody else run the same cases
+    derandomize=True,  # the same cases in CI and locally
     database=None,
     deadline=None,
     max_examples=100,
@@ -89,7 +89,7 @@ def test_frequencies_are_values() -> None:
 
 @pytest.mark.parametrize("rule", [None, YaRN(4.0, 4096), DynamicNTK(2.0, 4096)])
 def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
-    """Digits are the rule's own business, whatever precision and traps a program has set."""
+    """The precision and traps of the caller's decimal context have no effect."""
 
     def make() -> Frequencies:
         if rule is None:
@@ -116,7 +116,7 @@ def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
 
 
 def assert_exact(made: Frequencies, wanted: Sequence[Any]) -> None:
-    """54 of 60 digits, which is far more than a word and than the 1e-14 that issue 4 asks for."""
+    """54 of 60 digits, far more than a phase word has and than the 1e-14 that issue 4 requires."""
     assert len(made.exact) == len(wanted)
     for mine, omega in zip(made.exact, wanted, strict=True):
         if omega == 0:
@@ -174,7 +174,7 @@ def test_dynamic_ntk(d: int, base: float, factor: float, length: int | None) -> 
     assert made.attention_scaling == 1.0
 
 
-# So many turns that, of 64 channels with base 1e4, index 20 lies halfway into a ramp 0.001 wide.
+# With 64 channels and base 1e4 this number of turns puts index 20 halfway into a ramp 0.001 wide.
 NARROW = 4096 / (2 * math.pi) * 1e4 ** (-2 * 19.9995 / 64)
 
 YARNS: dict[str, dict[str, Any]] = {
@@ -219,7 +219,7 @@ def words(made: Frequencies) -> tuple[int, ...]:
 
 
 def test_the_ends_of_yarns_ramp_are_exact() -> None:
-    """Kept pairs have the very words of the default rule, divided ones those of Linear."""
+    """Kept pairs have exactly the phase words of the default rule, divided ones those of Linear."""
     kept, divided = words(frequencies.default(128, 1e4)), words(Linear(4.0).frequencies(128, 1e4))
     made = words(YaRN(4.0, 4096).frequencies(128, 1e4))
     # c(32) = 20.9 and c(1) = 45.03 of 64 pairs.
@@ -243,7 +243,7 @@ def test_the_softmax_scale_of_deepseek() -> None:
     assert YaRN(40.0, 4096).softmax_scaling == 1.0
     assert YaRN(40.0, 4096, mscale=1.0).softmax_scaling == 1.0
     assert YaRN(1.0, 4096, mscale_all_dim=1.0).softmax_scaling == 1.0
-    # It is attention's, so what the rotation gets does not know of it.
+    # It belongs to attention, so it does not affect the rotation.
     assert rule.frequencies(64, 1e4).attention_scaling == float(
         truth.yarn_mscale(40.0, 1.0) / truth.yarn_mscale(40.0, 0.8)
     )
@@ -349,7 +349,7 @@ def test_the_switch_is_above_the_original_length(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", BY_LENGTH)
 def test_no_history(rule: Rule) -> None:
-    """What ran before changes nothing: transformers 5.23 fails this (3,000 tokens after 6,000)."""
+    """Earlier calls change nothing: transformers 5.23 fails this (3,000 tokens after 6,000)."""
     lengths = [3000, 6000, 3000, 4097, 100000, 5000, 6000]
     alone = []
     for length in lengths:
@@ -393,11 +393,11 @@ def test_a_rule_with_one_long_set_makes_no_numbers_on_a_device() -> None:
     assert BY_LENGTH[2].inv_freq_beyond(ones, ones) is None
 
 
-def test_a_rule_that_knows_nothing_of_devices_says_so() -> None:
-    """Better than one set for all lengths, which would be a guess."""
+def test_a_rule_without_lengths_on_a_device_raises() -> None:
+    """An error is better than guessing one set of frequencies for all lengths."""
     text = (
-        "[Linear] seq_len must be ints that can be read, as this rule makes nothing of a tensor, but "
-        "got one that is traced or on a device (seq_len: float64[1])."
+        "[Linear] seq_len must be Python or CPU integers for this rule but got a tensor that is traced "
+        "or on a device (seq_len: float64[1])."
     )
     with refused(NotImplementedError, text):
         Linear(2.0).inv_freq_beyond(torch.ones(2), torch.ones(1, dtype=torch.float64))
@@ -537,7 +537,9 @@ def test_numbers_take_one_form() -> None:
 
 def test_a_name_has_one_rule() -> None:
     before = dict(RULES)
-    with refused(ValueError, "[Other] names must be new but got 'linear', which is Linear's."):
+    with refused(
+        ValueError, "[Other] names must be new but got 'linear', which belongs to Linear."
+    ):
 
         class Other(Rule):
             names = ("linear",)
@@ -554,7 +556,7 @@ def test_a_rule_that_makes_nothing() -> None:
         Unfinished().frequencies(4, 1e4)
 
 
-# --- laws, on generated cases ---------------------------------------------------------------------
+# --- properties, on generated cases ---------------------------------------------------------------------
 
 sizes = st.integers(1, 80).map(lambda pairs: 2 * pairs)
 bases = st.floats(1.001, 1e9)
@@ -654,7 +656,7 @@ def test_any_given(omegas: list[float], heads: int) -> None:
     assert Rule.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
 
 
-# --- sentences ------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, 10**400])
@@ -684,7 +686,7 @@ def test_a_number_that_must_be_positive(make: Callable[[Any], Rule], name: str, 
 
 
 @pytest.mark.parametrize("bad", [True, "4", 1j, [4.0], torch.tensor(4.0)])
-def test_a_number_that_is_none(bad: Any) -> None:
+def test_a_value_that_is_not_a_number(bad: Any) -> None:
     with refused(TypeError, f"[Linear] factor must be a number but got {bad!r}."):
         Linear(bad)
     with refused(TypeError, f"[YaRN] mscale must be a number but got {bad!r}."):
@@ -692,7 +694,7 @@ def test_a_number_that_is_none(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [True, "4096", 4096.0, None])
-def test_a_length_that_is_no_int(bad: Any) -> None:
+def test_a_length_that_is_not_an_int(bad: Any) -> None:
     with refused(TypeError, f"[YaRN] original_max_position must be an int but got {bad!r}."):
         YaRN(4.0, bad)
 
@@ -700,14 +702,14 @@ def test_a_length_that_is_no_int(bad: Any) -> None:
 def test_a_length_that_is_too_short() -> None:
     with refused(ValueError, "[Llama3] original_max_position must be at least 1 but got 0."):
         Llama3(8.0, 1.0, 4.0, 0)
-    # ln 1 = 0 would divide.
+    # ln 1 = 0 would be a divisor.
     with refused(ValueError, "[LongRoPE] original_max_position must be at least 2 but got 1."):
         LongRoPE((1.0,), (1.0,), 1, factor=2.0)
 
 
 @pytest.mark.parametrize("saved", [{"rule": "quadratic"}, {"factor": 1.0}, {"rule": ["linear"]}])
-def test_a_dictionary_of_no_rule(saved: dict[str, Any]) -> None:
-    # Read now: a test that ran before may have added a rule.
+def test_an_invalid_dictionary(saved: dict[str, Any]) -> None:
+    # Read when called: an earlier test may have added a rule.
     known, got = ", ".join(sorted(RULES)), saved.get("rule")
     with refused(ValueError, f"[from_dict] rule must be one of {known} but got {got!r}."):
         Rule.from_dict(saved)
@@ -792,7 +794,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "given: no heads": (
         lambda: Given.of(torch.ones(2, 0, 4)),
         ValueError,
-        "[Given.of] inv_freq must have heads and axes (inv_freq: float32[2, 0, 4]).",
+        "[Given.of] inv_freq must have at least one head and axis (inv_freq: float32[2, 0, 4]).",
     ),
     "given: too deep": (
         lambda: Given.of(torch.ones(1, 1, 1, 1)),
@@ -803,12 +805,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "given: uneven": (
         lambda: Given(((1.0,), (1.0, 2.0))),
         ValueError,
-        "[Given] inv_freq must be nested evenly but got [(1,), (2,)] side by side.",
+        "[Given] inv_freq must be nested evenly but got parts of shapes [(1,), (2,)].",
     ),
     "given: numbers beside lists": (
         lambda: Given((1.0, (1.0,))),  # type: ignore[arg-type]
         ValueError,
-        "[Given] inv_freq must be nested evenly but got [(), (1,)] side by side.",
+        "[Given] inv_freq must be nested evenly but got parts of shapes [(), (1,)].",
     ),
     "given: not finite": (
         lambda: Given((1.0, math.nan)),
@@ -853,7 +855,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a dictionary with an unknown key": (
         lambda: Rule.from_dict({"rule": "ntk", "factor": 1.0, "alpha": 2.0}),
         ValueError,
-        "[from_dict] rule 'ntk' must have no keys but factor but got alpha.",
+        "[from_dict] rule 'ntk' must have only the keys factor but got alpha.",
     ),
     "a dictionary that lacks a key": (
         lambda: Rule.from_dict({"rule": "dynamic", "factor": 1.0}),
@@ -864,7 +866,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_sentences(case: str) -> None:
+def test_errors(case: str) -> None:
     make, kind, text = REFUSED[case]
     with refused(kind, text):
         make()

@@ -1,7 +1,8 @@
-"""Frequency rules against the published implementation that most models run: transformers.
+"""Frequency rules, compared with transformers, which most models run.
 
-It computes in float32, so this is 1e-6 relative; test_frequencies.py has the digits. Where that
-package differs from the papers or from itself, the test says so and compares with the formula.
+transformers computes in float32, so the tolerance is 1e-6 relative; test_frequencies.py checks more
+digits. Where transformers differs from the papers or from itself, the test explains this and compares
+with the formula.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from tightrope import RopeSpec
 from tightrope.frequencies import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rule, YaRN
 from tolerances import value
 
-# It logs advice about factors that do not fit lengths, for every configuration.
+# transformers logs warnings about factors that do not fit lengths, for every configuration.
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 LONGEST = 131072
@@ -64,17 +65,17 @@ def assert_same(
             value("ramp beside transformers") * RopeSpec(rotary_dim, base).frequencies().inv_freq
         )
     error = (mine.inv_freq - inv_freq.double()).abs()
-    # Written so that a NaN fails.
+    # Written so that NaN fails.
     assert bool((error <= bound).all()), (error / inv_freq).max()
     assert mine.attention_scaling == pytest.approx(scaling, rel=relative)
     assert spec.attention_scaling(seq_len) == mine.attention_scaling
 
 
-# --- the table: rules that this project and that package write alike ------------------------------
+# --- rules that both libraries define alike ------------------------------
 
 Case = tuple[Rule, int, float, dict[str, Any], "int | None", float]
 
-# (head_dim, share that rotates, base)
+# (head_dim, fraction that rotates, base)
 HEADS = [
     (64, 1.0, 10000.0),
     (128, 1.0, 10000.0),
@@ -180,19 +181,18 @@ def test_rule(
     section: dict[str, Any],
     length: int | None,
 ) -> None:
-    # Dynamic NTK has its original length where the others have the longest.
+    # For dynamic NTK, max_position_embeddings is the original length; for others the longest.
     longest = TRAINED if section["rope_type"] == "dynamic" else LONGEST
     config = config_of(head_dim, base, dict(section), longest)
     assert_same(rule, rotary_dim, base, theirs(config, length), length)
 
 
-# --- where that package is wrong ------------------------------------------------------------------
+# --- where transformers is wrong ------------------------------------------------------------------
 
 
 def test_dynamic_ntk_without_history() -> None:
-    """Its module keeps the frequencies of the longest sequence so far until one comes that is
-    shorter than the original length: 3,000 tokens after 6,000 get those of 6,000. Ours are the
-    formula's, whatever came before."""
+    """transformers keeps the frequencies of the longest sequence so far until one is shorter than the
+    original length: 3,000 tokens after 6,000 get those of 6,000. Ours always follow the formula."""
     section = {"rope_type": "dynamic", "factor": 2.0}
     module = LlamaRotaryEmbedding(config_of(64, 1e4, section, longest=2048))
     spec = RopeSpec(64, 1e4, scaling=DynamicNTK(2.0, 2048))
@@ -211,14 +211,14 @@ def test_dynamic_ntk_without_history() -> None:
         torch.testing.assert_close(
             spec.frequencies(length).inv_freq, formula.double(), rtol=bound, atol=0
         )
-    # The third call: what it gives is the second's, 40 % from the formula at the slowest pair.
+    # The third call returns the result of the second, 40 % off the formula at the slowest pair.
     assert torch.equal(seen[3000], seen[6000])
     assert (seen[3000][-1] / spec.frequencies(3000).inv_freq[-1]).item() < 0.6
 
 
 def test_truncate_in_nested_configurations() -> None:
-    """It reads `truncate` beside the layer types instead of inside them, so false is ignored there:
-    what it gives is the truncated ramp. Ours is the formula's."""
+    """transformers reads `truncate` next to the layer types instead of inside them, so false is ignored
+    there and the ramp is truncated. Ours follows the formula."""
     section = {
         "rope_type": "yarn",
         "rope_theta": 150000.0,
@@ -244,8 +244,8 @@ def test_truncate_in_nested_configurations() -> None:
     "given", [{"mscale": 0.5}, {"mscale_all_dim": 1.0}, {"mscale": 0.0, "mscale_all_dim": 1.0}]
 )
 def test_one_mscale_alone(given: dict[str, float]) -> None:
-    """It looks at mscale and mscale_all_dim only where both are there and neither is 0. DeepSeek's
-    own code, whose keys they are, takes 1 and 0 for the one that is missing. Ours is DeepSeek's."""
+    """transformers uses mscale and mscale_all_dim only if both are given and neither is 0. DeepSeek's
+    own code, which defines these keys, uses 1 and 0 for a missing one. Ours follows DeepSeek."""
     section = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     inv_freq, scaling = theirs(config_of(64, 1e4, section | given))
     rule = YaRN(40.0, 4096, **given)  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def test_one_mscale_alone(given: dict[str, float]) -> None:
 
 
 def test_deepseeks_softmax_scale() -> None:
-    """Its attention of DeepSeek-V3 multiplies the softmax scale by the square of this."""
+    """DeepSeek-V3 attention in transformers multiplies the softmax scale by the square of this."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
     for weight in (0.707, 1.0):

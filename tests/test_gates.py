@@ -1,4 +1,4 @@
-"""Gates: the factor that each gives, to which channel, and what is refused."""
+"""Gates: the factor of each channel, and the errors."""
 
 import math
 import re
@@ -18,7 +18,7 @@ WHERE = torch.tensor([[0, 1, 5], [7, -3, 2]])
 
 
 def pair_of(channels: Channels, channel: int) -> int | None:
-    """Which pair a channel is in, written out."""
+    """Return the pair of a channel, written out."""
     i = channel - channels.start
     if not 0 <= i < channels.rotary_dim:
         return None
@@ -26,7 +26,7 @@ def pair_of(channels: Channels, channel: int) -> int | None:
 
 
 def tied(channels: Channels, values: torch.Tensor) -> torch.Tensor:
-    """Values of pairs (..., pairs) as those of channels, one by one."""
+    """Expand values of pairs (..., pairs) to channels, one by one."""
     columns = []
     for channel in range(channels.head_dim):
         pair = pair_of(channels, channel)
@@ -108,7 +108,7 @@ def test_xpos_is_the_formula_of_the_paper() -> None:
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float64])
 @pytest.mark.parametrize("centre", [0.3, 2.0**24 + 0.25, 1e9, 2.0**31])
 def test_xpos_has_all_digits_of_a_position(kind: torch.dtype, centre: float) -> None:
-    """The distance from the centre is exact, however far from 0 both are."""
+    """The distance from the centre is exact, even if both are far from 0."""
     near = [int(centre) - 70, int(centre) - 1]
     where = torch.tensor([near], dtype=kind)
     for dtype, digits in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
@@ -119,7 +119,7 @@ def test_xpos_has_all_digits_of_a_position(kind: torch.dtype, centre: float) -> 
 
 
 def test_xpos_does_not_depend_on_what_else_is_there() -> None:
-    """The field takes the middle of the call as the centre, so a cached key has another one."""
+    """Other implementations centre at the middle of each call, so cached keys have another centre."""
     gate = XPos(centre=0)
     alone = gate.factor(CHANNELS, torch.tensor([[9]]))
     among = gate.factor(CHANNELS, torch.arange(32)[None])
@@ -153,7 +153,7 @@ def test_apply_multiplies_and_rounds_once() -> None:
     assert two.dtype == torch.bfloat16
     assert (
         two != wanted
-    ).double().mean() < 0.01  # the factor is in float32; ties may fall otherwise
+    ).double().mean() < 0.01  # the factor is float32; ties may round differently
     assert public("demo")(gates.apply)("x", x, [], CHANNELS) is x
 
 
@@ -277,7 +277,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sentences(case: str) -> None:
+def test_errors(case: str) -> None:
     call, error, text = CASES[case]
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         call()

@@ -1,5 +1,5 @@
-"""Gates on their way to the operator: what a prepared rotation hands over at once is what the long way
-makes of it, and nothing of it grows old."""
+"""Gates with prepared rotations: the fast path passes the same values to the operator as the slow one,
+and never stale ones."""
 
 import re
 import sys
@@ -28,7 +28,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def gates_of(kind: str, pairs: int):
-    """A gate, or one for q and one for k; and its tensors."""
+    """A gate, or one for q and one for k, with its tensors."""
     if kind == "xpos":
         return gates.XPos(centre=90.0), []
     if kind == "number":
@@ -66,14 +66,14 @@ KINDS = (
 
 
 @pytest.fixture
-def only_the_short_way(monkeypatch):
-    """Where this is set the long way fails."""
+def only_the_fast_path(monkeypatch):
+    """Make the slow path raise an error."""
 
     def refused(*_, **__):
-        raise AssertionError("the long way")
+        raise AssertionError("the slow path")
 
     def switch() -> None:
-        # The module; its function of the same name hides it.
+        # The module, which a function of the same name shadows.
         monkeypatch.setattr(sys.modules["tightrope.functional.rotate"], "build", refused)
 
     return switch
@@ -83,8 +83,8 @@ def only_the_short_way(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_short_way_gives_the_bits_of_the_long_one(
-    kind, name, dtype, only_the_short_way
+def test_the_fast_path_gives_the_bits_of_the_slow_one(
+    kind, name, dtype, only_the_fast_path
 ) -> None:
     spec, ids = SPECS[name], torch.tensor([100, 7, 90])
     gate, _ = gates_of(kind, spec.rotary_dim // 2)
@@ -95,8 +95,8 @@ def test_the_short_way_gives_the_bits_of_the_long_one(
     normed = rotate_qk(q, k, spec, ids, gate=gate, act=RMSNorm(torch.ones(WIDTH)))
     rope = spec.at(ids)
     for inverse in (False, True):
-        rotate_qk(q, k, rope, inverse=inverse)  # what is prepared is there from now on
-    only_the_short_way()
+        rotate_qk(q, k, rope, inverse=inverse)  # fills the cache of the prepared rotation
+    only_the_fast_path()
     for _ in range(2):
         found = (
             (wanted, rotate_qk(q, k, rope, gate=gate)),
@@ -121,7 +121,7 @@ def test_a_prepared_call_sees_every_change_of_a_gate(kind) -> None:
             for t in tensors:
                 t.mul_(0.5)
         elif change == 2:
-            # Past the version counter, as somebody who shares the memory would.
+            # Without bumping the version counter, like a write through shared memory.
             ids.data.add_(11)
             for t in tensors:
                 t.data.add_(0.1)
@@ -141,8 +141,8 @@ def test_one_prepared_rotation_for_any_number_of_tokens_and_any_layout() -> None
             assert_same_bits(got, rotate(x, spec, 96, layout="bshd", gate=gate))
 
 
-def test_what_the_short_way_leaves_to_the_long_one() -> None:
-    """Two kinds, gates of which several meet, positions with a gradient, and gradients themselves."""
+def test_calls_that_take_the_slow_path() -> None:
+    """Cases that take the slow path: two kinds, several gates, positions with a gradient, gradients."""
     spec, ids = SPECS["halves"], torch.tensor([1.5, 2.0, 7.25])
     q, k = noise(1, HEADS, TOKENS, WIDTH, seed=5), noise(1, KV_HEADS, TOKENS, WIDTH, seed=6)
     rope = spec.at(ids)
@@ -175,7 +175,7 @@ def test_a_gate_of_positions_compiles_without_a_warning() -> None:
         assert_same_bits(one, other)
 
 
-def test_sentences_are_those_of_the_long_way() -> None:
+def test_errors_are_those_of_the_slow_path() -> None:
     spec = SPECS["halves"]
     q, k = noise(1, HEADS, TOKENS, WIDTH), noise(1, KV_HEADS, TOKENS, WIDTH)
     rope = spec.at(10**6)
@@ -206,13 +206,13 @@ def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
     assert_same_bits(y.detach(), wanted[0])
 
 
-# --- without numbers ------------------------------------------------------------------------------
+# --- without data ------------------------------------------------------------------------------
 
 WITH_TENSORS = [kind for kind in KINDS if kind not in ("number", "xpos")]
 
 
-def without_numbers(kind: str, device: str):
-    """Gates whose tensors are learnable and on that device; and these tensors."""
+def learnable_gates(kind: str, device: str):
+    """Return gates with learnable tensors on a device, and these tensors."""
     made, tensors = gates_of(kind, WIDTH // 2)
     moved = [t.to(device).requires_grad_() for t in tensors]
     each = list(made) if isinstance(made, tuple) else [made]
@@ -224,11 +224,11 @@ def without_numbers(kind: str, device: str):
 
 @pytest.mark.parametrize("mode", ["meta", "fake"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gates_tell_shapes_without_numbers(kind, mode):
+def test_gates_give_shapes_without_data(kind, mode):
     device = "meta" if mode == "meta" else "cpu"
     spec = SPECS["halves"]
     with nullcontext() if mode == "meta" else FakeTensorMode():
-        gate, tensors = without_numbers(kind, device)
+        gate, tensors = learnable_gates(kind, device)
         q = torch.randn(2, HEADS, TOKENS, WIDTH, device=device, requires_grad=True)
         k = torch.randn(2, KV_HEADS, TOKENS, WIDTH, device=device)
         for where in (
@@ -247,8 +247,8 @@ def test_gates_tell_shapes_without_numbers(kind, mode):
 
 
 @pytest.mark.parametrize("kind", WITH_TENSORS)
-def test_a_gate_without_numbers_is_refused_where_there_are_some(kind):
-    gate, _ = without_numbers(kind, "meta")
+def test_a_meta_gate_on_real_tensors_is_refused(kind):
+    gate, _ = learnable_gates(kind, "meta")
     q, k = noise(2, HEADS, TOKENS, WIDTH), noise(2, KV_HEADS, TOKENS, WIDTH, seed=1)
     kept, spec = q.clone(), SPECS["halves"]
     ids = torch.arange(TOKENS).float().requires_grad_()
@@ -266,7 +266,7 @@ def test_a_gate_without_numbers_is_refused_where_there_are_some(kind):
 
 
 def prepared_once(q, k, spec, gate):
-    """A call in place whose rotation has been called before, as the second layer has it."""
+    """An in-place call with a rotation used before, like that of the second layer."""
     rotation = spec.at(3)
     rotate_qk_(q.clone(), k.clone(), rotation)
     with torch.no_grad():
@@ -274,8 +274,8 @@ def prepared_once(q, k, spec, gate):
 
 
 @pytest.mark.parametrize("kind", WITH_TENSORS)
-def test_a_gate_with_numbers_is_moved_to_where_there_are_none_but_gets_no_gradient_back(kind):
-    gate, tensors = without_numbers(kind, "cpu")
+def test_a_real_gate_on_meta_tensors_gets_no_gradient(kind):
+    gate, tensors = learnable_gates(kind, "cpu")
     q = torch.empty(2, HEADS, TOKENS, WIDTH, device="meta")
     k = torch.empty(2, KV_HEADS, TOKENS, WIDTH, device="meta")
     with pytest.raises(ValueError, match=r"is on cpu but q is on meta; put both on one\.$"):

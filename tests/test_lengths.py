@@ -1,4 +1,4 @@
-"""Rules that depend on the length: each row gets what it would get alone, and what the papers say."""
+"""Rules that depend on the length: each row gets the papers' result, as if it were alone."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def spec_of(rule: str | Rule, interleaved: bool = False) -> RopeSpec:
-    """Eight channels of twelve rotate: two pass on either side."""
+    """Eight of twelve channels rotate; two on either side do not."""
     made = RULES[rule] if isinstance(rule, str) else rule
     return RopeSpec(12, 10000.0, 8, 2, interleaved, made)
 
@@ -72,7 +72,7 @@ def amplitude(rule: Rule | None, length: int) -> float:
 def exact(
     x: torch.Tensor, spec: RopeSpec, ids: list[float], length: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row as the papers have it, in float64, and the lengths of its pairs."""
+    """Return one row rotated by the papers' formulas in float64, and the lengths of its pairs."""
     place = {"start": spec.start, "interleaved": spec.interleaved}
     layout = "bhsd"[-x.dim() :]
     y = oracle.rotate(x, ids, omegas(spec.scaling, length), layout=layout, **place, **options)
@@ -102,9 +102,9 @@ OWN = torch.tensor(LENGTHS)
 TAIL = 3
 LAST = OWN[:, None] - TAIL + torch.arange(TAIL)  # the last positions of each row
 
-# How a batch says where its rows are: (positions, seq_len) -> the last TAIL tokens of each row are
-# its last positions, whatever stands before them.
-SAID: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
+# Ways to give the positions of a batch, as (positions, seq_len). In all of them the last TAIL tokens of
+# each row are at its last positions.
+WAYS: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
     "ids per row": lambda: (LAST, None),
     "ids of 32 bits": lambda: (LAST.int(), None),
     "floating ids": lambda: (LAST.float(), None),
@@ -129,18 +129,18 @@ SAID: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("way", WAYS)
 @every_rule
-def test_each_row_gets_what_it_would_get_alone(rule: str, said: str, prepared: bool) -> None:
+def test_each_row_gets_what_it_would_get_alone(rule: str, way: str, prepared: bool) -> None:
     spec = spec_of(rule)
-    where, seq_len = SAID[said]()
-    tokens = 6000 if "padded" in said else TAIL
+    where, seq_len = WAYS[way]()
+    tokens = 6000 if "padded" in way else TAIL
     x = torch.randn(2, 2, tokens, 12, dtype=torch.float64)
     if prepared:
         y = rotate(x, spec.at(where, seq_len=seq_len))  # type: ignore[arg-type]
     else:
         y = rotate(x, spec, where, seq_len=seq_len)  # type: ignore[arg-type]
-    fresh = spec_of(rule)  # has seen nothing
+    fresh = spec_of(rule)  # no earlier calls
     for row, length in enumerate(LENGTHS):
         tail = x[row : row + 1, :, -TAIL:]
         assert_same_bits(y[row : row + 1, :, -TAIL:], rotate(tail, fresh, length - TAIL))
@@ -148,7 +148,7 @@ def test_each_row_gets_what_it_would_get_alone(rule: str, said: str, prepared: b
 
 
 @every_rule
-def test_what_was_called_before_changes_nothing(rule: str) -> None:
+def test_earlier_calls_change_nothing(rule: str) -> None:
     spec, x = spec_of(rule), torch.randn(1, 1, 5, 12)
     first = {offset: rotate(x, spec_of(rule), offset) for offset in (2995, 5995, 4091, 4092, 0)}
     for offset in (5995, 2995, 0, 4092, 4091, 5995, 2995):
@@ -191,14 +191,14 @@ def test_any_rows(lengths: list[int], rule: str, interleaved: bool, width: torch
     own = torch.tensor(lengths)
     by_ids = rotate(x, spec, (own[:, None] - 2 + torch.arange(2)).to(width))
     by_offset = rotate(x, spec, positions.per_row((own - 2).to(width)))
-    said = rotate(x, spec, positions.per_row(own - 2), seq_len=lengths)
+    stated = rotate(x, spec, positions.per_row(own - 2), seq_len=lengths)
     for row, length in enumerate(lengths):
         alone = rotate(x[row : row + 1], spec_of(rule, interleaved), length - 2, seq_len=length)
-        for batch in (by_ids, by_offset, said):
+        for batch in (by_ids, by_offset, stated):
             assert_same_bits(batch[row : row + 1], alone)
 
 
-# --- the switch -----------------------------------------------------------------------------------
+# --- the switch at the original length -----------------------------------------------------------------------------------
 
 
 @every_rule
@@ -259,7 +259,7 @@ def test_lost_positions_spoil_nothing_but_their_token(rule: str) -> None:
 
 @every_rule
 def test_last_positions_are_taken_in_64_bits(rule: str) -> None:
-    """int32 would wrap to a negative length, and float32 forget the token that is one too many."""
+    """int32 would wrap to a negative length, and float32 would round off the one token too many."""
     trained = 2**24
     kind = DynamicNTK(2.0, trained)
     spec = RopeSpec(8, scaling=kind if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0))
@@ -319,7 +319,7 @@ def test_the_largest_coordinate_is_the_last_position(rule: str) -> None:
     assert_same_bits(rotate(x, spec, offset), rotate(x, spec, text))
 
 
-def test_coordinates_of_an_image_go_back_and_start_nothing() -> None:
+def test_coordinates_of_an_image_start_no_new_sequence() -> None:
     spec = RopeSpec(8, scaling=DynamicNTK(2.0, 16), axes=Axes.sections((2, 1, 1)))
     where = positions.mrope([10, (1, 4, 6), 5])
     tokens = where.ids.shape[2]  # type: ignore[union-attr]
@@ -336,9 +336,9 @@ def test_coordinates_of_an_image_go_back_and_start_nothing() -> None:
 
 AGAIN = (
     "positions must not start again within a row (packed sequences?) where DynamicNTK gives each "
-    "length its own frequencies; say seq_len for all of them, or rotate them apart"
+    "length its own frequencies; give one seq_len for all of them, or rotate them separately"
 )
-# Sequences that share a row, of which one is longer than 100.
+# Sequences packed in one row, one of them longer than 100.
 PACKED: dict[str, positions.PositionsLike] = {
     "two": positions.packed(torch.tensor([0, 5, 125])),
     "decoding, one token each": positions.packed(
@@ -379,13 +379,13 @@ def test_packed_sequences(name: str) -> None:
         spec.at(where)
     with refused(ValueError, f"[rotate_qk_] {AGAIN} {ids}."):
         rotate_qk_(x.clone(), x.clone(), spec, where, layout="thd")
-    # With a length for all of them it is that of a row with the same ids.
-    told = rotate(x, spec, where, layout="thd", seq_len=700)
+    # With one length for all of them, the result is that of a plain row with the same ids.
+    stated = rotate(x, spec, where, layout="thd", seq_len=700)
     flat = (where.ids + where.offset).flatten()
     for token in (0, tokens - 1):
         alone = rotate(x[token : token + 1], spec, int(flat[token]), layout="thd", seq_len=700)
-        assert_same_bits(told[token : token + 1], alone)
-    # And where all of them are short there is but one length.
+        assert_same_bits(stated[token : token + 1], alone)
+    # If all of them are short, they have the same frequencies.
     plain = rotate(x, RopeSpec(8), where, layout="thd")
     assert_same_bits(
         rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 9999)), where, layout="thd"), plain
@@ -398,8 +398,8 @@ def test_one_sequence_is_no_pack() -> None:
     assert_same_bits(rotate(x, spec, where, layout="thd"), rotate(x, spec, layout="thd"))
 
 
-def test_a_pack_that_nothing_may_read_is_refused() -> None:
-    """Which sequence is how long only the device knows, so no length fits them for sure."""
+def test_packed_positions_that_cannot_be_read_are_refused() -> None:
+    """The lengths are on a device and are not read, so no single length is known to be right."""
     spec = RopeSpec(8, scaling=DynamicNTK(2.0, 100))
     x = torch.empty(6, 1, 8, device="meta")
     where = positions.packed(torch.tensor([0, 3, 6], device="meta"), total=6)
@@ -410,13 +410,13 @@ def test_a_pack_that_nothing_may_read_is_refused() -> None:
     assert rotate(x, spec, one, layout="thd").shape == x.shape
 
 
-# --- lengths that nothing reads -------------------------------------------------------------------
+# --- lengths that cannot be read -------------------------------------------------------------------
 
 
 def compiled(
     function: Callable[..., torch.Tensor], dynamic: bool | None
 ) -> tuple[Callable[..., torch.Tensor], list[object]]:
-    """A compiled function, and the graphs that it needed so far."""
+    """A compiled function, with the graphs compiled so far."""
     torch.compiler.reset()
     graphs: list[object] = []
 
@@ -465,10 +465,10 @@ def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -
         if rule == "longrope":
             assert_same_bits(got, wanted)
         else:
-            # Words come from float64, and are off by less than float32 can show.
+            # Phase words are computed in float64, with an error below the resolution of float32.
             lengths = oracle.pair_lengths(x, 8, start=2)
             assert_rotations(got, wanted, lengths, 2, 1000.0)
-    # Without `dynamic` the first call is one of its own, where a number differs in the second.
+    # Without `dynamic` the first call has a graph of its own if a number differs in the second.
     assert len(graphs) == (1 if dynamic or "row" in kind or "tensor" in kind else 2)
 
 
@@ -502,7 +502,7 @@ def test_lengths_on_a_device_are_not_read(rule: str) -> None:
     if rule == "unequal":
         text = (
             "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; "
-            "what is traced or on a device may be either, so say seq_len as an int."
+            "a length that is traced or on a device may have either, so give seq_len as an int."
         )
         with refused(NotImplementedError, text):
             unread()
@@ -611,7 +611,7 @@ def test_the_rotated_channels_are_scaled(name: str, interleaved: bool, backend: 
 @every_backend
 @pytest.mark.parametrize("name", SCALED)
 def test_gradients_are_scaled(name: str, backend: str) -> None:
-    """The gradient of a scaled rotation is scaled too, and turned back: not the inverse."""
+    """The backward pass of a scaled rotation rotates back and also scales: it is not the inverse."""
     rule, length = SCALED[name]
     spec = spec_of(rule)
     x, weight = (torch.randn(4, 12, dtype=torch.float64) for _ in range(2))
@@ -624,7 +624,7 @@ def test_gradients_are_scaled(name: str, backend: str) -> None:
         y = change(leaf, spec, length - 4, layout="sd", backend=backend)  # type: ignore[operator]
         (grad,) = torch.autograd.grad(y, leaf, weight)
         assert_rotated([Case(grad, wanted, lengths * scale**2, float(length))])
-    # Short of the end, which no step may pass.
+    # Before the end, which no step may exceed.
     where = (torch.tensor(ids, dtype=torch.float64) - 0.25).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda p, z: rotate(z, spec, p, layout="sd", seq_len=length, backend=backend),
@@ -633,7 +633,7 @@ def test_gradients_are_scaled(name: str, backend: str) -> None:
 
 
 def test_given_tables_are_not_scaled() -> None:
-    """Tables of the field hold the factor already."""
+    """Tables computed elsewhere already contain the factor."""
     q = torch.randn(1, 2, 3, 8, dtype=torch.float64)
     angle = torch.randn(3, 4, dtype=torch.float64)
     cos, sin = 1.5 * angle.cos(), 1.5 * angle.sin()
@@ -646,7 +646,7 @@ def test_rows_of_unequal_factors_are_refused_together() -> None:
     spec, x = spec_of(UNEQUAL), torch.randn(2, 1, 3, 12)
     text = (
         "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
-        "short and long rows apart."
+        "short and long rows separately."
     )
     for where, seq_len in (
         (positions.per_row(torch.tensor([0, 5000])), None),
@@ -656,7 +656,7 @@ def test_rows_of_unequal_factors_are_refused_together() -> None:
     ):
         with refused(NotImplementedError, text):
             rotate(x, spec, where, seq_len=seq_len)
-    # Within itself a row has one length, and rows of one kind go together.
+    # Each row has one length, and rows of one regime can share a call.
     y = rotate(x, spec, positions.per_row(torch.tensor([4999, 5000])))
     assert_same_bits(y[1:], rotate(x[1:], spec, 5000))
 
@@ -666,7 +666,7 @@ def test_rows_of_unequal_factors_are_refused_together() -> None:
 
 @every_rule
 def test_decoding_step_by_step(rule: str) -> None:
-    """Each token is rotated by the length at which it is last; keys are moved on with each length."""
+    """Each token is rotated with the length at which it is last; keys are re-rotated for each length."""
     trained = 6
     kind = DynamicNTK(2.0, trained) if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0)
     spec = spec_of(kind)
@@ -678,7 +678,7 @@ def test_decoding_step_by_step(rule: str) -> None:
         turned = rotate(new, spec, step)
         assert_exact(turned[0, 0], new[0, 0], spec, [float(step)], step + 1)
         held = cache[:, :, :step]
-        # What is cached belongs to the sequence of one token less.
+        # The cache has the length before this token.
         moved = rerotate(held, spec, spec, from_seq_len=step, to_seq_len=step + 1)
         cache[:, :, : step + 1] = torch.cat((moved, turned), 2)
         if step < trained:
@@ -686,10 +686,10 @@ def test_decoding_step_by_step(rule: str) -> None:
     wanted, lengths = exact(k[0, 0], spec, [float(at) for at in range(tokens)], tokens)
     assert_rotations(cache[0, 0], wanted, lengths, tokens, float(tokens))
     stale = torch.cat([rotate(k[:, :, at : at + 1], spec, at) for at in range(tokens)], 2)
-    assert (stale - cache).abs().max() > 0.01  # keys under lengths of their own are others
+    assert (stale - cache).abs().max() > 0.01  # keys rotated with their own lengths differ
 
 
-# --- sentences ------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "lengths of other rows": (
@@ -718,12 +718,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "[rotate] seq_len must be None with a prepared rotation, which brings its own; call "
         "spec.at(positions, seq_len=…).",
     ),
-    "a length that is none": (
+    "an invalid length": (
         lambda: rotate(torch.zeros(5, 12), spec_of("dynamic"), seq_len="long", layout="sd"),  # type: ignore[arg-type]
         TypeError,
         "[seq_len] a length must be an int, or one per row, but got 'long'.",
     ),
-    "lengths without numbers": (
+    "lengths on the meta device": (
         lambda: rotate(
             torch.zeros(5, 12),
             spec_of("dynamic"),
@@ -731,7 +731,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             seq_len=torch.tensor(5, device="meta"),
         ),
         ValueError,
-        "[seq_len] lengths must hold numbers but are on the meta device, and what rotates is on cpu.",
+        "[seq_len] lengths must have data but are on the meta device while the rotated tensors are on cpu.",
     ),
     "a negative length": (
         lambda: spec_of("longrope").at(seq_len=[5, -5]),
@@ -742,7 +742,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_sentences(case: str) -> None:
+def test_errors(case: str) -> None:
     make, kind, text = REFUSED[case]
     with refused(kind, text):
         make()
@@ -752,7 +752,7 @@ def test_sentences(case: str) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 @every_rule
 def test_ids_that_numpy_changes_are_refused(rule: str, inference: bool, kind: Any) -> None:
-    """Numpy shares their memory, and counts no version of theirs."""
+    """numpy shares their memory and does not bump the version counter."""
     spec, x = spec_of(rule), torch.randn(1, 2, TAIL, 12)
     text = (
         "positions must not change after spec.at read the lengths of their rows from them, on which "
@@ -769,11 +769,11 @@ def test_ids_that_numpy_changes_are_refused(rule: str, inference: bool, kind: An
             rotate(x, rotation)
         with pytest.raises(ValueError, match=re.escape(text)):
             rotate_(x.clone(), rotation)
-        told = spec.at(ids, seq_len=6000 + TAIL)
-        rotate(x, told)
+        stated = spec.at(ids, seq_len=6000 + TAIL)
+        rotate(x, stated)
         shared += 1
         with pytest.raises(ValueError, match="seq_len must be at least 6004"):
-            rotate(x, told)
+            rotate(x, stated)
         starts = numpy.array([3], dtype=kind)
         rows = spec.at(positions.per_row(torch.from_numpy(starts)))
         rotate(x, rows)
@@ -794,11 +794,11 @@ PLAIN: dict[str, Rule | None] = {
     "linear": Linear(4.0),
     "given": Given((1.0, 0.3, 0.1, 0.01)),
 }
-NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
+INVALID: dict[str, tuple[Any, type[Exception], str]] = {
     "a word": ("long", TypeError, "a length must be an int, or one per row, but got 'long'."),
     "bytes": (b"ab", TypeError, "a length must be an int, or one per row, but got b'ab'."),
     "a dictionary": ({0: 9}, TypeError, "a length must be an int, or one per row, but got {0: 9}."),
-    "no order": ({9}, TypeError, "a length must be an int, or one per row, but got {9}."),
+    "a set": ({9}, TypeError, "a length must be an int, or one per row, but got {9}."),
     "a float of numpy": (
         numpy.array(5.0), TypeError, "a length must be an int, or one per row, but got array(5.)."
     ),
@@ -835,82 +835,82 @@ NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
         torch.ones(2, 2, dtype=torch.int64), ValueError,
         "lengths must have shape (rows,) (seq_len: int64[2, 2]).",
     ),
-    "less than nothing": (-3, ValueError, "a length must not be negative but got -3."),
+    "a negative int": (-3, ValueError, "a length must not be negative but got -3."),
 }  # fmt: skip
 
 
 def test_rules_that_do_not_depend_on_the_length_ignore_it() -> None:
     spec, x = spec_of(YaRN(4.0, TRAINED)), torch.randn(2, 1, 5, 12)
-    for said in (
+    for seq_len in (
         *(5, [5, 6, 7], iter([5, 6]), torch.tensor([5, 6]), torch.tensor(1)),
         *(numpy.array(5), numpy.uint8(5), numpy.array([5, 6])),
     ):
-        assert_same_bits(rotate(x, spec, 3, seq_len=said), rotate(x, spec, 3))  # type: ignore[arg-type]
+        assert_same_bits(rotate(x, spec, 3, seq_len=seq_len), rotate(x, spec, 3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "said",
+    "seq_len",
     [numpy.array(6000), numpy.int32(6000), numpy.uint64(6000), numpy.array([6000])],
     ids=repr,
 )
 @every_rule
-def test_one_number_of_numpy_is_a_length_for_all_rows(rule: str, said: Any) -> None:
+def test_one_number_of_numpy_is_a_length_for_all_rows(rule: str, seq_len: Any) -> None:
     spec, x = spec_of(rule), torch.randn(2, 2, TAIL, 12)
     want = rotate(x, spec_of(rule), 9, seq_len=6000)
     assert not torch.equal(want, rotate(x, spec_of(rule), 9))
     for made in (
-        rotate(x, spec, 9, seq_len=said),
-        rotate_(x.clone(), spec, 9, seq_len=said),
-        *rotate_qk(x, x, spec, 9, seq_len=said),
-        rotate(x, spec.at(9, seq_len=said)),
+        rotate(x, spec, 9, seq_len=seq_len),
+        rotate_(x.clone(), spec, 9, seq_len=seq_len),
+        *rotate_qk(x, x, spec, 9, seq_len=seq_len),
+        rotate(x, spec.at(9, seq_len=seq_len)),
     ):
         assert_same_bits(made, want)
-    assert spec.attention_scaling(said) == spec.attention_scaling(6000)
+    assert spec.attention_scaling(seq_len) == spec.attention_scaling(6000)
 
 
 @pytest.mark.parametrize(
-    "said", [numpy.array(6000), numpy.int64(6000), numpy.array([6000, 5000])], ids=repr
+    "seq_len", [numpy.array(6000), numpy.int64(6000), numpy.array([6000, 5000])], ids=repr
 )
 @pytest.mark.parametrize("rule", ["none", "dynamic"])
-def test_numbers_of_numpy_compile(rule: str, said: Any) -> None:
+def test_numbers_of_numpy_compile(rule: str, seq_len: Any) -> None:
     spec, x = spec_of({**PLAIN, **RULES}[rule]), torch.randn(2, 2, TAIL, 12)  # type: ignore[arg-type]
     call = torch.compile(
         lambda x, n: rotate(x, spec, 9, seq_len=n), backend="eager", fullgraph=True
     )
-    torch.testing.assert_close(call(x, said), rotate(x, spec, 9, seq_len=said))
+    torch.testing.assert_close(call(x, seq_len), rotate(x, spec, 9, seq_len=seq_len))
 
 
-@pytest.mark.parametrize("case", NO_LENGTHS)
+@pytest.mark.parametrize("case", INVALID)
 @pytest.mark.parametrize("rule", [*PLAIN, *RULES])
-def test_what_is_no_length_is_refused_by_every_rule(rule: str, case: str) -> None:
-    said, kind, text = NO_LENGTHS[case]
+def test_invalid_lengths_are_refused_by_every_rule(rule: str, case: str) -> None:
+    seq_len, kind, text = INVALID[case]
     spec = spec_of({**PLAIN, **RULES}[rule])  # type: ignore[arg-type]
     x = torch.randn(2, 1, 3, 12)
     calls: list[Callable[[], object]] = [
-        lambda: rotate(x, spec, seq_len=said),
-        lambda: rotate_(x.clone(), spec, seq_len=said),
-        lambda: rotate_qk(x, x, spec, seq_len=said),
-        lambda: rerotate(x, spec, spec, to_seq_len=said),
-        lambda: rerotate(x, spec, spec, from_seq_len=said),
-        lambda: polar_scan(x, x, x, spec, seq_len=said),
-        lambda: spec.at(seq_len=said),
-        lambda: spec.words_for(said),
-        lambda: spec.attention_scaling(said),
+        lambda: rotate(x, spec, seq_len=seq_len),
+        lambda: rotate_(x.clone(), spec, seq_len=seq_len),
+        lambda: rotate_qk(x, x, spec, seq_len=seq_len),
+        lambda: rerotate(x, spec, spec, to_seq_len=seq_len),
+        lambda: rerotate(x, spec, spec, from_seq_len=seq_len),
+        lambda: polar_scan(x, x, x, spec, seq_len=seq_len),
+        lambda: spec.at(seq_len=seq_len),
+        lambda: spec.words_for(seq_len),
+        lambda: spec.attention_scaling(seq_len),
     ]
-    if not isinstance(said, (torch.Tensor, list)) and numpy.ndim(said) == 0:
-        calls.append(lambda: spec.frequencies(said))
+    if not isinstance(seq_len, (torch.Tensor, list)) and numpy.ndim(seq_len) == 0:
+        calls.append(lambda: spec.frequencies(seq_len))
         if spec.scaling is not None:
-            calls.append(lambda: spec.scaling.frequencies(8, 10000.0, said))  # type: ignore[union-attr]
+            calls.append(lambda: spec.scaling.frequencies(8, 10000.0, seq_len))  # type: ignore[union-attr]
     for call in calls:
         with refused(kind, f"[seq_len] {text}"):
             call()
 
 
-# --- lengths that positions pass ------------------------------------------------------------------
+# --- positions beyond the stated length ------------------------------------------------------------------
 
-BEYOND = "say the length of the whole sequence"
-# Positions of three tokens in two rows, a length that is too small, what is said of it, and the one
-# that is not: rows of 12 tokens are far within the original length.
+BEYOND = "give the length of the whole sequence"
+# Positions of three tokens in two rows, a length that is too small, the error, and a length that is
+# right. Rows of 12 tokens are far below the original length.
 PASSED: dict[str, tuple[positions.PositionsLike, Any, str, Any]] = {
     "nothing": (None, 2, "3, the last position + 1, but got 2", 3),
     "an offset": (9, 3, "12, the last position + 1, but got 3", 12),
@@ -951,7 +951,7 @@ PASSED: dict[str, tuple[positions.PositionsLike, Any, str, Any]] = {
 
 @pytest.mark.parametrize("case", PASSED)
 @every_rule
-def test_a_length_that_positions_pass_is_refused(rule: str, case: str) -> None:
+def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
     where, small, text, enough = PASSED[case]
     spec, x = spec_of(rule), torch.randn(2, 1, 3, 12)
     text = text if BEYOND in text else f"{text}; {BEYOND}"
@@ -973,7 +973,7 @@ def test_a_length_that_positions_pass_is_refused(rule: str, case: str) -> None:
     with refused(ValueError, f"[rerotate] to_seq_len must be at least {text}."):
         rerotate(x, spec, spec, where, from_seq_len=2**40, to_seq_len=small)
     assert_same_bits(x, kept)
-    # Of a rule that makes nothing of lengths nothing can be wrong.
+    # A rule that ignores lengths accepts them all.
     assert rotate(x, spec_of(YaRN(4.0, TRAINED)), where, seq_len=small).shape == x.shape
     rotate(x, spec, where, seq_len=enough)
     rotate(x, spec.at(where, seq_len=enough))
@@ -983,8 +983,8 @@ def test_a_length_that_positions_pass_is_refused(rule: str, case: str) -> None:
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
 @every_rule
-def test_a_prepared_rotation_looks_at_every_call(rule: str, layout: str) -> None:
-    """The second call of a prepared rotation goes straight to the kernel; not with more tokens."""
+def test_a_prepared_rotation_checks_every_call(rule: str, layout: str) -> None:
+    """The second call of a prepared rotation takes the fast path, but not with more tokens."""
     spec = spec_of(rule)
     rope = spec.at(9, seq_len=12)
 
@@ -1032,7 +1032,7 @@ def test_ids_that_change_are_compared_again(rule: str) -> None:
 
 
 @every_rule
-def test_lost_and_negative_positions_pass_no_length(rule: str) -> None:
+def test_lost_and_negative_positions_exceed_no_length(rule: str) -> None:
     spec, x = spec_of(rule), torch.randn(1, 1, 3, 12)
     nan, inf = float("nan"), float("inf")
     for ids in ([nan, 4.0, inf], [nan] * 3, [-9.0, -inf, 4.0]):
@@ -1044,8 +1044,8 @@ def test_lost_and_negative_positions_pass_no_length(rule: str) -> None:
 
 
 @every_rule
-def test_what_is_on_a_device_is_not_waited_for(rule: str) -> None:
-    """Positions that are said on the host are seen there; others get what was said of them."""
+def test_checks_do_not_wait_for_a_device(rule: str) -> None:
+    """Positions on the host are checked; others get the frequencies of the stated length."""
     spec, x = spec_of(rule), torch.empty(2, 1, 3, 12, device="meta")
     ids = torch.tensor([9, 10, 11])
     rotate(x, spec, ids.to("meta"), seq_len=3)
@@ -1056,7 +1056,7 @@ def test_what_is_on_a_device_is_not_waited_for(rule: str) -> None:
         rotate(x, spec, 9, seq_len=3)
     with refused(ValueError, f"[rotate] {text} (positions: int64[1, 1, 3])."):
         rotate(x, spec, ids, seq_len=3)
-    # What was copied to the device stays as it was.
+    # The copy on the device does not change.
     starts = torch.tensor([9])
     rope = spec.at(positions.per_row(starts), device="meta", seq_len=12)
     starts += 500
@@ -1069,7 +1069,7 @@ def test_what_is_on_a_device_is_not_waited_for(rule: str) -> None:
         rotate(torch.empty(2, 1, 4, 12, device="meta"), rope)
 
 
-def test_frequencies_of_a_shorter_sequence_that_are_meant_are_given() -> None:
+def test_frequencies_of_a_shorter_sequence_on_purpose() -> None:
     spec, x = spec_of("dynamic"), torch.randn(1, 1, 3, 12)
     kept = spec_of(Given.of(spec.frequencies(6000).inv_freq))
     y = rotate(x, kept, 9000)
@@ -1078,7 +1078,7 @@ def test_frequencies_of_a_shorter_sequence_that_are_meant_are_given() -> None:
 
 
 def test_a_rotation_for_some_rows_refuses_others_the_second_time_too() -> None:
-    """Words are the same for all rows here, so the kernel would not mind."""
+    """Phase words are equal for all rows here, so the kernel would not detect the mismatch."""
     rope = RopeSpec(8, scaling=DynamicNTK(2.0, 64)).at(seq_len=[10, 20])
     rotate_(torch.ones(2, 1, 5, 8), rope)
     sentence = "[rotate_] seq_len must be one length, or one for each of 3 rows, but is 2"
@@ -1088,7 +1088,7 @@ def test_a_rotation_for_some_rows_refuses_others_the_second_time_too() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, [1, 2], torch.zeros(8, 64)], ids=["none", "list", "rank"])
-def test_what_is_wrong_has_its_sentence_after_a_length_was_said(wrong: Any) -> None:
+def test_an_invalid_tensor_has_its_error_after_a_stated_length(wrong: Any) -> None:
     spec = RopeSpec(64, scaling=DynamicNTK(factor=2.0, original_max_position=16))
     rotation = spec.at(torch.arange(8), seq_len=64)
     rotate(torch.zeros(1, 2, 8, 64), rotation)

@@ -1,6 +1,6 @@
-"""Every way to say where tokens are, and the sentences for what says nothing.
+"""Every way to specify positions, and the errors for invalid ones.
 
-Beside each kind stand its positions number by number, by a loop that shares nothing with it.
+Each kind is compared with positions that an independent loop computes number by number.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ REFUSED = [torch.bool, torch.float16, torch.bfloat16, torch.int16, torch.uint8, 
 
 
 def resolve(where: Positions, rows: int, tokens: int) -> list[list[list[float]]]:
-    """The positions [axes, rows, tokens] that a canonical form stands for, number by number."""
+    """Expand a canonical form to positions [axes, rows, tokens], number by number."""
     axes = 1 if where.ids is None else where.ids.shape[0]
     result = []
     for axis in range(axes):
@@ -131,10 +131,10 @@ def ends_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> torch.Tenso
 @PROFILE
 @given(LENGTHS, st.sampled_from([torch.int32, torch.int64]), st.integers(-9, 9), st.booleans())
 def test_packed_positions_restart(
-    lengths: list[int], dtype: torch.dtype, offset: int, said: bool
+    lengths: list[int], dtype: torch.dtype, offset: int, with_total: bool
 ) -> None:
     wanted = [offset + token for length in lengths for token in range(length)]
-    total = sum(lengths) if said else None
+    total = sum(lengths) if with_total else None
     where = packed(ends_of(lengths, dtype), offset, total)
     assert resolve(where, 1, len(wanted)) == [[wanted]]
     assert where.ids is not None
@@ -168,8 +168,8 @@ def test_packed_int32_offsets_do_not_overflow() -> None:
     assert resolve(where, 1, 3) == [[[top, top + 1, top + 2]]]
 
 
-def test_tokens_past_the_end_count_on_where_nothing_can_tell() -> None:
-    # A graph of a fixed size has such tokens. On the CPU they are refused, so look while tracing.
+def test_tokens_past_an_unreadable_end_continue() -> None:
+    # A graph of a fixed size has such tokens. On the CPU they raise an error, so test while tracing.
     function = torch.compile(
         lambda cu_seqlens: packed(cu_seqlens, total=6).ids, fullgraph=True, backend="eager"
     )
@@ -239,7 +239,7 @@ def test_a_padded_row_attends_as_it_does_alone() -> None:
     for where in (left_padded(mask), left_padded(lengths=torch.tensor(lengths), total=total)):
         turned = rotate_qk_(q.clone(), k.clone(), spec, where)
         see = mask[:, None, None, :] & mask[:, None, :, None]
-        see = see | torch.eye(total, dtype=torch.bool)  # a row that sees nothing is NaN
+        see = see | torch.eye(total, dtype=torch.bool)  # a row that attends to nothing would be NaN
         y = torch.nn.functional.scaled_dot_product_attention(*turned, v, attn_mask=see)
         for row, length in enumerate(lengths):
             own = (slice(row, row + 1), slice(None), slice(total - length, total))
@@ -254,7 +254,7 @@ GRIDS = st.lists(st.integers(0, 4), min_size=1, max_size=3)
 
 
 def flat(where: Positions) -> list[list[float]]:
-    """[axes, tokens] of positions in one row."""
+    """Return positions of one row as [axes, tokens]."""
     return [axis[0] for axis in resolve(where, 1, 0 if where.ids is None else where.ids.shape[2])]
 
 
@@ -360,7 +360,7 @@ def test_mrope_with_time_steps() -> None:
     assert height == [0, 0, 1, 1] * 3 + [101, 102]
     assert width == [0, 1, 0, 1] * 3 + [101, 102]
     assert mrope_next(segments) == 103
-    # Rounded down; and what is just below an int in float64 only, counts as it does in float32.
+    # Rounded down, after rounding to float32, which can reach an int that float64 does not.
     assert flat(mrope([(4, 1, 1, 0.5)]))[0] == [0, 0, 1, 1]
     assert int(100 * 0.29) == 28
     assert flat(mrope([(101, 1, 1, 0.29), 1]))[0][-2:] == [29, 30]
@@ -374,11 +374,11 @@ def test_rows_of_mrope_positions_with_padding() -> None:
     assert resolve(where, 2, 7)[1] == [[0, 1, 2, 2, 3, 3, 4], [0, 0, 0, 0, 0, 1, 2]]
 
 
-# --- the same, written otherwise ------------------------------------------------------------------
+# --- explicit, concatenate, shard ------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
-    """A way to say positions, and what they are: ``[axes][rows][tokens]``."""
+    """A description of positions, with their values ``[axes][rows][tokens]``."""
 
     where: positions.PositionsLike
     wanted: list[list[list[float]]]
@@ -403,7 +403,7 @@ KINDS: dict[str, Kind] = {
     ),
     "fractional ids": Kind(torch.tensor(line(0.25)), [[line(0.25)]]),
     "offset per row": Kind(per_row(torch.tensor([100, -4])), [[line(100), line(-4)]]),
-    # A fraction of just 1/2 may be split off either way, which the last bit of float64 may show.
+    # A fraction of exactly 1/2 may be rounded either way, which can change the last bit of float64.
     "fractional offset per row": Kind(
         per_row(torch.tensor([0.25, -4.25])), [[line(0.25), line(-4.25)]]
     ),
@@ -468,7 +468,7 @@ def spec_for(axes: int) -> RopeSpec:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_says_what_it_should(name: str) -> None:
+def test_every_kind_gives_its_positions(name: str) -> None:
     kind = KINDS[name]
     rows = len(kind.wanted[0])
     assert resolve(canonical(kind.where), rows, kind.tokens) == kind.wanted
@@ -579,7 +579,7 @@ def test_concatenate_along_rows() -> None:
 
 
 def held(tokens: int, rank: int, size: int, kind: str) -> list[int]:
-    """The indices of the tokens that a rank holds."""
+    """Return the indices of the tokens of a rank."""
     if kind == "contiguous":
         chunks, mine = size, [rank]
     else:
@@ -677,12 +677,12 @@ def test_shards_rotate_as_the_whole_does(kind: str, backend: str) -> None:
 # --- compiled, fake and elsewhere -----------------------------------------------------------------
 
 
-class Given(NamedTuple):
+class Inputs(NamedTuple):
     ends: torch.Tensor
     mask: torch.Tensor
 
 
-MADE: dict[str, Callable[[Given], Positions]] = {
+MADE: dict[str, Callable[[Inputs], Positions]] = {
     "per_row": lambda g: per_row(g.ends[1:]),
     "packed": lambda g: packed(g.ends, total=g.mask.shape[1]),
     "packed with an offset": lambda g: packed(g.ends, 4, total=g.mask.shape[1]),
@@ -708,9 +708,9 @@ MADE: dict[str, Callable[[Given], Positions]] = {
 }
 
 
-def what_is_given() -> Given:
+def example_inputs() -> Inputs:
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8], dtype=torch.bool)
-    return Given(torch.tensor([0, 4, 8], dtype=torch.int32), mask)
+    return Inputs(torch.tensor([0, 4, 8], dtype=torch.int32), mask)
 
 
 @pytest.mark.one_in(8)
@@ -718,14 +718,14 @@ def what_is_given() -> Given:
 @pytest.mark.parametrize("name", MADE)
 def test_made_in_a_compiled_function(name: str, dynamic: bool) -> None:
     torch._dynamo.reset()
-    make, g = MADE[name], what_is_given()
+    make, g = MADE[name], example_inputs()
     where = make(g)
     spec = spec_for(where.axes)
     tokens = 8 if where.ids is None or where.ramp else where.ids.shape[2]
     x = torch.randn(2, 3, tokens, 20)
 
     def function(x: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return rotate(x, spec, make(Given(ends, mask)))
+        return rotate(x, spec, make(Inputs(ends, mask)))
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     assert_same_bits(compiled(x, *g), function(x, *g))
@@ -733,14 +733,14 @@ def test_made_in_a_compiled_function(name: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize("name", MADE)
 def test_made_on_the_meta_device_and_of_fake_tensors(name: str) -> None:
-    make, g = MADE[name], what_is_given()
+    make, g = MADE[name], example_inputs()
     wanted = make(g)
     assert wanted.ids is not None
-    meta = make(Given(*(tensor.to("meta") for tensor in g)))
+    meta = make(Inputs(*(tensor.to("meta") for tensor in g)))
     assert meta.ids is not None
     assert meta.ids.device.type == "meta"
     with FakeTensorMode() as mode:
-        fake = make(Given(*map(mode.from_tensor, g)))
+        fake = make(Inputs(*map(mode.from_tensor, g)))
     assert fake.ids is not None
     for ids in (meta.ids, fake.ids):
         assert (ids.shape, ids.dtype) == (wanted.ids.shape, wanted.ids.dtype)
@@ -751,9 +751,9 @@ LOOKS = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_nothing_asks_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a device a look at a value would wait for it.
-    g = Given(*(tensor.to("meta") for tensor in what_is_given()))
+def test_nothing_reads_from_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a device, reading a value would synchronise.
+    g = Inputs(*(tensor.to("meta") for tensor in example_inputs()))
     looked = []
     for method in LOOKS:
         monkeypatch.setattr(torch.Tensor, method, lambda *_, method=method: looked.append(method))
@@ -761,7 +761,7 @@ def test_nothing_asks_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert looked == []
 
 
-# --- sentences ------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", REFUSED)
@@ -780,7 +780,7 @@ def test_dtypes_that_cannot_count_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, hint", [((), "; an int says one offset"), ((2, 3, 4), "; see positions.multi_axis")]
+    "shape, hint", [((), "; pass one offset as an int"), ((2, 3, 4), "; see positions.multi_axis")]
 )
 def test_ids_of_another_rank_are_refused(shape: tuple[int, ...], hint: str) -> None:
     sizes = ", ".join(map(str, shape))
@@ -790,7 +790,7 @@ def test_ids_of_another_rank_are_refused(shape: tuple[int, ...], hint: str) -> N
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_a_bool_is_no_offset(value: bool) -> None:
+def test_a_bool_is_not_an_offset(value: bool) -> None:
     with pytest.raises(
         TypeError, match=rf"^\[at\] positions must not be a bool but got {value}\.$"
     ):
@@ -828,7 +828,7 @@ def test_multi_axis_takes_two_or_three_dimensions(shape: tuple[int, ...]) -> Non
         multi_axis(torch.zeros(shape, dtype=torch.int64))
 
 
-# --- sentences of the other kinds -----------------------------------------------------------------
+# --- errors of the other kinds -----------------------------------------------------------------
 
 ENDS = torch.tensor([0, 3, 5])
 MASK = torch.ones(2, 3)
@@ -986,7 +986,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: grid(4, 3, start=(1, 2, 3)),
         ValueError,
-        "[grid] start must be one, or one for each of 2 axes, but got (1, 2, 3).",
+        "[grid] start must be one number, or one for each of 2 axes, but got (1, 2, 3).",
     ),
     (
         lambda: grid(4, 3, step="1"),  # type: ignore[arg-type]
@@ -1067,18 +1067,18 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: explicit(5),
         ValueError,
-        "[explicit] tokens must be given for positions that do not have an end.",
+        "[explicit] tokens must be given for positions without an id per token.",
     ),
     (
         lambda: explicit(ENDS, 4),
         ValueError,
-        "[explicit] positions must say one position for each of 4 tokens but got 3 "
+        "[explicit] positions must have one position for each of 4 tokens but got 3 "
         "(positions: int64[1, 1, 3]).",
     ),
     (
         lambda: concatenate([]),
         ValueError,
-        "[concatenate] parts must be at least one but got none.",
+        "[concatenate] parts must have at least one element but got none.",
     ),
     (
         lambda: concatenate(ENDS),  # type: ignore[arg-type]
@@ -1127,7 +1127,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: shard(None, 0, 2),
         ValueError,
-        "[shard] tokens must be given for positions that do not have an end.",
+        "[shard] tokens must be given for positions without an id per token.",
     ),
     (
         lambda: shard(ENDS, 0, 2),
@@ -1156,7 +1156,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "[shard] cu_seqlens must end with the number of tokens 8 but got 4.",
     ),
-    # A spec of two axes never guesses.
+    # A spec with two axes does not guess.
     (
         lambda: TWO.at(torch.zeros(2, 5)),
         ValueError,
@@ -1194,7 +1194,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("call, error, text", WRONG, ids=range(len(WRONG)))
-def test_what_says_nothing_is_refused(
+def test_invalid_positions_are_refused(
     call: Callable[[], object], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error) as caught:

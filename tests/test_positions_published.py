@@ -1,4 +1,4 @@
-"""Positions against the published code that numbers them: transformers 5.23."""
+"""M-RoPE positions, compared with the published code that computes them: transformers 5.23."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +36,9 @@ def ids_of(where: Positions) -> torch.Tensor:
 def published(
     model: Any, rows: list[list[Any]], mask: torch.Tensor | None = None, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a model's own function gives for rows of segments: positions, and its deltas.
+    """Call a model's own function for rows of segments; returns positions and its deltas.
 
-    A model is only asked for its configuration, so that a stub will do.
+    The function only reads the configuration of the model, so a stub is enough.
     """
     stub = type(
         "Stub",
@@ -81,7 +81,7 @@ def published(
 TEXT = st.integers(1, 5)
 SPACE = st.tuples(st.integers(1, 4), st.integers(1, 4))
 IMAGE = SPACE.map(lambda space: (1, *space))
-# Not longer than wide: longer ones are numbered two ways.
+# Not longer in time than in space: for longer ones the two conventions differ.
 SHORT = st.tuples(st.integers(2, 4), st.integers(4, 5), st.integers(1, 5))
 LONG = st.tuples(st.integers(5, 9), st.integers(1, 3), st.integers(1, 3))
 
@@ -107,7 +107,7 @@ def test_qwen2_vl(row: list[Any]) -> None:
 
 @PROFILE
 @given(rows_of(st.one_of(IMAGE, LONG)))
-def test_long_videos_as_transformers_5_has_them(row: list[Any]) -> None:
+def test_long_videos_like_transformers_5(row: list[Any]) -> None:
     wanted, delta = published(Qwen2VLModel, [row])
     assert torch.equal(ids_of(mrope(row, next_from="space")), wanted)
     assert mrope_next(row, next_from="space") - count_of(row) == delta.item()
@@ -115,8 +115,8 @@ def test_long_videos_as_transformers_5_has_them(row: list[Any]) -> None:
 
 def test_what_follows_a_long_video() -> None:
     # The paper and the models' own code (transformers up to version 4, with this very example in
-    # its documentation) begin one past the largest position of the video, 100. Version 5 begins
-    # after its height and width, inside of the video's time.
+    # its documentation) start one past the largest position of the video, 100. Version 5 starts
+    # after its height and width, within the time range of the video.
     row = [(3, 2, 2, 50), 5]
     text = ids_of(mrope(row))[:, 0, 12:]
     assert text.tolist() == [[101, 102, 103, 104, 105]] * 3
@@ -200,7 +200,7 @@ def test_merged_vision_positions(
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_padding_as_generation_has_it(dtype: torch.dtype) -> None:
+def test_padding_like_generation(dtype: torch.dtype) -> None:
     masks = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0]])
     masks = masks.to(dtype)
     stub = SimpleNamespace()

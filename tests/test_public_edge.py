@@ -113,7 +113,7 @@ def test_signature_and_docstring_stay() -> None:
     assert double.__doc__ == "Twice x."
     assert list(inspect.signature(functional.rotate_).parameters)[:3] == ["x", "spec", "positions"]
     assert functional.rotate_.__module__ == "tightrope.functional.rotate"
-    assert (positions.packed.__doc__ or "").startswith("Sequences packed")
+    assert (positions.packed.__doc__ or "").startswith("Return positions of sequences packed")
 
 
 def test_compiled_without_a_break() -> None:

@@ -1,4 +1,4 @@
-"""RopeSpec: a frozen value whose derived tensors nothing can spoil."""
+"""RopeSpec: an immutable value, whose cached tensors stay valid under every mode of torch."""
 
 import copy
 import dataclasses
@@ -39,7 +39,7 @@ from tolerances import value
 
 CPU = torch.device("cpu")
 
-# --- a value --------------------------------------------------------------------------------------
+# --- equality, hash, copies --------------------------------------------------------------------------------------
 
 
 def test_defaults() -> None:
@@ -77,7 +77,7 @@ def test_equality_and_hash() -> None:
         RopeSpec(64, rotary_dim=32),
         RopeSpec(64, rotary_dim=32, start=2),
         RopeSpec(64, interleaved=True),
-        RopeSpec(64, scaling=Linear(1.0)),  # turns as None does, and is another value
+        RopeSpec(64, scaling=Linear(1.0)),  # rotates like None, but is not equal to it
         RopeSpec(64, scaling=Linear(2.0)),
         RopeSpec(64, scaling=NTK(2.0)),
         RopeSpec(64, axes=Axes.blocks((16, 16))),
@@ -90,7 +90,7 @@ def test_equality_and_hash() -> None:
 def test_the_hash_is_computed_once() -> None:
     spec = RopeSpec(64)
     before = hash(spec)
-    # A hash computed now would see another base.
+    # A hash computed now would use another base.
     object.__setattr__(spec, "base", 5.0)
     assert hash(spec) == before
     assert hash(RopeSpec(64, 5.0)) != before
@@ -132,8 +132,8 @@ def test_replace_derives_anew() -> None:
 
 
 def test_replace_hands_over_the_resolved_rotary_dim() -> None:
-    """dataclasses.replace reads fields, and the field is resolved: a narrower head is refused, and
-    None says that it shall follow."""
+    """dataclasses.replace copies the resolved rotary_dim: a narrower head raises an error, and
+    rotary_dim=None computes it anew."""
     spec = RopeSpec(64)
     with pytest.raises(ValueError, match="must lie in"):
         dataclasses.replace(spec, head_dim=32)
@@ -213,7 +213,7 @@ RULED: dict[str, RopeSpec] = {
 
 
 def rows_of(spec: RopeSpec, dim: int, length: int | None) -> list[list[Any]]:
-    """What the rule of a spec gives for so many channels, [heads][pairs], by the papers."""
+    """Return the papers' frequencies of a spec's rule for ``dim`` channels, [heads][pairs]."""
     rule, base = spec.scaling, spec.base
     if rule is None:
         return [truth.plain(dim, base)]
@@ -241,7 +241,7 @@ def rows_of(spec: RopeSpec, dim: int, length: int | None) -> list[list[Any]]:
 
 
 def phases_of(spec: RopeSpec, length: int | None) -> list[list[list[oracle.Phase]]]:
-    """Word and turns of every [axis][head][pair], zeros where an axis does not turn a pair."""
+    """Return phase word and turns of every [axis][head][pair]; zeros if the axis does not rotate the pair."""
     axes = spec.axes
     if axes is None:
         rows = rows_of(spec, spec.rotary_dim, length)
@@ -265,7 +265,7 @@ def phases_of(spec: RopeSpec, length: int | None) -> list[list[list[oracle.Phase
 
 
 def expected(spec: RopeSpec, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and turns, [axes, 1, heads, pairs]."""
+    """Phase words and turns, [axes, 1, heads, pairs]."""
     phases = phases_of(spec, length)
     words, turns = (
         torch.tensor([[[phase[i] for phase in row] for row in axis] for axis in phases])
@@ -288,7 +288,7 @@ def test_a_dictionary_brings_a_spec_back(name: str) -> None:
 
 
 def test_the_form_of_a_dictionary() -> None:
-    """Version 1: saved files hold it."""
+    """Version 1, which saved files contain."""
     spec = RopeSpec(12, 5e5, 8, 2, True, Linear(3.3), Axes.sections((1, 3)))
     assert spec.to_dict() == {
         "version": 1,
@@ -316,7 +316,7 @@ def test_words(name: str, length: int | None) -> None:
     else:
         assert torch.equal(turns, wanted_turns)
     assert words.shape[0] == spec.axis_count
-    # What frequencies() says of each pair is what its word says.
+    # frequencies() and phase words agree for each pair.
     inv_freq = spec.frequencies(length).inv_freq
     back = angles.inv_freq(words, turns, torch.float64)[:, 0]
     if spec.axes is None:
@@ -359,7 +359,7 @@ def test_words_of_many_lengths_do_not_pile_up() -> None:
 
 
 def unread(spec: RopeSpec, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Words for a tensor that a trace may not read."""
+    """Phase words for a tensor of lengths that a trace must not read."""
     torch.compiler.reset()  # one function, many specs
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -393,7 +393,7 @@ def test_lengths_that_are_not_read(name: str, dtype: torch.dtype) -> None:
     bound = value("dynamic float64") * (4 + 2 * scale.log()) + value("word of a float64")
     error = (words - exact).abs().double()
     assert bool((error <= bound[None, :, None, None] * exact.double().abs() + 1).all())
-    assert not torch.equal(words, exact)  # or else nothing was compared
+    assert not torch.equal(words, exact)  # otherwise the test would compare nothing
 
 
 def test_lengths_that_are_not_read_and_whole_turns() -> None:
@@ -481,13 +481,13 @@ def test_attention_scaling_by_length() -> None:
     assert spec.attention_scaling([]) == 1.25
     text = (
         "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
-        "short and long rows apart."
+        "short and long rows separately."
     )
     with refused(NotImplementedError, text):
         spec.attention_scaling([100, 101])
     text = (
-        "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; what is "
-        "traced or on a device may be either, so say seq_len as an int."
+        "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; a length "
+        "that is traced or on a device may have either, so give seq_len as an int."
     )
     with refused(NotImplementedError, text):
         spec.attention_scaling(torch.tensor([101], device="meta"))
@@ -500,7 +500,7 @@ def test_softmax_scaling_is_the_rules() -> None:
 
 
 def test_history_and_neighbours_change_nothing() -> None:
-    """3,000 tokens get the same words before and after 6,000, and beside them."""
+    """3,000 tokens get the same phase words before, after and in one batch with 6,000."""
     for rule in (DynamicNTK(2.0, 2048), LongRoPE((1.0,) * 4, (2.0,) * 4, 2048, factor=2.0)):
         spec = RopeSpec(8, scaling=rule)
         first = spec.words_for(3000)[0].clone()
@@ -589,7 +589,7 @@ def test_a_prepared_rotation_gives_the_same_bits(where: positions.PositionsLike)
     assert torch.equal(rotate(x, rotation, layout="bsd"), wanted)
 
 
-# --- what nothing can spoil -----------------------------------------------------------------------
+# --- cached tensors stay valid -----------------------------------------------------------------------
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "inference_mode": torch.inference_mode,
@@ -602,7 +602,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 def tables_of(spec: RopeSpec) -> list[torch.Tensor]:
-    """Every tensor that a spec keeps, found by walking what it holds."""
+    """Return every tensor that a spec keeps, found by walking its attributes."""
     found: list[torch.Tensor] = []
 
     def walk(value: object) -> None:
@@ -649,7 +649,7 @@ def test_a_spec_made_in_a_mode_works_after_it(name: str, base: float, used_insid
     assert rotation.words.device == CPU
     assert torch.equal(rotation.words, wanted_spec.at().words)
     assert torch.equal(rotate(x, spec, ids, layout="sd"), wanted)
-    # And autograd may save its tensors, which it may not of inference tensors.
+    # And autograd can save its tensors, which it cannot do with inference tensors.
     leaf = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(rotate(leaf, spec, ids, layout="sd").sum(), leaf)
     assert grad.shape == x.shape
@@ -686,7 +686,7 @@ def test_words_outside_of_a_fake_mode_are_not_fake_ones_of_it() -> None:
 
 
 def test_a_cpu_table_survives_a_compiled_first_use() -> None:
-    """Compiling traces through `at`; what it leaves behind must be usable and real."""
+    """Compiling traces through `at`; tensors that it caches must be real and usable."""
     spec = RopeSpec(8)
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -725,7 +725,7 @@ def test_one_spec_in_many_threads() -> None:
 
 
 def test_many_specs_made_in_many_threads() -> None:
-    """Construction shares caches of rules and words."""
+    """Threads share the caches of rules and phase words."""
     bases = [1000.0 + i for i in range(24)]
     wanted = {base: [oracle.phase(w).word for w in oracle.frequencies(base, 8)] for base in bases}
     start = threading.Barrier(4)
@@ -745,7 +745,7 @@ def test_many_specs_made_in_many_threads() -> None:
     assert not failures
 
 
-# --- sentences ------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dims", [{"head_dim": 7}, {"head_dim": 8, "rotary_dim": 7}])
@@ -771,7 +771,7 @@ def test_a_start_outside_the_head(start: int) -> None:
 
 
 @pytest.mark.parametrize("base", [0, -1.0, math.nan, math.inf, -math.inf])
-def test_a_base_that_is_no_base(base: float) -> None:
+def test_a_base_out_of_range(base: float) -> None:
     with refused(
         ValueError,
         f"[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got {base}.",
@@ -785,21 +785,21 @@ def test_a_base_may_be_any_real_number() -> None:
 
 
 @pytest.mark.parametrize("base", [True, "10000", None, 1j, torch.tensor(1e4)])
-def test_a_base_that_is_no_number(base: object) -> None:
+def test_a_base_that_is_not_a_number(base: object) -> None:
     with refused(TypeError, f"[RopeSpec] base must be a number but got {base!r}."):
         RopeSpec(8, base=base)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["head_dim", "rotary_dim", "start"])
 @pytest.mark.parametrize("value", [True, 4.0, "4"])
-def test_a_size_that_is_no_int(name: str, value: object) -> None:
+def test_a_size_that_is_not_an_int(name: str, value: object) -> None:
     sizes: dict[str, object] = {"head_dim": 8, name: value}
     with refused(TypeError, f"[RopeSpec] {name} must be an int but got {value!r}."):
         RopeSpec(**sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [1, 0, None, "yes"])
-def test_interleaved_that_is_no_bool(value: object) -> None:
+def test_interleaved_that_is_not_a_bool(value: object) -> None:
     with refused(TypeError, f"[RopeSpec] interleaved must be a bool but got {value!r}."):
         RopeSpec(8, interleaved=value)  # type: ignore[arg-type]
 
@@ -810,12 +810,12 @@ def test_positions_of_another_number_of_axes() -> None:
         RopeSpec(8).at(positions.multi_axis(torch.zeros(2, 9, dtype=torch.int64)))
 
 
-def test_at_refuses_what_is_no_position() -> None:
+def test_at_refuses_invalid_positions() -> None:
     with refused(TypeError, "[at] positions must not be a bool but got True."):
         RopeSpec(8).at(True)
 
 
-def test_sizes_that_describe_no_channel_are_fine() -> None:
+def test_sizes_without_channels_are_fine() -> None:
     assert RopeSpec(0).rotary_dim == 0
     assert RopeSpec(5, rotary_dim=0).frequencies().exact == ()
 
@@ -831,7 +831,7 @@ def test_positions_of_too_few_axes() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "scaling that is no rule": (
+    "scaling that is not a rule": (
         lambda: RopeSpec(8, scaling={"rope_type": "yarn"}),  # type: ignore[arg-type]
         TypeError,
         "[RopeSpec] scaling must be a rule of tightrope.frequencies but got {'rope_type': 'yarn'}.",
@@ -877,7 +877,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an unknown key": (
         lambda: RopeSpec.from_dict({"version": 1, "head_dim": 8, "rope_theta": 1e4}),
         ValueError,
-        "[from_dict] a spec must have no keys but head_dim, base, rotary_dim, start, interleaved, "
+        "[from_dict] a spec must have only the keys head_dim, base, rotary_dim, start, interleaved, "
         "scaling, axes but got rope_theta.",
     ),
     "a missing key": (
@@ -890,19 +890,19 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             {"version": 1, "head_dim": 2, "axes": {"count": 1, "pairs": [[0, 0, 2]], "names": "t"}}
         ),
         ValueError,
-        "[from_dict] axes must have no keys but count, pairs but got names.",
+        "[from_dict] axes must have only the keys count, pairs but got names.",
     ),
     "axes with a missing key": (
         lambda: RopeSpec.from_dict({"version": 1, "head_dim": 2, "axes": {}}),
         ValueError,
         "[from_dict] axes must have the keys count, pairs.",
     ),
-    "a dictionary that is none": (
+    "not a dictionary": (
         lambda: RopeSpec.from_dict("{}"),  # type: ignore[arg-type]
         TypeError,
         "[from_dict] a spec must be a dictionary but got '{}'.",
     ),
-    "scaling in a dictionary that is none": (
+    "scaling that is not a dictionary": (
         lambda: RopeSpec.from_dict({"version": 1, "head_dim": 2, "scaling": "yarn"}),
         TypeError,
         "[from_dict] scaling must be a dictionary but got 'yarn'.",
@@ -936,7 +936,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_sentences(case: str) -> None:
+def test_errors(case: str) -> None:
     make, kind, text = REFUSED[case]
     with refused(kind, text):
         make()
@@ -954,7 +954,7 @@ def test_a_copy_of_a_prepared_rotation_rotates_as_the_original() -> None:
             rotate(x, copied)
 
 
-def test_a_changed_prepared_rotation_knows_nothing_of_the_old_one() -> None:
+def test_a_replaced_prepared_rotation_has_an_empty_memo() -> None:
     rope, x = RopeSpec(8).at(3), torch.randn(1, 1, 3, 8)
     rotate(x, rope)
     moved = dataclasses.replace(rope, offset=7)

@@ -1,4 +1,4 @@
-"""Words of rules that depend on the length: those that are made many lengths at a time."""
+"""Phase words of rules that depend on the length, computed for many lengths at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ needs_library = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why
 
 LONGEST = 2**31
 OWN = torch.tensor([[50005], [60000], [3]])
-UNSURE = 2**63 - 1  # an error bound under which hardly any rounding is proven
+UNSURE = 2**63 - 1  # an error bound so large that hardly any rounding can be proven
 
 
 def exact_words(
@@ -133,7 +133,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_new_length_needs_no_digits(
     axes: Axes | None, call: Callable[[RopeSpec], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take 300 µs for 64 pairs, ten times as long as the rotation of a token."""
+    """Decimal digits take 300 µs for 64 pairs, ten times as long as the rotation of a token."""
     spec = RopeSpec(64, scaling=DynamicNTK(2.0, 4096), axes=axes)
     spec.words_for(5000)
     forbid(monkeypatch, "made", "words_of")
@@ -152,7 +152,7 @@ def test_a_rule_with_two_sets_has_both_ready(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("own", ["make", "regime", "frequencies"])
 def test_a_subclass_keeps_what_it_overrides(own: str) -> None:
-    """Words say what `frequencies` says, also where a rule derives from one that has words made natively."""
+    """Phase words match `frequencies`, also for a subclass of a rule whose words are computed natively."""
 
     @dataclass(frozen=True)
     class Slower(DynamicNTK):
@@ -187,7 +187,7 @@ def test_a_subclass_keeps_what_it_overrides(own: str) -> None:
 
 
 def test_an_attention_scaling_of_every_length_is_its_own() -> None:
-    """The first length above the original one does not speak for the others."""
+    """The first length above the original one is not representative of the others."""
 
     @dataclass(frozen=True)
     class Louder(Rule):

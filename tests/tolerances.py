@@ -1,7 +1,7 @@
-"""Every tolerance that the tests use, with its unit and its reason, and the asserts that apply them.
+"""All tolerances of the tests, each with its unit and reason, and the assertions that apply them.
 
-A test names an entry; it holds no number of its own. Nothing here depends on the machine, the
-backend, the instruction set or the number of threads.
+Tests refer to an entry by name and contain no tolerances of their own. No entry depends on the
+machine, the backend, the instruction set or the number of threads.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ TABLE = {
     "patched outputs": Tolerance(
         2e-5,
         "of the largest output",
-        "issue 7, float32: the rotation differs in the last bit, and layers carry that on",
+        "issue 7, float32: the rotation differs in the last bit, and layers propagate that",
     ),
     "patched gradients": Tolerance(
         1e-4,
         "of the largest gradient of the parameter, and of 1e-3 of the model's largest",
-        "issue 7, float32; a gradient that is zero but for rounding is held against the floor",
+        "issue 7, float32; a gradient that is zero up to rounding is compared with the floor",
     ),
     "patched bfloat16 outputs": Tolerance(
         1.05,
         "of the error of the unpatched model against float64, root mean square",
-        "fewer roundings than the original; what is left is the model's own rounding, which is noise",
+        "fewer roundings than the original; the rest is the model's own rounding, which is noise",
     ),
     "exact angles outputs": Tolerance(
         1e-4,
@@ -52,17 +52,17 @@ TABLE = {
     "float64 angle": Tolerance(
         1e-12,
         "absolute, of a cosine or sine, for |position| <= 2^20",
-        "issue 2: the word is off by 2^-65 turn, so 2^20 positions by 2^-45 turn = 1.8e-13 rad",
+        "issue 2: the phase word is off by 2^-65 turn, so 2^20 positions by 2^-45 turn = 1.8e-13 rad",
     ),
     "channels reordered": Tolerance(
         2e-3,
         "of what the other pairing does to hidden states or logits",
-        "float32 products summed in another order, through two layers: 4e-5 is the most of 80 families",
+        "float32 products summed in another order, through two layers: at most 4e-5 in 80 families",
     ),
     "other pairing": Tolerance(
         3e-5,
         "of the largest hidden state, score or logit; a lower bound",
-        "a small random model hardly attends: ModernBERT's states move by 9e-5, others' by 4e-4 to 0.8",
+        "attention changes little in a small random model: ModernBERT's states by 9e-5, others' by 4e-4 to 0.8",
     ),
     "word": Tolerance(
         2 * math.pi * 2.0**-65,
@@ -72,8 +72,8 @@ TABLE = {
     "fraction": Tolerance(
         2 * math.pi * 2.0**-62,
         "radians per axis with fractional positions, times (1 + turns per position)",
-        "the upper half of fraction times word, from 32-bit parts, is low by at most 4 units of "
-        "2^-64 turn; and the fraction itself is cut at 2^-63",
+        "the upper half of fraction times phase word, from 32-bit parts, is too low by at most 4 units "
+        "of 2^-64 turn; and the fraction itself is truncated at 2^-63",
     ),
     "float64 rounding": Tolerance(
         6e-16,
@@ -84,7 +84,7 @@ TABLE = {
     "f and P, float64": Tolerance(
         1e-12,
         "of the largest number of a head vector",
-        "angles by words are within 1e-12 (above), which is far more than the roundings",
+        "angles from phase words are within 1e-12 (above), which is far more than the roundings",
     ),
     "f and P, float32": Tolerance(
         4e-6,
@@ -105,18 +105,18 @@ TABLE = {
     "P of slopes, float32": Tolerance(
         2.0**-22,
         "relative, of each factor",
-        "3 ulp and a rounding: a product cut to float would lose 40 at e^80",
+        "3 ulp and a rounding: a product truncated to float would lose 40 ulp at e^80",
     ),
     "f, float32": Tolerance(
         3e-6,
         "relative, of each number",
-        "2 ulp, and as much again as the argument of an exponential near e^±88 has lost",
+        "2 ulp, and as much again for the error of the argument of an exponential near e^±88",
     ),
     "compiled sine": Tolerance(
         2.0**-22,
         "relative, also where it is next to zero",
         "2 ulp: the reduced argument keeps half an ulp of itself for |x| up to 8192, with or without "
-        "FMA, and the polynomial and its rounding one more; 1.3e-7 and 1.8e-7 were seen",
+        "FMA, and the polynomial and its rounding one more; the largest observed are 1.3e-7 and 1.8e-7",
     ),
     "compiled exp": Tolerance(
         1.5 * 2.0**-23,
@@ -131,7 +131,7 @@ TABLE = {
     "reported number": Tolerance(
         1e-15,
         "relative, of a wavelength, a number of turns, a ratio or an angle that a report gives",
-        "60 digits rounded to float64 (1.1e-16) after one quotient; the oracle rounds π besides",
+        "60 digits rounded to float64 (1.1e-16) after one quotient; the oracle also rounds π",
     ),
     "f and P, rounded once": Tolerance(
         0.999,
@@ -140,26 +140,26 @@ TABLE = {
     ),
     "every bfloat16": Tolerance(
         4,
-        "of all numbers between 2^-60 and 88, those whose f is not the nearest bfloat16, at most",
-        "so many lie within the arithmetic's 2^-19 of a tie",
+        "of all numbers between 2^-60 and 88, at most this many whose f is not the nearest bfloat16",
+        "this many lie within the arithmetic's error of 2^-19 of a tie",
     ),
     # --- frequencies (issue 4) ---
     "frequency digits": Tolerance(
         1e-54,
         "relative, of an exact frequency",
-        "60 digits, less one per three of the 2,048 products at most; 1e-14 is asked for, and a word "
-        "of the fastest pair has 38 digits",
+        "60 digits, less at most one per three of the 2,048 products; the goal is 1e-14, and a phase "
+        "word of the fastest pair has 38 digits",
     ),
     "frequency beside transformers": Tolerance(
         1e-6,
         "relative, of a float32 frequency",
-        "issue 4: that package computes in float32, a dozen roundings of 6e-8",
+        "issue 4: transformers computes in float32, a dozen roundings of 6e-8",
     ),
     "ramp beside transformers": Tolerance(
         6e-8,
         "of YaRN, times the frequency before scaling",
-        "that package rounds 1 − ramp to float32, so where a pair is all but divided by the factor, "
-        "what it adds of the undivided one is off by as much",
+        "transformers rounds 1 − ramp to float32, so for a pair that is almost fully divided by the "
+        "factor, the part of the undivided frequency that it adds is off by as much",
     ),
     "dynamic float64": Tolerance(
         1e-15,
@@ -169,9 +169,9 @@ TABLE = {
     ),
     "word of a float64": Tolerance(
         2.0**-76,
-        "relative, of a word before its modulo, besides half a unit",
-        "what the product with 1 / 2π loses is a sum of exact products of 2^-26 of it and less, which "
-        "rounds by 2^-53",
+        "relative, of a phase word before its modulo, in addition to half a unit",
+        "the rounding error of the product with 1 / 2π is a sum of exact products of at most 2^-26 of "
+        "it, which rounds by 2^-53",
     ),
     # --- rotation (DESIGN 6) ---
     "float32 rotation": Tolerance(
@@ -181,14 +181,14 @@ TABLE = {
     ),
     "float64 rotation": Tolerance(
         1.5e-15,
-        "times |pair|, of a rotated channel, besides the error of the angle",
+        "times |pair|, of a rotated channel, in addition to the error of the angle",
         "two cosines off by 'float64 rounding', two products and a sum, here and in the oracle",
     ),
     "float32 rounding": Tolerance(2.0**-24, "relative", "a value is stored as the nearest float32"),
     "float32 subnormal": Tolerance(
         2.0**-149,
         "absolute, of a rotated channel",
-        "below 2^-126 float32 has no more relative precision: product and sum round by 2^-150 each",
+        "below 2^-126 float32 has absolute precision only: product and sum round by 2^-150 each",
     ),
     "float64 subnormal": Tolerance(
         3 * 2.0**-1074,
@@ -203,14 +203,14 @@ TABLE = {
     "16-bit ulp": Tolerance(
         1,
         "representable numbers, of the elements that miss",
-        "a miss lies beside a tie. Where a pair cancels to less than 2^-10 of its length, float32 "
-        "inside has the coarser step, and the bound is 'float32 rotation' as for float32",
+        "a miss lies next to a tie. Where a pair cancels to less than 2^-10 of its length, the inner "
+        "float32 has the coarser step, and the bound is 'float32 rotation' as for float32",
     ),
     "16-bit ways": Tolerance(
         1.75,
         "steps of the type at |pair|, of a channel",
-        "one way rounds at the end, by half a step; the other there and once before, where the errors "
-        "of both channels, half a step each, turn into one of √2 / 2: 1.71",
+        "one way rounds at the end, by half a step; the other also once before, where the rotation "
+        "turns errors of half a step in both channels into one of √2 / 2: 1.71",
     ),
     "activation": Tolerance(
         1e-6,
@@ -227,9 +227,9 @@ TABLE = {
     # --- gradients (DESIGN 6) ---
     "angle gradient, torch.float32": Tolerance(
         2e-6,
-        "times Σ |ω| · |pair| · |gradient pair| over what a position sums, or |position| for ω",
+        "times Σ |ω| · |pair| · |gradient pair| over the terms of a position, or |position| for ω",
         "the output is off by 'float32 rotation', products of 8 heads round 16 times by 6e-8 before "
-        "they go on to a float64, and a float32 gradient once more",
+        "they are widened to float64, and a float32 gradient once more",
     ),
     "angle gradient, torch.float64": Tolerance(
         1e-12,
@@ -250,7 +250,7 @@ TABLE = {
         1.1e-6,
         "times the sum of the moduli of the products",
         "of given outputs and gradients: 16 roundings by 6e-8, or two products and a difference, "
-        "before they go on to a float64",
+        "before they are widened to float64",
     ),
     "angle sums, float64": Tolerance(
         1e-12,
@@ -265,14 +265,14 @@ TABLE = {
     # --- Triton kernels (issue 6) ---
     "triton, float32": Tolerance(
         4e-6,
-        "times the largest channel of the head, of a result or, before f', of what f' is applied to",
+        "times the largest channel of the head, of a result or of the gradient before f'",
         "rotation 4e-7, f and P of three roundings each and sums over up to 128 channels; float16 and "
         "bfloat16 are rounded once more, which is half a step of their own",
     ),
     "triton, float64": Tolerance(
         2e-9,
         "as for float32",
-        "fractional positions up to 3000 are cut at 2^-63 turn and slopes times positions up to 10^6 "
+        "fractional positions up to 3000 are truncated at 2^-63 turn and slopes times positions up to 10^6 "
         "round by 1e-10; rotations alone are held to 'float64 rotation'",
     ),
     "triton on a device, torch.float32": Tolerance(
@@ -281,12 +281,12 @@ TABLE = {
         "float32 arithmetic; sums over tokens cancel to about a thousandth of their terms",
     ),
     "triton on a device, torch.bfloat16": Tolerance(
-        2.0**-8, "of the largest element", "one rounding, to 8 bits, of what a result is"
+        2.0**-8, "of the largest element", "one rounding of the result to 8 bits"
     ),
     "triton act": Tolerance(
         1e-6,
-        "relative, of f or f' of one channel, wherever it is",
-        "up to 8 roundings of 6e-8 and a polynomial off by 1.5e-8; torch's own float64 beside it",
+        "relative, of f or f' of one channel, anywhere in the domain",
+        "up to 8 roundings of 6e-8 and a polynomial off by 1.5e-8; compared with torch's float64",
     ),
     "triton slope": Tolerance(
         2e-7,
@@ -294,9 +294,9 @@ TABLE = {
         "these pass 0, where two terms of about 1/2 cancel, each with a few roundings of 3e-8",
     ),
     "float32 tiny": Tolerance(
-        1.2e-38, "absolute", "GPUs may flush what is smaller than the least normal float32"
+        1.2e-38, "absolute", "GPUs may flush numbers below the smallest normal float32 to zero"
     ),
-    # --- two right ways to one result ---
+    # --- two correct computations of one result ---
     "float64 ways": Tolerance(
         1e-12,
         "relative and absolute",
@@ -315,7 +315,7 @@ TABLE = {
     "axes one by one": Tolerance(
         1e-9,
         "relative and absolute",
-        "fractional positions up to 1000 lose 'fraction' on each axis, and words here are random",
+        "fractional positions up to 1000 lose 'fraction' on each axis, and the phase words are random",
     ),
     "float32 ways": Tolerance(
         1e-5,
@@ -349,8 +349,8 @@ TABLE = {
     ),
 }
 
-# How many elements a share of 99.9 % needs to mean something: 10 misses are allowed, and the rate is
-# about 2 in 10,000 (float16), so that chance cannot decide.
+# Number of elements for which a share of 99.9 % is meaningful: 10 misses are allowed, and the rate is
+# about 2 in 10,000 (float16), so that chance does not decide.
 ENOUGH = 10_000
 
 
@@ -359,7 +359,7 @@ def value(name: str) -> float:
 
 
 def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, name: str) -> None:
-    """Two tensors of one shape and dtype that agree, relatively and absolutely, as an entry says."""
+    """Assert that two tensors of one shape and dtype agree within an entry, relative and absolute."""
     bound = value(name)
     torch.testing.assert_close(got, want, rtol=bound, atol=bound)
 
@@ -367,13 +367,13 @@ def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, name: str) 
 def angle_bound(
     dtype: torch.dtype, reach: float, fractional_axes: int = 0, turns: float = 0.0
 ) -> float:
-    """The largest error of a cosine or sine as `dtype`.
+    """Return the largest allowed error of a cosine or sine in `dtype`.
 
     Args:
-        reach: Σ |position| over the axes. In float32 the words' error is inside the bound for all
-            positions that the bound is promised for, |position| < 2^31.
-        fractional_axes: how many axes have fractional positions.
-        turns: the largest ω / 2π, where positions are fractional.
+        reach: Σ |position| over the axes. In float32 the bound includes the error of phase words for
+            all positions that it covers, |position| < 2^31.
+        fractional_axes: number of axes with fractional positions.
+        turns: the largest ω / 2π, if positions are fractional.
     """
     if dtype == torch.float32:
         return value("float32 angle")
@@ -391,20 +391,20 @@ def assert_angles(
     fractional_axes: int = 0,
     turns: float = 0.0,
 ) -> None:
-    """Cosines or sines, float32 or float64, against exact ones; see :func:`angle_bound`."""
+    """Assert that float32 or float64 cosines or sines are near exact ones; see :func:`angle_bound`."""
     assert got.dtype in (torch.float32, torch.float64)
     assert got.shape == exact.shape
     bound = angle_bound(got.dtype, reach, fractional_axes, turns)
     error = (got.double() - exact).abs()
-    # Written so that a NaN fails.
+    # Written so that NaN fails.
     assert bool((error <= bound).all()), f"off by {error.max().item():.3g}, bound {bound:.3g}"
 
 
 def rotation_bound(dtype: torch.dtype, reach: float, rotations: int = 1) -> float:
-    """The largest error of a channel after so many rotations, times |pair|.
+    """Return the largest allowed error of a channel after several rotations, in units of |pair|.
 
     Args:
-        reach: the largest |position|, which only float64 can tell from 0.
+        reach: the largest |position|, which matters only in float64.
     """
     if dtype == torch.float64:
         angle = reach * value("word") + value("fraction")
@@ -416,19 +416,21 @@ def rotation_bound(dtype: torch.dtype, reach: float, rotations: int = 1) -> floa
 
 
 class Case(NamedTuple):
-    """A result beside the truth: what :func:`assert_rotated` takes."""
+    """A result and its exact value, for :func:`assert_rotated`."""
 
     got: torch.Tensor
     exact: torch.Tensor
-    lengths: torch.Tensor  # of the pair that each element is in; 0 for an untouched one
+    lengths: (
+        torch.Tensor
+    )  # length of the pair of each element; 0 for an element that does not rotate
     reach: float = 0.0  # the largest |position|
 
 
 def assert_rotated(cases: Iterable[Case]) -> None:
-    """Finite results of one floating type against the exact ones, by DESIGN 6.
+    """Assert that finite results of one dtype are within the bounds of DESIGN 6.
 
-    16-bit results come as many cases together, :data:`ENOUGH` elements or more: the share of
-    correctly rounded ones is over all of them, every other bound over each.
+    Pass many 16-bit cases together, :data:`ENOUGH` elements or more: the share of correctly rounded
+    elements is taken over all of them, all other bounds over each case.
     """
     total = missed = 0
     for got, exact, lengths, reach in cases:
@@ -443,7 +445,7 @@ def assert_rotated(cases: Iterable[Case]) -> None:
         if far.any():
             _assert_close(got[far], exact[far], lengths[far], reach)
     if total:
-        assert total >= ENOUGH, f"{total} elements are too few to speak of a share"
+        assert total >= ENOUGH, f"{total} elements are too few for a share"
         allowed = total * (1 - value("16-bit share"))
         assert missed <= allowed, f"{missed} of {total} elements are not correctly rounded"
 
@@ -451,14 +453,14 @@ def assert_rotated(cases: Iterable[Case]) -> None:
 def assert_rotations(
     got: torch.Tensor, wanted: torch.Tensor, lengths: torch.Tensor, rotations: int, reach: float
 ) -> None:
-    """Two float32 or float64 results that should be equal after so many rotations altogether."""
+    """Assert that two float32 or float64 results agree after ``rotations`` rotations in total."""
     assert got.dtype in (torch.float32, torch.float64)
     assert got.shape == wanted.shape
     _assert_close(got, wanted.double(), lengths, reach, rotations)
 
 
 def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """The same type, shape and bits: no tolerance. Signs of zeros and payloads of NaN count."""
+    """Assert the same dtype, shape and bits, including signs of zeros and NaN payloads."""
     assert got.dtype == wanted.dtype
     assert got.shape == wanted.shape
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
@@ -472,11 +474,11 @@ def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
 def assert_angle_gradient(
     got: torch.Tensor | None, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """A gradient by positions or frequencies.
+    """Assert that a gradient by positions or frequencies is within its bound.
 
     Args:
         scale: Σ |ω| · |pair| · |gradient pair| of each position, or with |position| of each frequency.
-        dtype: of what was rotated.
+        dtype: dtype of the rotated tensor.
     """
     assert got is not None
     assert got.shape == exact.shape == scale.shape
@@ -490,11 +492,11 @@ def assert_angle_gradient(
 def assert_angle_sums(
     got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Sums by the raw operator against those of a plain formula; NaN where that has NaN.
+    """Assert that angle sums of the raw operator match a plain formula, with NaN in the same places.
 
     Args:
-        scale: the same sums of moduli.
-        dtype: of the outputs.
+        scale: the same sums, of moduli.
+        dtype: dtype of the outputs.
     """
     assert got.dtype == torch.float64
     assert got.shape == exact.shape == scale.shape
@@ -514,7 +516,7 @@ def _assert_close(
 ) -> None:
     width = "float64" if got.dtype == torch.float64 else "float32"
     floor = rotations * value(f"{width} subnormal")
-    # Half a step of a 16-bit type comes on top: the bound speaks of the value before it is stored.
+    # Add half a step of a 16-bit dtype: the bound is for the value before it is stored.
     stored = (
         0.0
         if got.dtype in (torch.float32, torch.float64)
@@ -523,5 +525,5 @@ def _assert_close(
     bound = rotation_bound(got.dtype, reach, rotations) * lengths + floor + stored
     error = (got.double() - exact).abs()
     worst = (error - bound).max().item() if error.numel() else 0.0
-    # Written so that a NaN fails.
+    # Written so that NaN fails.
     assert bool((error <= bound).all()), f"off by {worst:.3g} more than the bound"

@@ -1,4 +1,4 @@
-"""Rotary position embedding: complete, exact at any position, fused forward and backward."""
+"""Rotary position embedding (RoPE): complete, exact at any position, fused forward and backward."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ from .spec import RopeSpec as RopeSpec  # noqa: E402
 try:
     __version__ = _version("tightrope")
 except _NotFound:
-    # A checkout on the path that was never installed.
+    # Imported from a checkout that is on the path but not installed.
     __version__ = "0+uninstalled"

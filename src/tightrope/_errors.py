@@ -1,11 +1,11 @@
-"""The one place where error sentences get their form.
+"""Construction of error messages: every one that a user can cause has the same form.
 
-Every error that a user of the library can cause reads
 ``[operation] rule but got value (x: float32[2, 8, 64]).``: the operation in brackets, one sentence,
-and the tensors it is about.
+and the tensors concerned.
 
-What finds the fault raises the rule: ``raise bad_value("x must be dense", x=x)``. It does not know what
-the user called. :func:`public`, which decorates that, puts the operation in front.
+The code that finds the fault raises the rule alone: ``raise bad_value("x must be dense", x=x)``. It
+does not know which public function the user called; that function is decorated with :func:`public`,
+which puts the operation in front.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-# What would not fit in a sentence is only named.
+# A longer repr is replaced by the name of the type.
 _LONGEST = 200
 
-# In a rule: what the user called, and the same without the underscore of what works in place.
+# Placeholders in a rule: the operation, and its name without the underscore of in-place operations.
 OPERATION, OUT_OF_PLACE = "{operation}", "{out of place}"
 
 _Parameters = ParamSpec("_Parameters")
@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 
 class Refusal(Exception):
-    """Bad input, before the public edge names the operation."""
+    """An error about bad input, before :func:`public` adds the name of the operation."""
 
 
 class _BadValue(Refusal, ValueError):
@@ -58,39 +58,39 @@ _KINDS: dict[type[Refusal], type[Exception]] = {
 
 
 def bad_value(rule: str, **about: object) -> Refusal:
-    """A ValueError to raise below the public edge.
+    """Return a ValueError to raise inside a function decorated with :func:`public`.
 
     Args:
-        rule: the rule and what was found instead, without a full stop.
-        about: values to describe in parentheses, by the names the user knows them by.
+        rule: the rule and the value found instead, without a full stop.
+        about: values to describe in parentheses, under the names that the user knows.
     """
-    return _BadValue(_told(rule, about))
+    return _BadValue(_rule_with_facts(rule, about))
 
 
 def bad_type(rule: str, **about: object) -> Refusal:
-    """A TypeError to raise below the public edge; arguments as of :func:`bad_value`."""
-    return _BadType(_told(rule, about))
+    """Return a TypeError to raise inside a public function; arguments as in :func:`bad_value`."""
+    return _BadType(_rule_with_facts(rule, about))
 
 
 def bad_index(rule: str, **about: object) -> Refusal:
-    """An IndexError to raise below the public edge; arguments as of :func:`bad_value`."""
-    return _BadIndex(_told(rule, about))
+    """Return an IndexError to raise inside a public function; arguments as in :func:`bad_value`."""
+    return _BadIndex(_rule_with_facts(rule, about))
 
 
 def unsupported(rule: str, **about: object) -> Refusal:
-    """A NotImplementedError to raise below the public edge; arguments as of :func:`bad_value`."""
-    return _Unsupported(_told(rule, about))
+    """Return a NotImplementedError to raise inside a public function; see :func:`bad_value`."""
+    return _Unsupported(_rule_with_facts(rule, about))
 
 
 def public(
     operation: str | None = None,
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Decorate what a user calls: it names the operation in every refusal from below.
+    """Decorate a public function: put its name in front of every error about bad input.
 
-    Where one such function calls another, the inner one has named it already.
+    Where one such function calls another, the error keeps the name of the inner one.
 
     Args:
-        operation: what the user calls it, without its module; by default the class of ``self``.
+        operation: name of the function, without its module; by default the class of ``self``.
 
     >>> @public("halve")
     ... def halve(x):
@@ -108,7 +108,7 @@ def public(
             try:
                 return function(*args, **kwargs)
             except Refusal as refusal:
-                # Not str(): torch's Dynamo makes a repr of it.
+                # Not str(): torch's Dynamo turns that into a repr.
                 text, kind = refusal.args[0], _KINDS[type(refusal)]
                 raise kind(_named(operation or class_of(args[0]), text)) from None
 
@@ -118,21 +118,21 @@ def public(
 
 
 def class_of(owner: object) -> str:
-    """The name of the class of an object, or of the class that it is."""
+    """Return the name of an object's class, or of the class itself if given one."""
     return (owner if isinstance(owner, type) else type(owner)).__name__
 
 
 def sentence(operation: str, rule: str, **about: object) -> str:
-    """The whole sentence, for what is not raised, such as a warning.
+    """Return the whole sentence, for messages that are not raised, such as warnings.
 
     Args:
-        operation: what the user called.
-        rule, about: as of :func:`bad_value`.
+        operation: name of the public function.
+        rule, about: as in :func:`bad_value`.
     """
-    return _named(operation, _told(rule, about))
+    return _named(operation, _rule_with_facts(rule, about))
 
 
-def _told(rule: str, about: dict[str, object]) -> str:
+def _rule_with_facts(rule: str, about: dict[str, object]) -> str:
     facts = ", ".join([f"{name}: {describe(value)}" for name, value in about.items()])
     return f"{rule} ({facts})." if facts else f"{rule}."
 
@@ -143,7 +143,7 @@ def _named(operation: str, text: str) -> str:
 
 
 def describe(value: object) -> str:
-    """``float32[2, 8, 64]`` for a tensor, ``repr`` for anything else that fits in a sentence."""
+    """Describe a value for a message: ``float32[2, 8, 64]`` for a tensor, else its ``repr`` if short."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
@@ -154,13 +154,13 @@ def describe(value: object) -> str:
 def integer(
     name: str, value: object, hint: str = "", *, kind: str = "an int", tensors: bool = False
 ) -> int:
-    """What the user means by an integer, as of :func:`as_integer`; a TypeError for anything else.
+    """Convert a value with :func:`as_integer`, or raise a TypeError.
 
     Args:
-        name: named in the error.
-        value, tensors: as of :func:`as_integer`.
-        hint: what else may have been meant, for the end of the error.
-        kind: what it must be, for the error.
+        name: name of the value in the error.
+        value, tensors: as in :func:`as_integer`.
+        hint: advice for the end of the error.
+        kind: the expected kind of value, for the error.
 
     >>> integer("size", 3)
     3
@@ -172,7 +172,7 @@ def integer(
 
 
 def as_real(value: object) -> float | None:
-    """A real number as a float, infinite where it is too large for one; None for anything else.
+    """Convert a real number to a float, infinite if it is too large; None for anything else.
 
     >>> as_real(3), as_real(-(10**400)), as_real(True), as_real("3")
     (3.0, -inf, None, None)
@@ -186,13 +186,13 @@ def as_real(value: object) -> float | None:
 
 
 def as_integer(value: object, tensors: bool = False) -> int | None:
-    """An integer of Python or numpy as one of Python; None for anything else, a bool too.
+    """Convert a Python or numpy integer to an int; None for anything else, bools included.
 
-    A symbol of a compiler stays one.
+    A compiler's symbolic integer is returned unchanged.
 
     Args:
-        value: what the user gave.
-        tensors: whether a tensor of one integer counts.
+        value: any object.
+        tensors: whether to accept a tensor that holds one integer.
     """
     if isinstance(value, (int, torch.SymInt)):
         return None if isinstance(value, bool) else value  # type: ignore[return-value]
@@ -200,17 +200,17 @@ def as_integer(value: object, tensors: bool = False) -> int | None:
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):  # a tensor may have no numbers
+    except (TypeError, RuntimeError):  # a meta tensor has no data
         return None
 
 
 def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
-    """Refuse a tensor of another layout than strides.
+    """Raise a TypeError for a tensor that is sparse or nested.
 
     Args:
-        name: named in the error.
+        name: name of the tensor in the error.
         x: the tensor.
-        nested: what to do with a nested one, with ``{name}`` for its name.
+        nested: advice for nested tensors, with ``{name}`` for the name.
     """
     if x.is_nested or x.layout is not torch.strided:
         kind = str(x.layout).removeprefix("torch.")
@@ -220,7 +220,7 @@ def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
 
 
 def check_local(name: str, x: torch.Tensor) -> None:
-    """Refuse a shard of a distributed tensor, of which kernels would read memory that it has not."""
+    """Raise a TypeError for a DTensor: kernels would read beyond the memory of its local shard."""
     if type(x).__name__ == "DTensor":
         rule = "must be a local tensor but got a DTensor; give its to_local() or full_tensor()"
         raise bad_type(f"{name} {rule}")

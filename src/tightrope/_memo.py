@@ -1,4 +1,4 @@
-"""What was found out about a tensor, kept while the tensor lives and does not change."""
+"""A cache of facts about tensors, valid while a tensor lives and does not change."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-# Tensors that are remembered: those of the tables of a model's layers, several times over.
+# Maximum number of tensors: several times the tables of all layers of a model.
 _MOST = 64
 
 
 class TensorMemo:
-    """Facts about tensors, such as whether a table holds each entry twice.
+    """Cached facts about tensors, such as whether a table holds each entry twice.
 
-    A view is known by its base and its place there, so the same view made again is known too.
+    A view is identified by its base, shape, strides and offset, so the same view made again is found.
 
     Args:
-        trusts_inference: whether a tensor of inference mode, whose changes nothing counts, is taken for
-            unchanged; else it is looked at each time.
+        trusts_inference: whether to assume that inference tensors, which have no version counter, never
+            change; if false, facts about them are computed on each call.
     """
 
     def __init__(self, trusts_inference: bool) -> None:
@@ -27,7 +27,7 @@ class TensorMemo:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Hashable, Any]]] = {}
 
     def knows(self, x: torch.Tensor, key: Hashable) -> bool:
-        """Whether :meth:`find` would not look; False for views, to be quick."""
+        """Return True if :meth:`find` would answer from the cache; always False for views, to be quick."""
         known = self._known.get(id(x))
         if known is None or known[0]() is not x or key not in known[2]:
             return False
@@ -36,10 +36,10 @@ class TensorMemo:
     def find(
         self, x: torch.Tensor, key: Hashable, look: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """The fact stored about a tensor under a key; found out first if it is not known.
+        """Return the fact stored about a tensor under a key; compute it first if it is not stored.
 
         Args:
-            look: finds it out of the arguments, where it is not known.
+            look: called with the arguments to compute the fact.
         """
         base = x._base
         owner = x if base is None else base

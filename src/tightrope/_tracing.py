@@ -1,4 +1,4 @@
-"""Whether the numbers in a tensor may be looked at."""
+"""Tests of whether Python code may read the values of a tensor, or keep a new tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def is_tracing() -> bool:
-    """Whether something looks on that wants symbols, fakes or wrapped tensors in place of values."""
+    """Return True under torch.compile, a dispatch mode such as fake tensors, or a functorch transform."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -15,10 +15,10 @@ def is_tracing() -> bool:
 
 
 def broadcasts(own: int, size: int) -> bool:
-    """Whether a dimension is 1 or ``size``.
+    """Return True if a dimension is 1 or ``size``.
 
-    Dynamo takes the size of a parameter for another than the symbol of an equal one if asked whether
-    it is ``in (1, size)``.
+    Not ``own in (1, size)``: there Dynamo does not recognise a parameter's size as equal to a symbol of
+    the same value.
 
     >>> broadcasts(1, 8), broadcasts(8, 8), broadcasts(4, 8)
     (True, True, False)
@@ -27,12 +27,12 @@ def broadcasts(own: int, size: int) -> bool:
 
 
 def is_readable(values: torch.Tensor) -> bool:
-    """Whether a look at values costs no synchronisation and breaks no graph."""
+    """Return True if reading the values needs no device synchronisation and breaks no graph."""
     return values.device.type == "cpu" and not is_tracing()
 
 
 def may_keep(device: torch.device) -> bool:
-    """Whether a tensor that is made now may be kept: none that a trace or the pool of a graph owns."""
+    """Return True if a tensor made now may be cached: not while tracing or capturing a CUDA graph."""
     if is_tracing():
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

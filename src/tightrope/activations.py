@@ -1,6 +1,6 @@
-"""Activations and norms: the f of y = P(p) · R(φ) · f(x), which acts on a head vector before it turns.
+"""Activations and norms: the prologue f of y = P(p) · R(φ) · f(x), applied before the rotation.
 
-An activation is said by its name, a norm by an object that carries its weight::
+An activation is given by name, a norm as an object that holds its weight::
 
     rotate_qk(q, k, spec, act="silu")
     rotate_qk(q, k, spec, act=(RMSNorm(q_weight), RMSNorm(k_weight)))
@@ -19,7 +19,7 @@ import torch
 from ._errors import bad_type, bad_value, check_dense, check_local, describe, public
 from ._tracing import broadcasts
 
-#: Every f, in the order of the codes that cross the schema of the operator.
+#: Names of every f. The index of a name is its code in the schema of the operator.
 ACTS = (
     *("none", "relu", "sigmoid", "silu", "gelu", "elu", "relu2", "softplus", "exp", "leaky_relu"),
     *("tanh", "sin", "cos", "softmax", "rms_norm"),
@@ -36,15 +36,15 @@ LEAK = 0.01
 class RMSNorm:
     """x / sqrt(mean(x²) + eps) · weight over the channels of a head: the norm of queries and keys.
 
-    The mean is over all channels of the head, also those that do not rotate. It is float32 inside
-    (float64 for float64), and nothing is rounded between the norm and the rotation. A head whose sum of
-    squares overflows that, by a channel of about 1.8e19 in float32, becomes 0, as in
+    The mean is over all channels of the head, including those that do not rotate. It is computed in
+    float32 (float64 for float64), and nothing is rounded between the norm and the rotation. A head whose
+    sum of squares overflows, which one channel of about 1.8e19 does in float32, becomes 0, as in
     ``torch.nn.functional.rms_norm``.
 
     Args:
-        weight: floating ``(head_dim,)`` or ``(heads, head_dim)``; None for 1. Learnable.
-        eps: added to the mean.
-        unit_offset: whether the factor is 1 + weight, as Gemma stores it.
+        weight: floating ``(head_dim,)`` or ``(heads, head_dim)``, learnable; None for ones.
+        eps: added to the mean of squares.
+        unit_offset: whether to multiply by 1 + weight, as in Gemma.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467), equation 4;
     on queries and keys: Henry et al. (arXiv 2010.04245), Dehghani et al. (arXiv 2302.05442).
@@ -79,13 +79,13 @@ class RMSNorm:
             raise bad_type(f"unit_offset must be a bool but got {describe(self.unit_offset)}")
 
     def factors(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """What the normalised channels are multiplied by: ``[heads|1, head_dim]``, float32, or float64
-        for float64.
+        """Return the factors of the normalised channels, ``[heads|1, head_dim]`` in float32 (float64 for
+        float64).
 
         Args:
-            name: named in errors.
-            x: what is normalised.
-            heads: how many heads it has.
+            name: name of x in errors.
+            x: the tensor to normalise.
+            heads: number of its heads.
 
         Raises:
             TypeError, ValueError: a weight that does not fit x.
@@ -113,22 +113,22 @@ class RMSNorm:
 
 #: One f: None, a name, or a norm.
 Act: TypeAlias = str | RMSNorm | None
-#: What ``act=`` takes: one for all, or one for queries and one for keys.
+#: The type of ``act=``: one f for all, or one for queries and one for keys.
 ActLike: TypeAlias = Act | tuple[Act, Act]
 
 
 def pair(act: object) -> tuple[Act, Act]:
-    """One f for both, or a pair of them, as the f of queries and of keys; None where there is none.
+    """Split ``act=`` into the f of queries and the f of keys; None for no activation.
 
     Raises:
-        TypeError, ValueError: what is neither a name, a norm nor a pair of them.
+        TypeError, ValueError: anything but None, a name, a norm, or a pair of them.
 
     >>> pair(("silu", "none"))
     ('silu', None)
     """
     both = act if isinstance(act, tuple) else (act, act)
     if len(both) != 2:
-        raise bad_value(f"act must be one, or a pair for q and k, but got {len(both)} of them")
+        raise bad_value(f"act must be one activation, or a pair for q and k, but got {len(both)}")
     return _one(both[0]), _one(both[1])
 
 
@@ -145,14 +145,13 @@ def _one(act: object) -> Act:
         )
     if act == ACTS[RMS_NORM]:
         raise bad_value(
-            "act must carry the weight of a norm; give RMSNorm(weight), or RMSNorm() for none, "
-            f"instead of {act!r}"
+            f"act must be given as RMSNorm(weight), or RMSNorm() without a weight, but got {act!r}"
         )
     raise bad_value(f"act must be one of {names} but got {act!r}")
 
 
 def code_of(act: Act) -> int:
-    """The code of f in the schema.
+    """Return the code of f in the schema of the operator.
 
     >>> code_of(None), code_of("relu")
     (0, 1)
@@ -165,11 +164,11 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
     "silu": torch.nn.functional.silu,
-    # 1 + erf would cancel below 0.
+    # 1 + erf would lose digits by cancellation below 0.
     "gelu": lambda x: 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5)),
     "elu": torch.nn.functional.elu,
     "relu2": lambda x: torch.relu(x).square(),
-    # torch's own softplus is x from 20 on, too early for float64.
+    # torch's own softplus returns x from 20 on, which is too inaccurate for float64.
     "softplus": lambda x: torch.logaddexp(x, x.new_zeros(())),
     "exp": torch.exp,
     "leaky_relu": lambda x: torch.nn.functional.leaky_relu(x, LEAK),
@@ -180,7 +179,7 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-# f'; each product of two sigmoids stands for a difference that would cancel.
+# f'. Each product of two sigmoids replaces a difference that would lose digits by cancellation.
 _SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": torch.ones_like,
     "relu": lambda x: (x > 0).to(x.dtype),
@@ -204,13 +203,13 @@ _SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def apply(
     code: int, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 0.0
 ) -> torch.Tensor:
-    """f(x), the definition.
+    """Return f(x); this is the definition.
 
     Args:
         code: index into ACTS.
-        x: ``[..., heads, tokens, channels]`` of the dtype to compute in.
-        weight: of a norm, ``[heads|1, channels]``.
-        eps: of a norm.
+        x: ``[..., heads, tokens, channels]``, in the dtype to compute in.
+        weight: weight of a norm, ``[heads|1, channels]``.
+        eps: eps of a norm.
 
     >>> apply(code_of("relu2"), torch.tensor([-1.0, 3.0])).tolist()
     [0.0, 9.0]
@@ -228,7 +227,7 @@ def transpose(
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """f'(x)ᵀ · grad, the gradient by x; arguments as of :func:`apply`.
+    """Return f'(x)ᵀ · grad, the gradient by x; arguments as in :func:`apply`.
 
     >>> transpose(code_of("exp"), torch.zeros(2), torch.ones(2)).tolist()
     [1.0, 1.0]
@@ -245,12 +244,12 @@ def transpose(
 
 
 def by_weight(x: torch.Tensor, grad: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
-    """The gradient by the weight of a norm, ``[heads|1, channels]``.
+    """Return the gradient by the weight of a norm, ``[heads|1, channels]``.
 
     Args:
         x, grad: ``[rows, heads, tokens, channels]``.
-        heads: of the weight.
-        eps: as of :func:`apply`.
+        heads: number of heads of the weight.
+        eps: see :func:`apply`.
     """
     each = x * _inverse_rms(x, eps) * grad
     sums = each.sum((0, 2))

@@ -1,10 +1,10 @@
-"""Where frequencies meet positions: phase words, and cosine and sine from them.
+"""Exact angles: phase words from frequencies, and cosines and sines from phase words and positions.
 
 A phase word is ``round(ω / 2π · 2^64)`` modulo 2^64, held as int64. ``position · word`` in wrapping
-int64 arithmetic is the angle modulo one turn, off by at most ``|position| · 2^-65`` turn, so neither a
-range reduction nor a float64 is needed on the way. See docs/numerics.md for the error bounds.
+int64 arithmetic is the angle modulo one turn, off by at most ``|position| · 2^-65`` turn, so neither
+range reduction nor float64 is needed. See docs/numerics.md for the error bounds.
 
-This module is the definition, in plain torch; every kernel computes the same thing.
+This module is part of the definition, in plain torch; every kernel computes the same thing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 _TURN = 2.0**-64  # one phase unit, in turns
 _FLOAT_TWO_PI = float(TWO_PI)
 _RADIANS = _FLOAT_TWO_PI * _TURN
-_NO_TURNS = -(2**63)  # of a frequency that is no number; kernels know it too
+_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels test for it too
 
 
 def _parts(value: decimal.Decimal) -> tuple[float, float, float]:
-    """A number below ¼ as a sum of 24, 24 and 53 bits."""
+    """Split a number below ¼ into a sum of parts of 24, 24 and 53 bits."""
     parts = []
     for scale in (2**26, 2**50):
         parts.append(int(CONTEXT.multiply(value, decimal.Decimal(scale))) / scale)
@@ -43,8 +43,8 @@ class Words:
 
     Attributes:
         words: ``round(ω / 2π · 2^64)`` modulo 2^64, signed, one per pair.
-        turns: what the modulo took away, one per pair; all zero unless some ω >= π. Only a
-            fractional position needs them.
+        turns: whole turns that the modulo removed, one per pair; all zero unless some ω >= π. Only
+            fractional positions need them.
     """
 
     words: tuple[int, ...]
@@ -53,7 +53,7 @@ class Words:
 
 @lru_cache(maxsize=256)
 def words_of(frequencies: Frequencies) -> Words:
-    """Phase words of given frequencies, right to the last bit.
+    """Return the phase words of frequencies, correct to the last bit.
 
     >>> words_of(Frequencies((TWO_PI / 4,))).words == (2**62,)
     True
@@ -69,18 +69,18 @@ def words_of(frequencies: Frequencies) -> Words:
 
 
 def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phase words of frequencies that are a tensor, made where it lives, without a synchronisation.
+    """Return the phase words of a tensor of frequencies, computed on its device without synchronising.
 
-    A frequency is taken as the exact number that it is. What its product with 1 / 2π loses in rounding
-    is added from parts whose products are exact, so that a word is off by at most half a unit and
-    2^-79 · ω turns, which is less than a unit for ω below 2^14.
+    Each frequency is taken as an exact number. The rounding error of its product with 1 / 2π is
+    recovered from partial products that are exact, so a phase word is off by at most half a unit plus
+    2^-79 · ω turns, which is less than one unit for ω below 2^14.
 
     Args:
         inv_freq: floating, radians per position; taken as float64.
 
     Returns:
-        Words and turns as of :class:`Words`, int64, in the shape of ``inv_freq``. What is no number, or
-        2^62 turns and more, has turns of which every kernel makes NaN.
+        Phase words and turns as in :class:`Words`, int64, in the shape of ``inv_freq``. A frequency
+        that is NaN, or of 2^62 turns or more, gets a marker in ``turns`` that makes every angle NaN.
 
     >>> words_from(torch.tensor([0.0, 2 * float(TWO_PI)]))[1].tolist()
     [0, 2]
@@ -90,7 +90,7 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     lost = ~(scaled.abs() < 2.0**62)
     fraction = (scaled - torch.round(scaled)) * 2.0**62
     units = torch.round(fraction)
-    # What the product lost in rounding. From 2^50 turns on it is itself a count of turns.
+    # The rounding error of the product. From 2^50 turns on, the error itself is whole turns.
     upper = omega.to(torch.float32).to(torch.float64)
     lower = omega - upper
     first, second, third = _PARTS
@@ -99,13 +99,13 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     fine = torch.round(error * 2.0**64 + (fraction - units) * 4)
     fine = torch.where(scaled.abs() < 2.0**50, fine, 0.0)
     words = (torch.where(lost, 0.0, units).to(torch.int64) << 2) + fine.to(torch.int64)
-    # An integer times a number would be of the default dtype, which float16 may be.
+    # int64 times a Python float would have the default dtype, which may be float16.
     turns = torch.round(scaled - words.to(torch.float64) * 2.0**-64)
     return words, torch.where(lost, float(_NO_TURNS), turns).to(torch.int64)
 
 
 def without_frequency(turns: torch.Tensor) -> torch.Tensor:
-    """Which pairs have a frequency that is no number, ``[rows|1, heads|1, 1, pairs]``."""
+    """Return a mask of the pairs marked as having no frequency, ``[rows|1, heads|1, 1, pairs]``."""
     return (turns == _NO_TURNS).any(0)[:, :, None]
 
 
@@ -117,15 +117,15 @@ def phases(
     ramp: bool,
     tokens: int,
 ) -> torch.Tensor:
-    """Angles as 64-bit fractions of a turn.
+    """Return angles as 64-bit fractions of a turn.
 
     Args:
         words: int64 ``[axes, rows|1, heads|1, pairs]``.
         turns: None for zeros, or int64 shaped as ``words``.
         positions: None for zeros, or int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``.
         offset: added to every position.
-        ramp: whether the index of the token is added to its position.
-        tokens: how many tokens there are.
+        ramp: whether to add the token index to the position.
+        tokens: number of tokens.
 
     Returns:
         int64 ``[rows|1, heads|1, tokens, pairs]``, in units of 2^-64 turn, wrapped.
@@ -145,11 +145,11 @@ def phases(
 
 
 def cos_sin(phase: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of phases, from a remainder of at most an eighth of a turn.
+    """Return cosine and sine of phases, reduced to at most an eighth of a turn.
 
     Args:
         phase: int64, in units of 2^-64 turn.
-        dtype: float32 or float64 of the results.
+        dtype: float32 or float64, of the results.
     """
     quarter = (phase + 2**61) >> 62
     remainder = phase - (quarter << 62)
@@ -170,12 +170,12 @@ def look_up(
     ramp: bool,
     tokens: int,
 ) -> torch.Tensor:
-    """Rows of a caller's table of cosines or sines, one value per pair. Differentiable by the table.
+    """Look up rows of a caller's cos or sin table, one value per pair. Differentiable in the table.
 
     Args:
         table: floating ``[rows|1, heads|1, length, width]``.
-        form: "cat", "repeat" or "half": how its width holds the pairs.
-        positions, offset, ramp, tokens: as of :func:`phases`, with one axis of integers.
+        form: "cat", "repeat" or "half": the layout of pairs in the width.
+        positions, offset, ramp, tokens: as in :func:`phases`, with one axis of integers.
 
     Returns:
         ``[rows|1, heads|1, tokens, pairs]``; NaN where a position lies outside the table.
@@ -205,17 +205,17 @@ def put_back(
     offset: int,
     ramp: bool,
 ) -> torch.Tensor:
-    """The transpose of :func:`look_up`: the gradient by a table from that by its looked-up rows.
+    """Return the gradient of a table from that of its looked-up rows: the transpose of :func:`look_up`.
 
     Args:
         grad: ``[rows, heads|1, tokens, pairs]``.
-        table, form, positions, offset, ramp: as of :func:`look_up`.
+        table, form, positions, offset, ramp: as in :func:`look_up`.
 
     Returns:
-        Shaped and typed as the table; what duplicates hold is not read and gets zeros.
+        Shape and dtype of the table; zeros for duplicate entries, which :func:`look_up` does not read.
     """
     tokens, pairs = grad.shape[2:]
-    # The vmap under is_grads_batched knows reshape and narrow, but neither flatten nor a slice of all.
+    # is_grads_batched runs a vmap that supports reshape and narrow, but not flatten or a full slice.
     if not _is_whole(table, positions, offset, ramp, tokens):
         at, inside = _rows_of(table, positions, offset, ramp, tokens)
         grad = torch.where(inside[:, None, :, None], grad, 0.0)
@@ -241,14 +241,14 @@ def put_back(
 def _is_whole(
     table: torch.Tensor, positions: torch.Tensor | None, offset: int, ramp: bool, tokens: int
 ) -> bool:
-    """Whether the rows of a table are the tokens, in order."""
+    """Return True if row t of the table belongs to token t, for all rows and tokens."""
     return positions is None and ramp and offset == 0 and table.shape[2] == tokens
 
 
 def _rows_of(
     table: torch.Tensor, positions: torch.Tensor | None, offset: int, ramp: bool, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which row of a table each token has, ``[rows|1, tokens]``, and whether it is inside."""
+    """Return the table row of each token, ``[rows|1, tokens]``, and a mask of those inside the table."""
     whole, _ = _split(positions, table.device)
     at = whole[0] + offset
     if ramp:
@@ -258,36 +258,36 @@ def _rows_of(
 
 
 def pairs_of(table: torch.Tensor, form: str) -> int:
-    """How many pairs a table of that format holds."""
+    """Return the number of pairs in a table of the given format."""
     return table.shape[3] if form == "half" else table.shape[3] // 2
 
 
 def position_angle(
     words: torch.Tensor, turns: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Zeros of shape ``[rows|1, heads|1, tokens|1, pairs]`` whose derivative by ``positions`` is ω.
+    """Return zeros ``[rows|1, heads|1, tokens|1, pairs]`` whose derivative by ``positions`` is ω.
 
-    Phases are integers and carry no derivative; adding this to an angle gives it one, in every mode
-    of differentiation, without changing its value.
+    Phases are integers and have no derivative. Adding these zeros to an angle gives it one, in every
+    mode of differentiation, without changing its value.
     """
     whole, fraction = _split(positions, words.device)
-    still = whole.to(positions.dtype)
+    constant = whole.to(positions.dtype)
     if fraction is not None:
-        still = still + fraction.to(positions.dtype) * 2.0**-63
-    drift = (positions - still).nan_to_num(0.0, 0.0, 0.0).to(dtype)
+        constant = constant + fraction.to(positions.dtype) * 2.0**-63
+    drift = (positions - constant).nan_to_num(0.0, 0.0, 0.0).to(dtype)
     return (drift[:, :, None, :, None] * inv_freq(words, turns, dtype)[:, :, :, None]).sum(0)
 
 
 def frequency_angle(
     inv_freq_: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As :func:`position_angle`, by the frequencies that words were made of.
+    """Return zeros like :func:`position_angle`, but differentiable in the frequencies.
 
     Args:
-        inv_freq_: floating, shaped as words.
-        positions: as numbers, ``[axes, rows|1, tokens]``; see :func:`real`.
+        inv_freq_: the frequencies behind the phase words, floating, in the same shape.
+        positions: floating ``[axes, rows|1, tokens]``; see :func:`real`.
     """
-    # A difference from what words stand for would not be zero: they hold more digits.
+    # Subtracting the value of the phase words would not give zero: they hold more digits.
     drift = (inv_freq_ - inv_freq_.detach()).to(positions.dtype)
     return (positions[:, :, None, :, None] * drift[:, :, :, None]).sum(0).to(dtype)
 
@@ -300,7 +300,7 @@ def real(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Positions as numbers, ``[axes, rows|1, tokens]``; NaN where they are lost."""
+    """Return positions in floating point, ``[axes, rows|1, tokens]``; NaN where :func:`is_lost`."""
     number = torch.zeros(1, 1, 1, dtype=dtype, device=device)
     if positions is not None:
         number = positions.to(dtype)
@@ -312,13 +312,13 @@ def real(
 
 
 def inv_freq(words: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Frequencies in radians per position, read back from phase words."""
+    """Return frequencies in radians per position, recovered from phase words."""
     omega = words.to(dtype) * _RADIANS
     return omega if turns is None else omega + turns.to(dtype) * _FLOAT_TWO_PI
 
 
 def is_lost(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Where a position is no number that an integer can hold (NaN, infinite, 2^62 and beyond)."""
+    """Return a mask of positions that are NaN, infinite, or of magnitude 2^62 and more."""
     if positions is None or not positions.is_floating_point():
         return None
     return ~(positions.abs() < 2.0**62)
@@ -327,7 +327,7 @@ def is_lost(positions: torch.Tensor | None) -> torch.Tensor | None:
 def _split(
     positions: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Positions as an integer part and a fraction in [-1/2, 1/2] in units of 2^-63."""
+    """Split positions into an integer part and a fraction in [-1/2, 1/2], in units of 2^-63."""
     if positions is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=device), None
     if not positions.is_floating_point():
@@ -338,10 +338,10 @@ def _split(
 
 
 def _high_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``floor(a · b / 2^64)`` of signed 64-bit integers, at most 2 too small, for ``|a| <= 2^62``.
+    """Return ``floor(a · b / 2^64)`` of int64, at most 2 too small, for ``|a| <= 2^62``.
 
-    There is no 128-bit product in torch, so 32-bit halves are multiplied; the lowest of the four
-    products cannot move the result by more than one and is left out.
+    torch has no 128-bit product, so this multiplies 32-bit halves. It omits the lowest of the four
+    products, which cannot change the result by more than one.
     """
     a_high, a_low = a >> 32, a & 0xFFFFFFFF
     b_high, b_low = b >> 32, b & 0xFFFFFFFF

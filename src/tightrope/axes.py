@@ -1,8 +1,8 @@
-"""Axes: which coordinate of a position turns each pair, and how fast.
+"""Axes: the assignment of channel pairs to coordinates of a position (height, width, time).
 
-A token of an image or a video has several coordinates. Families differ in how they share the pairs
-out among them; an :class:`Axes` writes one such assignment down, pair by pair. It says nothing about
-the numbers themselves: frequencies come from the rule of a spec, coordinates from positions.
+A token of an image or a video has several coordinates. Model families assign the
+pairs to them differently; an :class:`Axes` records one assignment, pair by pair. It holds no values:
+frequencies come from the rule of a spec, coordinates from positions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Axes:
     they were made.
 
     Attributes:
-        count: how many coordinates a position has.
-        pairs: one ``(axis, index, dim)`` per pair: coordinate ``axis`` turns it, by frequency number
-            ``index`` of those that the rule of the spec yields for ``dim`` channels. With the default
+        count: number of coordinates of a position.
+        pairs: one ``(axis, index, dim)`` per pair: coordinate ``axis`` rotates it, with frequency
+            number ``index`` of those that the spec's rule gives for ``dim`` channels. With the default
             rule that is ``base^(−2·index/dim)``.
 
     Raises:
-        ValueError: an axis or an index that is not there, or an odd dim.
-        TypeError: something other than ints.
+        ValueError: an axis or an index out of range, or an odd dim.
+        TypeError: values that are not ints.
 
     Source: each constructor names the paper and the models.
 
@@ -70,22 +70,22 @@ class Axes:
     @classmethod
     @public("Axes.sections")
     def sections(cls, sizes: Iterable[int], interleaved: bool = False) -> Axes:
-        """Multimodal RoPE: one row of frequencies over all pairs, its pairs shared out to the axes.
+        """Multimodal RoPE (M-RoPE): one row of frequencies, each pair assigned to one axis.
 
-        Pair ``k`` turns by frequency ``k`` of the whole rotary dimension, as without axes, so a token
+        Pair ``k`` has frequency ``k`` of the whole rotary dimension, as without axes, so a token
         whose coordinates are all equal rotates as text does.
 
         Args:
-            sizes: pairs of each axis, ``mrope_section`` in a configuration.
+            sizes: number of pairs of each axis, ``mrope_section`` in a configuration.
             interleaved: false: the first ``sizes[0]`` pairs belong to axis 0, the next ``sizes[1]``
-                to axis 1, and so on. True: pair ``k`` belongs to axis ``a = k % count`` where
-                ``a >= 1`` and ``k < count · sizes[a]``; all others belong to axis 0. So axes take
-                turns (t h w t h w …) until the shorter ones have their share, and the slowest pairs
-                are axis 0's.
+                to axis 1, and so on. True: pair ``k`` belongs to axis ``a = k % count`` if
+                ``a >= 1`` and ``k < count · sizes[a]``; all others belong to axis 0. So axes
+                alternate (t h w t h w …) until the shorter ones have all their pairs, and the
+                slowest pairs belong to axis 0.
 
         Raises:
-            ValueError: sizes that interleaving cannot give: an axis other than 0 would have to
-                reach past the last pair.
+            ValueError: sizes that cannot be interleaved: an axis other than 0 would need a pair
+                after the last.
 
         Source: consecutive: Qwen2-VL (arXiv 2409.12191), section 2.1; interleaved: Qwen3-VL (arXiv
         2511.21631).
@@ -107,8 +107,8 @@ class Axes:
                 last = axis + count * (sizes[axis] - 1)
                 if sizes[axis] and last >= total:
                     raise bad_value(
-                        f"sizes must leave axis {axis} its {sizes[axis]} pairs when interleaved "
-                        f"but pair {last} is not one of {total}; got {sizes}"
+                        f"sizes must fit {total} pairs when interleaved but axis {axis} would reach "
+                        f"pair {last}; got {sizes}"
                     )
                 for pair in range(axis, last + 1, count):
                     owner[pair] = axis
@@ -117,13 +117,13 @@ class Axes:
     @classmethod
     @public("Axes.blocks")
     def blocks(cls, sizes: Iterable[int]) -> Axes:
-        """Axial RoPE: each axis turns a block of pairs of its own, by a whole row of frequencies.
+        """Axial RoPE: each axis rotates its own block of pairs, with its own row of frequencies.
 
-        Axis ``a`` has ``sizes[a]`` consecutive pairs, and frequencies as if ``2 · sizes[a]`` channels
-        were all there is.
+        Axis ``a`` has ``sizes[a]`` consecutive pairs, with the frequencies of a head of
+        ``2 · sizes[a]`` channels.
 
         Args:
-            sizes: pairs of each axis; they may differ, as they do for video.
+            sizes: number of pairs of each axis; they may differ, as they do for video.
 
         Source: images: EVA-02 (arXiv 2303.11331), Qwen2-VL's vision tower (arXiv 2409.12191), DINOv3
         (arXiv 2508.10104). Video with unequal blocks: Wan (arXiv 2503.20314).
@@ -140,14 +140,14 @@ class Axes:
     @classmethod
     @public("Axes.strided")
     def strided(cls, count: int, pairs: int) -> Axes:
-        """One row of frequencies over all pairs, dealt out to the axes like cards.
+        """Strided axial RoPE: one row of frequencies, of which each axis takes every ``count``-th.
 
-        Axis ``a`` turns the ``a``-th block of ``pairs / count`` pairs, by frequencies ``a``,
+        Axis ``a`` rotates the ``a``-th block of ``pairs / count`` pairs, with frequencies ``a``,
         ``a + count``, ``a + 2 · count``, … of the row.
 
         Args:
-            count: how many axes.
-            pairs: how many pairs in all, a multiple of count.
+            count: number of axes.
+            pairs: total number of pairs, a multiple of count.
 
         Source: Pixtral (arXiv 2410.07073).
 
@@ -170,7 +170,7 @@ class Axes:
 
     @property
     def rotary_dim(self) -> int:
-        """How many channels the pairs are.
+        """Number of channels that rotate, two per pair.
 
         >>> Axes.blocks((16, 16)).rotary_dim
         64
@@ -178,7 +178,7 @@ class Axes:
         return 2 * len(self.pairs)
 
     def __repr__(self) -> str:
-        # The shortest call that makes an equal value: hundreds of triples tell a person nothing.
+        # The shortest call that makes an equal value: hundreds of triples are unreadable.
         sizes = [0] * self.count
         for axis, _, _ in self.pairs:
             sizes[axis] += 1

@@ -1,4 +1,4 @@
-"""Which channels of a head rotate, and which of them are pairs."""
+"""The slice of a head that rotates, and the pairing of its channels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ._errors import bad_type, bad_value, integer
 
 @dataclass(frozen=True)
 class Channels:
-    """The slice of a head that rotates, and how its channels are paired.
+    """The slice of a head that rotates, and the pairing of its channels.
 
     Attributes:
-        head_dim, start, rotary_dim, interleaved: as of :class:`tightrope.RopeSpec`.
+        head_dim, start, rotary_dim, interleaved: see :class:`tightrope.RopeSpec`.
     """
 
     head_dim: int
@@ -27,14 +27,14 @@ class Channels:
     def checked(
         cls, head_dim: object, rotary_dim: object, start: object, interleaved: object
     ) -> Channels:
-        """From what a user wrote; ``rotary_dim=None`` is all channels from ``start`` on.
+        """Validate a user's values; ``rotary_dim=None`` means all channels from ``start`` on.
 
         Args:
-            head_dim, rotary_dim, start, interleaved: as of :class:`tightrope.RopeSpec`.
+            head_dim, rotary_dim, start, interleaved: see :class:`tightrope.RopeSpec`.
 
         Raises:
             ValueError: an odd number of channels, or channels outside the head.
-            TypeError: sizes that are no ints, a pairing that is no bool.
+            TypeError: a size that is not an int, or ``interleaved`` not a bool.
 
         >>> Channels.checked(64, None, 16, False).rotary_dim
         48
@@ -56,11 +56,11 @@ class Channels:
 
     @property
     def pairs(self) -> int:
-        """How many pairs rotate."""
+        """Number of pairs that rotate."""
         return self.rotary_dim // 2
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of pairs as values of channels; 0 for channels that do not rotate.
+        """Expand one value per pair to one per channel; 0 for channels that do not rotate.
 
         >>> Channels(6, 0, 4, False).spread(torch.tensor([1, 2])).tolist()
         [1, 2, 1, 2, 0, 0]

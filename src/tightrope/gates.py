@@ -1,11 +1,11 @@
-"""Gates: the positive diagonal P of y = P(p) · R(φ) · f(x).
+"""Gates: the positive diagonal P of y = P(p) · R(φ) · f(x), the epilogue of a rotation.
 
-A gate is a frozen object that carries its tensors and gives the logarithm of its factor, shaped
-``[rows|1, heads|1, tokens|1, channels|1]``. Logarithms add where factors multiply, and differences of
-them are what a recurrence needs.
+A gate is a frozen object that holds its tensors and returns the logarithm of its factor, shaped
+``[rows|1, heads|1, tokens|1, channels|1]``. Logarithms make products sums, and a recurrence needs
+their differences.
 
-``tied="pair"`` gives both channels of a pair one value: such a gate commutes with the rotation. A
-constant one then leaves scores a function of distance.
+``tied="pair"`` gives both channels of a pair one value, so that the gate commutes with the rotation.
+If it is also constant, attention scores still depend only on the distance between tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .channels import Channels as Channels
 
 
 class Gate:
-    """What all gates are.
+    """Base class of all gates.
 
     Attributes:
         by_position: whether the factor depends on the position.
@@ -39,12 +39,12 @@ class Gate:
         positions: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """The logarithm of the factor.
+        """Return the logarithm of the factor.
 
         Args:
-            channels: of the head that is gated.
-            positions: ``[rows|1, tokens]`` of integers or floats; needed where ``by_position``.
-            dtype: of what is gated. The logarithm is float64 for float64, and float32 for all others.
+            channels: the rotated slice and pairing of the head that is gated.
+            positions: ``[rows|1, tokens]``, integers or floats; required if ``by_position``.
+            dtype: dtype of the gated tensor. The logarithm is float64 for float64, else float32.
 
         Returns:
             ``[rows|1, heads|1, tokens|1, channels|1]``.
@@ -57,23 +57,23 @@ class Gate:
         positions: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """The factor itself; arguments and shape as of :meth:`log_factor`."""
+        """Return the factor; arguments and shape as in :meth:`log_factor`."""
         return self.log_factor(channels, positions, dtype).exp()
 
     def log_on(
         self, x: torch.Tensor, channels: Channels, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """:meth:`log_factor` for what is gated, where that is; on a device a gate whose tensors are
-        there, or that has none, copies nothing from the host.
+        """Return :meth:`log_factor` on the device of x. Copies nothing from the host if the gate has no
+        tensors, or has them on that device.
 
         Args:
-            x: what is gated.
-            channels, positions: as of :meth:`log_factor`.
+            x: the gated tensor.
+            channels, positions: see :meth:`log_factor`.
         """
         return onto(self.log_factor(channels, positions, x.dtype), x.device)
 
     def for_keys(self) -> Gate:
-        """What keys are multiplied by where this gate is said for queries and keys at once."""
+        """Return the gate of the keys when this gate is given once for queries and keys."""
         return self
 
 
@@ -82,7 +82,7 @@ class Scalar(Gate):
     """One factor for everything.
 
     Args:
-        value: a positive number, or a tensor ``()`` of one; learnable.
+        value: a positive number, or a floating tensor ``()``, learnable.
 
     >>> Scalar(2.0).factor(Channels(4, 0, 4, False)).flatten().tolist()
     [2.0]
@@ -105,7 +105,7 @@ class Scalar(Gate):
         positions: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """As of :meth:`Gate.log_factor`."""
+        """See :meth:`Gate.log_factor`."""
         return self._log(dtype, torch.device("cpu") if positions is None else positions.device)
 
     def log_on(
@@ -114,11 +114,11 @@ class Scalar(Gate):
         channels: Channels,  # noqa: ARG002
         positions: torch.Tensor | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
-        """As of :meth:`Gate.log_on`."""
+        """See :meth:`Gate.log_on`."""
         return onto(self._log(x.dtype, x.device), x.device)
 
     def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The logarithm: of a number on that device, of a tensor on its own."""
+        """Return the logarithm: of a number on ``device``, of a tensor on the tensor's own device."""
         inside = _inside(dtype)
         if isinstance(self.value, torch.Tensor):
             return self.value.to(inside).log().reshape(1, 1, 1, 1)
@@ -153,7 +153,7 @@ class Exp(Gate):
         positions: torch.Tensor | None = None,  # noqa: ARG002
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """As of :meth:`Gate.log_factor`."""
+        """See :meth:`Gate.log_factor`."""
         return _rows("gamma", self.gamma, self.tied, channels, dtype)
 
 
@@ -162,7 +162,7 @@ class Slope(Gate):
     """exp(slope · p): a factor that grows or shrinks along the positions.
 
     Args:
-        slope: as gamma of :class:`Exp`, per position.
+        slope: growth of the logarithm per position; shaped like gamma of :class:`Exp`.
         tied: None, or "pair".
 
     >>> gate = Slope(torch.tensor([-1.0, 0.5]))
@@ -185,13 +185,13 @@ class Slope(Gate):
         positions: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """As of :meth:`Gate.log_factor`."""
+        """See :meth:`Gate.log_factor`."""
         where = _needed(positions).to(_inside(dtype))[:, None, :, None]
         return onto(self.rates(channels, dtype), where.device)[None, :, None] * where
 
     @public("Slope")
     def rates(self, channels: Channels, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """What the logarithm is per position, ``[heads|1, channels|1]``; arguments as of
+        """Return the growth of the logarithm per position, ``[heads|1, channels|1]``; arguments as in
         :meth:`Gate.log_factor`."""
         rows = self.slope if self.slope.dim() == 2 else self.slope[None]
         return _widened("slope", rows, self.tied, channels, dtype)
@@ -199,7 +199,7 @@ class Slope(Gate):
 
 @dataclass(frozen=True, eq=False)
 class Given(Gate):
-    """exp(g), for any g that somebody brings: one value per token of the call, head and channel.
+    """exp(g), for a given g: one value per token of the call, head and channel.
 
     Args:
         log: g, floating ``(tokens|1, heads|1, channels|1)`` or ``(rows|1, tokens|1, heads|1,
@@ -230,7 +230,7 @@ class Given(Gate):
         positions: torch.Tensor | None = None,  # noqa: ARG002
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """As of :meth:`Gate.log_factor`."""
+        """See :meth:`Gate.log_factor`."""
         log = self.log if self.log.dim() == 4 else self.log[None]
         return _widened("log", log, self.tied, channels, dtype).transpose(1, 2)
 
@@ -241,14 +241,14 @@ class XPos(Gate):
 
     The factor of pair k at position p is ζ_k^((p − centre) / scale_base), with
     ζ_k = (2k / rotary_dim + smoothing) / (1 + smoothing), and its inverse for keys. Scores do not
-    depend on the centre, but what is cached does: it is fixed, and said.
+    depend on the centre, but cached keys do, so it is fixed and has no default.
 
     Args:
-        centre: the position where the factor is 1; the middle of what will be seen keeps numbers
-            small on both sides.
-        scale_base: positions over which the power rises by one.
+        centre: the position where the factor is 1; the middle of the positions in use keeps the
+            factors moderate on both sides.
+        scale_base: number of positions over which the exponent grows by one.
         smoothing: γ of the paper.
-        opposite: the inverse, for keys; see :meth:`for_keys`.
+        opposite: whether this is the inverse, for keys; see :meth:`for_keys`.
 
     Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554), section 3.2.
 
@@ -274,8 +274,8 @@ class XPos(Gate):
                 raise bad_value(f"{name} must be positive but got {value}")
 
     def for_keys(self) -> Gate:
-        """The gate with opposite exponents."""
-        # Dynamo ignores caches and warns about each.
+        """Return the inverse gate."""
+        # Dynamo ignores lru_cache and warns about each use.
         return _reversed(self) if is_tracing() else _opposite(self)
 
     @public("XPos")
@@ -285,18 +285,18 @@ class XPos(Gate):
         positions: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """As of :meth:`Gate.log_factor`.
+        """See :meth:`Gate.log_factor`.
 
         Raises:
-            ValueError: the factor, or its inverse, would overflow ``dtype``. On a device, where a look
-                would cost a synchronisation, and in compiled code, such a factor is NaN.
+            ValueError: the factor, or its inverse, would overflow ``dtype``. On a device, where
+                checking would synchronise, and in compiled code, such a factor becomes NaN.
         """
         inside = _inside(dtype)
         where = _needed(positions)
         away = self._away(where, inside)[:, None, :, None] / self.scale_base
         rate = _rates(self.smoothing, channels, inside, where.device)
         log = (-rate if self.opposite else rate) * away
-        # The inverse counts too: where one of the two underflows, the product is lost as well.
+        # abs() checks the inverse too: if one of the two underflows, their product is also wrong.
         limit = math.log(torch.finfo(dtype).max)
         if not is_readable(where):
             return torch.where(log.abs() <= limit, log, torch.nan)
@@ -312,9 +312,9 @@ class XPos(Gate):
         return log
 
     def _away(self, where: torch.Tensor, inside: torch.dtype) -> torch.Tensor:
-        """How far positions are from the centre, with all digits of both.
+        """Return the distance of positions from the centre, without losing digits of either.
 
-        A difference of integers and floats would be of the default dtype.
+        A plain difference of integers and a float would have the default dtype.
         """
         whole = round(self.centre) if abs(self.centre) < 2.0**62 else 0
         if where.is_floating_point():
@@ -323,7 +323,7 @@ class XPos(Gate):
         return (where.to(torch.int64) - whole).to(inside) - (self.centre - whole)
 
 
-# Of gates that have no tensors: log ζ on each device.
+# log ζ of XPos gates on each device.
 _kept: dict[Any, torch.Tensor] = {}
 _MOST_KEPT = 64
 
@@ -331,7 +331,7 @@ _MOST_KEPT = 64
 def _rates(
     smoothing: float, channels: Channels, inside: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """log ζ of each channel, made on the host and kept, as every call would copy it to its device."""
+    """Return log ζ of each channel; computed on the host, then cached per device to avoid a copy per call."""
     key = smoothing, channels, inside, device
     found = None if is_tracing() else _kept.get(key)
     if found is None:
@@ -360,13 +360,13 @@ def total(
     channels: Channels,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """The logarithm of the product of gates, on the device of x; None of none.
+    """Return the logarithm of the product of gates, on the device of x; None if there are no gates.
 
     Args:
-        name: named in errors.
+        name: name of x in errors.
         x: ``(rows, heads, tokens, channels)``.
-        gates: any number of them; their factors multiply.
-        channels, positions: as of :meth:`Gate.log_factor`.
+        gates: any number of gates, whose factors multiply.
+        channels, positions: see :meth:`Gate.log_factor`.
 
     Raises:
         ValueError: a gate that does not fit x.
@@ -381,19 +381,19 @@ def total(
 
 
 def onto(log: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A logarithm on a device; where it stands if it has no numbers, for :func:`check_own`."""
+    """Move a logarithm to ``device``; leave meta tensors, which :func:`check_own` reports."""
     return log if log.is_meta else log.to(device)
 
 
 def check_own(name: str, x: torch.Tensor, gate: Gate) -> None:
-    """Refuse a gate whose tensors no kernel can read, or that gets no gradient back from there.
+    """Raise an error if a gate has tensors that kernels cannot read, or that would get no gradient.
 
     Args:
-        name: named in errors.
-        x: what is gated.
-        gate: any.
+        name: name of x in errors.
+        x: the gated tensor.
+        gate: the gate to check.
     """
-    # Those of the library are dataclasses; torch 2.10 compiles no look into an object's own names.
+    # Gates of the library are dataclasses; torch 2.10 cannot compile vars() of an object.
     names = getattr(type(gate), "__dataclass_fields__", None)
     for field in vars(gate) if names is None else names:
         value = getattr(gate, field)
@@ -408,7 +408,7 @@ def check_own(name: str, x: torch.Tensor, gate: Gate) -> None:
 
 
 def check_fit(name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:
-    """Refuse a gate for other rows, heads or tokens than those of x, ``(rows, heads, tokens, …)``."""
+    """Raise an error if the shape of a gate does not broadcast to x, ``(rows, heads, tokens, …)``."""
     for axis, own, size in zip(("rows", "heads", "tokens"), shape, x.shape):
         if not broadcasts(own, size):
             raise bad_value(
@@ -425,7 +425,7 @@ def apply(
     channels: Channels,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply by gates, with one rounding at the end; arguments as of :func:`total`.
+    """Multiply x by gates, rounding once at the end; arguments as in :func:`total`.
 
     >>> half = Scalar(0.5)
     >>> apply("x", torch.ones(1, 1, 1, 2), [half, half], Channels(2, 0, 2, True)).tolist()
@@ -436,7 +436,7 @@ def apply(
 
 
 def pair(gate: object) -> tuple[Gate | None, Gate | None]:
-    """A gate for both, or a pair of them, as the gates of queries and keys."""
+    """Split ``gate=`` into the gate of queries and the gate of keys."""
     both = gate if isinstance(gate, tuple) else (gate, gate)
     if len(both) != 2 or not all(each is None or isinstance(each, Gate) for each in both):
         raise bad_type(

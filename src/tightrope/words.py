@@ -1,4 +1,4 @@
-"""Phase words of a spec's fields, made on the host: pure functions, cached by their arguments."""
+"""Phase words for the fields of a spec, computed on the host: pure functions, cached by argument."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies, Rule
 
 T = TypeVar("T")
 
-#: Makes words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in csrc/stretched.cpp for
-#: its constants, the original length, the lengths of the rows, the bound of the error, the first row, and
-#: the words ``[rows, pairs]`` that it writes. It returns the first row whose rounding it cannot prove.
-#: The native library sets it; without it the definition makes these words.
+#: Computes phase words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in
+#: csrc/stretched.cpp. Arguments: its constants, the original length, the lengths of the rows, the error
+#: bound, the first row, and the tensor ``[rows, pairs]`` that it writes. Returns the first row whose
+#: rounding it cannot prove. Set by the native library; without it the definition computes these phase
+#: words.
 stretched_natively: Callable[[bytes, int, Sequence[int], int, int, torch.Tensor], int] | None = None
 
-# 32 times the error bound that csrc/stretched.cpp derives. One word in eight million stays unproven.
+# 32 times the error bound that csrc/stretched.cpp derives. One phase word in eight million remains unproven.
 _DOUBT = 2**40
 
 
@@ -33,7 +34,7 @@ Table: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 
 
 class HostWords(NamedTuple):
-    """Phase words of one regime of a rule as plain ints.
+    """Phase words of one regime of a rule, as plain ints.
 
     Attributes:
         words, turns: see :class:`tightrope.angles.Words`; flat.
@@ -47,7 +48,7 @@ class HostWords(NamedTuple):
     amplitude_hex: str
 
 
-# A value, or its class and fields: what the compiler can hand to a constant function.
+# A value, or its class and fields: the compiler can pass both to a constant function.
 Constant: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
 
 
@@ -58,7 +59,7 @@ def made(
     axes: Constant[Axes | None],
     regime: int | None,
 ) -> HostWords:
-    """Phase words and turns of one regime of a rule. A pure function.
+    """Return phase words and turns of one regime of a rule. A pure function.
 
     Args:
         rule, rotary_dim, base, axes: see :class:`tightrope.RopeSpec`.
@@ -68,7 +69,7 @@ def made(
 
 
 def inv_freq(rule: Constant[Rule | None], dim: int, base: float) -> list[float]:
-    """The frequencies of one row of a rule, within its original length."""
+    """Return one row of a rule's frequencies, for lengths within the original one."""
     rule = _value_of(rule)
     row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
     return [float(omega) for omega in row.exact]
@@ -81,8 +82,8 @@ def _value_of(constant: Constant[T]) -> T:
     return constant
 
 
-# A spec may be made inside a compiled function; its words are constants there, since dynamo cannot
-# trace decimals. This is what torch.compiler.assume_constant_result does, which would import dynamo.
+# A spec may be made inside a compiled function; its phase words are constants there, since Dynamo
+# cannot trace decimals. This is what torch.compiler.assume_constant_result does, which would import Dynamo.
 made._dynamo_marked_constant = True  # type: ignore[attr-defined]
 inv_freq._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -116,7 +117,7 @@ def _cached(
 def assigned(
     rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None, regime: int | None
 ) -> Frequencies:
-    """The frequencies of a rule, one per pair, as axes assign them."""
+    """Return the frequencies of a rule, one per pair, as assigned by the axes."""
 
     def row(dim: int) -> Frequencies:
         if rule is None:
@@ -140,13 +141,13 @@ def assigned(
 def of_lengths(
     rule: Rule, rotary_dim: int, base: float, axes: Axes | None, lengths: Sequence[int]
 ) -> Table:
-    """Phase words and turns of rows of given lengths, ``[axes, rows, heads|1, pairs]`` on the CPU.
+    """Return phase words and turns for rows of given lengths, ``[axes, rows, heads|1, pairs]``, on the CPU.
 
-    A pure function, with the bits of :func:`made` for each row.
+    A pure function; each row is bitwise equal to the result of :func:`made`.
 
     Args:
         rule, rotary_dim, base, axes: see :class:`tightrope.RopeSpec`.
-        lengths: at least one.
+        lengths: length of each row; at least one.
     """
     dims, index, owners = _places(rotary_dim, axes)
     rows = [_stretched(rule, dim, base, lengths) for dim in dims]
@@ -158,12 +159,12 @@ def of_lengths(
     whole = found[0] if len(found) == 1 else torch.cat(found, 1)
     if index is not None:
         whole = whole.index_select(1, index)
-    # No axis turns a pair that is another's.
+    # Zero for the axes to which a pair does not belong.
     return (whole[None] if owners is None else whole * owners)[:, :, None], None
 
 
 def _stretched(rule: Rule, dim: int, base: float, lengths: Sequence[int]) -> torch.Tensor | None:
-    """Phase words ``[rows, pairs]``, made natively; None where only the definition makes them."""
+    """Return phase words ``[rows, pairs]`` from the native library; None if it cannot compute them."""
     constants = None if stretched_natively is None else _constants(rule, dim, base)
     if stretched_natively is None or constants is None:
         return None
@@ -182,10 +183,10 @@ def _stretched(rule: Rule, dim: int, base: float, lengths: Sequence[int]) -> tor
 
 
 class _Constants(NamedTuple):
-    """Constants of :data:`stretched_natively`, for all lengths.
+    """Constants that :data:`stretched_natively` takes, the same for all lengths.
 
     Attributes:
-        packed: the bytes that it takes.
+        packed: the constants as bytes.
         growth: growth of the scale per token, in units of 2^-128.
     """
 
@@ -195,7 +196,7 @@ class _Constants(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _constants(rule: Rule, dim: int, base: float) -> _Constants | None:
-    """The constants of one rule; None for rules and parameters that the native library does not serve."""
+    """Return the constants of a rule; None for rules and parameters that the native library lacks."""
     if not rule.ntk_by_length or dim == 0 or not base > 1:
         return None
     growth = int(Fraction(rule.factor) * 2**128 / rule.original_max_position)  # type: ignore[attr-defined]
@@ -213,11 +214,12 @@ def _constants(rule: Rule, dim: int, base: float) -> _Constants | None:
 def _places(
     rotary_dim: int, axes: Axes | None
 ) -> tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor | None]:
-    """The widths of the rows that axes take pairs from, each pair's place in them, and its axis.
+    """Return which rows of frequencies the axes use, and the row entry and axis of each pair.
 
     Returns:
-        The widths; which column each pair has, where the rows stand side by side, or None for its own;
-        and 1 for the axis of each pair and 0 for the others, ``[axes, 1, pairs]``, or None for one axis.
+        The rotary dimensions of the rows; the column of each pair in the concatenated rows, or None if
+        that is its own index; and a one-hot mask of the axis of each pair, ``[axes, 1, pairs]``, or None
+        for one axis.
     """
     if axes is None:
         return (rotary_dim,), None, None
@@ -233,7 +235,7 @@ def _places(
 
 
 def table(made: HostWords, device: torch.device) -> Table:
-    """Phase words and turns as tensors ``[axes, 1, heads|1, pairs]``."""
+    """Convert phase words and turns to tensors ``[axes, 1, heads|1, pairs]``."""
     axes, heads, pairs = made.shape
     words = torch.tensor(made.words, dtype=torch.int64, device=device)
     words = words.reshape(axes, 1, heads, pairs)
@@ -246,13 +248,13 @@ def table(made: HostWords, device: torch.device) -> Table:
 def moved(table: Table, device: torch.device) -> Table:
     """Copy a table to a device."""
     if device.type == "cpu":
-        return table  # all of them are made there
+        return table  # every table is made on the CPU
     words, turns = table
     return words.to(device), None if turns is None else turns.to(device)
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """Concatenate tables of single rows."""
+    """Concatenate tables along the rows."""
     words = torch.cat([words for words, _ in tables], 1)
     if all(turns is None for _, turns in tables):
         return words, None

@@ -1,16 +1,16 @@
-"""Frequency rules: how fast each channel pair turns.
+"""Frequency rules: the rotation speed of each channel pair, in radians per position.
 
-A rule is a pure function from (rotary dimension, base, length of the sequence) to
-:class:`Frequencies`. Frequencies are exact decimals with far more digits than a float64 has, because
-a phase word has 64 significant bits and its last bit must be right.
+A rule is a pure function from rotary dimension, base and sequence length to :class:`Frequencies`.
+Frequencies are decimals with far more digits than float64, because a phase word has 64 significant
+bits and the last one must be correct.
 
-``_rule`` has what all rules share. The rules are grouped by how they make a frequency: ``_row`` (one
-geometric row), ``_blend`` (kept and slowed pairs with a blend between) and ``_lists`` (a number for
-every pair).
+``_rule`` has the base class. The rules are grouped by how they compute frequencies: ``_row`` (one
+geometric row), ``_blend`` (kept and slowed pairs, with a blend between them) and ``_lists`` (one
+given number per pair).
 
-A new rule is one class in one of these files: :class:`tightrope.RopeSpec`, its dictionaries and the
-reading of configurations find a frozen dataclass that derives from :class:`Rule` by its ``names`` and
-``keys``. docs/extending.md shows one.
+A new rule is one frozen dataclass that derives from :class:`Rule`: :class:`tightrope.RopeSpec`, its
+dictionaries and the configuration reader find it by its ``names`` and ``keys``. See
+docs/extending.md for an example.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules that keep fast pairs, divide slow ones by a factor and blend between them: YaRN, Llama 3."""
+"""Rules that keep fast pairs, slow down slow pairs and blend between them: YaRN, Llama 3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._rule import CONTEXT, TWO_PI, Frequencies, Keys, Rule, number
 
 @dataclass(frozen=True)
 class YaRN(Rule):
-    """YaRN: slow pairs are interpolated, fast ones kept, and a ramp lies between.
+    """YaRN: interpolates slow pairs, keeps fast ones, and blends linearly (a ramp) between them.
 
     Pair k turns ``r = L0 · ω_k / 2π`` times within the original length L0. The index at which that is
     n turns is ``c(n) = d · ln(L0 / 2πn) / (2 ln base)``. With low = max(⌊c(beta_fast)⌋, 0) and
@@ -22,36 +22,36 @@ class YaRN(Rule):
 
         ω' = (1 − t) · ω + t · ω / factor
 
-    so that pairs up to ``low`` keep their exact word and pairs from ``high`` have that of
+    so that pairs up to ``low`` keep their exact phase word and pairs from ``high`` on have that of
     :class:`Linear`.
 
     Details that implementations get wrong:
 
-    - The ramp is linear in the index k, as in the authors' code and every trained model; section 3.2
-      of the paper has it linear in the number of turns r.
-    - ``truncate=False`` (gpt-oss) leaves out ⌊ ⌋ and ⌈ ⌉. transformers 5.23 ignores it where
-      configurations are nested per layer type.
+    - The ramp is linear in the index k, as in the authors' code and every trained model; in section 3.2
+      of the paper it is linear in the number of turns r.
+    - ``truncate=False`` (gpt-oss) omits ⌊ ⌋ and ⌈ ⌉. transformers 5.23 ignores it in
+      configurations that are nested per layer type.
     - ``high`` is bounded by d − 1 although there are only d/2 pairs. Where low = high the ramp is
       0.001 wide.
     - The factor on the rotated channels is ``attention_factor`` if given. Otherwise, with
       m(w) = 0.1 · w · ln(factor) + 1 for factor > 1, else 1: it is m(mscale) / m(mscale_all_dim),
       where ``mscale`` defaults to 1 and ``mscale_all_dim`` to 0. That is the paper's
       0.1 · ln(factor) + 1 when neither is given, and 1 when both are equal, as in DeepSeek-V2 and V3.
-      transformers 5.23 looks at the two only together, so it differs where one is given or one is 0.
-    - DeepSeek's attention multiplies its softmax scale by m(mscale_all_dim)² besides: see
-      :attr:`softmax_scaling`, which nothing here applies.
+      transformers 5.23 uses the two only together, so it differs if just one is given or one is 0.
+    - DeepSeek's attention also multiplies its softmax scale by m(mscale_all_dim)²: see
+      :attr:`softmax_scaling`, which this library does not apply.
 
     Args:
-        factor: how many times longer sequences become.
-        original_max_position: L0, the length that the model was trained with.
-        beta_fast: pairs with at least so many turns within L0 are kept.
-        beta_slow: pairs with at most so many turns within L0 are interpolated.
-        truncate: whether the ends of the ramp are rounded outwards to whole indices.
+        factor: ratio of the extended length to L0.
+        original_max_position: L0, the training length.
+        beta_fast: pairs with at least this many turns within L0 are kept.
+        beta_slow: pairs with at most this many turns within L0 are interpolated.
+        truncate: whether to round the ends of the ramp outwards to whole indices.
         attention_factor: factor on the rotated channels; None to derive it.
         mscale, mscale_all_dim: DeepSeek's weights of the derived factor.
 
     Raises:
-        ValueError, TypeError: parameters out of range; a base that is not above 1.
+        ValueError, TypeError: parameters out of range, or a base of at most 1.
 
     Source: Peng et al., YaRN (arXiv 2309.00071), sections 3.2 to 3.4, equation 22 and the authors'
     code; DeepSeek-V2 (arXiv 2405.04434), section 3.1.4, and its modelling code.
@@ -113,14 +113,14 @@ class YaRN(Rule):
         factor, exact = Decimal(self.factor), []
         for k, omega in enumerate(default(rotary_dim, base).exact):
             t = min(max((k - low) / (high - low), Decimal(0)), Decimal(1))
-            # Both ends of the ramp are their own formulas, so their words are exact.
+            # At both ends of the ramp use the formula without a blend: their phase words are then exact.
             exact.append(
                 omega if t == 0 else omega / factor if t == 1 else omega * (1 - t + t / factor)
             )
         return Frequencies(tuple(exact), self._attention_scaling())
 
     def _ramp(self, rotary_dim: int, base: float) -> tuple[Decimal, Decimal]:
-        """The indices of pairs between which the ramp lies; they differ."""
+        """Return the pair indices of both ends of the ramp; they always differ."""
         log_base = Decimal(base).ln()
 
         def index(turns: float) -> Decimal:
@@ -141,16 +141,16 @@ class YaRN(Rule):
         return float(self._magnitude(mscale) / self._magnitude(self.mscale_all_dim or 0.0))
 
     def _magnitude(self, weight: float) -> Decimal:
-        """m(weight)."""
+        """Return m(weight), see the class."""
         if self.factor <= 1.0:
             return Decimal(1)
         return Decimal("0.1") * Decimal(weight) * Decimal(self.factor).ln() + 1
 
     @property
     def softmax_scaling(self) -> float:
-        """m(mscale_all_dim)², by which DeepSeek's attention multiplies its softmax scale.
+        """The factor m(mscale_all_dim)² that DeepSeek's attention applies to its softmax scale.
 
-        1.0 without ``mscale_all_dim``. It is no part of the rotation, and nothing here applies it.
+        1.0 without ``mscale_all_dim``. It belongs to attention, so this library does not apply it.
 
         >>> round(YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=1.0).softmax_scaling, 6)
         1.873854
@@ -161,7 +161,7 @@ class YaRN(Rule):
 
 @dataclass(frozen=True)
 class Llama3(Rule):
-    """Llama 3.1: as YaRN a band of pairs that blend, with its ends counted in turns.
+    """Llama 3.1: like YaRN it blends a band of pairs, but the ends of the band are given in turns.
 
     With r = L0 · ω / 2π turns within the original length L0: pairs with r > high_freq_factor are
     kept, pairs with r < low_freq_factor are divided by ``factor``, and between them
@@ -169,21 +169,21 @@ class Llama3(Rule):
         s = (r − low_freq_factor) / (high_freq_factor − low_freq_factor)
         ω' = s · ω + (1 − s) · ω / factor
 
-    Kept pairs have the exact words of the default rule, divided ones those of :class:`Linear`.
+    Kept pairs have the exact phase words of the default rule, divided ones those of :class:`Linear`.
 
     Details that implementations get wrong: ``original_max_position`` is 8192, the length before the
-    extension, not the 131072 of ``max_position_embeddings``; the blend is linear in r, where YaRN's is
-    linear in the index of the pair; and there is no factor on the rotated channels.
+    extension, not the 131072 of ``max_position_embeddings``; the blend is linear in r, whereas
+    YaRN's is linear in the pair index; and there is no factor on the rotated channels.
 
     Args:
         factor: the divisor of slow pairs.
         low_freq_factor: pairs with fewer turns within L0 are slow.
         high_freq_factor: pairs with more turns within L0 are kept.
-        original_max_position: L0, the length that the model was first trained with.
+        original_max_position: L0, the training length before the extension.
 
     Raises:
-        ValueError, TypeError: parameters out of range; a high factor below the low one. Equal ones are a
-            step without a blend, as in Llama 4 Scout.
+        ValueError, TypeError: parameters out of range, or ``high_freq_factor`` below ``low_freq_factor``.
+            Equal factors are allowed: a step without a blend, as in Llama 4 Scout.
 
     Source: Llama 3 (arXiv 2407.21783), section 3.4.2, and ``apply_scaling`` in Meta's reference code
     for Llama 3.1.

@@ -1,4 +1,4 @@
-"""Rules with a number for every pair: the divisors of LongRoPE, and given frequencies."""
+"""Rules with one given number per pair: the divisors of LongRoPE, and explicit frequencies."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ Nested: TypeAlias = (
 
 @dataclass(frozen=True)
 class LongRoPE(Rule):
-    """LongRoPE: one divisor per pair, in one set for short and one for long sequences.
+    """LongRoPE: one divisor per pair, with separate sets for short and long sequences.
 
     ω'_k = ω_k / short_factor[k] up to the length L0 = ``original_max_position``, and
     ω_k / long_factor[k] for every longer sequence. The factor on the rotated channels is
     ``attention_factor`` if given; ``short_mscale`` and ``long_mscale`` if given; and otherwise
     √(1 + ln(factor) / ln(L0)), or 1 for factor <= 1.
 
-    Details that implementations get wrong: which set applies is decided by the length of the row
-    itself, not by the capacity of a cache or the longest row of the batch, and at L > L0: a sequence
-    of exactly L0 tokens is short. Keys cached before the switch must be re-rotated after it. The
-    factor is the ratio of the longest length to L0, which configurations often leave to be computed
-    from ``max_position_embeddings``; without it there is no factor on the channels to guess, so one
-    of the three must be given. Mscales may differ between short and long (PhiMoE).
+    Details that implementations get wrong: the length of the row itself selects the set, not the
+    capacity of a cache or the longest row of the batch, and the switch is at L > L0: a sequence of
+    exactly L0 tokens is short. Keys cached before the switch must be re-rotated after it. The factor
+    is the ratio of the longest length to L0, which configurations often leave to be computed from
+    ``max_position_embeddings``. The factor on the channels cannot be guessed without it, so one of
+    the three must be given. Mscales may differ between short and long (PhiMoE).
 
     Args:
         short_factor, long_factor: one divisor per pair.
-        original_max_position: L0, the length that the model was trained with.
+        original_max_position: L0, the training length.
         factor: longest length divided by L0.
         attention_factor: factor on the rotated channels, for all lengths.
         short_mscale, long_mscale: factor on the rotated channels, up to L0 and above.
 
     Raises:
         ValueError, TypeError: parameters out of range; lists that are not one number per pair;
-            nothing, or too much, to take the factor on the channels from.
+            no source, or conflicting ones, for the factor on the channels.
 
     Source: Ding et al., LongRoPE (arXiv 2402.13753), section 3; Phi-3 (arXiv 2404.14219) and its
     modelling code.
@@ -118,13 +118,13 @@ class LongRoPE(Rule):
         return tuple(number(f"{field}[{k}]", value) for k, value in enumerate(values))
 
     def regime(self, seq_len: int | None) -> int | None:
-        """None up to the original length; one and the same length for all that are longer."""
+        """Return None up to the original length, and the same number for all longer lengths."""
         if seq_len is None or seq_len <= self.original_max_position:
             return None
         return self.original_max_position + 1
 
     def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> None:
-        """None: all longer sequences have one set."""
+        """Return None: all longer sequences have the same frequencies."""
 
     @public("LongRoPE")
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
@@ -152,13 +152,13 @@ class LongRoPE(Rule):
 
 @dataclass(frozen=True)
 class Given(Rule):
-    """Frequencies as numbers: learned and then frozen, or from a rule that is not implemented here.
+    """Explicit frequencies: learned and then frozen, or from a rule that is not implemented here.
 
-    They may differ per head, and per head and axis: RoPE-mixed. The base of a spec plays no part.
+    They may differ per head, or per axis and head (RoPE-Mixed). The base of the spec is ignored.
 
     Args:
         inv_freq: radians per position, nested as ``(pairs,)``, ``(heads, pairs)`` or
-            ``(axes, heads, pairs)``; of any sign. For a tensor, see :meth:`of`.
+            ``(axes, heads, pairs)``; of any sign. For a tensor use :meth:`of`.
 
     Raises:
         ValueError, TypeError: numbers that are not finite, lists of unequal lengths.
@@ -191,7 +191,7 @@ class Given(Rule):
     @classmethod
     @public("Given.of")
     def of(cls, inv_freq: torch.Tensor) -> Given:
-        """From a floating tensor of any device; its values now.
+        """Copy the current values of a floating tensor on any device.
 
         >>> Given.of(torch.tensor([1.0, 0.25]))
         Given(inv_freq=(1.0, 0.25))
@@ -199,7 +199,7 @@ class Given(Rule):
         if not isinstance(inv_freq, torch.Tensor) or not inv_freq.is_floating_point():
             raise bad_type("inv_freq must be a floating tensor", inv_freq=inv_freq)
         if 0 in inv_freq.shape[:-1]:
-            raise bad_value("inv_freq must have heads and axes", inv_freq=inv_freq)
+            raise bad_value("inv_freq must have at least one head and axis", inv_freq=inv_freq)
         return cls(inv_freq.detach().double().cpu().tolist())  # type: ignore[arg-type]
 
     @property
@@ -219,7 +219,7 @@ class Given(Rule):
 
 
 def _frozen(values: Any) -> Any:
-    """Nested sequences of numbers as nested tuples of floats."""
+    """Convert nested sequences of numbers to nested tuples of floats."""
     if isinstance(values, numbers.Real) and not isinstance(values, bool):
         omega = float(values)
         if not math.isfinite(omega):
@@ -237,7 +237,7 @@ def _shape_of(nested: Any) -> tuple[int, ...]:
         return ()
     shapes = {_shape_of(part) for part in nested}
     if len(shapes) > 1:
-        raise bad_value(f"inv_freq must be nested evenly but got {sorted(shapes)} side by side")
+        raise bad_value(f"inv_freq must be nested evenly but got parts of shapes {sorted(shapes)}")
     return (len(nested), *(shapes.pop() if shapes else ()))
 
 

@@ -1,4 +1,4 @@
-"""Rules whose frequencies are one geometric row: as it is, divided, on another base, or cut off."""
+"""Rules whose frequencies are one geometric row: unchanged, divided, with another base, or truncated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._rule import CONTEXT, Frequencies, Keys, Rule, number
 
 @lru_cache(maxsize=256)
 def default(rotary_dim: int, base: float) -> Frequencies:
-    r"""The rule of the first RoPE paper, :math:`\omega_k = base^{-2k/rotary\_dim}`.
+    r"""Return the frequencies of the original RoPE paper, :math:`\omega_k = base^{-2k/rotary\_dim}`.
 
     Args:
         rotary_dim: number of channels that rotate; even.
@@ -34,9 +34,9 @@ def default(rotary_dim: int, base: float) -> Frequencies:
 
 
 def _row(pairs: int, step: Decimal) -> tuple[Decimal, ...]:
-    """The geometric row ``exp(k · step)``.
+    """Return the geometric row ``exp(k · step)``.
 
-    One exponential in all; the products lose one digit in the sixtieth place each.
+    It needs one exponential; each product adds an error of one unit in the sixtieth digit.
     """
     ratio, omega = step.exp(), Decimal(1)
     row = []
@@ -50,11 +50,11 @@ def _row(pairs: int, step: Decimal) -> tuple[Decimal, ...]:
 class Linear(Rule):
     """Position interpolation: every pair turns ``factor`` times slower, ω' = ω / factor.
 
-    Positions are left alone and frequencies divided, which is the same angle; so an integer position
-    stays an integer, whatever the factor.
+    Frequencies are divided instead of positions. The angle is the same, and integer positions stay
+    integers for any factor.
 
     Args:
-        factor: how many times longer sequences become.
+        factor: ratio of the extended length to the training length.
 
     Raises:
         ValueError, TypeError: a factor that is not a positive number.
@@ -80,11 +80,11 @@ class Linear(Rule):
 
 @dataclass(frozen=True)
 class NTK(Rule):
-    """NTK-aware scaling: another base, so that fast pairs keep their speed and slow ones scale.
+    """NTK-aware scaling: a changed base, so that fast pairs keep their speed and slow ones slow down.
 
     base' = base · factor^(d / (d − 2)) with d = ``rotary_dim``. The exponent is chosen so that the
-    slowest pair, k = d/2 − 1, is divided by ``factor`` exactly and the fastest, k = 0, by nothing.
-    With d = 2 there is only that one pair, whose frequency is 1 for any base.
+    slowest pair, k = d/2 − 1, is divided by exactly ``factor`` and the fastest, k = 0, is unchanged.
+    With d = 2 there is only one pair, whose frequency is 1 for any base.
 
     Details that implementations get wrong: d is the number of channels that rotate, not the width of
     the head; and "alpha" in configurations (Hunyuan, ExLlama) is this factor, not a new base.
@@ -114,7 +114,7 @@ class NTK(Rule):
 
 
 def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, ...]:
-    """The row of base · scale^(d/(d−2)): ω_k = base^(−2k/d) · scale^(−2k/(d−2))."""
+    """Return the row of base · scale^(d/(d−2)): ω_k = base^(−2k/d) · scale^(−2k/(d−2))."""
     if rotary_dim == 0:
         return ()
     step = Decimal(base).ln() * -2 / rotary_dim
@@ -125,21 +125,21 @@ def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, .
 
 @dataclass(frozen=True)
 class DynamicNTK(Rule):
-    """NTK-aware scaling by the length of the sequence itself.
+    """Dynamic NTK-aware scaling: the scale grows with the length of the sequence.
 
     Up to ``original_max_position`` = L0 the frequencies are the default ones. For a length L above it
     they are those of :class:`NTK` with the scale ``factor · L / L0 − (factor − 1)``, which grows from
     1 at L0. With ``factor=1`` that is L / L0, the rule as the paper has it.
 
-    Details that implementations get wrong: L is the length of the row itself, so a row does not
-    change with its neighbours in a batch or with what ran before (transformers 5.23 keeps the
+    Details that implementations get wrong: L is the length of the row itself, so the result for a row
+    does not depend on the other rows of a batch or on earlier calls (transformers 5.23 keeps the
     frequencies of the longest sequence seen until one below L0 comes); the switch is at L > L0, not
-    at L >= L0; and keys that were cached under another length must be re-rotated before they meet
-    queries of this one.
+    at L >= L0; and keys cached under another length must be re-rotated before queries of this length
+    attend to them.
 
     Args:
-        factor: how fast the scale grows.
-        original_max_position: L0, the length that the model was trained with.
+        factor: growth of the scale per L0 tokens.
+        original_max_position: L0, the training length.
 
     Raises:
         ValueError, TypeError: a factor or a length that is not a positive number.
@@ -175,7 +175,7 @@ class DynamicNTK(Rule):
         return Frequencies(_stretched(rotary_dim, base, 1 + Decimal(self.factor) * excess))
 
     def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """In float64: relative error at most 1e-15 · (4 + 2 ln scale), so 4e-14 up to scale 1e7."""
+        """Compute in float64: relative error at most 1e-15 · (4 + 2 ln scale), so 4e-14 up to scale 1e7."""
         excess = (lengths - self.original_max_position) / self.original_max_position
         logarithm = torch.log1p(self.factor * excess)[:, None]
         pairs = within.shape[0]
@@ -186,17 +186,17 @@ class DynamicNTK(Rule):
 
 @dataclass(frozen=True)
 class Proportional(Rule):
-    """p-RoPE: only the fastest pairs turn; the slow rest have frequency zero.
+    """p-RoPE: only the fastest pairs rotate; the others have frequency zero.
 
     ω_k = base^(−2k/d) / factor for the first ``rotary_fraction · d / 2`` pairs, rounded down, and 0
-    for the others; d is the whole width that pairs are made of.
+    for the others; d is the whole width, over which channels are paired.
 
-    Details that implementations get wrong: this is not partial rotation. The pairs that turn have the
-    denominator d of the whole width, and channel i is paired with i + d/2, not with its neighbour
-    within a narrower slice. So a spec with this rule has ``rotary_dim`` = the width of the head.
+    Details that implementations get wrong: this is not partial rotation. The exponent of the rotating pairs
+    has the denominator d of the whole width, and channel i is paired with i + d/2 instead of within
+    a narrower slice. So a spec with this rule has ``rotary_dim`` = the width of the head.
 
     Args:
-        rotary_fraction: share of the pairs that turn, from 0 to 1. ``rotary_fraction · d`` is rounded
+        rotary_fraction: fraction of the pairs that rotate, from 0 to 1. ``rotary_fraction · d`` is rounded
             to float64 before it is halved and rounded down, as the models' code does: 0.6 of 10
             channels are 3 pairs.
         factor: the divisor of their frequencies.

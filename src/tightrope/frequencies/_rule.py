@@ -1,4 +1,4 @@
-"""The base of all frequency rules, their result, and the table of their names."""
+"""The base class of frequency rules, their result type, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import torch
 
 from .._errors import as_real, bad_type, bad_value, integer, public, unsupported
 
-# 64 bits are 20 digits; the rest is head room for the rounding of up to thousands of products.
+# 64 bits are 20 digits; the others are a margin for the rounding of up to thousands of products.
 CONTEXT = decimal.Context(prec=60)
 TWO_PI = Decimal(
     "6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
 )
 
-#: The longest context: below it, positions have the error bound that docs/numerics.md states.
+#: The longest context: docs/numerics.md states the error bound of positions below it.
 LONGEST = 2**31
 
-# A pair that turned faster would not fit in CONTEXT together with the 64 bits of its word.
+# The integer part of a faster frequency and 64 bits of phase word would exceed CONTEXT.
 _FASTEST = 1e18
 
 Keys: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -38,7 +38,7 @@ class Frequencies:
     Attributes:
         exact: angular frequency of each pair in radians per position, to 60 digits; flat.
         attention_scaling: factor on the rotated channels (YaRN, LongRoPE); 1.0 for most rules.
-        shape: the shape of ``exact``: None for ``(pairs,)``, else ``(heads, pairs)`` or
+        shape: the shape that ``exact`` flattens: None for ``(pairs,)``, else ``(heads, pairs)`` or
             ``(axes, heads, pairs)``.
     """
 
@@ -48,7 +48,7 @@ class Frequencies:
 
     @property
     def inv_freq(self) -> torch.Tensor:
-        """The frequencies as float64 on the CPU, in radians per position, in their shape."""
+        """The frequencies as a float64 CPU tensor of shape ``shape``, in radians per position."""
         flat = torch.tensor(
             [float(omega) for omega in self.exact], dtype=torch.float64, device="cpu"
         )
@@ -56,7 +56,7 @@ class Frequencies:
 
 
 RULES: dict[str, type[Rule]] = {}
-"""Every name of every rule."""
+"""The rule of each name."""
 
 
 @public("seq_len")
@@ -76,54 +76,56 @@ def length(value: object) -> int:
 
 
 class Rule:
-    """A frequency rule with its parameters: the base of frozen dataclasses.
+    """A frequency rule with its parameters; rules are frozen dataclasses that derive from this class.
 
-    A subclass declares its fields, checks them in ``__post_init__`` and defines :meth:`make`. That
-    is enough for specs, their dictionaries and the reading of configurations.
+    A subclass declares its fields, checks them in ``__post_init__`` and defines :meth:`make`. Specs,
+    their dictionaries and the configuration reader then support it.
 
     Attributes:
         names: its names in configurations (``rope_type``); the first is its name in dictionaries.
-        keys: for each field, how the rope section of a configuration spells it.
+        keys: for each field, its names in the rope section of a configuration.
         by_length: whether the frequencies depend on the length of the sequence. Such a rule has a
-            field ``original_max_position``, up to which it yields the same frequencies.
+            field ``original_max_position``, up to which the frequencies are the same.
         ntk_by_length: whether longer sequences have the frequencies of NTK-aware scaling by
             ``1 + factor · (length / original_max_position − 1)``, and attention scaling 1. Phase words
-            of many lengths are then made at once. False again in a subclass that overrides
-            :meth:`make`, :meth:`regime` or :meth:`frequencies`, unless it sets this too.
+            of many lengths are then computed together. A subclass that overrides :meth:`make`,
+            :meth:`regime` or :meth:`frequencies` resets this to False unless it sets it too.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     keys: ClassVar[Keys] = {}
     by_length: ClassVar[bool] = False
     ntk_by_length: ClassVar[bool] = False
-    original_max_position: int  # of rules that are by_length
+    original_max_position: int  # for rules with by_length
 
     @public()
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for name in cls.__dict__.get("names", ()):
             other = RULES.get(name, cls)
-            # A module that is loaded again brings its classes again.
+            # Reloading a module defines its classes again.
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise bad_value(f"names must be new but got {name!r}, which is {other.__name__}'s")
+                raise bad_value(
+                    f"names must be new but got {name!r}, which belongs to {other.__name__}"
+                )
             RULES[name] = cls
         if not {"make", "regime", "frequencies"}.isdisjoint(cls.__dict__):
             cls.ntk_by_length = cls.__dict__.get("ntk_by_length", False)
-        # Set here, before the decorator of a dataclass would write its own.
+        # Set here, so that the dataclass decorator does not add its own.
         cls.__hash__ = Rule.__hash__  # type: ignore[method-assign]
         cls.__repr__ = Rule.__repr__  # type: ignore[method-assign]
 
     @public()
     def frequencies(self, rotary_dim: int, base: float, seq_len: int | None = None) -> Frequencies:
-        """The frequencies of the pairs and the factor on the rotated channels.
+        """Return the frequencies of the pairs and the factor on the rotated channels.
 
-        A pure function, and a cached one: no call depends on an earlier one.
+        A pure function with a cache: no result depends on an earlier call.
 
         Args:
             rotary_dim: number of channels that rotate; even.
             base: base of the geometric row of frequencies.
-            seq_len: length of the sequence, for a rule that is ``by_length``; None for any length
-                within the original one.
+            seq_len: length of the sequence, for a rule with ``by_length``; None for any length up
+                to the original one.
 
         Raises:
             ValueError: parameters that do not fit the number of pairs or the base, a negative length.
@@ -133,10 +135,10 @@ class Rule:
         return _made(self, rotary_dim, float(base), regime)
 
     def regime(self, seq_len: int | None) -> int | None:
-        """The part of a length that the frequencies depend on: equal regimes, equal frequencies.
+        """Map a length to a representative one: lengths with equal results have equal frequencies.
 
         Returns:
-            None within the original length and for rules that do not depend on it; else a length.
+            None up to the original length and for rules that ignore the length; else a length.
         """
         if not self.by_length or seq_len is None or seq_len <= self.original_max_position:
             return None
@@ -145,7 +147,7 @@ class Rule:
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
         """Compute the frequencies; every subclass defines this.
 
-        Runs under :data:`CONTEXT`, so plain decimal arithmetic has 60 digits.
+        It runs under :data:`CONTEXT`, so plain decimal arithmetic has 60 digits.
 
         Args:
             rotary_dim: even and at least 2.
@@ -160,23 +162,24 @@ class Rule:
         within: torch.Tensor,  # noqa: ARG002
         lengths: torch.Tensor,
     ) -> torch.Tensor | None:
-        """The frequencies at lengths in a tensor that nothing may read, each at least the original one.
+        """Return the frequencies for lengths in a tensor whose values cannot be read, on its device.
 
         Args:
             within: the frequencies up to the original length, float64 ``[pairs]``.
-            lengths: whole numbers as float64 ``[rows]`` on the same device, real or traced.
+            lengths: whole numbers as float64 ``[rows]``, at least the original length, on the same device;
+                may be traced.
 
         Returns:
-            float64 ``[rows, pairs]``, none above those ``within``; None for a rule that has one set
-            of frequencies for all lengths above the original one. Their attention scaling is that of the
-            first length above the original one.
+            float64 ``[rows, pairs]``, none above those in ``within``; None for a rule with one set of
+            frequencies for all lengths above the original one. The attention scaling must be that of
+            the first length above the original one.
 
         Raises:
             NotImplementedError: a rule that does not define it.
         """
         raise unsupported(
-            "seq_len must be ints that can be read, as this rule makes nothing of a tensor, but "
-            "got one that is traced or on a device",
+            "seq_len must be Python or CPU integers for this rule but got a tensor that is traced or "
+            "on a device",
             seq_len=lengths,
         )
 
@@ -184,12 +187,12 @@ class Rule:
     def softmax_scaling(self) -> float:
         """The factor on the model's softmax scale; 1.0 for all rules but DeepSeek's YaRN.
 
-        It belongs to attention, not to the rotation, and nothing here applies it.
+        It belongs to attention, so this library does not apply it.
         """
         return 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Name and fields, in types that JSON has.
+        """Return the name and fields in JSON types.
 
         >>> from tightrope.frequencies import Linear
         >>> Linear(4.0).to_dict()
@@ -202,7 +205,7 @@ class Rule:
     @staticmethod
     @public("from_dict")
     def from_dict(fields: Mapping[str, Any]) -> Rule:
-        """The inverse of :meth:`to_dict`.
+        """Make a rule from the result of :meth:`to_dict`.
 
         Raises:
             ValueError: an unknown rule, an unknown field, or a missing one.
@@ -218,7 +221,7 @@ class Rule:
         unknown = values.keys() - set(_field_names(kind))
         if unknown:
             raise bad_value(
-                f"rule {name!r} must have no keys but {', '.join(_field_names(kind))} but got "
+                f"rule {name!r} must have only the keys {', '.join(_field_names(kind))} but got "
                 f"{_named(unknown)}"
             )
         missing = [
@@ -231,7 +234,7 @@ class Rule:
         return kind(**values)
 
     def __hash__(self) -> int:
-        # Some rules hold thousands of numbers, and caches ask often.
+        # Some rules hold thousands of numbers, and caches hash them often.
         made: int | None = self.__dict__.get("_hash")
         if made is None:
             made = hash((type(self).__name__, *self._values()))
@@ -247,7 +250,7 @@ class Rule:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A hash of text differs from process to process, so it must not travel.
+        # String hashes differ between processes, so the cached hash is not pickled.
         return type(self), self._values()
 
     def _values(self) -> tuple[Any, ...]:
@@ -257,11 +260,11 @@ class Rule:
         )
 
     def _set(self, **values: object) -> None:
-        """Store checked fields in their normal form; for ``__post_init__``."""
+        """Store checked fields, converted to their normal types; for ``__post_init__``."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    # Each checks a field and returns its normal form, or raises an error that names the field.
+    # Each of these checks a field and returns its value in the normal type, or raises an error.
 
     @public()
     def _positive(self, field: str) -> float:
@@ -293,7 +296,7 @@ def _made(rule: Rule, rotary_dim: int, base: float, regime: int | None) -> Frequ
 
 
 def number(field: str, value: object, zero: bool = False) -> float:
-    """Check that a value is positive (or 0, if ``zero``) and finite; return it as a float."""
+    """Check that a value is finite and positive (or 0, if ``zero``); return it as a float."""
     number = as_real(value)
     if number is None:
         raise bad_type(f"{field} must be a number but got {value!r}")
@@ -316,7 +319,7 @@ def _listed(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """``repr``, with the middle of a long tuple left out."""
+    """Return the ``repr``, without the middle of a long tuple."""
     if not isinstance(value, tuple):
         return repr(value)
     if len(value) > 6:

@@ -1,14 +1,14 @@
-"""Positions: every way to say where tokens are, and the one form that the operator takes.
+"""Positions of tokens: ways to specify them, and the canonical form that the operator takes.
 
 The canonical form is ``(ids, offset, ramp)``. The position of token ``t`` of row ``r`` on an axis is::
 
     offset + (ids[axis, r, 0 if ramp else t], or 0 without ids) + (t if ramp else 0)
 
-so that ``0..n-1``, an offset, one offset per row and explicit ids are the same thing to a kernel, and
-none of the first three allocates anything.
+so kernels treat ``0..n-1``, an offset, one offset per row and explicit ids alike, and the first three
+allocate nothing per token.
 
-Nothing here waits for a device: what depends on values is computed where they are, and values are
-checked on the CPU only.
+Nothing here synchronises with a device: values are used on the device where they are, and checked only
+on the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The canonical form, what brings things to it, and the checks that all kinds share."""
+"""The canonical form of positions, conversion to it, and checks that all constructors share."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _INTEGERS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Where tokens are, in canonical form. Made by the functions of this module.
+    """Positions of tokens in canonical form. Made by the functions of :mod:`tightrope.positions`.
 
     Attributes:
         ids: int32, int64, float32 or float64 ``[axes, rows|1, tokens]``, or ``[axes, rows|1, 1]``
-            when ``ramp``; None stands for zeros on one axis.
+            with ``ramp``; None means zeros on one axis.
         offset: added to every position.
-        ramp: whether the index of the token in its row is added.
-        packed: whether a row is known to hold several sequences, which have lengths of their own.
+        ramp: whether to add the token index to every position.
+        packed: whether rows are known to hold several sequences, each with its own length.
     """
 
     ids: torch.Tensor | None = None
@@ -47,12 +47,12 @@ class Positions:
             return
         check_dtype(self.ids)
         if self.ids.dim() != 3 or (self.ramp and self.ids.shape[2] != 1):
-            shape = "(axes, rows, 1) with a ramp" if self.ramp else "(axes, rows, tokens)"
+            shape = "(axes, rows, 1) with ramp=True" if self.ramp else "(axes, rows, tokens)"
             raise bad_value(f"ids must have shape {shape}", ids=self.ids)
 
     @property
     def axes(self) -> int:
-        """How many coordinates each token has."""
+        """Number of coordinates of each token."""
         return 1 if self.ids is None else self.ids.shape[0]
 
 
@@ -60,7 +60,7 @@ PositionsLike: TypeAlias = "Positions | torch.Tensor | int | None"
 
 
 def as_positions(positions: PositionsLike) -> Positions:
-    """:func:`canonical` below the public edge."""
+    """Do the work of :func:`canonical`; its errors get the name of the calling public function."""
     if positions is None:
         return ZERO
     if isinstance(positions, Positions):
@@ -71,7 +71,9 @@ def as_positions(positions: PositionsLike) -> Positions:
             return Positions(positions[None, None], ramp=False)
         if positions.dim() == 2:
             return Positions(positions[None], ramp=False)
-        hint = "; an int says one offset" if positions.dim() == 0 else "; see positions.multi_axis"
+        hint = (
+            "; pass one offset as an int" if positions.dim() == 0 else "; see positions.multi_axis"
+        )
         raise bad_value(
             f"positions must have shape (tokens,) or (rows, tokens){hint}", positions=positions
         )
@@ -83,7 +85,7 @@ def as_positions(positions: PositionsLike) -> Positions:
             "positions must be None, an int offset, a tensor of ids or a Positions but got "
             f"{type(positions).__name__}"
         )
-    # While compiling an offset is a symbol of 64 bits, and a comparison would guard on it.
+    # While compiling, the offset is a 64-bit symbol, and a comparison would add a guard.
     if not torch.compiler.is_compiling() and not -(2**63) <= offset < 2**63:
         raise bad_value(f"an offset must fit in 64 bits but got {offset}")
     return Positions(offset=offset)
@@ -91,7 +93,7 @@ def as_positions(positions: PositionsLike) -> Positions:
 
 @public("positions")
 def canonical(positions: PositionsLike) -> Positions:
-    """Bring anything that says positions to :class:`Positions`.
+    """Convert any description of positions to :class:`Positions`.
 
     Args:
         positions: None for 0..n-1; an int for an offset; a tensor of ids of shape ``(tokens,)`` or
@@ -110,17 +112,17 @@ def canonical(positions: PositionsLike) -> Positions:
 
 
 def check_axes(where: Positions, axes: int) -> None:
-    """Refuse positions that do not have one coordinate for each axis of a spec.
+    """Raise an error unless positions have one coordinate for each axis of a spec.
 
-    Never a guess: ids ``(rows, tokens)`` are not taken for coordinates where there happen to be as
-    many rows as axes, nor is one coordinate taken for all.
+    There is no guessing: ids ``(rows, tokens)`` are not taken for coordinates even if there are as
+    many rows as axes, and one coordinate is not broadcast to all axes.
 
     Args:
         where: canonical positions.
-        axes: how many coordinates the spec needs.
+        axes: number of coordinates that the spec needs.
 
     Raises:
-        ValueError: another number of axes, with the call that works.
+        ValueError: another number of axes; the message shows the call that works.
 
     >>> check_axes(ZERO, 1)
     """
@@ -144,7 +146,7 @@ def check_dtype(ids: object) -> None:
     if not isinstance(ids, torch.Tensor):
         raise bad_type(f"positions must be a tensor but got {describe(ids)}")
     if ids.dtype not in DTYPES:
-        # A 16-bit float cannot count past 256 or 2048, and a bool is a mask that went astray.
+        # 16-bit floats cannot count past 256 or 2048, and a bool is probably a mask.
         raise bad_type("positions must be int32, int64, float32 or float64", positions=ids)
     check_dense("positions", ids)
     check_local("positions", ids)
@@ -170,10 +172,10 @@ def number(name: str, value: object) -> int | float:
 
 
 def is_readable(values: torch.Tensor) -> bool:
-    """Whether a look at values costs no synchronisation and breaks no graph; not at those of a subclass."""
+    """Return True if reading the values neither synchronises nor breaks a graph; False for subclasses."""
     return type(values) in (torch.Tensor, torch.nn.Parameter) and _tracing.is_readable(values)
 
 
 def widened(ids: torch.Tensor) -> torch.Tensor:
-    """In 64 bits, so that adding to it loses nothing that matters."""
+    """Convert ids to 64 bits, so that adding to them does not overflow or lose digits."""
     return ids.to(torch.float64 if ids.is_floating_point() else torch.int64)

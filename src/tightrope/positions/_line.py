@@ -1,4 +1,4 @@
-"""One coordinate: offsets per row, packed sequences, padding."""
+"""Positions with one coordinate: offsets per row, packed sequences, padding."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ._form import (
 
 @public("per_row")
 def per_row(offsets: torch.Tensor) -> Positions:
-    """One offset per batch row: token ``t`` of row ``r`` is at ``offsets[r] + t``.
+    """Return positions with one offset per batch row: token ``t`` of row ``r`` is at ``offsets[r] + t``.
 
     Args:
         offsets: int32, int64, float32 or float64, shape ``(rows,)``; may be negative. On a device
-            they are read by the kernel, without a synchronisation.
+            the kernel reads them, without a synchronisation.
 
     >>> per_row(torch.tensor([0, 100])).ids.shape
     torch.Size([1, 2, 1])
@@ -41,23 +41,24 @@ def packed(
     offsets: torch.Tensor | int | None = None,
     total: int | None = None,
 ) -> Positions:
-    """Sequences packed end to end in one row (layout "thd"): positions restart at each of them.
+    """Return positions of sequences packed in one row (layout "thd"), restarting at each sequence.
 
     Args:
-        cu_seqlens: int32 or int64 ``(sequences + 1,)``: where each sequence begins, and the end of
-            the last, as variable-length attention takes them; sequences may be empty.
-        offsets: where each sequence begins to count: 0, one int for all, or a tensor
-            ``(sequences,)`` on the device of ``cu_seqlens``, such as the lengths of what is cached.
-            Floating offsets are added in float64.
-        total: number of tokens. May be left out on the CPU, outside of compiled code; elsewhere only
-            the device knows it, and asking would wait. Tokens past the end, which nothing can refuse
-            there, count on from the last sequence.
+        cu_seqlens: int32 or int64 ``(sequences + 1,)``: the start of each sequence, and the end of
+            the last, as in variable-length attention; sequences may be empty.
+        offsets: position of the first token of each sequence: None for 0, one int for all, or a tensor
+            ``(sequences,)`` on the device of ``cu_seqlens``, such as the cached lengths. Floating
+            offsets are added in float64.
+        total: number of tokens. Optional on the CPU outside of compiled code; elsewhere reading it
+            from ``cu_seqlens`` would synchronise. Tokens past the end, which cannot be detected
+            there, continue the last sequence.
 
     Returns:
         Positions of ``total`` tokens in one row, on the device of ``cu_seqlens``.
 
     Raises:
-        ValueError: on the CPU, numbers that do not start with 0, decrease, or do not end with total.
+        ValueError: on the CPU, if ``cu_seqlens`` does not start with 0, decreases, or does not end with
+            ``total``.
 
     >>> packed(torch.tensor([0, 3, 5])).ids.flatten().tolist()
     [0, 1, 2, 0, 1]
@@ -80,7 +81,7 @@ def packed(
             offsets=offsets,
             cu_seqlens=cu_seqlens,
         )
-    # One number per sequence turns its place in the pack into its position.
+    # One shift per sequence maps the index in the row to the position.
     ids = tokens + (widened(offsets) - starts).index_select(0, sequence)
     return Positions(ids[None, None], ramp=False, packed=several)
 
@@ -92,25 +93,25 @@ def left_padded(
     lengths: torch.Tensor | None = None,
     total: int | None = None,
 ) -> Positions:
-    """Rows that are padded at their beginning, so that all of them end together.
+    """Return positions of left-padded rows, which all end together.
 
     The first real token of each row is at 0. Give either a mask or lengths. A mask may have padding
     anywhere: the position of a real token is the number of real tokens before it. Padding tokens are
-    at 0 by a mask, and before 0 by lengths; attention must not look at them, and then their positions
-    do not matter.
+    at 0 if given by a mask, and at negative positions if given by lengths; their positions do not
+    matter, since attention must mask them.
 
     Args:
         attention_mask: bool, or integers 0 and 1, ``(rows, tokens)``; true for real tokens.
-        lengths: int32 or int64 ``(rows,)``: how many real tokens each row has. Then nothing is as
-            long as the rows, neither here nor in the kernel.
-        total: how long the padded rows are; with lengths only.
+        lengths: int32 or int64 ``(rows,)``: number of real tokens of each row. This needs no tensor
+            with one entry per token.
+        total: length of the padded rows; only with ``lengths``.
 
     Raises:
         ValueError: neither or both, shapes that do not fit, and on the CPU masks and lengths with
             impossible values.
-        TypeError: a floating mask, or lengths that are no integers.
+        TypeError: a floating mask, or lengths that are not integers.
 
-    Source: by a mask, what generation in transformers does: cumsum − 1, and 0 for padding.
+    Source: a mask gives the same as generation in transformers: cumsum − 1, and 0 for padding.
 
     >>> left_padded(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).ids.tolist()
     [[[0, 0, 0, 1], [0, 1, 2, 3]]]
@@ -150,7 +151,7 @@ def left_padded(
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:
-    """How many tokens there are."""
+    """Validate ``cu_seqlens`` and return the number of tokens."""
     check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise bad_value(
@@ -176,7 +177,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:
 
 
 def sequences(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index of each token, and which sequence it is in."""
+    """Return the index of each token and the index of its sequence."""
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     ends = cu_seqlens[1:].contiguous()
     sequence = torch.searchsorted(ends, tokens, right=True)

@@ -1,4 +1,4 @@
-"""The same positions written otherwise: as ids, joined, or the share of one rank."""
+"""Transformations of positions: to explicit ids, concatenated, or the shard of one rank."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def explicit(
     *,
     device: torch.device | str | None = None,
 ) -> Positions:
-    """The same positions, written out as one id for each token.
+    """Return the same positions with one explicit id per token.
 
     Args:
-        positions: anything that says positions.
-        tokens: how many tokens there are; may be left out where there is an id for each already.
-        device: for None and an int, where the ids are made.
+        positions: positions of any kind.
+        tokens: number of tokens; optional if there is an id per token already.
+        device: device of the ids if ``positions`` is None or an int.
 
     Returns:
-        Positions without an offset or a ramp, int64 or float64.
+        Positions with int64 or float64 ids, ``offset=0`` and ``ramp=False``.
 
     >>> explicit(5, 3).ids.tolist()
     [[[5, 6, 7]]]
@@ -44,14 +44,14 @@ def explicit(
 
 @public("concatenate")
 def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Positions:
-    """Several runs of tokens one after the other, or several batches of rows.
+    """Concatenate positions along tokens or along rows.
 
-    Images of several sizes in one row, class tokens before an image, rows of M-RoPE positions.
+    For images of several sizes in one row, class tokens before an image, or a batch of M-RoPE rows.
 
     Args:
-        parts: positions with an id for each token (see :func:`explicit` for others), all with the
-            same axes; along tokens with the same rows, or one row for all; along rows with the same
-            tokens, or all of them offsets per row.
+        parts: positions with an id per token (see :func:`explicit` for others), all with the same
+            number of axes. Along tokens: the same number of rows, or one row. Along rows: the same
+            number of tokens, or offsets per row in all parts.
         along: "tokens" or "rows".
 
     >>> concatenate([torch.tensor([0]), torch.tensor([7, 8])]).ids.tolist()
@@ -61,12 +61,12 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
         raise bad_value(f"along must be 'tokens' or 'rows' but got {along!r}")
     if isinstance(parts, torch.Tensor) or not isinstance(parts, Iterable):
         raise bad_type(f"parts must be a sequence of positions but got {describe(parts)}")
-    wheres = [as_positions(part) for part in parts]
-    if not wheres:
-        raise bad_value("parts must be at least one but got none")
-    ramp = along == "rows" and all(where.ramp and where.ids is not None for where in wheres)
+    converted = [as_positions(part) for part in parts]
+    if not converted:
+        raise bad_value("parts must have at least one element but got none")
+    ramp = along == "rows" and all(where.ramp and where.ids is not None for where in converted)
     tensors = []
-    for where in wheres:
+    for where in converted:
         if where.ids is None or where.ramp != ramp:
             raise bad_value(
                 "parts must have an id for each token; call positions.explicit(part, tokens)",
@@ -81,13 +81,13 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
         first = tensors[0]
     for ids in tensors:
         if any(ids.shape[dim] != first.shape[dim] for dim in fixed):
-            what = "axes and rows" if along == "tokens" else "axes and tokens"
-            raise bad_value(f"parts must have the same {what}", one=first, other=ids)
+            sizes = "axes and rows" if along == "tokens" else "axes and tokens"
+            raise bad_value(f"parts must have the same {sizes}", one=first, other=ids)
     if any(ids.dtype != first.dtype for ids in tensors):
         floating = any(ids.is_floating_point() for ids in tensors)
         tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
     ids = torch.cat(tensors, 2 if along == "tokens" else 1)
-    return Positions(ids, ramp=ramp, packed=any(where.packed for where in wheres))
+    return Positions(ids, ramp=ramp, packed=any(where.packed for where in converted))
 
 
 @public("shard")
@@ -101,25 +101,25 @@ def shard(
     cu_seqlens: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Positions:
-    """The positions of the tokens that one rank of a context-parallel group holds.
+    """Return the positions of the tokens of one rank of a context-parallel group.
 
     Args:
-        positions: those of the whole sequence, of any kind.
-        rank, size: which of how many.
+        positions: positions of the whole sequence, of any kind.
+        rank, size: rank of this process, and number of ranks.
         kind: "contiguous": rank ``r`` holds the ``r``-th of ``size`` equal chunks. "zigzag": of
             ``2 · size`` equal chunks it holds number ``r`` and number ``2 · size − 1 − r``, in this
-            order, which shares the work of causal attention out evenly.
-        tokens: how many tokens the whole sequence has; may be left out where there is an id for each.
-        cu_seqlens: with "zigzag" and packed sequences: each of them is cut up on its own, so that
-            its length must be a multiple of ``2 · size``.
-        device: for None and an int in zigzag, where the ids are made.
+            order, which balances the work of causal attention.
+        tokens: number of tokens of the whole sequence; optional if there is an id per token.
+        cu_seqlens: for packed sequences with "zigzag": each sequence is split on its own, so its
+            length must be a multiple of ``2 · size``.
+        device: with "zigzag", device of the ids if ``positions`` is None or an int.
 
     Returns:
-        Positions of ``tokens / size`` tokens. A contiguous shard of 0..n-1, of an offset and of
-        offsets per row is an offset, and allocates nothing.
+        Positions of ``tokens / size`` tokens. A contiguous shard of 0..n-1, of an offset or of
+        offsets per row only changes the offset, and allocates nothing.
 
     Source: Llama 3 (arXiv 2407.21783), section 3.3.2, and TransformerEngine's context parallelism,
-    for packed sequences too.
+    also for packed sequences.
 
     >>> shard(None, 1, 4, tokens=16)
     Positions(ids=None, offset=4, ramp=True)
@@ -163,7 +163,7 @@ def shard(
 
 
 def _taken(where: Positions, index: torch.Tensor) -> Positions:
-    """Positions of those tokens that an index names."""
+    """Return the positions of the tokens at the given indices."""
     if where.ids is None:
         return Positions(index[None, None], where.offset, ramp=False)
     if where.ramp:
@@ -179,14 +179,14 @@ def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) 
             f"every sequence must be a multiple of {2 * size} tokens for {size} zigzag shards "
             f"but got cu_seqlens {cu_seqlens.tolist()}"
         )
-    # This rank's share of each sequence is a sequence in the pack of this rank.
+    # The part of each sequence on this rank is one sequence of the packed row of this rank.
     own = cu_seqlens // size
     place, sequence = sequences(own, tokens // size)
     begin = own.index_select(0, sequence)
     half = (own.index_select(0, sequence + 1) - begin) // 2
     place = place - begin
-    # The first half of the share is chunk `rank` of the sequence; the second is chunk
-    # 2·size − 1 − rank, to where it moves by as many chunks as lie between.
+    # The first half of the part is chunk `rank` of the sequence. The second is chunk
+    # 2·size − 1 − rank, so it is shifted by the number of chunks between the two.
     moved = torch.where(place < half, rank * half, (2 * size - 2 - rank) * half)
     return (cu_seqlens.index_select(0, sequence) + place + moved).to(torch.int64)
 
@@ -196,11 +196,11 @@ def _tokens_of(where: Positions, tokens: int | None) -> int:
         tokens = count("tokens", tokens)
     if where.ids is None or where.ramp:
         if tokens is None:
-            raise bad_value("tokens must be given for positions that do not have an end")
+            raise bad_value("tokens must be given for positions without an id per token")
         return tokens
     if tokens is not None and tokens != where.ids.shape[2]:
         raise bad_value(
-            f"positions must say one position for each of {tokens} tokens but got "
+            f"positions must have one position for each of {tokens} tokens but got "
             f"{where.ids.shape[2]}",
             positions=where.ids,
         )
@@ -208,5 +208,5 @@ def _tokens_of(where: Positions, tokens: int | None) -> int:
 
 
 def _is_zero(offset: int) -> bool:
-    # A symbol is not looked at: that would guard on it.
+    # A symbolic offset is not compared, since that would add a guard.
     return type(offset) is int and not torch.compiler.is_compiling() and offset == 0

@@ -1,4 +1,4 @@
-"""Several coordinates: ids, text, grids, and text mixed with images and video."""
+"""Positions with several coordinates: ids, text, grids, and text mixed with images and video."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _Number: TypeAlias = "int | float"
 
 @public("multi_axis")
 def multi_axis(ids: torch.Tensor) -> Positions:
-    """Several coordinates per token, whose angles add up.
+    """Return positions with several coordinates per token; the angles of all coordinates add up.
 
     Args:
         ids: int32, int64, float32 or float64, shape ``(axes, tokens)`` or ``(axes, rows, tokens)``;
-            the latter is what transformers calls position_ids of a multimodal model.
+            the latter is ``position_ids`` of a multimodal model in transformers.
 
     >>> multi_axis(torch.zeros(2, 9, dtype=torch.int64)).ids.shape
     torch.Size([2, 1, 9])
@@ -36,14 +36,14 @@ def multi_axis(ids: torch.Tensor) -> Positions:
 def text(
     positions: PositionsLike = None, *, axes: int, device: torch.device | str | None = None
 ) -> Positions:
-    """Text for a spec of several axes: all coordinates of a token are its one position.
+    """Return positions of text for a spec with several axes: all coordinates of a token are equal.
 
     Args:
-        positions: anything that says positions on one axis: None, an int offset, ids, or another
-            kind. Nothing is copied.
-        axes: how many coordinates.
-        device: for None and an int, where the rotated tensors live; without it one number goes there
-            with each call.
+        positions: positions with one axis: None, an int offset, ids or a :class:`Positions`. Ids are
+            not copied.
+        axes: number of coordinates.
+        device: device of the rotated tensors, used if ``positions`` is None or an int. If it is not
+            given, each call copies one number there.
 
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
 
@@ -72,26 +72,26 @@ def grid(
     merge: int | Sequence[int] = 1,
     device: torch.device | str | None = None,
 ) -> Positions:
-    """The cells of a grid in row-major order: patches of an image, or of a video.
+    """Return the coordinates of a grid's cells in row-major order: patches of an image or a video.
 
     Args:
-        sizes: cells along each axis, such as ``grid(height, width)`` or ``grid(time, height,
+        sizes: number of cells along each axis, such as ``grid(height, width)`` or ``grid(time, height,
             width)``. The last axis varies fastest.
         start, step: the coordinate of cell ``i`` is ``start + step · i``; one number, or one for
-            each axis. int64 where both are ints, else float64.
-        span: for normalised coordinates in place of start and step: ``(low, high)``, or one such
+            each axis. Coordinates are int64 if all of these are ints, else float64.
+        span: normalised coordinates, instead of start and step: ``(low, high)``, or one such
             pair for each axis. The coordinate of cell ``i`` of ``n`` is the middle of the ``i``-th of
             ``n`` equal parts, ``low + (high − low)·(i + 1/2)/n``.
-        ends: with span: the first cell is at low and the last at high, as linspace has it.
+        ends: with span: put the first cell at low and the last at high, like linspace.
         merge: tokens come in blocks of ``merge`` cells along each axis (one number, or one for each
-            axis), row-major among blocks and inside of each; for models that merge such blocks
+            axis), row-major among blocks and within each; for models that merge such blocks
             later.
-        device: where the rotated tensors live.
+        device: device of the rotated tensors.
 
     Returns:
         Positions ``[axes, 1, tokens]``.
 
-    Source: a normalised grid: DINOv3 (arXiv 2508.10104), which turns by 2π per unit, so its span is
+    Source: a normalised grid: DINOv3 (arXiv 2508.10104), which rotates by 2π per unit, so its span is
     ``(-2π, 2π)``; merged blocks: Qwen2-VL (arXiv 2409.12191).
 
     >>> grid(2, 3).ids.tolist()
@@ -131,7 +131,7 @@ def _cells(
     merges: Sequence[int],
     device: torch.device | str | None,
 ) -> torch.Tensor:
-    """The coordinates of cells as :func:`grid` orders them, ``[axes, cells]``."""
+    """Return the coordinates of cells in the order of :func:`grid`, ``[axes, cells]``."""
     axes = len(sizes)
     floating = any(isinstance(value, float) for value in (*starts, *steps))
     dtype = torch.float64 if floating else torch.int64
@@ -161,22 +161,23 @@ def mrope(
     next_from: str = "all",
     device: torch.device | str | None = None,
 ) -> Positions:
-    """Text mixed with images and video, in coordinates (time, height, width).
+    """Return M-RoPE positions (time, height, width) of text mixed with images and video.
 
-    Text counts on all three axes at once. The cells of an image or a video count from where it
-    begins on each axis, row-major. What follows begins one past the largest coordinate so far.
+    Text advances all three coordinates together. An image or a video starts at the same position on
+    each axis and numbers its cells from there, row-major. The next segment starts one past the largest
+    coordinate so far.
 
     Args:
-        segments: what the row holds, in order: an int for that many text tokens; ``(t, h, w)`` for
-            an image (t = 1) or a video, counted after merging; ``(t, h, w, time_step)`` where a frame
+        segments: content of the row, in order: an int for that many text tokens; ``(t, h, w)`` for
+            an image (t = 1) or a video, in cells after merging; ``(t, h, w, time_step)`` if a frame
             takes ``time_step`` positions in time, rounded down (Qwen2.5-VL: tokens per second times
-            seconds per frame). A model that puts its frames among text, as Qwen3-VL does, has one
-            ``(1, h, w)`` for each frame.
-        start: where the row begins, on all axes.
-        next_from: "all": what follows an image or a video begins after its largest coordinate on any
-            axis, as the paper and the models' own code have it. "space": after its height and width,
-            whatever its time, as transformers 5 has it; the two differ for long videos only.
-        device: where the rotated tensors live.
+            seconds per frame). For a model that puts its frames between text, like Qwen3-VL, give one
+            ``(1, h, w)`` per frame.
+        start: first position of the row, on all axes.
+        next_from: "all": the segment after an image or a video starts after its largest coordinate on
+            any axis, as in the paper and the models' own code. "space": it starts after the height
+            and width, ignoring time, as in transformers 5. The two differ only for long videos.
+        device: device of the rotated tensors.
 
     Returns:
         Positions ``[3, 1, tokens]``. For a batch, ``concatenate(rows, along="rows")``.
@@ -194,7 +195,7 @@ def mrope(
             continue
         cells = _cells(sizes, (0, 0, 0), (1, 1, 1), (1, 1, 1), device)
         if time_step != 1:
-            # In float32, as the models' own code has it: a product just below an int counts.
+            # In float32, like the models' own code, to round products near an integer the same way.
             time = (cells[:1].to(torch.float32) * time_step).to(torch.int64)
             cells = torch.cat((time, cells[1:]))
         parts.append(cells + begin)
@@ -203,12 +204,12 @@ def mrope(
 
 @public("mrope_next")
 def mrope_next(segments: Iterable[Segment], *, start: int = 0, next_from: str = "all") -> int:
-    """The position, on all axes, of the token that is generated after those of :func:`mrope`.
+    """Return the position, on all axes, of the next token to generate after those of :func:`mrope`.
 
-    One past the largest coordinate. Less the number of tokens it is what transformers calls
-    ``rope_deltas``.
+    This is one past the largest coordinate. Minus the number of tokens it is ``rope_deltas`` of
+    transformers.
 
-    Args: as of :func:`mrope`.
+    Args: see :func:`mrope`.
 
     >>> mrope_next([2, (1, 2, 2), 1])
     5
@@ -219,7 +220,7 @@ def mrope_next(segments: Iterable[Segment], *, start: int = 0, next_from: str = 
 def _walk(
     segments: object, start: object, next_from: object
 ) -> tuple[list[tuple[int, tuple[int, ...], float]], int]:
-    """Where each segment begins, its sizes and its time step; and one past the largest position."""
+    """Return start, sizes and time step of each segment, and one past the largest position."""
     if next_from not in ("all", "space"):
         raise bad_value(f"next_from must be 'all' or 'space' but got {next_from!r}")
     begin = integer("start", start)
@@ -252,11 +253,13 @@ def _walk(
 
 
 def _each(name: str, value: object, axes: int) -> tuple[object, ...]:
-    """One value per axis, from one for all or a sequence of them."""
+    """Expand one value for all axes, or a sequence with one per axis, to a tuple with one per axis."""
     if not isinstance(value, (tuple, list)):
         return (value,) * axes
     if len(value) != axes:
-        raise bad_value(f"{name} must be one, or one for each of {axes} axes, but got {value}")
+        raise bad_value(
+            f"{name} must be one number, or one for each of {axes} axes, but got {value}"
+        )
     return tuple(value)
 
 

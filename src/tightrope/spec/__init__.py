@@ -1,9 +1,8 @@
-"""RopeSpec: a rotary embedding as one frozen value, and the rotations that it prepares.
+"""RopeSpec: a rotary embedding as one frozen value, and rotations prepared from it.
 
-From the bottom up: ``_lengths`` (how long sequences are), ``_device_cache`` (tensors kept on each
-device), ``_unread`` (lengths that nothing may read), ``_tables`` (phase words for any length and
-device), ``_prepared`` (a rotation at given positions) and ``_rope`` (the value that users write, with
-its dictionaries).
+From the bottom up: ``_lengths`` (lengths of sequences), ``_device_cache`` (tensors cached per device),
+``_unread`` (lengths whose values cannot be read), ``_tables`` (phase words for any length and device),
+``_prepared`` (a rotation at given positions) and ``_rope`` (RopeSpec and its dictionaries).
 """
 
 from __future__ import annotations

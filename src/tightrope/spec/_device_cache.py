@@ -1,4 +1,4 @@
-"""Tensors that one spec keeps on each device."""
+"""A cache of the tensors that one spec needs on each device."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from .._tracing import is_tracing, may_keep
 
 T = TypeVar("T")
 
-# All that a value depends on besides the spec and the device: the length of a sequence, None where the
-# length does not matter, or a name.
+# The key of a value for one spec and device: the length of a sequence, None if the length does not
+# matter, or a name.
 Key: TypeAlias = "int | str | None"
 
-# Decoding under a rule that depends on the length makes a value for every token, so lengths are
-# forgotten from time to time.
+# Decoding with a rule that depends on the length makes one value per token, so entries for lengths are
+# dropped when there are this many.
 _MOST = 64
 
 
 class DeviceCache:
     """Tensors of one spec, made once for each device and key.
 
-    It holds no fake or wrapped tensor, none of inference mode and none in the memory pool of a graph,
-    and nothing is added while compiling.
+    It never holds fake or wrapped tensors, inference tensors, or tensors in the memory pool of a CUDA
+    graph, and nothing is added while compiling.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.device, Key], Any] = {}
 
     def get(self, device: torch.device, key: Key, make: Callable[[torch.device, Any], T]) -> T:
-        """The kept value, or a new one.
+        """Return the cached value, or make it.
 
-        A fake or transformed program always makes its own. The compiler reads what was kept.
+        Under fake tensors and functorch transforms the value is always made anew. Dynamo reads the
+        cache.
 
         Args:
-            device: where the value lives.
+            device: device of the value.
             key: see :data:`Key`.
-            make: makes the value from device and key.
+            make: called with device and key to make the value.
         """
         if not is_tracing() or torch.compiler.is_dynamo_compiling():
             kept: T | None = self._kept.get((device, key))
@@ -57,7 +58,7 @@ class DeviceCache:
 
 
 def outside_inference() -> AbstractContextManager[object]:
-    """Leave inference mode, so that autograd may save what is made."""
+    """Leave inference mode, so that autograd may save the tensors made inside."""
     if is_tracing() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)

@@ -1,8 +1,8 @@
-"""How long sequences are: what a caller says, or what their positions tell.
+"""Lengths of sequences: given by the caller, or derived from positions.
 
-A rule that depends on the length has one of its own for every row. A length that can be read is an
-int, and gives the exact words. One that cannot, since it is on a device or being traced, stays a
-tensor: nothing here waits for a device or breaks a graph.
+Rules that depend on the length use the length of each row. A length whose value can be read becomes an
+int and gives exact phase words. A length on a device, or one that is traced, stays a tensor: nothing
+here synchronises with a device or breaks a graph.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..positions import Positions
 
 SeqLen: TypeAlias = "int | Sequence[int] | torch.Tensor | None"
 
-# One int per row, or one for all rows; or a tensor ``(rows,)`` or ``(1,)`` that nothing may read.
+# One int per row, or one for all rows; or a tensor ``(rows,)`` or ``(1,)`` that cannot be read.
 Lengths: TypeAlias = "tuple[int, ...] | torch.Tensor"
 
 _NO_ROWS = (str, bytes, bytearray, Mapping, Set)
 
-# No tensor has more tokens, and as a float64 it is exact.
+# No tensor has more tokens, and float64 holds it exactly.
 _LONGEST = 2**62
 
 
 def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
-    """What a caller says of lengths, in one of two forms.
+    """Normalise ``seq_len`` to a tuple of ints, or to a tensor if its values cannot be read.
 
     Raises:
-        ValueError, TypeError: what is no length.
+        ValueError, TypeError: an invalid length.
 
     >>> read(5), read(torch.tensor([3, 4]))
     ((5,), (3, 4))
@@ -51,10 +51,10 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
 
 
 def check(seq_len: SeqLen) -> None:
-    """Refuse what :func:`read` would, where nothing depends on it; no tensor is read.
+    """Validate ``seq_len`` like :func:`read`, for rules that ignore it; reads no tensor.
 
     Raises:
-        ValueError, TypeError: what is no length.
+        ValueError, TypeError: an invalid length.
 
     >>> check(5)
     """
@@ -62,22 +62,23 @@ def check(seq_len: SeqLen) -> None:
     if isinstance(seq_len, torch.Tensor):
         _check_tensor(seq_len)
     elif seq_len is not None and not (torch.compiler.is_compiling() and type(seq_len) is int):
-        # What a number is would be a guard of the graph.
+        # Not for an int while compiling: checking its value would add a guard to the graph.
         for value in _each(seq_len):
             length(value)
 
 
 def _traced(seq_len: Any) -> Any:
-    """Arrays of numpy as tensors, where a compiler has put its own in their place."""
-    # Asked in this order, as no compiler tells what its symbols have.
+    """Convert numpy arrays to tensors under Dynamo, which replaces them by wrappers of its own."""
+    # In this order, as Dynamo cannot evaluate hasattr() of its symbols.
     if not torch.compiler.is_dynamo_compiling() or isinstance(seq_len, (int, torch.SymInt)):
         return seq_len
     return torch.as_tensor(seq_len) if hasattr(seq_len, "__array__") else seq_len
 
 
 def _each(seq_len: object) -> Iterable[object]:
-    """The lengths of the rows, or the one of all."""
-    # Numbers of numpy have a method for iterating, too; what has no order says nothing of rows.
+    """Return an iterable of lengths: one per row, or one for all rows."""
+    # numpy scalars define __iter__ too. Strings and unordered collections are not lists of rows:
+    # returned whole, they raise the error for an invalid length.
     is_one = not isinstance(seq_len, Iterable) or getattr(seq_len, "shape", None) == ()
     return [seq_len] if is_one or isinstance(seq_len, _NO_ROWS) else seq_len  # type: ignore[return-value]
 
@@ -92,11 +93,11 @@ def _check_tensor(seq_len: torch.Tensor) -> None:
 
 
 class Limit(NamedTuple):
-    """Lengths that the caller stated, which no position may pass.
+    """Lengths that the caller stated, with the positions that must not exceed them.
 
     Attributes:
-        lengths: one for each row, or one for all.
-        ids: positions that can be read, as of :class:`tightrope.positions.Positions`.
+        lengths: one per row, or one for all.
+        ids: see :class:`tightrope.positions.Positions`; their values can be read.
     """
 
     lengths: tuple[int, ...]
@@ -104,7 +105,7 @@ class Limit(NamedTuple):
 
 
 def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
-    """What can be checked of lengths without waiting for a device: None where that is nothing."""
+    """Return the limit to check positions against; None if checking would synchronise with a device."""
     if not isinstance(lengths, tuple) or not lengths or is_tracing():
         return None
     ids = where.ids
@@ -118,16 +119,16 @@ def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
 def passed(
     limits: Limit, offset: int, ramp: bool, tokens: int
 ) -> tuple[int | None, int, int] | None:
-    """The first row that passes the length that was said of it.
+    """Find the first row whose positions exceed its stated length.
 
     Args:
-        limits: what was said.
-        offset, ramp: as of :class:`tightrope.positions.Positions`.
-        tokens: how many each row has, which matters for a ramp.
+        limits: the stated lengths.
+        offset, ramp: see :class:`tightrope.positions.Positions`.
+        tokens: number of tokens per row, which matters if ``ramp``.
 
     Returns:
-        Its index (None where all have one length and one row of positions), its last position + 1,
-        and what was said; None where no row does.
+        Index of the row (None if there is one length and one row of positions), its last position + 1,
+        and its stated length; None if there is no such row.
     """
     lengths, ids = limits
     if tokens == 0 or (ids is not None and 0 in ids.shape):
@@ -138,24 +139,25 @@ def passed(
         needed = _ends(ids, offset + (tokens if ramp else 1))
     rows = max(len(lengths), len(needed))
     if {len(lengths), len(needed)} - {1, rows}:
-        return None  # rows that do not fit each other have a sentence of their own
+        return None  # a mismatch of rows raises its own error elsewhere
     for row in range(rows):
-        end, told = needed[row % len(needed)], lengths[row % len(lengths)]
-        if end > told:
-            return (row if rows > 1 else None), end, told
+        end, stated = needed[row % len(needed)], lengths[row % len(lengths)]
+        if end > stated:
+            return (row if rows > 1 else None), end, stated
     return None
 
 
 def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
-    """The length of each row: its last position + 1, on whichever axis that is.
+    """Return the length of each row: its largest coordinate on any axis, plus 1.
 
     Args:
-        where: positions with an id for each token.
-        ids: theirs, on the device of what rotates.
-        rule: what gives sequences up to its original length the same frequencies.
+        where: positions with an id per token.
+        ids: the ids of ``where``, on the device of the rotated tensors.
+        rule: the frequency rule; up to its original length all frequencies are the same.
 
     Raises:
-        ValueError: rows beyond that length in which positions start again: no one length fits them.
+        ValueError: a row beyond that length in which positions start again, so that no single length
+            is right for it.
     """
     if ids.shape[2] == 0:
         return None
@@ -168,67 +170,67 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
                 back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)
             )
     else:
-        # Any length may be in there. Of a pack it is known that no one fits.
+        # The lengths are unknown. For packed rows, no single length can be right.
         fits = not where.packed
     if fits:
         return lengths
     raise bad_value(
         "positions must not start again within a row (packed sequences?) where "
-        f"{type(rule).__name__} gives each length its own frequencies; say seq_len for all of "
-        "them, or rotate them apart",
+        f"{type(rule).__name__} gives each length its own frequencies; give one seq_len "
+        "for all of them, or rotate them separately",
         positions=ids,
     )
 
 
 def ends(ids: torch.Tensor, more: int) -> Lengths:
-    """The last position of each row, and so many more; at least 0.
+    """Return the largest position of each row plus ``more``; at least 0.
 
     Args:
-        ids: as of :class:`tightrope.positions.Positions`.
+        ids: see :class:`tightrope.positions.Positions`.
     """
     return _known(_ends(ids, more)) if is_readable(ids) else read(_last(ids) + more)
 
 
 def _ends(ids: torch.Tensor, more: int) -> list[int]:
-    """As :func:`ends`, of ids that can be read; those of integers may be negative."""
+    """Do :func:`ends` for ids that can be read; results of integer ids may be negative."""
     last = ids.detach().amax((0, 2)).tolist()
     if not ids.is_floating_point():
         return [end + more for end in last]
     if not all(end < _LONGEST for end in last):
-        last = _last(ids).tolist()  # without those that are lost
+        last = _last(ids).tolist()  # ignores NaN, infinite and huge ids
     return [math.ceil(end + more) if end + more > 0 else 0 for end in last]
 
 
 def _known(lengths: list[int]) -> tuple[int, ...]:
-    """Lengths out of a tensor. Rows before position 0 are short, too."""
+    """Clamp lengths from a tensor; a row that ends before position 0 has length 0."""
     if lengths and (min(lengths) < 0 or max(lengths) > _LONGEST):
         lengths = [min(max(length, 0), _LONGEST) for length in lengths]
     return tuple(lengths)
 
 
 def _last(ids: torch.Tensor) -> torch.Tensor:
-    """The last position of each row, float64; those that are lost left out."""
+    """Return the largest position of each row in float64, ignoring ids that :func:`is_lost` marks."""
     ids = _found(ids)
     if ids.is_floating_point():
         ids = ids.nan_to_num(-math.inf)
-    # In 64 bits before anything is added: int32 would wrap, and float32 drop what is added.
+    # Convert before the caller adds to it: int32 would wrap, and float32 would round.
     return ids.amax((0, 2)).to(torch.float64)
 
 
 def _found(ids: torch.Tensor) -> torch.Tensor:
-    """Ids with NaN for all that are lost, which is behind nothing and ahead of nothing."""
+    """Replace ids that :func:`is_lost` marks by NaN, which compares as false with everything."""
     lost = is_lost(ids)
     return ids.detach() if lost is None else torch.where(lost, math.nan, ids.detach())
 
 
 def _starts_again(ids: torch.Tensor) -> list[bool]:
-    """For each row, whether a token is behind the one before it: on no axis ahead, on some behind.
+    """Return for each row whether some token has a lower coordinate than its predecessor, and none higher.
 
-    Within an image one coordinate goes back only as another goes on.
+    Within an image, one coordinate decreases only when another increases.
     """
     ids = _found(ids)
     before, after = ids[..., :-1], ids[..., 1:]
     behind = (after <= before).all(0) & (after < before).any(0)
-    # Some code puts padding in front of a row at 1, and the row itself at 0, 1, 2, …
+    # Some code puts leading padding at position 1, and the row itself at 0, 1, 2, …
     padding = (ids == 1).all(0).cumprod(1)[:, :-1].bool()
     return (behind & ~padding).any(1).tolist()

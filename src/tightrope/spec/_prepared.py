@@ -1,4 +1,4 @@
-"""A rotation at given positions, validated once: what all layers of a forward pass share."""
+"""Prepared rotation: a spec at given positions, validated once and shared by all layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ._tables import Tables
 
 
 class Snapshot(NamedTuple):
-    """Ids as they were when something was read from them.
+    """The state of ids when values were read from them, to detect later changes.
 
     Attributes:
-        version: how often they had changed in place; None where nothing counts that.
-        bits: their bits, where they can be looked at: numpy changes them without counting. Else None.
+        version: their version counter; None if they have none.
+        bits: a copy of their bits if they can be read, since numpy writes do not bump the version
+            counter; else None.
     """
 
     version: int | None
@@ -30,30 +31,30 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, ids: torch.Tensor | None) -> Snapshot:
-        """The ids as they are now."""
+        """Record the ids as they are now."""
         bits = _bits(ids)
         return cls(_version(ids), None if bits is None else bits.clone())
 
     def is_of(self, ids: torch.Tensor | None) -> bool:
-        """Whether the ids are still the same, as far as can be told."""
+        """Return True if no change of the ids can be detected."""
         if self.bits is None:
             return _version(ids) == self.version
-        # A copy of a rotation has ids with versions of their own.
+        # Compare bits only: ids of a copied rotation have version counters of their own.
         bits = _bits(ids)
         return bits is not None and torch.equal(bits, self.bits)
 
 
 @dataclass(eq=False)
 class Memo:
-    """Cached facts about one prepared rotation, found by its calls; never a result.
+    """Facts about one prepared rotation, cached by its calls; never a result.
 
     Attributes:
         packed: the arguments of the operator, by layout and direction.
-        for_tokens: the number of tokens of the last call and the rotation for it, where phase words
+        for_tokens: the number of tokens of the last call and the rotation for it, if phase words
             depend on that number.
-        gate_logs: the logarithms of gates that have no tensors of their own, by gate and dtype, with
-            the tokens and ids that they were made for.
-        fitted: the number of tokens and the ids of the last check of lengths that found nothing.
+        gate_logs: the logarithms of gates without tensors, by gate and dtype, with the number of
+            tokens and the ids that they were made for.
+        fitted: the number of tokens and the ids of the last successful length check.
     """
 
     packed: dict[tuple[str, bool], Any] = field(default_factory=dict)
@@ -66,24 +67,24 @@ class Memo:
 
 @dataclass(frozen=True, eq=False)
 class PreparedRotation:
-    """A spec at given positions on a device: what :meth:`tightrope.RopeSpec.at` returns.
+    """A spec at given positions on a device, as returned by :meth:`tightrope.RopeSpec.at`.
 
-    An immutable value, and a memo of what its calls have found out.
+    An immutable value, with a cache for its calls.
 
     Attributes:
-        channels: which channels rotate.
+        channels: the slice that rotates, and its pairing.
         words: phase words, int64 ``[axes, rows|1, heads|1, pairs]``.
-        turns: None, or shaped as words: whole turns per position, where some |ω| >= π.
-        ids, offset, ramp: as in :class:`tightrope.positions.Positions`.
-        device: where the rotated tensors must live.
+        turns: None, or shaped like ``words``: whole turns per position, if some |ω| >= π.
+        ids, offset, ramp: see :class:`tightrope.positions.Positions`.
+        device: the device that rotated tensors must be on.
         memo: see :class:`Memo`.
-        amplitude_hex: :attr:`amplitude`, in digits: a float would be a symbol to the compiler.
-        rows: for how many rows there are lengths; 1 for any number.
-        awaits: where words come from once it is known how many tokens there will be, on which they
-            depend; None where they do not. See :meth:`for_tokens`.
-        made_from: the spec, or None where there is not one alone; for comparisons.
-        snapshot: the ids from which the lengths of rows were read; None where none were.
-        limit: lengths that the caller stated, where positions can be compared with them.
+        amplitude_hex: :attr:`amplitude` as a hexadecimal string: the compiler would make a float a symbol.
+        rows: number of rows that have lengths of their own; 1 if all rows share one.
+        awaits: the source of phase words if they depend on the number of tokens, which is not known
+            yet; else None. See :meth:`for_tokens`.
+        made_from: the spec, or None if there is not exactly one; for comparisons.
+        snapshot: the ids from which the lengths of rows were read; None if none were.
+        limit: the lengths that the caller stated, if positions can be compared with them.
     """
 
     channels: Channels
@@ -102,7 +103,7 @@ class PreparedRotation:
     limit: Limit | None = None
 
     def __post_init__(self) -> None:
-        # dataclasses.replace would hand on what was found out about another value.
+        # dataclasses.replace would pass on the cache of another value.
         if self.memo.packed or self.memo.for_tokens is not None or self.memo.gate_logs:
             object.__setattr__(self, "memo", Memo())
 
@@ -112,10 +113,10 @@ class PreparedRotation:
         return float.fromhex(self.amplitude_hex)
 
     def for_tokens(self, tokens: int) -> PreparedRotation:
-        """The rotation of rows of that many tokens: itself, unless the words depend on their number.
+        """Return the rotation for rows of ``tokens`` tokens: self, unless phase words depend on that.
 
         Args:
-            tokens: how many tokens each row has.
+            tokens: number of tokens per row.
         """
         if self.awaits is None:
             return self
@@ -124,7 +125,7 @@ class PreparedRotation:
             return before[1]
         made = self._of_tokens(self.awaits, tokens)
         if not tracing:
-            # The next step of decoding has another number; the layers of this one share it.
+            # Keep only the last one: all layers of a decoding step share it, the next step has another.
             self.memo.for_tokens = tokens, made
         return made
 
@@ -134,7 +135,7 @@ class PreparedRotation:
         else:
             lengths = _lengths.ends(self.ids, self.offset + tokens)
         words, turns = tables.words(lengths, self.device)
-        # Not dataclasses.replace, which takes as long as the words of a new length.
+        # Not dataclasses.replace, which takes as long as computing the phase words of a new length.
         return PreparedRotation(
             self.channels,
             words,
@@ -151,10 +152,10 @@ class PreparedRotation:
         )
 
     def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
-        """The first row that is longer than the caller stated: see :func:`_lengths.passed`.
+        """Find the first row that is longer than the caller stated: see :func:`_lengths.passed`.
 
         Args:
-            tokens: how many tokens each row has.
+            tokens: number of tokens per row.
         """
         if self.limit is None or is_tracing():
             return None
@@ -167,28 +168,28 @@ class PreparedRotation:
             self.memo.fitted = tokens, seen
         return found
 
-    def check_passed(self, tokens: int, said: str = "seq_len") -> None:
-        """Refuse rows that are longer than stated: they would get the frequencies of a shorter length.
+    def check_passed(self, tokens: int, name: str = "seq_len") -> None:
+        """Raise an error for a row longer than stated: it would get the frequencies of a shorter one.
 
         Args:
-            tokens: how many tokens each row has.
-            said: what the user calls the lengths.
+            tokens: number of tokens per row.
+            name: name of the lengths in the error.
         """
         found = self.passed(tokens)
         if found is None:
             return
-        row, end, told = found
+        row, end, stated = found
         of = "" if row is None else f" of row {row}"
         about = {} if self.ids is None else {"positions": self.ids}
         raise bad_value(
-            f"{said} must be at least {end}, the last position + 1{of}, but got {told}; say the "
+            f"{name} must be at least {end}, the last position + 1{of}, but got {stated}; give the "
             "length of the whole sequence",
             **about,
         )
 
     @property
     def is_stale(self) -> bool:
-        """Whether ids changed in place after words were made of their lengths."""
+        """Whether ids changed in place after lengths were read from them."""
         if self.snapshot is None or is_tracing():
             return False
         return not self.snapshot.is_of(self.ids)
@@ -202,13 +203,13 @@ def prepare(
     seq_len: SeqLen,
     made_from: object,
 ) -> PreparedRotation:
-    """Check positions against what they turn, and find the words of their lengths.
+    """Validate positions for a spec, and look up the phase words for their lengths.
 
     Args:
-        channels, tables: of a spec.
+        channels, tables: channels and phase words of the spec.
         where: canonical positions.
-        device: where the rotated tensors live.
-        seq_len: as of :meth:`tightrope.RopeSpec.at`.
+        device: device of the rotated tensors.
+        seq_len: see :meth:`tightrope.RopeSpec.at`.
         made_from: the spec itself.
     """
     positions_.check_axes(where, tables.axis_count)
@@ -216,14 +217,14 @@ def prepare(
     if ids is not None and ids.device != device:
         if ids.device.type == "meta":
             raise bad_value(
-                f"positions must hold numbers but are on the meta device, and what rotates is on "
-                f"{device}; say device={str(device)!r} where they are made",
+                "positions must have data but are on the meta device while the rotated tensors are on "
+                f"{device}; create them with device={str(device)!r}",
                 positions=ids,
             )
         if device.type == "meta" and ids.requires_grad:
             raise bad_value(
-                "positions must be on the meta device, where what rotates is and no gradient comes "
-                "back from",
+                "positions that require a gradient must be on the meta device when the rotated tensors "
+                "are, as no gradient can leave it",
                 positions=ids,
             )
         ids = ids.to(device)
@@ -240,7 +241,8 @@ def prepare(
     if not own:
         limit = _lengths.limit(lengths, where)
         if limit is not None and limit.ids is not None and ids is not where.ids:
-            # What is turned by a copy on a device does not follow the original.
+            # The rotation uses a copy of the ids on the device, so later changes of the original do not
+            # count.
             limit = limit._replace(ids=limit.ids.clone())
     words, turns = tables.words(lengths, device)
     amplitude_hex = tables.amplitude_hex if lengths is None else tables.amplitude(lengths)
@@ -266,7 +268,7 @@ _OF_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def _bits(ids: torch.Tensor | None) -> torch.Tensor | None:
-    """Ids as integers, NaN included; None where nothing may look at them."""
+    """View ids as integers, so that NaN equals NaN; None if they cannot be read."""
     if type(ids) not in (torch.Tensor, torch.nn.Parameter) or not is_readable(ids):  # type: ignore[arg-type]
         return None
     bits = ids.detach()  # type: ignore[union-attr]
@@ -274,7 +276,7 @@ def _bits(ids: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _version(ids: torch.Tensor | None) -> int | None:
-    """How often ids changed in place; None where nothing counts that."""
+    """Return the version counter of ids; None if they have none or are being traced."""
     if ids is None or is_tracing() or ids.is_inference():
         return None
     return ids._version

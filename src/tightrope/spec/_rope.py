@@ -1,4 +1,4 @@
-"""RopeSpec: the value that users write, with its checks and its dictionaries."""
+"""RopeSpec: the public description of a rotary embedding, its checks and its dictionaries."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from ._lengths import SeqLen
 from ._prepared import PreparedRotation, prepare
 from ._tables import Tables
 
-# How to_dict writes; from_dict reads this and whatever older ones there will be.
+# Version of the format of to_dict; from_dict will also read older ones.
 VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
 class RopeSpec:
-    """A rotary position embedding: which channels rotate, by which coordinate, and how fast.
+    """A rotary position embedding: the channels that rotate, their pairing, frequencies and axes.
 
-    Two specs are equal when all their fields are, in the normal form that the constructor gives them
-    (``rotary_dim=None`` is resolved, numbers are floats or ints). Equal specs rotate equally, to the
-    last bit. Unequal ones may do so too: ``scaling=Linear(1.0)`` is None by another name, and a
-    :class:`tightrope.frequencies.Given` does not look at ``base``.
+    Two specs are equal when all their fields are, after the constructor has normalised them
+    (``rotary_dim=None`` is resolved, numbers are floats or ints). Equal specs give bitwise equal
+    results. Unequal ones may too: ``scaling=Linear(1.0)`` is the same as None, and
+    :class:`tightrope.frequencies.Given` ignores ``base``.
 
-    A spec holds no tensor that a module could cast, move or save; it hashes in constant time and can
-    be shared by any number of layers, threads and processes. ``dataclasses.replace`` works; it hands
-    over the resolved ``rotary_dim``, so with another ``head_dim`` or ``start`` say
-    ``rotary_dim=None`` as well to have it follow.
+    A spec holds no tensor that a module could cast, move or save. It hashes in constant time and can
+    be shared by any number of layers, threads and processes. ``dataclasses.replace`` copies the
+    resolved ``rotary_dim``, so if you replace ``head_dim`` or ``start``, also pass
+    ``rotary_dim=None`` to compute it anew.
 
     Args:
-        head_dim: channels of one head.
+        head_dim: number of channels of one head.
         base: base of the geometric row of frequencies, a positive number.
-        rotary_dim: how many channels rotate; even; all from ``start`` on by default.
+        rotary_dim: number of channels that rotate, even; by default all from ``start`` on.
         start: first channel that rotates.
         interleaved: pair channels (0, 1), (2, 3), … if true, as GPT-J and the first paper do; pair
             channel i with i + rotary_dim / 2 if false, as GPT-NeoX and Llama in transformers do.
-        scaling: a rule of :mod:`tightrope.frequencies`; None for the geometric row as it is.
-        axes: which coordinate of a position turns each pair, for positions that have several.
+        scaling: a rule of :mod:`tightrope.frequencies`; None for the unscaled geometric row.
+        axes: the coordinate that rotates each pair, for positions that have several.
 
     Raises:
-        ValueError: values that describe no rotation.
+        ValueError: values out of range, or that do not fit each other.
         TypeError: values of the wrong type.
 
     Source: Su et al., RoFormer (arXiv 2104.09864); partial rotation: Black et al., GPT-NeoX-20B
-    (arXiv 2204.06745), section 2.1; the rules and axes name theirs.
+    (arXiv 2204.06745), section 2.1; rules and axes name their own sources.
 
     >>> spec = RopeSpec(head_dim=64, base=500_000.0)
     >>> spec.frequencies().inv_freq.shape
@@ -86,13 +86,13 @@ class RopeSpec:
         put(self, "_tables", Tables(self.scaling, channels.rotary_dim, base, self.axes))
 
     def __hash__(self) -> int:
-        # Not when it is made: torch 2.11 cannot trace a hash.
+        # Computed on first use: torch 2.11 cannot trace hash() in the constructor.
         if "_hash" not in vars(self):
             object.__setattr__(self, "_hash", hash(self._values()))
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Words and device tables are derived; a copy derives its own.
+        # Phase words and device tables are derived; a copy computes its own.
         return RopeSpec, self._values()
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ class RopeSpec:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec in types that JSON has, floats exact, with the version of this form.
+        """Return the spec in JSON types, with exact floats and the version of the format.
 
         >>> RopeSpec(4).to_dict()["version"]
         1
@@ -131,10 +131,10 @@ class RopeSpec:
     @classmethod
     @public("from_dict")
     def from_dict(cls, saved: Mapping[str, Any]) -> RopeSpec:
-        """The inverse of :meth:`to_dict`. For other people's configurations: :meth:`from_config`.
+        """Make a spec from the result of :meth:`to_dict`. For model configurations use :meth:`from_config`.
 
         Raises:
-            ValueError: another version, unknown or missing keys, values that describe no rotation.
+            ValueError: another version, unknown or missing keys, or values out of range.
             TypeError: values of the wrong type.
         """
         values = _dictionary("a spec", saved)
@@ -160,35 +160,35 @@ class RopeSpec:
         strict: bool = True,
         interleaved: bool | None = None,
     ) -> Any:
-        """The spec that somebody else's configuration describes; never a guess, never a default.
+        """Read the spec from a model configuration, without guessing or assuming defaults.
 
         Reads transformers (v4 and v5, files and objects), Meta's ``params.json``, GGUF metadata, and
-        the names of vLLM and Megatron. :func:`tightrope.config.provenance` tells which key gave which
-        field.
+        the key names of vLLM and Megatron. :func:`tightrope.config.provenance` shows which key gave
+        which field.
 
         Args:
             config: a mapping, a config object, or the path of a JSON file or of its folder.
-            layer_type: which layers, where they differ; the specs of all types without it.
-            section: which part of a nested configuration, such as ``"text_config"``, where several
+            layer_type: the type of layer to read, if layers differ; by default all types.
+            section: the part of a nested configuration to read, such as ``"text_config"``, if several
                 have RoPE; ``""`` is the outer level.
-            strict: whether an unknown key about RoPE is an error; else it is a warning.
-            interleaved: how channels are paired, where neither the config nor its family says it; it
-                overrules both.
+            strict: whether an unknown key about RoPE is an error or only a warning.
+            interleaved: the pairing, if neither the config nor its family determines it; overrides
+                both.
 
         Returns:
-            The spec. Where layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from the
-            type of a layer to its spec, or to None for layers without RoPE.
+            The spec. If layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from layer type
+            to spec, or to None for layers without RoPE.
 
         Raises:
-            ValueError: no frequencies are said, keys disagree or are unknown, the family is unknown or
+            ValueError: frequencies are missing, keys conflict or are unknown, the family is unknown or
                 has no RoPE.
-            TypeError: something other than a configuration, values of the wrong type.
+            TypeError: not a configuration, or values of the wrong type.
 
         >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
         >>> RopeSpec.from_config(llama | {"rope_theta": 500000.0})
         RopeSpec(head_dim=128, base=500000.0)
         """
-        from .. import config as reader  # config stands above spec, and few programs need it
+        from .. import config as reader  # config imports spec, and few programs need it
 
         return reader.from_config(
             config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved
@@ -196,12 +196,12 @@ class RopeSpec:
 
     @property
     def channels(self) -> Channels:
-        """Which channels rotate, and how they are paired: what an operator needs of a spec."""
+        """The slice of a head that rotates, and its pairing."""
         return self._channels  # type: ignore[attr-defined, no-any-return]
 
     @property
     def axis_count(self) -> int:
-        """How many coordinates a position has."""
+        """Number of coordinates of a position."""
         return self._words.axis_count
 
     @property
@@ -220,22 +220,22 @@ class RopeSpec:
 
     @property
     def softmax_scaling(self) -> float:
-        """What the model multiplies its softmax scale by, and nothing here does; 1.0 for most.
+        """The factor that the model applies to its softmax scale, and this library does not; mostly 1.0.
 
         See :attr:`tightrope.frequencies.YaRN.softmax_scaling`.
         """
         return 1.0 if self.scaling is None else self.scaling.softmax_scaling
 
     def frequencies(self, seq_len: int | None = None) -> Frequencies:
-        """The frequencies of the pairs and the factor on the rotated channels.
+        """Return the frequencies of the pairs and the factor on the rotated channels.
 
         Args:
-            seq_len: length of the sequence, for rules that depend on it; None for any length that
-                the model was trained with.
+            seq_len: length of the sequence, for rules that depend on it; None for any length up
+                to the original one.
 
         Returns:
-            One frequency per pair, whichever axis it belongs to; per head, and per axis and head,
-            where the given frequencies are. Radians per position.
+            One frequency per pair, in radians per position, whichever axis the pair belongs to; per
+            head, or per axis and head, if the spec was given such frequencies.
 
         >>> RopeSpec(8, axes=Axes.blocks((2, 2))).frequencies().inv_freq.tolist()
         [1.0, 0.01, 1.0, 0.01]
@@ -245,10 +245,10 @@ class RopeSpec:
         return words_.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
 
     def attention_scaling(self, seq_len: SeqLen = None) -> float:
-        """The factor on the rotated channels, for a length or for rows of these lengths.
+        """Return the factor on the rotated channels, for one length or for rows of several.
 
         Args:
-            seq_len: as of :meth:`words_for`.
+            seq_len: see :meth:`words_for`.
 
         Raises:
             NotImplementedError: rows of one call whose factors differ, which only a
@@ -260,25 +260,25 @@ class RopeSpec:
     def words_for(
         self, seq_len: SeqLen = None, device: torch.device | str = "cpu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Phase words for sequences of given lengths: what a prepared rotation holds.
+        """Return the phase words for sequences of given lengths, as a prepared rotation holds them.
 
-        Internal to the library. Each row gets what it would get alone: words depend on this spec and
-        the row's own length, and are kept by everything that they depend on.
+        Internal to the library. Each row gets the phase words that it would get alone: they depend
+        only on this spec and the row's own length.
 
         Args:
             seq_len: None or an int for all rows; one int per row; or a tensor ``(rows,)`` or ``()``
-                of int32, int64 or float64, fractions counting as the next whole length. A tensor on
-                another device than the CPU, or one that is being traced, is not read: nothing
-                synchronises. Nor is an int while compiling: one graph serves all lengths. Checked, and
-                of no effect, where the rule does not depend on it.
-            device: where the words shall be.
+                of int32, int64 or float64, with fractions rounded up. A tensor that is not on the
+                CPU, or is being traced, is not read, so nothing synchronises. While compiling, an int
+                is not read either, so that one graph serves all lengths. If the rule ignores the
+                length, this is validated and has no effect.
+            device: device of the result.
 
         Returns:
-            Words and turns, int64 ``[axes, rows|1, heads|1, pairs]``, zeros where an axis does not
-            turn a pair; one row where all have the same words. Turns are None where all are zero.
-            Words are the nearest integers, except those of :class:`tightrope.frequencies.DynamicNTK`
-            for a length that is not read: they come from float64, off by at most 5e-14 · ω
-            radians per position for scales up to 1e7.
+            Phase words and turns, int64 ``[axes, rows|1, heads|1, pairs]``, with zeros for the axes
+            that a pair does not belong to, and one row if all rows are equal. Turns are None if all
+            are zero. Phase words are the nearest integers, except for
+            :class:`tightrope.frequencies.DynamicNTK` with a length that is not read: those are
+            computed in float64, off by at most 5e-14 · ω radians per position for scales up to 1e7.
         """
         device = torch.device(device)
         return self._words.words(self._words.read(seq_len, device), device)
@@ -295,32 +295,32 @@ class RopeSpec:
 
         Args:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
-                :class:`tightrope.positions.Positions`. Ids are not copied: do not change them. Where
-                frequencies depend on the length, ids that were changed since are refused, by numpy
-                too; on a device, as far as torch counts changes.
-            device: where the rotated tensors live; by default where the ids are, else the CPU.
+                :class:`tightrope.positions.Positions`. Ids are not copied: do not change them. If
+                frequencies depend on the length, later calls raise an error if ids were changed,
+                also through numpy; on a device this relies on torch's version counter.
+            device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
-                an int, one per row, or a tensor of them. By default it is the row's own: its last
-                position + 1, on whichever axis. A rank that holds a share of a sequence must say
-                the length of the whole. Keys that were cached under another length need
-                :func:`tightrope.functional.rerotate` before queries of this one meet them; see
-                docs/rerotate.md. No row may be longer than is said of it. Where positions or
-                lengths are on a device or traced, that cannot be seen without waiting for them, and
-                is not: such rows get the frequencies of the length that was said. Frequencies of a
-                shorter sequence that are meant are a rule of their own:
+                an int, one per row, or a tensor of them. The default is each row's last position
+                + 1, on any axis. A rank that holds a part of a sequence must give the length of the
+                whole. Re-rotate keys that were cached under another length with
+                :func:`tightrope.functional.rerotate` before queries of this one attend to them; see
+                docs/rerotate.md. ``seq_len`` must be at least the row's length. This is not checked
+                if positions or lengths are on a device or traced, as that would synchronise: such
+                rows get the frequencies of the given length. To use the frequencies of a shorter
+                sequence on purpose, make them a rule:
                 ``Given.of(spec.frequencies(seq_len).inv_freq)``.
 
         Raises:
-            ValueError: positions that do not fit the spec; a length that positions pass; or positions
-                that start again within a row beyond the original length of such a rule, where no one
-                length fits the row. Packed sequences that nothing may read (on a device, while
-                compiling) count as such.
-            TypeError: a length that is none, whether or not the rule depends on it.
+            ValueError: positions that do not fit the spec; positions beyond ``seq_len``; or, for a
+                rule that depends on the length, positions that start again within a row longer than
+                the original length, as no single length is right for it. Packed sequences that
+                cannot be read (on a device, while compiling) always raise this.
+            TypeError: an invalid length, whether or not the rule depends on it.
             NotImplementedError: rows of one call whose attention scaling differs, which only a
                 :class:`tightrope.frequencies.LongRoPE` with unequal mscales can give.
 
         Returns:
-            An object that every function takes in place of a spec and positions.
+            A prepared rotation, which every function takes in place of a spec and positions.
 
         >>> rope = RopeSpec(64).at(5)
         """
@@ -332,7 +332,7 @@ class RopeSpec:
             if target.type == "cpu":
                 target = torch.device("cpu")
             elif target.index is None:
-                # Tensors say which of several devices they are on; only the device knows.
+                # Resolve the index of the current device by creating a tensor there.
                 target = torch.empty(0, device=target).device
         rotation = self.on(where, target, seq_len)
         if not rotation.ramp and rotation.ids is not None:
@@ -345,7 +345,7 @@ class RopeSpec:
         device: torch.device,
         seq_len: SeqLen = None,
     ) -> PreparedRotation:
-        """As :meth:`at`, from canonical positions, below the public edge."""
+        """Do :meth:`at` with canonical positions; errors get the name of the calling public function."""
         return prepare(self.channels, self._words, where, device, seq_len, self)
 
 
@@ -378,18 +378,18 @@ def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:
         )
 
 
-def _dictionary(what: str, values: object) -> dict[str, Any]:
+def _dictionary(name: str, values: object) -> dict[str, Any]:
     if not isinstance(values, Mapping):
-        raise bad_type(f"{what} must be a dictionary but got {values!r}")
+        raise bad_type(f"{name} must be a dictionary but got {values!r}")
     return dict(values)
 
 
-def _check_keys(what: str, values: Mapping[str, Any], known: list[str], needed: list[str]) -> None:
+def _check_keys(name: str, values: Mapping[str, Any], known: list[str], needed: list[str]) -> None:
     unknown, missing = values.keys() - set(known), set(needed) - values.keys()
     if unknown:
         raise bad_value(
-            f"{what} must have no keys but {', '.join(known)} but got "
+            f"{name} must have only the keys {', '.join(known)} but got "
             f"{', '.join(sorted(map(str, unknown)))}"
         )
     if missing:
-        raise bad_value(f"{what} must have the keys {', '.join(sorted(missing))}")
+        raise bad_value(f"{name} must have the keys {', '.join(sorted(missing))}")

@@ -1,7 +1,7 @@
 """Phase words of one spec as tensors, for sequences of any length and on any device.
 
-The pure functions of :mod:`tightrope.words` make phase words on the host, ``_device_cache`` keeps
-tensors, and ``_unread`` serves lengths that nothing may read. This file chooses between them.
+The pure functions of :mod:`tightrope.words` make phase words on the host, ``_device_cache`` caches
+tensors, and ``_unread`` serves lengths whose values cannot be read. This module chooses between them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tables:
     Attributes:
         rule: its frequency rule, or None.
         by_length: whether phase words depend on the length of the sequence.
-        axis_count: how many coordinates a position has.
+        axis_count: number of coordinates of a position.
         amplitude_hex: the attention scaling within the original length, as a hexadecimal string: the
             compiler would make a symbol of a float.
     """
@@ -44,8 +44,8 @@ class Tables:
         self._axes = axes
         self._constants: tuple[Any, Any] = rule, axes
         if torch.compiler.is_dynamo_compiling():
-            # Rule and axes may have been made inside the compiled function. No such object can be
-            # handed to a constant function, and in torch 2.11 no frozen dataclass at all.
+            # Rule and axes may have been made inside the compiled function. Such objects cannot be
+            # passed to a constant function, and in torch 2.11 no frozen dataclass can.
             self._constants = (
                 None if rule is None else (type(rule), rule._values()),
                 None if axes is None else (Axes, (axes.count, axes.pairs)),
@@ -67,8 +67,8 @@ class Tables:
     def read(self, seq_len: SeqLen, device: torch.device) -> Lengths | None:
         """Normalise ``seq_len``; None if the rule ignores it.
 
-        A number would be a constant of a compiled graph, and each length another graph. It becomes a
-        tensor, unless the attention scaling, which is a number too, depends on it.
+        While compiling, an int would become a constant, and each length would compile another graph. So
+        it becomes a tensor, unless the attention scaling, which must be a constant, depends on it.
 
         Raises:
             ValueError, TypeError: an invalid length, also where the rule ignores it.
@@ -84,7 +84,7 @@ class Tables:
         return _lengths.read(seq_len)
 
     def words(self, lengths: Lengths | None, device: torch.device) -> Table:
-        """Phase words and turns for rows of given lengths; one row where all have the same."""
+        """Return phase words and turns for rows of given lengths; one row if all rows have the same."""
         if lengths is None or self.rule is None:
             return self._of_regime(device)
         return self._of_rows(self.rule, lengths, device)
@@ -94,7 +94,7 @@ class Tables:
         if isinstance(lengths, torch.Tensor):
             if lengths.is_meta and device.type != "meta":
                 raise bad_value(
-                    "lengths must hold numbers but are on the meta device, and what rotates is on "
+                    "lengths must have data but are on the meta device while the rotated tensors are on "
                     f"{device}"
                 )
             within, lengths = self._of_regime(device), lengths.to(device)
@@ -114,7 +114,7 @@ class Tables:
 
     @public("RopeSpec")
     def amplitude(self, lengths: Lengths | None) -> str:
-        """The attention scaling for rows of given lengths, as a hexadecimal string.
+        """Return the attention scaling for rows of given lengths, as a hexadecimal string.
 
         Raises:
             NotImplementedError: rows whose factors differ, or may differ.
@@ -129,16 +129,16 @@ class Tables:
             return found.pop()
         factors = ", ".join(str(factor) for factor in sorted(map(float.fromhex, found)))
         advice = (
-            "rotate short and long rows apart"
+            "rotate short and long rows separately"
             if known
-            else "what is traced or on a device may be either, so say seq_len as an int"
+            else "a length that is traced or on a device may have either, so give seq_len as an int"
         )
         raise unsupported(
             f"all rows of one call must have one attention scaling but got {factors}; {advice}"
         )
 
     def _on_host(self, regime: int | None) -> HostWords:
-        """Phase words and attention scaling of a regime, as plain ints and a string."""
+        """Return phase words and attention scaling of a regime, as plain ints and a string."""
         if regime is None:
             return self._within
         if regime == self._first:
@@ -147,7 +147,7 @@ class Tables:
         return words_.made(rule, self._rotary_dim, float.fromhex(self._base_hex), axes, regime)
 
     def _of_regime(self, device: torch.device, regime: int | None = None) -> Table:
-        """Phase words and turns of a regime, ``[axes, 1, heads|1, pairs]``."""
+        """Return phase words and turns of a regime, ``[axes, 1, heads|1, pairs]``."""
         if regime is not None and regime == self._first:
             return self._unread(device).beyond
         return self._kept.get(device, regime, self._make_table)
@@ -156,13 +156,13 @@ class Tables:
         if is_tracing():
             return words_.table(self._on_host(regime), device)
         if self.by_length:
-            self._unread(device)  # now, as a graph that is captured later could not copy it
+            self._unread(device)  # now: a CUDA graph captured later could not copy it
         if regime is None:
             return words_.table(self._within, device)
         return self._of_lengths((regime,), device)
 
     def _of_lengths(self, lengths: Sequence[int], device: torch.device) -> Table:
-        """Phase words and turns of rows of known lengths, made anew; not while tracing."""
+        """Compute phase words and turns for rows of known lengths; not while tracing."""
         rule: Rule = self.rule  # type: ignore[assignment]
         base = float.fromhex(self._base_hex)
         made = words_.of_lengths(rule, self._rotary_dim, base, self._axes, lengths)
@@ -175,7 +175,7 @@ class Tables:
         if device.type != "cpu":
             return self._unread(_CPU).on(device)
         rule, base = self._constants[0], float.fromhex(self._base_hex)
-        # The compiler takes a number that it read from an object for a constant only in a sum.
+        # Dynamo treats an int attribute as a constant only after arithmetic, hence + 0.
         dims = {self._rotary_dim + 0}
         if self._axes is not None:
             dims = {dim for _, _, dim in self._axes.pairs}

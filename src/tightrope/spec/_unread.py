@@ -1,4 +1,4 @@
-"""Phase words of rows whose lengths nothing may read: they are on a device, or traced."""
+"""Phase words for rows whose lengths cannot be read, because they are on a device or traced."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..words import Table, moved
 
 
 class UnreadLengths(NamedTuple):
-    """What a rule that depends on the length has ready on a device for lengths that nothing may read.
+    """Tensors on one device from which phase words for unreadable lengths are computed.
 
     Attributes:
         beyond: phase words and turns just above the original length.
-        inv_freq: for each rotary dimension, the frequencies within the original length, float64
+        inv_freq: for each rotary dimension, the frequencies up to the original length, float64
             ``[pairs]``.
     """
 
@@ -30,12 +30,12 @@ class UnreadLengths(NamedTuple):
         return UnreadLengths(moved(self.beyond, device), rows)
 
     def table(self, rule: Rule, axes: Axes | None, within: Table, lengths: torch.Tensor) -> Table:
-        """Phase words and turns, ``[axes, rows, heads|1, pairs]``.
+        """Return phase words and turns, ``[axes, rows, heads|1, pairs]``.
 
         Args:
             rule, axes: see :class:`tightrope.RopeSpec`.
             within: phase words and turns up to the original length.
-            lengths: whole numbers as float64 ``[rows]``, on the device of the rest.
+            lengths: whole numbers as float64 ``[rows]``, on the same device.
         """
         limit = rule.original_max_position
         longer = (lengths > limit)[None, :, None, None]
@@ -44,7 +44,7 @@ class UnreadLengths(NamedTuple):
         long, long_turns = self.beyond if omega is None else words_from(omega)
         words = torch.where(longer, long, short)
         if short_turns is None and (long_turns is None or omega is not None):
-            # Frequencies that a rule computes from lengths are none above those within.
+            # Frequencies computed from lengths never exceed those within the original length.
             return words, None
         zero = torch.zeros_like(short)
         return words, torch.where(
@@ -56,7 +56,7 @@ class UnreadLengths(NamedTuple):
     def _frequencies(
         self, rule: Rule, axes: Axes | None, lengths: torch.Tensor
     ) -> torch.Tensor | None:
-        """The result of :meth:`Rule.inv_freq_beyond`, as ``[axes, rows, 1, pairs]``."""
+        """Return the result of :meth:`Rule.inv_freq_beyond`, as ``[axes, rows, 1, pairs]``."""
         rows = {dim: rule.inv_freq_beyond(row, lengths) for dim, row in self.inv_freq.items()}
         if axes is None:
             (made,) = rows.values()
