@@ -214,7 +214,7 @@ def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str 
         "rotate_qk] out": lambda: rotate_qk(x, x, SPEC, out=(x.clone(), frozen), **made),
     }
     for name, call in calls.items():
-        text = f"[{name.rstrip()} is an inference tensor, which cannot change outside of inference mode"
+        text = f"[{name.rstrip()} is an inference tensor, which cannot be changed outside inference mode"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}; give a clone of it "):
             call()
         assert torch.equal(x, before[0]), name

@@ -142,24 +142,24 @@ CASES = {
     "no spec": (
         lambda: rotate(X, 8),
         TypeError,
-        "[rotate] spec must be a RopeSpec or what RopeSpec.at returns but got int.",
+        "[rotate] spec must be a RopeSpec or a prepared rotation (RopeSpec.at) but got int.",
     ),
     "too few ids": (
         lambda: rotate(X, SPEC, ids(4)),
         ValueError,
-        "[rotate] positions must say one position for each of 5 tokens but got 4 (layout 'bhsd' "
+        "[rotate] positions must hold one position for each of 5 tokens but got 4 (layout 'bhsd' "
         "has its tokens in dimension 2) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 4]).",
     ),
     "ids for another layout": (
         lambda: rotate(X, SPEC, ids(5), layout="bshd"),
         ValueError,
-        "[rotate] positions must say one position for each of 3 tokens but got 5 (layout 'bshd' "
+        "[rotate] positions must hold one position for each of 3 tokens but got 5 (layout 'bshd' "
         "has its tokens in dimension 1) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 5]).",
     ),
     "one id for many tokens": (
         lambda: rotate(X, SPEC, ids(1)),
         ValueError,
-        "[rotate] positions must say one position for each of 5 tokens but got 1 (layout 'bhsd' "
+        "[rotate] positions must hold one position for each of 5 tokens but got 1 (layout 'bhsd' "
         "has its tokens in dimension 2) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 1]).",
     ),
     "rows of ids": (

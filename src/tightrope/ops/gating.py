@@ -1,4 +1,4 @@
-"""Gates meet a rotation: which channels are pairs, and where the tokens are."""
+"""Lower gates to tensors of the operator, given the rotation's channels and token positions."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def lower(
     gates: Sequence[Sequence[Gate]],
     rotation: PreparedRotation,
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Gates as the operator takes them.
+    """Lower the gates of each tensor to the form that the operator takes.
 
     Args:
-        names: what the user knows the tensors by.
-        xs: ``(rows, heads, tokens, channels)`` each.
-        gates: of each, any number, whose factors multiply.
-        rotation: of all.
+        names: names of the tensors in error messages.
+        xs: the tensors, ``(rows, heads, tokens, channels)`` each.
+        gates: any number of gates for each tensor; their factors multiply.
+        rotation: the rotation of all tensors.
 
     Returns:
-        For each, code and tensor of the schema.
+        For each tensor the gate's code in the schema and its tensor, or None without a gate.
 
     Raises:
-        ValueError: a gate that does not fit; one by position under positions of several axes.
+        ValueError: a gate does not fit its tensor, or depends on positions that have several axes.
     """
     channels = rotation.channels
     where: torch.Tensor | None = None
@@ -58,16 +58,16 @@ def lower(
 def ready(
     gates: Sequence[Sequence[Gate]], x: torch.Tensor, rotation: PreparedRotation, layout: str
 ) -> tuple[int, list[torch.Tensor]] | None:
-    """Gates as :func:`lower` has them, without the checks that a kernel makes too.
+    """Lower gates like :func:`lower`, but without the checks that the kernel repeats.
 
     Args:
-        gates: of each of what is rotated.
-        x: the first of these, in its layout.
-        rotation: of all.
-        layout: by name.
+        gates: the gates of each tensor.
+        x: the first tensor, in its layout.
+        rotation: the rotation of all tensors.
+        layout: name of the layout.
 
     Returns:
-        The code of the schema, and a tensor for each; None where it takes more than that.
+        The gate's code in the schema and one tensor per input; None if :func:`lower` is needed.
     """
     logs: list[torch.Tensor] = []
     code, before = NO_GATE, None
@@ -106,15 +106,15 @@ def _ready(
 def _of_all_layers(
     gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
 ) -> torch.Tensor:
-    """The logarithm of a gate that has no tensors, made by the first layer that asks."""
+    """Return the logarithm of a gate that has no tensors; all layers share the cached one."""
     ids, key = rotation.ids, (gate, x.dtype)
     if ids is not None and not ids.is_cpu:
-        # Nothing may look whether they are the same still, and a graph reads them anew each time.
+        # Comparing ids on a device would synchronise, and a CUDA graph must read them on each replay.
         return gate.log_on(x, channels, _where(rotation, tokens, x.device))
     found = rotation.memo.gate_logs.get(key)
     if found is not None:
         made, of, at = found
-        # Whoever wrote other numbers into the ids since has other positions.
+        # The ids may have been overwritten since.
         if of == tokens and (ids is None or (at is not None and torch.equal(ids, at))):
             return made
     made = gate.log_on(x, channels, _where(rotation, tokens, x.device))
@@ -124,7 +124,7 @@ def _of_all_layers(
 
 
 def _moves(rotation: PreparedRotation) -> bool:
-    """Whether somebody may differentiate by where tokens are."""
+    """Return whether the positions require grad."""
     return rotation.ids is not None and rotation.ids.requires_grad
 
 
@@ -135,7 +135,7 @@ def _where(rotation: PreparedRotation, tokens: int, device: torch.device) -> tor
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]
         raise bad_value(
-            f"a gate by position must have positions of 1 axis but got {axes}; give a gate of "
-            "the tokens, gates.Given"
+            f"a gate by position must have positions of 1 axis but got {axes}; give its values per "
+            "token with gates.Given"
         )
     return written[0].to(device)
