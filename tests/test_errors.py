@@ -1,4 +1,4 @@
-"""Every sentence that bad input gets."""
+"""Every error sentence for invalid input."""
 
 import re
 
@@ -23,7 +23,7 @@ def ids(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
 
-# what is called, the type of the error, its whole sentence
+# the call, the type of the error, its whole sentence
 CASES = {
     "odd rotary_dim": (
         lambda: RopeSpec(8, rotary_dim=7),

@@ -1,4 +1,4 @@
-"""`out=`: straight into a slot of a cache."""
+"""`out=`: write results directly into a cache."""
 
 import re
 from functools import partial
@@ -19,7 +19,7 @@ BACKENDS = [None, "reference"]
 
 
 def slots(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Memory of the shape of x (2, 3, 5, 12), strided in every way that a cache is."""
+    """Result tensors for x (2, 3, 5, 12), with the strides of different kinds of caches."""
     full = {"dtype": x.dtype}
     return {
         "contiguous": torch.full((2, 3, 5, 12), 7.0, **full),
