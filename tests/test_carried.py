@@ -143,7 +143,7 @@ def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool
 
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 @pytest.mark.parametrize("what", ["weight", "gate", "positions"])
-def test_what_k_takes_from_the_memory_of_q(what: str, into: bool) -> None:
+def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
     """If q and k differ in kind, there are two calls, and the first writes q."""
 
     def call(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -182,7 +182,7 @@ OF_BOTH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
 @pytest.mark.parametrize("kind", OF_BOTH)
-def test_gradients_of_what_lies_in_the_memory_of_q(kind: str, detached: bool) -> None:
+def test_gradients_of_extra_tensors_in_the_memory_of_q(kind: str, detached: bool) -> None:
     found = []
     for call in (rotate_qk, rotate_qk_):
         leaves = (X / 4).requires_grad_(), X.flip(-1).requires_grad_()
@@ -321,7 +321,7 @@ every_way = pytest.mark.parametrize("how", ["new", "in place", "into"])
 @every_way
 @every_raw
 @pytest.mark.parametrize("make", [negated, Wrapper])
-def test_the_dispatcher_sees_what_is_carried(
+def test_the_dispatcher_sees_extra_tensors(
     make: Callable[[torch.Tensor], torch.Tensor], kind: str, how: str
 ) -> None:
     """Views that are materialised, and wrappers that run the operator themselves."""
@@ -332,7 +332,7 @@ def test_the_dispatcher_sees_what_is_carried(
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @every_raw
-def test_a_map_over_what_is_carried_alone(kind: str, compiled: bool) -> None:
+def test_vmap_over_extra_tensors_alone(kind: str, compiled: bool) -> None:
     stack = torch.stack([VALUES * (1 + i / 8) for i in range(4)], 1)
     run = torch.vmap(lambda values: raw(kind, values), in_dims=1)
     if compiled:
@@ -342,7 +342,7 @@ def test_a_map_over_what_is_carried_alone(kind: str, compiled: bool) -> None:
 
 
 @every_raw
-def test_a_map_over_what_is_carried_cannot_go_into_one_x(kind: str) -> None:
+def test_vmap_over_extra_tensors_alone_is_refused_in_place(kind: str) -> None:
     stack = torch.stack([VALUES, 2 * VALUES])
     with pytest.raises(RuntimeError, match=r"\[rotate_\] vmap: x is not mapped"):
         torch.vmap(lambda values: raw(kind, values, "in place"))(stack)
@@ -352,7 +352,7 @@ def test_a_map_over_what_is_carried_cannot_go_into_one_x(kind: str) -> None:
 
 @every_way
 @every_raw
-def test_fakes_among_what_is_carried(kind: str, how: str) -> None:
+def test_fake_extra_tensors(kind: str, how: str) -> None:
     """A kernel would read data that fake tensors do not have, or fail on their absence."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = mode.from_tensor(VALUES)
@@ -418,7 +418,7 @@ def test_a_list_may_be_empty() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
-def test_a_kernel_refuses_what_has_no_memory(kind: str) -> None:
+def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
     """Otherwise it would read at address 0 after a shard was freed."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)

@@ -157,7 +157,7 @@ every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if CXX else [])])
 @pytest.mark.parametrize("call", [in_place, into])
 @every_kind_of_k
-def test_what_k_takes_from_the_memory_of_q(
+def test_extra_tensors_of_k_in_the_memory_of_q(
     kind: str, call: Callable[..., Any], compiler: str, source: str
 ) -> None:
     """The call uses the values from before it, as in eager mode."""
@@ -181,7 +181,7 @@ def test_what_k_takes_from_the_memory_of_q(
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("way", ["aot_eager", "eager", "vmap", "functionalize"])
 @every_kind_of_k
-def test_what_k_takes_from_the_memory_of_q_where_others_follow(kind: str, way: str) -> None:
+def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: str) -> None:
     """With autograd, compiled or not, and with transforms, under which data pointers are meaningless."""
     x, k = X / 4, X.flip(-1)
     derived = way.endswith("eager")
@@ -222,7 +222,7 @@ def test_what_k_takes_from_the_memory_of_q_where_others_follow(kind: str, way: s
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("call", [in_place, into])
 @every_kind_of_k
-def test_what_the_definition_takes_for_k_from_the_memory_of_q(
+def test_the_definition_with_extra_tensors_of_k_in_the_memory_of_q(
     kind: str, call: Callable[..., Any], compiled: bool
 ) -> None:
     wanted = out_of_place(kind, X, X, X.flip(-1), backend="reference")

@@ -174,7 +174,7 @@ def test_a_graph_reads_what_was_kept_and_keeps_nothing(
     assert gates._kept.keys() == kept.keys()
 
 
-def test_what_a_device_reads_anew_is_not_kept() -> None:
+def test_ids_on_a_device_are_not_cached() -> None:
     """Ids may change between replays of a CUDA graph without the host noticing."""
     prepared = SPEC.at(IDS, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=XPOS)

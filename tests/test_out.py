@@ -165,19 +165,19 @@ ERRORS = {
     "itself": (
         lambda: rotate(X, SPEC, out=X),
         ValueError,
-        "[rotate] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "[rotate] out must not overlap itself or the input in memory; to rotate in place "
         "call rotate_ (out[0]: float32[2, 3, 5, 12]).",
     ),
     "expanded": (
         lambda: rotate(X, SPEC, out=torch.zeros(1, 1, 1, 12).expand(2, 3, 5, 12)),
         ValueError,
-        "[rotate] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "[rotate] out must not overlap itself or the input in memory; to rotate in place "
         "call rotate_ (out[0]: float32[2, 3, 5, 12]).",
     ),
     "the same twice": (
         lambda: rotate_qk(X, X.clone(), SPEC, out=(OUT, OUT)),
         ValueError,
-        "[rotate_qk] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "[rotate_qk] out must not overlap itself or the input in memory; to rotate in place "
         "call rotate_qk_ (out[0]: float32[2, 3, 5, 12], out[1]: float32[2, 3, 5, 12]).",
     ),
 }

@@ -243,7 +243,7 @@ def test_strides_do_not_matter(case: tuple[RopeSpec, torch.Tensor], offset: int)
     id_dtype=st.sampled_from([torch.int32, torch.int64]),
     seed=seeds,
 )
-def test_an_offset_per_row_is_ids_said_shortly(
+def test_an_offset_per_row_equals_explicit_ids(
     spec: RopeSpec,
     rows: list[int],
     tokens: int,

@@ -315,7 +315,7 @@ def test_raw_operators_see_gradients_in_lists_too() -> None:
 
 
 @pytest.mark.parametrize("operator", [schema.rotate_carried, reference.compose])
-def test_what_a_form_does_not_say_is_refused_and_not_ignored(operator) -> None:
+def test_arguments_that_the_form_does_not_declare_are_refused(operator) -> None:
     x = noise(2, 3, 5, 8)
     words, *_ = arguments()
     weight, log = noise(1, 8), noise(1, 1, 1, 1)
@@ -726,9 +726,7 @@ CARRIED = {
         if what != "x into" or transform == "vmap"  # out= allows no tensor that requires grad
     ],
 )
-def test_transforms_of_what_the_operator_carries(
-    what: str, transform: str, backend: str | None
-) -> None:
+def test_transforms_of_extra_tensors(what: str, transform: str, backend: str | None) -> None:
     """While compiling, torch ignores gradient formulas that were registered from Python."""
     x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
 

@@ -601,7 +601,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "its own memory": (
         lambda: rerotate(K, SPEC, SPEC, 5, 0, out=K),
         ValueError,
-        "[rerotate] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "[rerotate] out must not overlap itself or the input in memory; to rotate in place "
         "call rerotate_ (out[0]: float32[2, 3, 4, 16]).",
     ),
 }

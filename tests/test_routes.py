@@ -266,7 +266,7 @@ def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
         torch.vmap(call)(noise(2, 1, 4, 5, 8))
 
 
-def test_nothing_else_asks_what_is_at_work() -> None:
+def test_only_the_route_module_inspects_modes() -> None:
     """Only ops/route.py inspects transforms and forward mode, and `_tracing` whether data may be read."""
     source = DESIGN.parent.parent / "src" / "tightrope"
     asks = re.compile(r"_functorch|forward_ad|CInterpreter")

@@ -202,7 +202,7 @@ def test_turns_count_for_fractions() -> None:
     assert_rotated([Case(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 6))])
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_and_infinity_give_nan() -> None:
     x = torch.ones(1, 1, 4, 8, device=DEVICE)
     ids = torch.tensor([[[1.0, math.nan, math.inf, -1e30]]], device=DEVICE)
     (y,) = operators().rotate(
@@ -546,7 +546,7 @@ def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
     assert_same_bits(memory[:, :, 1:], want)
 
 
-def test_what_is_left_to_the_definition() -> None:
+def test_calls_that_run_the_definition() -> None:
     """No pairs, too wide a head, float64 with an activation: the definition gives the same results."""
     x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
     nothing = words(1, 1, 1, 4)[..., :0]

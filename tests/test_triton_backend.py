@@ -46,7 +46,7 @@ def test_every_operator_has_a_kernel_for_gpus() -> None:
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"tightrope::{name}", key)
 
 
-def test_why_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_why_the_backend_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPU:
         reason = tightrope.backends()["triton"]
         assert reason is not None
@@ -96,7 +96,7 @@ def test_switched_off_it_registers_nothing() -> None:
 @needs_triton
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 5, 1), (2, 1, 5, 8), (1, 3, 1, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_gates_have_the_strides_that_compilers_are_told(
+def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Whatever the strides of the results and their gradients, whose products are summed."""

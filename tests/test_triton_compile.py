@@ -104,7 +104,7 @@ def test_no_fast_approximations_and_no_atomics() -> None:
         assert by_target["sm_90"]["atomics"] == 0, name
 
 
-def test_what_compiles_anew() -> None:
+def test_what_triggers_a_compilation() -> None:
     """Lengths, offsets, rows and heads do not; a dtype, a kind of call or an alignment does."""
     counts = found()["counted"]
     assert counts["lengths of one layout"] == 1

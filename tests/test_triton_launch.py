@@ -9,7 +9,7 @@ from triton_cases import needs_triton
 
 
 @needs_triton
-def test_a_launch_hands_over_what_tritons_own_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_passes_the_same_arguments_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without launch hooks directly, and with hooks through Triton's own runner."""
     import triton
     from triton.compiler import CompiledKernel

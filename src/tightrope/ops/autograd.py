@@ -324,7 +324,7 @@ def register() -> None:
     for operator, carries in ((schema.rotate, False), (schema.rotate_carried, True)):
         backward = partial(_backward, carries=carries)
         torch.library.register_autograd(operator, backward, setup_context=_setup)
-    own = "tightrope.functional.rotate or rotate_, which have"
+    own = "tightrope.functional.rotate or rotate_, which have one"
     again = "torch.autograd.grad with create_graph=True"
     for operator, instead, written in (
         (schema.rotate_, own, slice(0, 2)),

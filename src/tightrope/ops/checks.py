@@ -133,8 +133,8 @@ def _rotation(
             )
         if spec.is_stale:
             raise bad_value(
-                "positions must not change after spec.at read the lengths of their rows from them, "
-                "on which the frequencies depend; call spec.at again",
+                "positions must not change after spec.at, because the frequencies depend on the row "
+                "lengths that it read from them; call spec.at again",
                 positions=spec.ids,
             )
         return spec

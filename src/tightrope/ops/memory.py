@@ -48,7 +48,7 @@ def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -
         _check_not_frozen("out", out)
     if shares_memory(outs, xs):
         raise bad_value(
-            "out must not overlap itself or what is rotated in memory; to rotate in place call "
+            "out must not overlap itself or the input in memory; to rotate in place call "
             f"{OPERATION}_",
             **{f"out[{i}]": out for i, out in enumerate(outs)},
         )

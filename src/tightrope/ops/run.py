@@ -151,8 +151,8 @@ def _in_place_by_kernel(call: Call, way: Way) -> Results:
 
 
 def _in_place_by_autograd(call: Call, way: Way) -> Results:
-    """`InPlace.apply` for each tensor, where only it or the weight of a norm wants a gradient;
-    otherwise, and under transforms, `OutOfPlace.apply` of copies, written back."""
+    """`InPlace.apply` for each tensor, if only it or a norm weight requires grad; otherwise, and under
+    transforms, `OutOfPlace.apply` on copies, written back."""
     if way.transformed:
         return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
     _check_in_place([call], True)
@@ -172,7 +172,7 @@ def _in_place_by_autograd(call: Call, way: Way) -> Results:
 
 
 def _in_place_by_definition(call: Call, way: Way) -> Results:
-    """`define` of copies, written back."""
+    """`define` on copies, written back."""
     # Transforms check the memory of the tensors that they wrap.
     if way.sees_memory():
         _check_in_place([call], way.needs_grad)
@@ -181,8 +181,8 @@ def _in_place_by_definition(call: Call, way: Way) -> Results:
 
 
 def _in_place_traced(call: Call, way: Way) -> Results:
-    """The registered operator in place; where something wants a gradient, and under transforms,
-    the one for new tensors, written back."""
+    """The registered operator in place; if a tensor requires grad, and under transforms, the one for
+    new tensors, written back."""
     if way.transformed:
         return _overwrite(call.xs(), _new_traced(_copied(call), way))
     if way.needs_grad:
@@ -212,7 +212,7 @@ def _out_by_kernel(call: Call, way: Way) -> Results:
 
 
 def _out_by_autograd(call: Call, way: Way) -> Results:
-    """Refused, as `out` has no gradient; under transforms that take none, `OutOfPlace.apply`,
+    """Refused, because `out` has no gradient; under transforms without gradients, `OutOfPlace.apply`,
     written into `out`."""
     return _overwrite(call.outs, _new_by_autograd(call, way))
 
