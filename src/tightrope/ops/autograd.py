@@ -50,7 +50,7 @@ class OutOfPlace(torch.autograd.Function):
         template, *tensors = inputs
         # Under vmap requires_grad of a tensor is unreliable, but needs_input_grad is not.
         needs = ctx.needs_input_grad[1:]
-        wants = _remember(ctx, template.filled(tensors), template.filled(needs), output)
+        wants = _save(ctx, template.filled(tensors), template.filled(needs), output)
         if not wants.beside_x():
             idle = [y for y, needed in zip(output, needs) if not needed]
             ctx.mark_non_differentiable(*idle)
@@ -72,7 +72,7 @@ class InPlace(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             IN_PLACE.for_(packed)(x, None, *packed)
         ctx.mark_dirty(x)
-        _remember(ctx, call, template.filled(ctx.needs_input_grad[2:]), ())
+        _save(ctx, call, template.filled(ctx.needs_input_grad[2:]), ())
         return x
 
     @staticmethod
@@ -104,7 +104,7 @@ class _Wants(NamedTuple):
         return self.angles() or self.tables or any(self.weights) or self.gates
 
 
-def _remember(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
+def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
     """Save tensors for the backward pass: always those other than q and k; q and k if the gradients of
     f or tables read them; the results if the gradients of positions, frequencies or gates read them.
 
@@ -278,7 +278,7 @@ def _by_gates(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     call = unpack(*inputs)
     needs = [isinstance(t, torch.Tensor) and t.requires_grad for t in call.tensors()]
-    _remember(ctx, call, call.with_tensors(needs), output)
+    _save(ctx, call, call.with_tensors(needs), output)
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], carries: bool) -> tuple[Any, ...]:

@@ -56,7 +56,7 @@ class Request(NamedTuple):
         verb: one of :data:`tightrope.ops.call.VERBS`.
         outs: the result tensors, for the verb "out".
         around: f and P; None if both are the identity.
-        wider: whether q may have more channels than the spec; the others are copied.
+        wider: whether q may have more channels than the spec; the others are copied unchanged.
     """
 
     names: Sequence[str]

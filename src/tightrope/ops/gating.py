@@ -42,9 +42,9 @@ def lower(
     found: list[tuple[int, torch.Tensor | None]] = []
     for name, x, own in zip(names, xs, gates):
         if any(gate.by_position for gate in own) and where is None:
-            where = _where(rotation, x.shape[2], x.device)
+            where = _token_positions(rotation, x.shape[2], x.device)
         first = own[0] if len(own) == 1 else None
-        if isinstance(first, Slope) and not _moves(rotation):
+        if isinstance(first, Slope) and not _positions_require_grad(rotation):
             gates_.check_own(name, x, first)
             rates = first.rates(channels, x.dtype).to(x.device)
             gates_.check_fit(name, x, first, (1, rates.shape[0], 1))
@@ -93,42 +93,42 @@ def _ready(
     channels = rotation.channels
     if not gate.by_position:
         return LOG, gate.log_on(x, channels)
-    if _moves(rotation):
+    if _positions_require_grad(rotation):
         return None
     if isinstance(gate, Slope):
         return SLOPE, gate.rates(channels, x.dtype)
     where = BY_NAME[layout]
     if not isinstance(gate, XPos) or rotation.words.shape[0] != 1 or x.dim() != where.dims:
         return None
-    return LOG, _of_all_layers(gate, channels, x.shape[where.token], x, rotation)
+    return LOG, _cached_log(gate, channels, x.shape[where.token], x, rotation)
 
 
-def _of_all_layers(
+def _cached_log(
     gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
 ) -> torch.Tensor:
     """Return the logarithm of a gate that has no tensors; all layers share the cached one."""
     ids, key = rotation.ids, (gate, x.dtype)
     if ids is not None and not ids.is_cpu:
         # Comparing ids on a device would synchronise, and a CUDA graph must read them on each replay.
-        return gate.log_on(x, channels, _where(rotation, tokens, x.device))
+        return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
     found = rotation.memo.gate_logs.get(key)
     if found is not None:
         made, of, at = found
         # The ids may have been overwritten since.
         if of == tokens and (ids is None or (at is not None and torch.equal(ids, at))):
             return made
-    made = gate.log_on(x, channels, _where(rotation, tokens, x.device))
+    made = gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
     if may_keep(x.device):
         rotation.memo.gate_logs[key] = made, tokens, None if ids is None else ids.clone()
     return made
 
 
-def _moves(rotation: PreparedRotation) -> bool:
+def _positions_require_grad(rotation: PreparedRotation) -> bool:
     """Return whether the positions require grad."""
     return rotation.ids is not None and rotation.ids.requires_grad
 
 
-def _where(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
+def _token_positions(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
     """The position of each token, ``[rows|1, tokens]``."""
     positions = Positions(rotation.ids, rotation.offset, rotation.ramp)
     written = explicit(positions, tokens, device=device).ids

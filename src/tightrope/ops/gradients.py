@@ -36,8 +36,8 @@ def by_angles(
     """Gradients of positions, ``[axes, rows, tokens]``, and of frequencies, in the shape of the phase words.
 
     Args:
-        call: the forward call, with phase words. The result is differentiable with respect to its
-            learned frequencies.
+        call: the call to differentiate, with phase words. The result is differentiable with respect
+            to its learned frequencies.
         outputs, grads: results of the rotation and their gradients.
         by_positions, by_frequencies: which gradients to compute; the other has size 0 in dimension 0.
 
@@ -101,7 +101,7 @@ def by_tables(
     """Gradients of the cosine and sine tables, in their shapes.
 
     Args:
-        call: the forward call.
+        call: the call to differentiate.
         xs, grads: q and k, and the gradient of each result or None.
     """
     form, cos, sin = call.form, call.primary, cast(torch.Tensor, call.secondary)
@@ -144,7 +144,7 @@ def by_gates(
     """Gradients of the gate tensors, in their shapes; see ``gate_gradients`` in the schema.
 
     Args:
-        call: the forward call.
+        call: the call to differentiate.
         outputs, grads: results of the operator and their gradients.
         gates: the gate tensor of each result.
     """

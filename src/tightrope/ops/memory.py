@@ -145,7 +145,7 @@ def copied_before(call: Call, written: Sequence[torch.Tensor] | None) -> Call:
 
 
 def may_overlap_itself(x: torch.Tensor) -> bool:
-    """Return False only if each stride exceeds the extent of all dimensions of smaller stride."""
+    """Return False if no elements share memory: each stride is at least the extent of all smaller ones."""
     if x.numel() == 0:
         return False
     covered = 1

@@ -88,8 +88,8 @@ def route_prepared(
 ) -> Packed | None:
     """Return the cached arguments of a prepared rotation if its kernel may be called directly.
 
-    One decoded token takes a few microseconds of memory access, and the full checks in Python would
-    take longer. This function therefore checks only what the kernel cannot see. The kernel refuses
+    One decoded token takes a few microseconds of memory access; full checks in Python would take most
+    of the time. This function therefore checks only what the kernel cannot see. The kernel refuses
     every other invalid input before it writes.
 
     Returns:
@@ -105,7 +105,7 @@ def route_prepared(
         or rotation.rows != 1
         or rotation.is_stale
         or (k is not None and type(k) is not torch.Tensor)
-        or (rotation.limit is not None and _may_pass(rotation, q, layout))
+        or (rotation.limit is not None and _may_exceed_seq_len(rotation, q, layout))
         or not takes(q)  # otherwise the definition would run, which does not check its inputs
         or q.dim() == 0
         or q.shape[-1] != rotation.channels.head_dim
@@ -121,7 +121,7 @@ def route_prepared(
         return None
     if around is None:
         return packed
-    return _carrying(packed, q, k, rotation, layout, inverse, around)
+    return _with_around(packed, q, k, rotation, layout, inverse, around)
 
 
 def mode() -> str:
@@ -152,13 +152,13 @@ def wanted(call: Call) -> list[str]:
     return names
 
 
-def _may_pass(rotation: PreparedRotation, q: torch.Tensor, layout: str) -> bool:
+def _may_exceed_seq_len(rotation: PreparedRotation, q: torch.Tensor, layout: str) -> bool:
     """Return whether tokens may lie beyond the ``seq_len`` that the caller gave."""
     at = BY_NAME[layout].token
     return q.dim() <= at or rotation.passed(q.shape[at]) is not None
 
 
-def _carrying(
+def _with_around(
     packed: Plain,
     q: torch.Tensor,
     k: torch.Tensor | None,

@@ -46,7 +46,7 @@ def run(calls: Sequence[Call]) -> Results:
         (call,) = calls
         return _run(call, route(call))
     ways = [route(call) for call in calls]
-    calls = _apart(calls, ways)
+    calls = _separated(calls, ways)
     return [_run(call, way)[0] for call, way in zip(calls, ways)]
 
 
@@ -92,7 +92,7 @@ def _run(call: Call, way: Way) -> Results:
     return TABLE[call.verb, way.route](call, way)
 
 
-def _apart(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
+def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
     """Check both calls before the first writes, and copy what it would overwrite for the second."""
     if calls[0].verb == "new":
         return calls
