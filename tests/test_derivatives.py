@@ -118,7 +118,7 @@ class Call:
         for seed, (name, count) in enumerate(heads.items()):
             shape = [(ROWS, count, TOKENS, WIDTH)[dim] for dim in dims]
             if count:
-                # Away from the corner of relu.
+                # Away from the kink of relu.
                 x = noise(*shape, seed=seed)
                 self.leaves[name] = (x + 0.1 * x.sign()).to(dtype)
         if case["act"] == "rms_norm":
@@ -170,7 +170,7 @@ class Call:
         verb: Any = {"rotate": rotate, "rotate_": rotate_}.get(case["verb"])
         xs = [given[name] for name in ("q", "k") if name in given]
         if case["verb"].endswith("_"):
-            # What may change in place: no leaf.
+            # In-place calls need tensors that are not leaves.
             xs = [x.clone() for x in xs]
         if verb is not None:
             return (verb(xs[0], rope, where, **options),)

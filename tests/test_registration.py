@@ -244,7 +244,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
     got = rotated(x, k, *call)
     assert len(got) == len(right)
     for a, b in zip(got, right, strict=True):
-        # Of the largest of a head vector.
+        # Relative to the largest channel of each head.
         scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
         assert_near(a.double() / scale, b / scale, "f and P, float32")
     if direction != schema.FORWARD:
@@ -257,7 +257,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         return torch.autograd.grad([y.sin().sum() for y in ys], tensors)
 
     for a, b in zip(gradients(rotated, leaves), gradients(reference.compose, doubles), strict=True):
-        # Of the largest of a head vector.
+        # Relative to the largest channel of each head.
         scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
         assert_near(a.double() / scale, b / scale, "f and P, float32")
 

@@ -108,7 +108,7 @@ def mapped(call: Call, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(call)(x[None])[0]
 
 
-def graded(call: Call, x: torch.Tensor) -> torch.Tensor:
+def differentiated(call: Call, x: torch.Tensor) -> torch.Tensor:
     y = call(x.requires_grad_())
     assert y.requires_grad
     return y.detach()
@@ -117,7 +117,7 @@ def graded(call: Call, x: torch.Tensor) -> torch.Tensor:
 MODES: dict[str, tuple[str, Callable[[Call, torch.Tensor], torch.Tensor]]] = {
     "eager": (KERNEL, lambda call, x: call(x)),
     "no_grad": (KERNEL, lambda call, x: torch.no_grad()(call)(x.requires_grad_())),
-    "requires grad": (AUTOGRAD, graded),
+    "requires grad": (AUTOGRAD, differentiated),
     "vmap": (AUTOGRAD, mapped),
     "func.grad": (AUTOGRAD, lambda call, x: torch.func.vjp(call, x)[0]),
     "forward mode": (DEFINITION, forward_mode),
