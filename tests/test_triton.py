@@ -574,7 +574,7 @@ def test_calls_that_run_the_definition() -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "words": (
         lambda x, w: (x, None, w.float(), None, None, 0, Form().pack(), 1.0),
-        "words must be contiguous",
+        "phase words must be contiguous",
     ),
     "turns": (
         lambda x, w: (x, None, w, w[..., :1], None, 0, Form().pack(), 1.0),

@@ -101,10 +101,10 @@ def source_of(
                     and words.device == device
                     and words.shape == primary.shape
                 ),
-                "words must be contiguous int64 [axes, rows|1, heads|1, pairs]",
+                "phase words must be contiguous int64 [axes, rows|1, heads|1, pairs]",
             )
         axes, rows, heads, pairs = primary.shape
-        require(axes >= 1, "words must have an axis")
+        require(axes >= 1, "phase words must have an axis")
         steps = AngleSteps(rows=rows, heads=heads)
     else:
         if secondary is None:
