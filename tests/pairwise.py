@@ -1,4 +1,4 @@
-"""Pairwise covers: few cases in which every pair of values of two axes occurs."""
+"""Pairwise test cases: few cases that together contain every pair of values of two options."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Allowed: TypeAlias = Callable[[Mapping[str, Any]], bool]
 def covering(
     axes: Mapping[str, Sequence[Any]], allowed: Allowed, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Cases that together hold every allowed pair of values of two axes.
+    """Return cases that together contain every allowed pair of values of two options.
 
     Args:
-        axes: the values of each axis, by its name.
-        allowed: tells whether values go together, of a case that may have only some of the axes.
-        seed: of the random choices, so that the cases are always the same.
+        axes: the values of each option, by name.
+        allowed: returns whether a case, which may have only some of the options, is valid.
+        seed: seed of the random choices; the cases are always the same.
     """
     names = list(axes)
     rng = random.Random(seed)

@@ -1,8 +1,8 @@
-"""What the PTX of a small elementwise kernel computes, evaluated in numpy for all threads at once.
+"""An evaluator in numpy for the PTX of small element-wise kernels, for all threads at once.
 
-Triton's interpreter runs the source of a kernel; this runs what a GPU is given, with the rounding that
-PTX prescribes for each instruction, and knows no instruction whose result PTX leaves open (approximations,
-flushed subnormals other than of floor).
+Triton's interpreter runs the source of a kernel; this runs the PTX that a GPU gets, with the rounding
+that PTX prescribes for each instruction. Instructions whose result PTX does not define exactly
+(approximations, flushed subnormals other than in floor) are not supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _TYPES = {**_INTEGERS, "f32": "f4", "f64": "f8", "pred": "?"}
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """a · b + c in float32, rounded once: in float64, where the product is exact, to odd first."""
+    """a · b + c in float32, rounded once: computed in float64, where the product is exact and the sum is
+    rounded to odd."""
     product = a.astype("f8") * b.astype("f8")
     wide = c.astype("f8")
     total = product + wide
@@ -69,9 +70,9 @@ class Threads:
     """One program: registers of all its threads, and one flat memory per pointer parameter.
 
     Args:
-        ptx: of a kernel without loops, shared memory or barriers.
-        tensors: what its pointer parameters point to, in their order; written in place.
-        threads: of the program.
+        ptx: the PTX of a kernel without loops, shared memory or barriers.
+        tensors: the tensors of its pointer parameters, in order; written in place.
+        threads: number of threads.
     """
 
     def __init__(self, ptx: str, tensors: list[Array], threads: int) -> None:
@@ -90,7 +91,7 @@ class Threads:
             self._run(operation.split("."), _operands(operands), on)
 
     def _value(self, operand: str, kind: str) -> Array:
-        """An operand as numbers of that type."""
+        """Return an operand as numbers of that type."""
         dtype = np.dtype(_TYPES[kind])
         if operand in self.at:
             raw = self.at[operand]
@@ -175,7 +176,7 @@ class Threads:
         to, of = words[-2], words[-1]
         x = self._value(operands[1], of)
         if "rmi" in words:
-            # Subnormal numbers count as 0 where the instruction says so.
+            # Flush subnormal numbers to 0 if the instruction requires it.
             flat = np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x) if "ftz" in words else x
             x = np.floor(flat).astype("f4")
         elif "rzi" in words:
@@ -191,7 +192,7 @@ class Threads:
         bits = int(words[-1][1:])
         if words[1] == "param":
             index = int(re.findall(r"param_(\d+)", operands[1])[0])
-            # Tensors lie far apart; what is behind them is scratch that nothing reads.
+            # Tensors lie far apart; the memory behind them is scratch that is never read.
             self._set(operands[0], np.full(self.threads, (index + 1) << 40, "u8"), on)
             return
         where, registers = (operands[1], operands[0]) if words[0] == "ld" else operands[:2]
@@ -210,7 +211,7 @@ class Threads:
 
 
 def _operands(text: str) -> list[str]:
-    """Operands, of which braces hold several registers together."""
+    """Split the operands; braces group several registers."""
     return [x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+", text) if x.strip()]
 
 

@@ -501,8 +501,12 @@ ERRORS = {
     "[rotate] act must be given as RMSNorm(weight), or RMSNorm() without": lambda: rotate(
         X, RopeSpec(8), act="rms_norm"
     ),
-    "[rotate] act must be one, not a pair": lambda: rotate(X, RopeSpec(8), act=("silu", None)),
-    "[rotate] gate must be one, not a pair": lambda: rotate(X, RopeSpec(8), gate=(None, None)),
+    "[rotate] act must be a single value, not a pair": lambda: rotate(
+        X, RopeSpec(8), act=("silu", None)
+    ),
+    "[rotate] gate must be a single value, not a pair": lambda: rotate(
+        X, RopeSpec(8), gate=(None, None)
+    ),
     "[rotate_qk] act must be one activation, or a pair for q and k, but got 3": lambda: rotate_qk(
         X, X, RopeSpec(8), act=("silu",) * 3
     ),

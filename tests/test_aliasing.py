@@ -1,4 +1,4 @@
-"""What is changed in place, what is not, and what autograd is told about it."""
+"""Memory that a call changes and memory that it must not, and what autograd learns of it."""
 
 import re
 from functools import partial
@@ -75,7 +75,7 @@ def test_in_place_leaves_channels_outside_the_slice() -> None:
 
 
 def test_the_version_counter_tells() -> None:
-    """So that autograd refuses a backward pass through a value that is gone."""
+    """Autograd then refuses a backward pass that needs an overwritten value."""
     x = noise(2, 3, 5, 8)
     version = x._version
     rotate_(x, SPEC)
@@ -88,7 +88,7 @@ def test_the_version_counter_tells() -> None:
 
 
 def test_the_raw_operator_refuses_a_tensor_that_requires_grad() -> None:
-    """Without a kernel for autograd its gradient would be that of the identity."""
+    """Without a kernel for autograd, torch would use the gradient of the identity."""
     x = noise(2, 3, 5, 8).requires_grad_() * 1
     with pytest.raises(RuntimeError, match=r"the raw operator has no gradient"):
         torch.ops.tightrope.rotate_(x, None, *raw_arguments())
@@ -187,7 +187,7 @@ def test_inference_mode() -> None:
         rotate(inside, fresh)
     assert torch.equal(y, expected)
     assert torch.equal(inside, expected)
-    # What inference mode left behind must not reach autograd.
+    # Inference tensors must not reach autograd.
     z = rotate(x.requires_grad_(), fresh)
     z.sum().backward()
     assert x.grad is not None
@@ -195,7 +195,7 @@ def test_inference_mode() -> None:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
-    """As torch has it for its own functions: no version would tell what was saved before."""
+    """Like torch's own functions: inference tensors have no version counter to detect the change."""
     with torch.inference_mode():
         frozen = noise(1, 2, 5, 8)
     x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)
@@ -214,7 +214,7 @@ def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str 
         "rotate_qk] out": lambda: rotate_qk(x, x, SPEC, out=(x.clone(), frozen), **made),
     }
     for name, call in calls.items():
-        text = f"[{name.rstrip()} is an inference tensor, which cannot change outside of inference mode"
+        text = f"[{name.rstrip()} is an inference tensor, which cannot be changed outside inference mode"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}; give a clone of it "):
             call()
         assert torch.equal(x, before[0]), name
@@ -285,7 +285,7 @@ def test_negated_views() -> None:
     x = torch.complex(noise(2, 3, 5, 8), noise(2, 3, 5, 8) + 1).conj().imag
     before = x.clone()
     assert torch.equal(rotate(x, SPEC, 3), rotate(x.resolve_neg(), SPEC, 3))
-    if torch.__version__ < "2.11":  # it writes back what it resolved
+    if torch.__version__ < "2.11":  # older torch writes the resolved tensor back
         rotate_(x, SPEC, 3)
         assert torch.equal(x, rotate(before, SPEC, 3))
         return

@@ -1,4 +1,4 @@
-"""Which backend runs, and why not a faster one."""
+"""The choice of a backend, and the reasons why a faster one does not run."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_a_forced_backend_runs(backend: str | None) -> None:
 
 
 def test_the_choice_is_real() -> None:
-    """The backend that `which` names is the one whose kernel the dispatcher calls."""
+    """The dispatcher calls the kernel of the backend that `which` returns."""
     x = torch.randn(2, 3, 5, 8)
     own = torch._C._dispatch_has_kernel_for_dispatch_key("tightrope::rotate", "CPU")
     assert own == (tightrope.which(x)[0] == "cpu")

@@ -1,6 +1,6 @@
-"""Weights, gates and θ that are no plain tensors: negated views, wrappers, shards, other layouts.
+"""Extra tensors that are not plain: negated views, wrappers, shards, other layouts.
 
-The dispatcher asks of each what it is, as the list that carries them is not optional.
+The dispatcher inspects each of them, because the list that holds them is not optional.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPEC = RopeSpec(8)
 X = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 VALUES = torch.rand(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
 
-# How a call takes values (3, 8).
+# Calls that take values (3, 8) as an extra tensor, by name.
 OUTER: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda values: {"act": RMSNorm(values)},
     "a weight past 1": lambda values: {"act": RMSNorm(values, unit_offset=True)},
@@ -48,7 +48,7 @@ OUTER: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 
 
 def negated(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, of which memory holds the negative."""
+    """A negated view with the same values: memory holds their negatives."""
     view = torch.complex(x, -x).conj().imag
     assert view.is_neg()
     assert torch.equal(view, x)
@@ -56,7 +56,7 @@ def negated(x: torch.Tensor) -> torch.Tensor:
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that has another one and no memory; what is made of it is a plain tensor."""
+    """A wrapper subclass without memory of its own; operations on it return plain tensors."""
 
     inside: torch.Tensor
 
@@ -85,7 +85,7 @@ def test_numbers_are_taken_as_they_are(
     spec = SPEC.at(None) if prepared else SPEC
     plain, other = OUTER[kind](VALUES), OUTER[kind](make(VALUES))
     wanted = rotate(X, spec, **plain)
-    rotate(X, spec, **plain)  # what is prepared may have learned the short way by now
+    rotate(X, spec, **plain)  # a prepared rotation may have cached its arguments by now
     assert_near(rotate(X, spec, **other), wanted, "float64 ways")
     assert_near(rotate_(X.clone(), spec, **other), wanted, "float64 ways")
     both = rotate_qk(X, X, spec, **plain), rotate_qk(X, X, spec, **other)
@@ -129,7 +129,7 @@ def test_a_negated_input_of_an_act_has_its_gradient(act: str, dtype: torch.dtype
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool) -> None:
-    """Its numbers are those from before the call, in whatever order the call writes."""
+    """The call uses the gate's old values, in whatever order it writes."""
     spec = SPEC.at(None) if prepared else SPEC
     memory = X.to(dtype)[0] / 4
     wanted = rotate(memory[None], spec, gate=gates.Given(memory.reshape(5, 3, 8).clone()))
@@ -143,8 +143,8 @@ def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool
 
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 @pytest.mark.parametrize("what", ["weight", "gate", "positions"])
-def test_what_k_takes_from_the_memory_of_q(what: str, into: bool) -> None:
-    """Kinds that differ are two calls, of which the first writes q."""
+def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
+    """If q and k differ in kind, there are two calls, and the first writes q."""
 
     def call(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         more: dict[str, Any] = {"act": ("silu", None)}
@@ -166,7 +166,7 @@ def test_what_k_takes_from_the_memory_of_q(what: str, into: bool) -> None:
         assert_same_bits(got, want)
 
 
-# What both take, k of a tensor shaped as q: one call without gradients, and with them two.
+# Options for q and k, where k uses a tensor shaped like q: one call without gradients, two with them.
 OF_BOTH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda source: {"act": (RMSNorm(VALUES[0]), RMSNorm(source[0, 0, 0]))},
     "a gate": lambda source: {"gate": (gates.Exp(VALUES), gates.Given(source.transpose(1, 2)))},
@@ -182,7 +182,7 @@ OF_BOTH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
 @pytest.mark.parametrize("kind", OF_BOTH)
-def test_gradients_of_what_lies_in_the_memory_of_q(kind: str, detached: bool) -> None:
+def test_gradients_of_extra_tensors_in_the_memory_of_q(kind: str, detached: bool) -> None:
     found = []
     for call in (rotate_qk, rotate_qk_):
         leaves = (X / 4).requires_grad_(), X.flip(-1).requires_grad_()
@@ -209,7 +209,7 @@ def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
 
 
 def test_shards_are_refused(sharded: torch.Tensor) -> None:
-    """A kernel would read memory that they have not."""
+    """A kernel would read memory that the shards do not have."""
     advice = "must be a local tensor but got a DTensor; give its to_local() or full_tensor()."
     y = X.transpose(1, 2)
     calls: dict[str, Callable[[], object]] = {
@@ -272,7 +272,7 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text:
         make(VALUES.to_sparse())
 
 
-# What the raw operator carries, and the form that says so; all of it float64 and (3, 8).
+# Extra tensors of the raw operator, all float64 and (3, 8), and the form that declares them.
 RAW: dict[str, tuple[schema.Form, Callable[[torch.Tensor], torch.Tensor]]] = {
     "a weight": (schema.Form(act=ACTS.index("rms_norm")), lambda values: values),
     "a gate": (schema.Form(gate=schema.LOG), lambda values: values[None, :, None]),
@@ -286,19 +286,19 @@ RAW: dict[str, tuple[schema.Form, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 def raw(kind: str, values: torch.Tensor, how: str = "new", *, share: bool = True) -> torch.Tensor:
-    """The operator by its name, where of all tensors only the carried one is no plain one.
+    """Call the raw operator with one extra tensor; all other tensors are plain.
 
     Args:
-        kind: what is carried.
-        values: it, (3, 8).
-        how: whose memory is written: "new", "in place" or "into".
-        share: whether the same is carried for k.
+        kind: kind of the extra tensor.
+        values: the extra tensor, (3, 8).
+        how: the memory that is written: "new", "in place" or "into".
+        share: whether k has the same extra tensor.
     """
     return carrying(kind, RAW[kind][1](values), how, share=share)
 
 
 def carrying(kind: str, one: torch.Tensor, how: str = "new", *, share: bool = True) -> torch.Tensor:
-    """As :func:`raw`, of what has its shape already."""
+    """Call :func:`raw` with an extra tensor that already has its final shape."""
     form, x = RAW[kind][0], X.clone()
     k, carried = (None, [one]) if kind == "frequencies" or not share else (x.clone(), [one, one])
     end = (SPEC.at().words, None, None, 3, form.pack(), 1.0, carried, 0.0)
@@ -321,7 +321,7 @@ every_way = pytest.mark.parametrize("how", ["new", "in place", "into"])
 @every_way
 @every_raw
 @pytest.mark.parametrize("make", [negated, Wrapper])
-def test_the_dispatcher_sees_what_is_carried(
+def test_the_dispatcher_sees_extra_tensors(
     make: Callable[[torch.Tensor], torch.Tensor], kind: str, how: str
 ) -> None:
     """Views that are materialised, and wrappers that run the operator themselves."""
@@ -332,7 +332,7 @@ def test_the_dispatcher_sees_what_is_carried(
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @every_raw
-def test_a_map_over_what_is_carried_alone(kind: str, compiled: bool) -> None:
+def test_vmap_over_extra_tensors_alone(kind: str, compiled: bool) -> None:
     stack = torch.stack([VALUES * (1 + i / 8) for i in range(4)], 1)
     run = torch.vmap(lambda values: raw(kind, values), in_dims=1)
     if compiled:
@@ -342,7 +342,7 @@ def test_a_map_over_what_is_carried_alone(kind: str, compiled: bool) -> None:
 
 
 @every_raw
-def test_a_map_over_what_is_carried_cannot_go_into_one_x(kind: str) -> None:
+def test_vmap_over_extra_tensors_alone_is_refused_in_place(kind: str) -> None:
     stack = torch.stack([VALUES, 2 * VALUES])
     with pytest.raises(RuntimeError, match=r"\[rotate_\] vmap: x is not mapped"):
         torch.vmap(lambda values: raw(kind, values, "in place"))(stack)
@@ -352,8 +352,8 @@ def test_a_map_over_what_is_carried_cannot_go_into_one_x(kind: str) -> None:
 
 @every_way
 @every_raw
-def test_fakes_among_what_is_carried(kind: str, how: str) -> None:
-    """A kernel would read what they have not, or say that it has none."""
+def test_fake_extra_tensors(kind: str, how: str) -> None:
+    """A kernel would read data that fake tensors do not have, or fail on their absence."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = mode.from_tensor(VALUES)
     y = raw(kind, fake, how)
@@ -367,7 +367,7 @@ def test_fakes_among_what_is_carried(kind: str, how: str) -> None:
 
 
 class Counted(TorchDispatchMode):
-    """How often each operator of this library runs."""
+    """Counts how often each operator of this library runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ class Counted(TorchDispatchMode):
 
 
 def test_only_calls_that_carry_tensors_have_a_list() -> None:
-    """A list costs half a microsecond on its way, even an empty one."""
+    """A list argument costs half a microsecond, even if it is empty."""
     with Counted() as mode:
         rotate(X, SPEC)
         rotate_(X.clone(), SPEC.at(3), act="silu")
@@ -402,7 +402,7 @@ def test_only_calls_that_carry_tensors_have_a_list() -> None:
 
 
 def test_a_list_may_be_empty() -> None:
-    """Whoever calls the operator by its name need not choose."""
+    """A direct caller of the operator may use the overload with a list for every call."""
     end = (SPEC.at().words, None, None, 3, schema.Form().pack(), 1.0)
     x = X.clone().requires_grad_()
     (wanted,), (got,) = schema.rotate(x, None, *end), schema.rotate_carried(x, None, *end, [], 0.0)
@@ -418,8 +418,8 @@ def test_a_list_may_be_empty() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
-def test_a_kernel_refuses_what_has_no_memory(kind: str) -> None:
-    """Rather than read at address 0, where a shard was freed."""
+def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
+    """Otherwise it would read at address 0 after a shard was freed."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="what is carried must have memory"):

@@ -1,4 +1,4 @@
-"""f and P under the compiler: parameters beside symbolic shapes, and calls in place with gradients."""
+"""Prologue f and epilogue P under the compiler: symbolic shapes, and calls in place with gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Holder(torch.nn.Module):
-    """A parameter, whose sizes the compiler takes for constants, and a call with it."""
+    """A module with a parameter, whose sizes the compiler treats as constants, and a call that uses it."""
 
     def __init__(self, call: Callable[..., torch.Tensor], *shape: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ PARAMETERS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_beside_symbols(name: str) -> None:
-    """Every size of x is a symbol, and those of the parameter are not."""
+    """All sizes of x are symbolic; those of the parameter are not."""
     call, shape = PARAMETERS[name]
     module = Holder(call, *shape)
     compiled = torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
@@ -99,7 +99,7 @@ IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_gradients_in_place(name: str) -> None:
-    """What a gradient is made of is kept before it is overwritten."""
+    """Tensors that the backward pass needs are saved before they are overwritten."""
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x * 1
@@ -117,7 +117,7 @@ def test_gradients_in_place(name: str) -> None:
             assert_near(one, other, "float64 ways")
 
 
-# What k alone takes of a tensor shaped as q, so that its call is another than that of q.
+# Options for k only, which use a tensor shaped like q; so q and k become two calls.
 OF_K: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda source: {"act": ("silu", RMSNorm(source[0, 0, 0]))},
     "a gate": lambda source: {"gate": (None, gates.Given(source.transpose(1, 2)))},
@@ -132,18 +132,18 @@ OF_K: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 
 
 def in_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
-    """Writes q before it rotates k, by what k takes of source."""
+    """Rotate in place: the call writes q before it rotates k with options that read `source`."""
     return rotate_qk_(*xs, SPEC, **OF_K[kind](source), **more)
 
 
 def into(kind: str, source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, **more: Any) -> Any:
-    """The same of a call that reads another q than it writes."""
+    """The same with `out`: the call reads another q than it writes."""
     outs = q, torch.empty_like(k)
     return rotate_qk(q * 1, k, SPEC, out=outs, **OF_K[kind](source), **more)
 
 
 def out_of_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
-    """The same, writing nothing of theirs."""
+    """The same into new tensors."""
     return rotate_qk(*xs, SPEC, **OF_K[kind](source), **more)
 
 
@@ -157,10 +157,10 @@ every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if CXX else [])])
 @pytest.mark.parametrize("call", [in_place, into])
 @every_kind_of_k
-def test_what_k_takes_from_the_memory_of_q(
+def test_extra_tensors_of_k_in_the_memory_of_q(
     kind: str, call: Callable[..., Any], compiler: str, source: str
 ) -> None:
-    """Its numbers are those from before the call, as in eager mode."""
+    """The call uses the values from before it, as in eager mode."""
     memory, k = X.float() / 4, X.float().flip(-1)
     wanted = out_of_place(kind, memory, memory, k)
 
@@ -181,9 +181,8 @@ def test_what_k_takes_from_the_memory_of_q(
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("way", ["aot_eager", "eager", "vmap", "functionalize"])
 @every_kind_of_k
-def test_what_k_takes_from_the_memory_of_q_where_others_follow(kind: str, way: str) -> None:
-    """Autograd, with the compiler and without, and transforms, behind which memory is not what it
-    seems."""
+def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: str) -> None:
+    """With autograd, compiled or not, and with transforms, under which data pointers are meaningless."""
     x, k = X / 4, X.flip(-1)
     derived = way.endswith("eager")
 
@@ -211,7 +210,7 @@ def test_what_k_takes_from_the_memory_of_q_where_others_follow(kind: str, way: s
         return [(*y, *torch.autograd.grad(y[2], (x, k))) if derived else y for y in ys]
 
     if way == "aot_eager" and kind not in ("a weight", "a gate", "a slope"):
-        # What q too is rotated by autograd wants again; the compiler says that it is gone.
+        # The backward pass of q also reads the positions or frequencies, which q has overwritten.
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             both()
         return
@@ -223,7 +222,7 @@ def test_what_k_takes_from_the_memory_of_q_where_others_follow(kind: str, way: s
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("call", [in_place, into])
 @every_kind_of_k
-def test_what_the_definition_takes_for_k_from_the_memory_of_q(
+def test_the_definition_with_extra_tensors_of_k_in_the_memory_of_q(
     kind: str, call: Callable[..., Any], compiled: bool
 ) -> None:
     wanted = out_of_place(kind, X, X, X.flip(-1), backend="reference")
@@ -251,7 +250,7 @@ DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 @pytest.mark.parametrize("name", DEFINED)
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str, prepared: bool) -> None:
-    """So are the fields of a spec that a function holds, where all shapes are."""
+    """With dynamic shapes, the integer fields of a spec in a closure are symbols too."""
     spec = RopeSpec(8, rotary_dim=4, start=1)
     rope = spec.at(3) if prepared else spec
 

@@ -1,7 +1,8 @@
-"""First and second derivatives of every public function, every axis beside every other.
+"""First and second derivatives of every public function, for every pair of values of two options.
 
-The truth is finite differences of the function itself, in float64, so no formula of a derivative stands
-here. Narrow dtypes are held against the float64 call of the same numbers, which takes another path.
+They are compared with finite differences of the function itself in float64, so this file contains no
+derivative formula. Narrow dtypes are compared with the float64 call on the same values, which takes
+another path.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ DIMS = {
     "bsd": (0, 2, 3),
     "sd": (2, 3),
 }
-# The farthest position of a case.
+# The largest position of a case.
 REACH = 50.0
 CHANNELS = {"whole": (6, 0), "slice": (4, 1)}
 
-# Positions that have several axes.
+# Kinds of positions that have several axes.
 SPACES = ("grid", "text", "learned grid")
 
 AXES: dict[str, Any] = {
@@ -73,7 +74,7 @@ AXES: dict[str, Any] = {
 
 
 def allowed(case: Mapping[str, Any]) -> bool:
-    """Whether values go together, as far as they are chosen."""
+    """Return whether the values chosen so far are compatible."""
     no_heads, where = case.get("layout") in ("bsd", "sd"), case.get("positions")
     return not (
         (case.get("inverse") and case.get("act", "none") != "none")
@@ -102,10 +103,10 @@ def spec_of(case: Mapping[str, Any]) -> RopeSpec:
 
 
 class Call:
-    """A call of a case, as a function of the tensors that may learn.
+    """The call of a case as a function of its differentiable tensors.
 
     Attributes:
-        leaves: those tensors, by name, of the dtype of the case where the field keeps them in it.
+        leaves: these tensors by name, in the dtype of the case if that argument usually has it.
     """
 
     def __init__(self, case: Mapping[str, Any]) -> None:
@@ -117,7 +118,7 @@ class Call:
         for seed, (name, count) in enumerate(heads.items()):
             shape = [(ROWS, count, TOKENS, WIDTH)[dim] for dim in dims]
             if count:
-                # Away from the corner of relu.
+                # Away from the kink of relu.
                 x = noise(*shape, seed=seed)
                 self.leaves[name] = (x + 0.1 * x.sign()).to(dtype)
         if case["act"] == "rms_norm":
@@ -143,7 +144,7 @@ class Call:
             self.leaves["positions"] = 5 * noise(2, 1, TOKENS, seed=5)
 
     def learned(self) -> list[str]:
-        """Which of them learn."""
+        """Names of the tensors that require grad."""
         own = [name for name in self.leaves if name in ("q", "k")]
         rest = [name for name in self.leaves if name not in own]
         return {"everything": own + rest, "x": own, "the rest": rest or own}[self.case["learns"]]
@@ -169,14 +170,14 @@ class Call:
         verb: Any = {"rotate": rotate, "rotate_": rotate_}.get(case["verb"])
         xs = [given[name] for name in ("q", "k") if name in given]
         if case["verb"].endswith("_"):
-            # What may change in place: no leaf.
+            # In-place calls need tensors that are not leaves.
             xs = [x.clone() for x in xs]
         if verb is not None:
             return (verb(xs[0], rope, where, **options),)
         if ("inv_freq" in given and given["inv_freq"].shape[-2] != 1) or case[
             "gate"
         ] == "exp per head":
-            # Frequencies and gates per head are for equal numbers of heads.
+            # Frequencies and gates per head need equal numbers of heads.
             xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, DIMS[case["layout"]].index(1))
         verb = {"rotate_qk": rotate_qk, "rotate_qk_": rotate_qk_}[case["verb"]]
         return verb(*xs, rope, where, **options)
@@ -212,9 +213,9 @@ class Call:
 
 
 def check(call: Callable[..., Any], leaves: Mapping[str, torch.Tensor]) -> None:
-    """First and second derivatives of a function of named float64 tensors, by finite differences.
+    """Check first and second derivatives of a function of named float64 tensors by finite differences.
 
-    Along random directions, of all entries at once; backward, batched and in forward mode.
+    Uses random directions in all entries at once; tests backward, batched backward and forward mode.
     """
     names = list(leaves)
     tensors = [leaves[name].detach().double().requires_grad_() for name in names]
@@ -228,10 +229,10 @@ def check(call: Callable[..., Any], leaves: Mapping[str, torch.Tensor]) -> None:
 
 
 def slopes(call: Call, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients by what learns, under random gradients of the results.
+    """Compute gradients of the tensors that require grad, for random gradients of the results.
 
     Returns:
-        They, by name; and the size that a sum of all products of results and their gradients may have.
+        The gradients by name; and an upper bound of any sum of products of results and their gradients.
     """
     leaves = {name: t.clone().requires_grad_(name in call.learned()) for name, t in tensors.items()}
     results = call(**leaves)
@@ -256,13 +257,13 @@ def test_every_axis_beside_every_other(number: int) -> None:
     bound = tolerances.value(f"f and P, {str(case['dtype'])[6:]}")
     for name, slope in found.items():
         assert slope.dtype == call.leaves[name].dtype
-        # A sum over tokens loses as much as its terms, of which positions and θ multiply each.
+        # The error of a sum over tokens grows with its terms, which positions and θ multiply.
         reach = float(wanted[name].abs().max()) if name in ("q", "k") else REACH * size
         assert (slope.double() - wanted[name]).abs().max() <= bound * reach, (name, case)
 
 
 IDS = torch.tensor([2, 0, 2, 4])
-# Which rows of tables of which leading dimensions.
+# Leading dimensions of the tables, and the rows of them to use.
 LOOK_UPS = {
     "in order": ((TOKENS,), None),
     "in order, per row": ((ROWS, TOKENS), None),

@@ -1,7 +1,7 @@
-"""A call on a device copies nothing from the host once it was made before: a copy would wait for the
-device, and no graph could be captured.
+"""A repeated call on a device copies nothing from the host: a copy would synchronise and prevent the
+capture of CUDA graphs.
 
-Tensors on the meta device stand for those on a device: what has no numbers cannot be looked at either.
+Meta tensors stand in for tensors on a device: they have no data, so reading them fails too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DEVICE = torch.device("meta")
 
 
 class Copies(TorchFunctionMode):
-    """Notes each function of torch that brings something from the host to a device, or back.
+    """Records each torch function that copies data between host and device.
 
-    A mode of functions, as the library behaves differently under a mode of the dispatcher.
+    A torch function mode, because the library behaves differently under a dispatch mode.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ def test_a_backward_pass_copies_nothing(name: str) -> None:
 def test_a_prepared_rotation_takes_the_short_way(
     gate: gates.Gate | None, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device that has kernels: nothing is checked that they check, and nothing copied."""
+    """On a device with kernels: skips the checks that the kernels repeat, and copies nothing."""
     monkeypatch.setitem(registry._ready_on, "meta", lambda: True)
     assert registry.takes(Q)
 
@@ -174,8 +174,8 @@ def test_a_graph_reads_what_was_kept_and_keeps_nothing(
     assert gates._kept.keys() == kept.keys()
 
 
-def test_what_a_device_reads_anew_is_not_kept() -> None:
-    """Ids may change between replays of a graph, of which the host learns nothing."""
+def test_ids_on_a_device_are_not_cached() -> None:
+    """Ids may change between replays of a CUDA graph without the host noticing."""
     prepared = SPEC.at(IDS, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=XPOS)
     assert prepared.memo.gate_logs == {}

@@ -1,4 +1,4 @@
-"""Every sentence that bad input gets."""
+"""Every error sentence for invalid input."""
 
 import re
 
@@ -23,7 +23,7 @@ def ids(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
 
-# what is called, the type of the error, its whole sentence
+# the call, the type of the error, its whole sentence
 CASES = {
     "odd rotary_dim": (
         lambda: RopeSpec(8, rotary_dim=7),
@@ -76,7 +76,7 @@ CASES = {
         ValueError,
         "[RopeSpec] base must be positive and finite, above 1e-18 and below 1e300, but got 1e-30.",
     ),
-    "base of text": (
+    "base that is a string": (
         lambda: RopeSpec(8, base="1e4"),
         TypeError,
         "[RopeSpec] base must be a number but got '1e4'.",
@@ -101,7 +101,7 @@ CASES = {
         ValueError,
         "[rotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bhds'.",
     ),
-    "layout that is no text": (
+    "layout that is not a string": (
         lambda: rotate(X, SPEC, layout=["sd"]),
         ValueError,
         "[rotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got ['sd'].",
@@ -112,7 +112,7 @@ CASES = {
         "[rotate] x must have 3 dimensions for layout 'bsd' but got 4; layouts of that rank: "
         "'bhsd', 'bshd', 'sbhd' (x: float32[2, 3, 5, 8]).",
     ),
-    "layout of a rank that none has": (
+    "rank of no layout": (
         lambda: rotate(X[None], SPEC),
         ValueError,
         "[rotate] x must have 4 dimensions for layout 'bhsd' but got 5 "
@@ -128,7 +128,7 @@ CASES = {
         TypeError,
         f"[rotate] x must be {FLOATING} but got complex64 (x: complex64[2, 3, 5, 8]).",
     ),
-    "x that is no tensor": (
+    "x that is not a tensor": (
         lambda: rotate([1.0], SPEC),
         TypeError,
         "[rotate] x must be a tensor but got [1.0].",
@@ -142,24 +142,24 @@ CASES = {
     "no spec": (
         lambda: rotate(X, 8),
         TypeError,
-        "[rotate] spec must be a RopeSpec or what RopeSpec.at returns but got int.",
+        "[rotate] spec must be a RopeSpec or a prepared rotation (RopeSpec.at) but got int.",
     ),
     "too few ids": (
         lambda: rotate(X, SPEC, ids(4)),
         ValueError,
-        "[rotate] positions must say one position for each of 5 tokens but got 4 (layout 'bhsd' "
+        "[rotate] positions must hold one position for each of 5 tokens but got 4 (layout 'bhsd' "
         "has its tokens in dimension 2) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 4]).",
     ),
     "ids for another layout": (
         lambda: rotate(X, SPEC, ids(5), layout="bshd"),
         ValueError,
-        "[rotate] positions must say one position for each of 3 tokens but got 5 (layout 'bshd' "
+        "[rotate] positions must hold one position for each of 3 tokens but got 5 (layout 'bshd' "
         "has its tokens in dimension 1) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 5]).",
     ),
     "one id for many tokens": (
         lambda: rotate(X, SPEC, ids(1)),
         ValueError,
-        "[rotate] positions must say one position for each of 5 tokens but got 1 (layout 'bhsd' "
+        "[rotate] positions must hold one position for each of 5 tokens but got 1 (layout 'bhsd' "
         "has its tokens in dimension 2) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 1]).",
     ),
     "rows of ids": (
@@ -238,7 +238,7 @@ CASES = {
         ValueError,
         "[per_row] offsets must have shape (rows,) (offsets: int64[2, 5]).",
     ),
-    "offsets that are no tensor": (
+    "offsets that are not a tensor": (
         lambda: positions.per_row([1, 2]),
         TypeError,
         "[per_row] positions must be a tensor but got [1, 2].",
@@ -264,7 +264,7 @@ CASES = {
         "[rotate] positions must be None with a prepared rotation, which brings its own; call "
         "spec.at(positions).",
     ),
-    "prepared elsewhere": (
+    "prepared on another device": (
         lambda: rotate(X, SPEC.at(3, device="meta")),
         ValueError,
         "[rotate] the prepared rotation is on meta but x is on cpu; call "
@@ -341,7 +341,7 @@ CASES = {
         f"[rotary_pos_embedding] input_ must be {FLOATING} but got int64 "
         "(input_: int64[2, 3, 5, 8]).",
     ),
-    "input_ that is no tensor": (
+    "input_ that is not a tensor": (
         lambda: rotary_pos_embedding(None),
         TypeError,
         "[rotary_pos_embedding] input_ must be a tensor but got None.",
@@ -369,7 +369,7 @@ CASES = {
         "[RotaryPositionalEmbedding] x must have at least 16 channels in its last dimension but "
         "got 8 (x: float32[2, 3, 5, 8]).",
     ),
-    "module of no tensor": (
+    "module without a tensor": (
         lambda: nn.RotaryPositionalEmbedding(16)(3),
         TypeError,
         "[RotaryPositionalEmbedding] x must be a tensor but got 3.",

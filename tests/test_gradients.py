@@ -1,4 +1,4 @@
-"""Gradients: backward, double backward, forward mode, functorch, in place, by position."""
+"""Gradients: backward, double backward, forward mode, functorch, in place, and of positions."""
 
 from collections.abc import Callable
 
@@ -63,7 +63,7 @@ def test_by_position(spec: RopeSpec, at: str, inverse: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_by_position_of_narrow_x(dtype: torch.dtype) -> None:
-    """The gradient has the dtype of the position, and the value of the wide one to x's precision."""
+    """The gradient of a position has its dtype, and the accuracy of x."""
     x = noise(2, 3, 5, 64).to(dtype)
     weight = noise(2, 3, 5, 64, seed=1)
     got, wide = (torch.arange(5, dtype=torch.float32).requires_grad_() for _ in range(2))
@@ -91,7 +91,7 @@ def test_the_gradient_of_positions_is_the_same_for_any_thread_count() -> None:
 
 
 def test_one_offset_of_one_row_sums_the_same_for_any_thread_count() -> None:
-    """The result is a single number, for which torch's own sum depends on the thread count."""
+    """The result is a single number; torch's own sum of that kind depends on the thread count."""
     x = noise(1, 8, 5000, 64, dtype=torch.float32)
     grads = []
     for threads in (1, 2, 3):
@@ -112,7 +112,7 @@ def test_in_place(spec: RopeSpec) -> None:
 
 
 def test_in_place_on_views_of_a_projection() -> None:
-    """Slices and transposed views of one fused projection, rotated in place, as a model would."""
+    """Slices and transposed views of one fused projection are rotated in place, as in a model."""
     spec = RopeSpec(8)
     weight = noise(16, 6 * 8).requires_grad_()
     x = noise(2, 5, 16, seed=1)
@@ -121,7 +121,7 @@ def test_in_place_on_views_of_a_projection() -> None:
         qkv = (x @ weight).unflatten(-1, (6, 8))
         q, k = qkv[:, :, :3].transpose(1, 2), qkv[:, :, 3:5].transpose(1, 2)
         q, k = (rotate_qk_ if in_place else rotate_qk)(q, k, spec, 3)
-        # qkv itself is used again, so that a gradient that autograd lost would show.
+        # qkv itself is used again, so that a lost gradient would be detected.
         return torch.cat((q.flatten(), k.flatten(), qkv.flatten())) if in_place else torch.cat(
             (q.flatten(), k.flatten(), torch.cat(
                 (q.transpose(1, 2), k.transpose(1, 2), qkv[:, :, 5:]), 2).flatten())
@@ -156,7 +156,7 @@ def test_a_key_that_has_no_part_in_the_loss() -> None:
 
 
 def test_expanded_gradients() -> None:
-    """`sum` hands back a gradient whose strides are zero."""
+    """The backward pass of `sum` gives a gradient whose strides are zero."""
     x = noise(2, 3, 5, 8).requires_grad_()
     rotate(x, RopeSpec(8), 2).sum().backward()
     expected = rotate(torch.ones_like(x), RopeSpec(8), 2, inverse=True)
@@ -174,7 +174,7 @@ def test_backward_does_not_change_the_incoming_gradient() -> None:
 
 @pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x.clone(), *a)])
 def test_forward_mode(function: Callable[..., torch.Tensor]) -> None:
-    """A registered operator would give no tangent at all, silently."""
+    """A registered operator would silently drop the tangent."""
     spec = RopeSpec(8, rotary_dim=6, start=1)
     x, t = noise(2, 3, 5, 8), noise(2, 3, 5, 8, seed=1)
     with forward_ad.dual_level():
@@ -221,7 +221,7 @@ def test_functorch_by_position() -> None:
 
 
 def test_gradients_of_every_dtype_are_the_rotation_backwards() -> None:
-    """Backward is the transpose through the same kernel, to the same bits."""
+    """The backward pass is the transpose in the same kernel, with the same bits."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for spec in SPECS.values():
             x = noise(2, 3, 5, 8, dtype=torch.float64).to(dtype).requires_grad_()
@@ -245,7 +245,7 @@ def test_checkpoint_and_accumulation() -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (1, 1)])
 def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int]) -> None:
-    """Under vmap a tensor does not say that it needs a gradient, and zeros would come silently."""
+    """Under vmap requires_grad is unreliable; relying on it would silently give zeros."""
     spec = RopeSpec(8)
     x, p = noise(4, 4, 3, 8), 10 * noise(4, 4, seed=1)
 
@@ -267,7 +267,7 @@ def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int
 
 
 def test_by_position_in_place_on_slices_of_one_projection() -> None:
-    """The second rotation must not spoil what the first has kept, nor a later change of either."""
+    """Neither the second rotation nor later changes may alter what the first has saved."""
     spec = RopeSpec(8)
     base = noise(1, 6, 4, 8).requires_grad_()
     p = (10 * noise(4, seed=1)).requires_grad_()
@@ -284,7 +284,7 @@ def test_by_position_in_place_on_slices_of_one_projection() -> None:
 
 @every_backend
 def test_by_position_in_place_on_every_backend(backend: str) -> None:
-    """What is overwritten is what the gradient by positions needs."""
+    """The gradient of the positions needs the values that are overwritten."""
     x, p = noise(2, 2, 3, 8).requires_grad_(), (10 * noise(3, seed=1)).requires_grad_()
 
     def function(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -311,7 +311,7 @@ def test_by_tables_in_place_in_functorch() -> None:
 
 
 def test_batched_gradients() -> None:
-    """is_grads_batched and vectorised jacobians use a vmap that knows no rules of ours."""
+    """is_grads_batched and vectorised jacobians use the legacy vmap, which ignores registered rules."""
     x, p = noise(2, 2, 3, 8).requires_grad_(), (10 * noise(3, seed=1)).requires_grad_()
     for spec in SPECS.values():
         for function in (rotate, lambda x, *a: rotate_(x * 1, *a)):
@@ -331,7 +331,7 @@ def test_functionalize(function: Callable[..., torch.Tensor]) -> None:
 
 
 def test_a_dual_level_alone_changes_no_bit() -> None:
-    """The level is one for all threads of a process, so it says nothing about a tensor."""
+    """The forward-mode level is global to the process, so it does not imply that a tensor has a tangent."""
     x = noise(2, 3, 5, 8, dtype=torch.float32)
     want = rotate(x, RopeSpec(8), 5)
     with forward_ad.dual_level():
@@ -348,7 +348,7 @@ def test_what_needs_no_gradient_has_none() -> None:
 
 
 def test_one_token_of_many_heads_sums_the_same_for_any_thread_count() -> None:
-    """A result of one number out of more than torch sums on one thread."""
+    """The result is one number, summed from more values than torch sums on one thread."""
     x = noise(1, 1280, 1, 128, dtype=torch.float32)
     grads = []
     for threads in (1, 2, 3, 4):

@@ -1,6 +1,6 @@
-"""The raw operators take any sizes, strides and forms: a right result, or an error and nothing written.
+"""The raw operators with arbitrary sizes, strides and forms: a correct result, or an error before writing.
 
-Each call that is drawn here is compared with itself on ordinary memory.
+Each random call is compared with the same call on contiguous tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tolerances import assert_same_bits
 
 pytestmark = needs_kernel
 
-# No memory holds so many elements; torch still makes tensors of these sizes, empty or expanded ones.
+# Sizes larger than any memory; torch still makes empty or expanded tensors of these sizes.
 HUGE = (2**50, 2**62, 2**63 - 1)
-# Strides of dimensions in which nothing is stepped over.
+# Strides of dimensions of size 1 or 0, which are never used.
 ANY_STRIDE = (0, 1, 7, 2**31, 2**52, *HUGE)
-# Tensors of fewer elements are compared.
+# Tensors with fewer elements than this are compared.
 FEW = 2**16
 MARGIN = 64
 
@@ -36,7 +36,7 @@ def _each_set(request: pytest.FixtureRequest) -> None:
 
 
 class Draw(random.Random):
-    """Draws sizes and makes tensors of them."""
+    """Draws random sizes and makes tensors."""
 
     def sometimes(self, share: float) -> bool:
         return self.random() < share
@@ -45,7 +45,7 @@ class Draw(random.Random):
         return self.choice(HUGE) if self.sometimes(huge) else self.choice((1, 1, 2, 3, 5, 9))
 
     def sizes(self, sizes: Sequence[int]) -> list[int]:
-        """The sizes; now and then one of them is another."""
+        """Return the sizes, occasionally with one of them changed."""
         found = list(sizes)
         if self.sometimes(0.03):
             found[self.randrange(len(found))] = self.choice((0, 1, 2, *HUGE))
@@ -59,7 +59,7 @@ class Draw(random.Random):
         written: bool = False,
         low: int = -(2**62),
     ) -> torch.Tensor:
-        """A tensor in the middle of its memory, permuted, expanded, with strides of any size."""
+        """Return a tensor in the middle of its memory: permuted, expanded, with strides of any size."""
         sizes, count = list(sizes), prod(sizes)
         if count == 0 or count > FEW:
             # Expanded from one element if there is one.
@@ -81,7 +81,7 @@ class Draw(random.Random):
         return memory.as_strided(sizes, strides, MARGIN)
 
     def words(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Contiguous, as phase words must be."""
+        """Return contiguous phase words, as the operator requires."""
         count = prod(sizes)
         if count > FEW:
             return numbers(1, torch.int64, self).as_strided(sizes, [0] * len(sizes))
@@ -101,7 +101,7 @@ def numbers(count: int, dtype: torch.dtype, draw: Draw, low: int = -(2**62)) -> 
 
 
 def tame(value: Any) -> Any:
-    """The same numbers in ordinary memory."""
+    """Copy a tensor to contiguous memory."""
     if isinstance(value, list):
         return [tame(one) for one in value]
     if not isinstance(value, torch.Tensor):
@@ -121,7 +121,7 @@ def memory_of(x: torch.Tensor) -> torch.Tensor:
 
 # --- calls ----------------------------------------------------------------------------------------
 
-# Operator, arguments, and which of the arguments it writes.
+# Operator, its arguments, and the indices of those that it writes.
 Call = tuple[Callable[..., Any], list[Any], list[int]]
 
 
@@ -257,7 +257,7 @@ def results(
 
 def angle_gradients(draw: Draw) -> Call:
     layout, (rows, tokens, head_dim), heads, pairs, start = problem(draw)
-    # Elsewhere the work is what the sizes say: none is done without pairs, or on what is empty.
+    # The work grows with these sizes, so huge ones are tested without pairs, where there is none.
     if max(rows, tokens, *heads) in HUGE:
         pairs, start = 0, 0
     ramp, axes = draw.sometimes(0.7), draw.choice((1, 2))
@@ -281,7 +281,7 @@ def angle_gradients(draw: Draw) -> Call:
 
 def gate_gradients(draw: Draw) -> Call:
     layout, (rows, tokens, head_dim), heads, _, start = problem(draw)
-    # As above; but of a wide head alone there is no memory to work in.
+    # As above; but a wide head alone already needs more memory than there is.
     if rows * tokens * max(heads) != 0:
         rows, tokens, *heads = (3 if n in HUGE else n for n in (rows, tokens, *heads))
     ramp, gate = draw.sometimes(0.7), draw.choice((schema.LOG, schema.SLOPE))
@@ -303,11 +303,11 @@ def gate_gradients(draw: Draw) -> Call:
     return schema.gate_gradients, arguments, []
 
 
-# --- what holds of each ---------------------------------------------------------------------------
+# --- properties of each call ----------------------------------------------------------------------
 
 
 def on_ordinary_memory(arguments: list[Any]) -> list[Any] | None:
-    """The same numbers; None where there are too many, or torch has no such memory."""
+    """Copy the tensors to contiguous memory; None if they are too large, or torch cannot allocate them."""
     if any(x.numel() > FEW for x in tensors_of(arguments)):
         return None
     try:
@@ -317,7 +317,7 @@ def on_ordinary_memory(arguments: list[Any]) -> list[Any] | None:
 
 
 def holds(call: Call) -> bool:
-    """Make the call; return whether it was taken, and fail where it did what it must not."""
+    """Make the call and fail if its effect is wrong; return whether the operator accepted it."""
     operator, arguments, written = call
     tensors = tensors_of(arguments)
     ordinary = on_ordinary_memory(arguments)
@@ -449,7 +449,7 @@ def test_drawn_calls(of: Callable[[Draw], Call]) -> None:
     for seed in range(200):
         try:
             call = of(Draw(seed))
-        except RuntimeError:  # torch has no such tensor
+        except RuntimeError:  # torch cannot make such a tensor
             continue
         if holds(call):
             taken += 1

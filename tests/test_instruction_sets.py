@@ -1,4 +1,4 @@
-"""Each instruction set that this machine has passes the tests of the operator."""
+"""Run the operator's tests with each instruction set that this machine supports."""
 
 import itertools
 import os
@@ -23,19 +23,19 @@ MISSING = tightrope.backends()["cpu"]
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library: {MISSING}")
 
 SETS = cpu.instruction_sets()
-# The set in use is what the ordinary run of those files tests.
+# The ordinary run of those files tests the instruction set in use.
 OTHERS = [name for name in SETS if name != cpu.instruction_set()]
 
 
 def python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:
-    """A fresh Python with an instruction set forced by the environment."""
+    """Run a new Python process with an instruction set forced by the environment."""
     paths = [str(Path(tightrope.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "TIGHTROPE_CPU_ISA": isa,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
-    # This run may itself be one worker of a parallel one, which the new one shall not join.
+    # This process may be a worker of a parallel test run, which the new process must not join.
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
     return subprocess.run(
@@ -118,7 +118,7 @@ def test_switching_within_a_process() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
-    """Each is within the bound of the truth, so two are within twice that of each other."""
+    """Each is within the error bound, so two differ by at most twice the bound."""
     spec = RopeSpec(90, interleaved=interleaved)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 50, 90, generator=generator, dtype=torch.float64).to(dtype)
@@ -135,9 +135,9 @@ def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
 @pytest.mark.parametrize("act", ["sin", "cos"])
 @pytest.mark.parametrize("name", SETS)
 def test_sines_of_every_size_lose_no_digits(name: str, act: str) -> None:
-    """Next to a multiple of π/2 what is left of x is all that tells, and the furthest are the worst.
+    """Near a multiple of π/2 the result depends on the remainder of x alone; large multiples are hardest.
 
-    Beyond 8192 another way takes over; without FMA the reduction is another one too.
+    Beyond 8192 another algorithm is used; without FMA the reduction differs too.
     """
     multiples = torch.arange(-5350, 5351, dtype=torch.float64) * (torch.pi / 2)
     near = multiples.float()
@@ -149,13 +149,13 @@ def test_sines_of_every_size_lose_no_digits(name: str, act: str) -> None:
     x = x[: x.numel() // 8 * 8].reshape(1, 1, -1, 8).requires_grad_()
     exact = x.detach().double()
     cpu.use_instruction_set(name)
-    # At position 0 nothing turns.
+    # At position 0 the rotation is the identity.
     spec, where = RopeSpec(8, rotary_dim=2), torch.zeros(x.shape[2], dtype=torch.int64)
     y = rotate(x, spec, where, act=act, backend="cpu")
     (slope,) = torch.autograd.grad(y.sum(), x)
     wanted = (exact.sin(), exact.cos()) if act == "sin" else (exact.cos(), -exact.sin())
     for got, want in zip((y.detach(), slope), wanted, strict=True):
-        # Zeros next to zero: x = 0 is among the multiples.
+        # Both sides may be 0, because x = 0 is among the multiples.
         error = (got.double() - want).abs()
         assert bool((error <= tolerances.value("compiled sine") * want.abs()).all())
 
@@ -167,7 +167,7 @@ def test_sets_with_fused_arithmetic_give_the_same_bits(dtype: torch.dtype) -> No
     if len(fused) < 2:
         pytest.skip(f"this processor has only {', '.join(SETS)}")
     generator = torch.Generator().manual_seed(0)
-    # Whole registers of every width, what is left of them, and more than go through at once.
+    # Whole registers of every width, remainders, and more than one iteration processes.
     for width, interleaved in itertools.product(
         (2, 6, 24, 64, 80, 90, 128, 222, 320), (False, True)
     ):

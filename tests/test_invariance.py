@@ -1,4 +1,4 @@
-"""The same row gives the same bits, whatever is around it and however it is computed (DESIGN 6).
+"""The same row gives the same bits, whatever surrounds it and however it is computed (DESIGN 6).
 
 tests/test_instruction_sets.py runs this file once more for each instruction set.
 """
@@ -19,15 +19,15 @@ from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops.schema import Form
 from tolerances import assert_same_bits
 
-# Every remainder of a vector of 4, 8 or 16 pairs, with a body and without one.
+# Every remainder modulo vectors of 4, 8 or 16 pairs, with and without full vectors.
 PAIRS = [*range(1, 36), 48, 50, 63, 64, 125]
 
 
 def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
-    """x [.., tokens, channels] with every pair nearly orthogonal to one axis once it is rotated.
+    """Return x [.., tokens, channels] whose rotated pairs are all nearly orthogonal to one axis.
 
-    What is left after the cancellation shows every rounding on the way, in 16-bit types too, where
-    the last rounding would hide nearly all of them.
+    The small result after the cancellation reveals every intermediate rounding, also in 16-bit types,
+    where the final rounding would hide nearly all of them.
     """
     first, second = oracle.channels(spec.rotary_dim, spec.start, spec.interleaved)
     ids = range(offset, offset + x.shape[-2])
@@ -49,7 +49,7 @@ def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
 @every_backend
 @both_pairings
 def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Large enough that two threads and four get work, with a last tile that is not full."""
+    """Large enough for two and for four threads, with a last tile that is not full."""
     spec = RopeSpec(98, rotary_dim=90, start=2, interleaved=interleaved)
     x = noise(2, 6, 667, 98, dtype=dtype)
     ids = torch.randint(-(2**31), 2**31, (2, 667), generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dty
 @every_dtype
 @every_backend
 def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) -> None:
-    """By x and by fractional positions, whose reduction must not depend on threads either."""
+    """Gradients of x and of fractional positions, whose sums must not depend on threads either."""
     spec = RopeSpec(64)
     x = noise(1, 6, 667, 64, dtype=dtype).requires_grad_()
     cotangent = noise(1, 6, 667, 64, dtype=dtype, seed=1)
@@ -85,7 +85,7 @@ def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) 
 @every_backend
 @both_pairings
 def test_concurrent_callers(interleaved: bool, backend: str) -> None:
-    """Several Python threads at once, each with its own tensors, one spec among them."""
+    """Several Python threads at once, each with its own tensors, sharing one spec."""
     spec = RopeSpec(66, interleaved=interleaved)
     rotation = spec.at(4000)
     xs = [noise(1, 4, 300, 66, dtype=dtype, seed=n) for n, dtype in enumerate(DTYPES)]
@@ -132,7 +132,7 @@ def test_a_row_alone_or_in_a_batch(interleaved: bool, backend: str, dtype: torch
     order = torch.tensor([3, 0, 4])
     some = rotate(x[order], spec, ids[order], backend=backend)
     assert_same_bits(some, wanted[order])
-    # A neighbour that is not a number, at a position that is none, changes nothing here.
+    # A neighbouring token that is NaN, at a NaN position, changes nothing here.
     sick = x.clone()
     sick[1] = torch.nan
     where = ids.double()
@@ -147,7 +147,7 @@ def test_a_row_alone_or_in_a_batch(interleaved: bool, backend: str, dtype: torch
 def test_token_by_token_or_all_at_once(
     offset: int, interleaved: bool, backend: str, dtype: torch.dtype
 ) -> None:
-    """Decode and prefill, and everything between."""
+    """Decoding, prefill, and chunks of every size in between."""
     spec = RopeSpec(42, interleaved=interleaved)
     x = noise(2, 3, 45, 42, dtype=dtype)
     prefill = rotate(x, spec, offset, backend=backend)
@@ -220,7 +220,7 @@ def test_in_place_or_not(interleaved: bool, backend: str, dtype: torch.dtype) ->
 @every_backend
 @both_pairings
 def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Every order of dimensions in memory, unit and other steps between channels."""
+    """Every order of dimensions in memory, with channels of stride 1 and others."""
     rows, heads, tokens, width = 2, 3, 18, 36
     spec = RopeSpec(width, rotary_dim=34, start=1, interleaved=interleaved)
     x = cancelling(noise(rows, heads, tokens, width, dtype=dtype), spec, 131072)
@@ -234,7 +234,7 @@ def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> Non
             assert_same_bits(rotate(view, spec, 131072, backend=backend), wanted)
             assert_same_bits(rotate_(view, spec, 131072, backend=backend), wanted)
     wide = noise(rows, heads, tokens, 3 * width, dtype=dtype)
-    for shift in (0, 1, 3):  # rows that start at any address of their type
+    for shift in (0, 1, 3):  # rows that start at any element, so with any alignment
         view = wide[..., shift : shift + width]
         view.copy_(x)
         assert_same_bits(rotate(view, spec, 131072, backend=backend), wanted)
@@ -269,7 +269,7 @@ def test_any_layout(interleaved: bool, backend: str, dtype: torch.dtype) -> None
 def alone(
     x: torch.Tensor, words: torch.Tensor, pair: int, pairs: int, interleaved: bool, offset: int
 ) -> torch.Tensor:
-    """One pair [.., 2] of x [rows, tokens, 2 · pairs], rotated with nothing beside it."""
+    """Rotate one pair [.., 2] of x [rows, tokens, 2 · pairs] alone."""
     at = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + pairs]
     word = words[..., pair : pair + 1].contiguous()
     form = Form(layout=4, interleaved=interleaved).pack()
@@ -280,8 +280,8 @@ def alone(
 @every_dtype
 @both_pairings
 def test_a_pair_alone_or_in_a_vector(interleaved: bool, dtype: torch.dtype) -> None:
-    """Pair k of a head of any width equals the same pair computed alone, on the backend that runs
-    by default, out of place and in place."""
+    """Pair k of a head of any width equals the same pair computed alone, on the default backend, out of
+    place and in place."""
     for pairs in PAIRS:
         spec = RopeSpec(2 * pairs, interleaved=interleaved)
         words = spec.at().words
@@ -298,7 +298,7 @@ def test_a_pair_alone_or_in_a_vector(interleaved: bool, dtype: torch.dtype) -> N
 @every_dtype
 @both_pairings
 def test_any_start_of_the_slice(interleaved: bool, dtype: torch.dtype) -> None:
-    """Where the slice starts moves what is aligned, and nothing else."""
+    """The start of the slice changes the alignment and nothing else."""
     for rotary_dim in (2, 16, 34, 62):
         plain = RopeSpec(rotary_dim, interleaved=interleaved)
         inner = cancelling(noise(2, 19, rotary_dim, dtype=dtype), plain, 5)
@@ -315,7 +315,7 @@ def test_any_start_of_the_slice(interleaved: bool, dtype: torch.dtype) -> None:
 
 
 class Rotated(Dataset[torch.Tensor]):
-    """Rotates in whatever process asks for an item."""
+    """A dataset that rotates in the process that reads an item."""
 
     def __init__(self, spec: RopeSpec) -> None:
         self.spec = spec

@@ -715,7 +715,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: rotate_(torch.zeros(2, 4, 5, 8, requires_grad=True), SPEC,
                         inv_freq=torch.ones(3, requires_grad=True)),
         ValueError,
-        "[rotate_] x is a leaf that requires grad, or a view of one, and cannot change in place; "
+        "[rotate_] x is a leaf that requires grad, or a view of one, and cannot be changed in place; "
         "call rotate (x: float32[2, 4, 5, 8]).",
     ),
 }  # fmt: skip

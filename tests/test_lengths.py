@@ -755,8 +755,8 @@ def test_ids_that_numpy_changes_are_refused(rule: str, inference: bool, kind: An
     """numpy shares their memory and does not bump the version counter."""
     spec, x = spec_of(rule), torch.randn(1, 2, TAIL, 12)
     text = (
-        "positions must not change after spec.at read the lengths of their rows from them, on which "
-        "the frequencies depend; call spec.at again"
+        "positions must not change after spec.at, because the frequencies depend on the row lengths "
+        "that it read from them; call spec.at again"
     )
     with torch.inference_mode(inference):
         shared = numpy.arange(TAIL, dtype=kind)

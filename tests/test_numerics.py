@@ -33,7 +33,7 @@ HEAD_DIMS = [2, 4, 6, 10, 48, 64, 80, 96, 100, 128, 250]
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Numbers of many magnitudes, so that pairs have a large and a small member too."""
+    """Random numbers of many magnitudes, so that some pairs have a large and a small member."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (x * torch.exp2(torch.rand(shape, generator=generator) * 6 - 3)).to(dtype)
@@ -47,7 +47,7 @@ def case(
     layout: str = "bhsd",
     inverse: bool = False,
 ) -> Case:
-    """A result beside what the oracle says."""
+    """Return a result of the library and that of the oracle."""
     exact = oracle.rotate(
         x,
         ids,
@@ -79,7 +79,7 @@ def assert_untouched(x: torch.Tensor, y: torch.Tensor, spec: RopeSpec) -> None:
 @both_pairings
 @pytest.mark.parametrize("where", AROUND)
 def test_positions_around(where: str, interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Forward and inverse, by an offset and by ids."""
+    """Forward and inverse, with an offset and with ids."""
     first, tokens, cases = AROUND[where], 25, []
     for base, dim in ((10000.0, 128), (5e5, 30)):
         spec = RopeSpec(dim, base=base, interleaved=interleaved)
@@ -155,7 +155,7 @@ def test_layouts(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
 @every_backend
 @both_pairings
 def test_slices(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Channels outside of [start, start + rotary_dim) keep every bit, whatever they hold."""
+    """Channels outside [start, start + rotary_dim) keep every bit, whatever they hold."""
     cases = []
     slices = [(0, 4), (3, 6), (1, 38), (2, 32), (30, 10), (38, 2), (7, 0), (5, 20), (0, 40)]
     for start, rotary_dim in slices:
@@ -223,8 +223,8 @@ def test_more_pairs_than_a_kernel_keeps_at_once(backend: str, dtype: torch.dtype
 @every_backend
 @both_pairings
 def test_nan_and_infinity_stay_so(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Each in each member of a pair, alone in its pair: nothing finite comes out, and no number
-    that is not of this pair changes."""
+    """One NaN or infinity in either member of a pair: the pair becomes non-finite and no other pair
+    changes."""
     pairs, tokens = 19, 11
     spec = RopeSpec(2 * pairs, interleaved=interleaved)
     first, second = oracle.channels(2 * pairs, interleaved=interleaved)
@@ -257,7 +257,7 @@ def test_nan_and_infinity_stay_so(interleaved: bool, backend: str, dtype: torch.
 @every_dtype
 @every_backend
 def test_every_nan_stays_nan(backend: str, dtype: torch.dtype) -> None:
-    """Payloads that a careless rounding would carry into an infinity."""
+    """NaN payloads that careless rounding would turn into an infinity."""
     if dtype.itemsize == 2:
         every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     else:
@@ -291,8 +291,8 @@ def test_float16_overflows_to_infinity(interleaved: bool, backend: str) -> None:
         got = case(x, spec, range(tokens), rotate(x, spec, layout="sd", backend=backend), "sd")
         overflow = oracle.rounded(got.exact, torch.float16).isinf()
         assert overflow.any()
-        # So close to the tie of the largest number and infinity float32 arithmetic could go either
-        # way; no element here does.
+        # Near the tie between the largest number and infinity, float32 arithmetic could round either
+        # way; no element here is that close.
         near = tolerances.value("float32 rotation") * got.lengths
         assert bool(((got.exact.abs() - 65520).abs() > near).all())
         assert torch.equal(got.got.isinf(), overflow)
@@ -350,7 +350,7 @@ def test_inverse_undoes(interleaved: bool, backend: str, dtype: torch.dtype) -> 
     for offset in (0, 131072, TOP - 30):
         y = rotate(x, spec, offset, backend=backend)
         back = rotate(y, spec, offset, inverse=True, backend=backend)
-        # The way back starts from y as it is stored, so y is what the oracle gets.
+        # The inverse starts from the stored y, so the oracle gets y.
         lengths = oracle.pair_lengths(x, 60, start=4, interleaved=interleaved)
         ids = range(offset, offset + 30)
         tolerances.assert_rotated([case(y, spec, ids, back, inverse=True)])
@@ -364,8 +364,8 @@ def test_inverse_undoes(interleaved: bool, backend: str, dtype: torch.dtype) -> 
 def test_every_16_bit_number_is_rounded_to_nearest_even(
     dtype: torch.dtype, interleaved: bool, backend: str
 ) -> None:
-    """At position 0 with an amplitude of 3/2, float32 arithmetic is exact and every other result is
-    a tie; in vectors and in their tails, with channels that lie side by side and others."""
+    """At position 0 with an amplitude of 3/2, float32 arithmetic is exact and every second result is a
+    tie. Tests vectors and their tails, with contiguous channels and others."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     form = Form(layout=5, interleaved=interleaved, ramp=False).pack()
@@ -395,7 +395,7 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
 def test_the_gradient_is_rotated_back(
     inverse: bool, interleaved: bool, backend: str, dtype: torch.dtype
 ) -> None:
-    """DESIGN 6: backward is the transpose, to the same bounds."""
+    """DESIGN 6: the backward pass is the transpose, with the same error bounds."""
     spec = RopeSpec(40, rotary_dim=36, start=1, interleaved=interleaved)
     x = noise(2, 4, 40, 40, dtype=dtype).requires_grad_()
     cotangent = noise(2, 4, 40, 40, dtype=dtype, seed=1)

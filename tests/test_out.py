@@ -1,4 +1,4 @@
-"""`out=`: straight into a slot of a cache."""
+"""`out=`: write results directly into a cache."""
 
 import re
 from functools import partial
@@ -19,7 +19,7 @@ BACKENDS = [None, "reference"]
 
 
 def slots(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Memory of the shape of x (2, 3, 5, 12), strided in every way that a cache is."""
+    """Result tensors for x (2, 3, 5, 12), with the strides of different kinds of caches."""
     full = {"dtype": x.dtype}
     return {
         "contiguous": torch.full((2, 3, 5, 12), 7.0, **full),
@@ -165,19 +165,19 @@ ERRORS = {
     "itself": (
         lambda: rotate(X, SPEC, out=X),
         ValueError,
-        "[rotate] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "[rotate] out must not overlap itself or the input in memory; to rotate in place "
         "call rotate_ (out[0]: float32[2, 3, 5, 12]).",
     ),
     "expanded": (
         lambda: rotate(X, SPEC, out=torch.zeros(1, 1, 1, 12).expand(2, 3, 5, 12)),
         ValueError,
-        "[rotate] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "[rotate] out must not overlap itself or the input in memory; to rotate in place "
         "call rotate_ (out[0]: float32[2, 3, 5, 12]).",
     ),
     "the same twice": (
         lambda: rotate_qk(X, X.clone(), SPEC, out=(OUT, OUT)),
         ValueError,
-        "[rotate_qk] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "[rotate_qk] out must not overlap itself or the input in memory; to rotate in place "
         "call rotate_qk_ (out[0]: float32[2, 3, 5, 12], out[1]: float32[2, 3, 5, 12]).",
     ),
 }

@@ -1,8 +1,8 @@
-"""Whole calls with f and P, drawn at random, with the gradients of whatever wants one.
+"""Random whole calls with prologue f and epilogue P, and the gradients of all tensors that require one.
 
-The other files take one thing at a time. Here anything may stand beside anything: any f, P, layout,
-strides, positions and dtype, in place or not, as it is or inverse, and only some tensors that learn.
-Each instruction set, and the definition, is beside the same formula in float64 that autograd follows.
+Other files test one feature at a time. Here f, P, layout, strides, positions, dtype, in place or not,
+forward or inverse, and the set of tensors that require grad combine at random. Each instruction set,
+and the definition, is compared with the same formula in float64, differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The same numbers with other strides; expanded ones are those of the first token."""
+    """The same values with other strides; if expanded, the values of the first token."""
     if kind == "permuted":
         return x.movedim(0, -2).contiguous().movedim(-2, 0)
     if kind == "inside":
@@ -106,7 +106,7 @@ def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class Inputs(NamedTuple):
-    """All tensors of a case; logarithms of the gate are ``spread``."""
+    """All tensors of a case; the logarithms of the gate have magnitude ``spread``."""
 
     x: torch.Tensor
     grad: torch.Tensor
@@ -149,7 +149,7 @@ def made(case: Case) -> Inputs:
 
 
 def leaves(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """What learns, of what the call uses."""
+    """The tensors of the call that require grad."""
     used = {
         "x": True,
         "weight": case.act == "rms_norm",
@@ -163,7 +163,7 @@ def leaves(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def found(case: Case, way: str) -> dict[str, torch.Tensor]:
-    """What the library gives."""
+    """The results and gradients of the library."""
     if way != "reference":
         cpu.use_instruction_set(way)
     inputs = Inputs(*(t.detach() for t in made(case)))
@@ -191,7 +191,7 @@ def found(case: Case, way: str) -> dict[str, torch.Tensor]:
         "inv_freq": inputs.omega if case.learned else None,
         "backend": "reference" if way == "reference" else None,
     }
-    # A copy, for what is expanded would be refused and a leaf too.
+    # A copy, because expanded tensors and leaves would be refused.
     x = inputs.x.clone() if case.in_place else inputs.x
     y = (rotate_ if case.in_place else rotate)(x, case.spec, where, **options)
     result = {"y": y.detach()}
@@ -202,13 +202,13 @@ def found(case: Case, way: str) -> dict[str, torch.Tensor]:
 
 
 def true(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The same in float64, and how large a gradient is at most, term by term."""
+    """The same in float64, and an upper bound of each gradient: the sum of the moduli of its terms."""
     given_ = Inputs(*(t.detach() for t in made(case)))
     inputs = Inputs(*(t.double() for t in given_))
     wanted = leaves(case, inputs)
     spec, dims = case.spec, LAYOUTS[case.layout]
     full = inputs.x[(None,) * (4 - len(dims))]
-    # Missing dimensions are in front, then each goes where it belongs.
+    # Prepend missing dimensions, then move each to its place.
     order = [dim for dim in range(4) if dim not in dims] + list(dims)
     x = full.permute([order.index(dim) for dim in range(4)])
     x = (

@@ -774,8 +774,8 @@ CASES = {
             12, 4, 8, gate="slope", spec=RopeSpec(8, axes=Axes.blocks((2, 2)))
         )(Y, positions=multi_axis(torch.zeros(2, 5))),
         ValueError,
-        "[PolarRoPEAttention] a gate by position must have positions of 1 axis but got 2; give a gate "
-        "of the tokens, gates.Given.",
+        "[PolarRoPEAttention] a gate by position must have positions of 1 axis but got 2; give its "
+        "values per token with gates.Given.",
     ),
 }
 

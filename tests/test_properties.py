@@ -1,7 +1,7 @@
 """Laws that hold for every rotation, on generated cases.
 
-Each property checks that it really got as many cases as it asked for, and the last test that they
-are 2,000 or more together; so the number holds however the tests are spread over processes.
+Each property checks that it ran on the requested number of cases, and the last test that these are
+2,000 or more together; so the number holds however the tests are distributed over processes.
 """
 
 import math
@@ -17,7 +17,7 @@ from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_
 
 PROFILE = settings(
-    derandomize=True,  # CI and everybody else run the same cases
+    derandomize=True,  # all machines run the same cases
     database=None,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -28,7 +28,7 @@ CASES: dict[str, int] = {}
 def holds_for(
     cases: int, **strategies: st.SearchStrategy[Any]
 ) -> Callable[..., Callable[[], None]]:
-    """Makes a test out of a property, which runs on at least so many generated cases."""
+    """Turn a property into a test that runs on at least the given number of generated cases."""
 
     def make(law: Callable[..., None]) -> Callable[[], None]:
         CASES[law.__name__] = cases
@@ -53,7 +53,7 @@ def holds_for(
     return make
 
 
-# --- what cases are made of -----------------------------------------------------------------------
+# --- parts of the cases ---------------------------------------------------------------------------
 
 TOP = 2**31 - 1
 offsets = st.one_of(
@@ -109,7 +109,7 @@ def test_the_norm_of_every_pair_is_kept(
     y = rotate(x, spec, offset, layout="sd")
     before, after = lengths_of(x, spec), lengths_of(y, spec)
     reach = abs(offset) + tokens
-    # The length of an error is at most √2 times that of its larger channel.
+    # The norm of a pair's error is at most √2 times its larger component.
     bound = math.sqrt(2) * tolerances.rotation_bound(dtype, reach)
     assert bool(((after - before).abs() <= bound * before).all())
 
@@ -143,7 +143,7 @@ def test_the_inverse_undoes(
 def test_the_inverse_is_a_turn_the_other_way(
     spec: RopeSpec, offset: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Bit for bit: cosine is even and sine is odd in the phase, up to its last unit."""
+    """Bit for bit, because cosine is even and sine is odd in the phase, up to its last unit."""
     x = noise(seed, 2, spec.head_dim, dtype=dtype)
     ids = torch.tensor([offset, -offset])
     inverse = rotate(x, spec, ids, layout="sd", inverse=True)
@@ -170,7 +170,7 @@ def test_scores_depend_on_the_difference_of_positions_only(
         return (y.double() * z.double()).sum()
 
     reach = max(abs(p) for p in (m, n, m + shift, n + shift))
-    # Four rotations, each off by no more than √2 · bound · |pair|; the float64 sum adds little.
+    # Four rotations, each with an error of at most √2 · bound · |pair|; the float64 sum adds little.
     bound = 4 * math.sqrt(2) * tolerances.rotation_bound(dtype, reach)
     bound += spec.head_dim * tolerances.value("float64 rotation")
     scale = (lengths_of(q, spec) * lengths_of(k, spec)).sum() + (
@@ -221,7 +221,7 @@ def strided(draw: st.DrawFn, spec: RopeSpec) -> torch.Tensor:
 
 @holds_for(500, case=specs().flatmap(lambda s: st.tuples(st.just(s), strided(s))), offset=offsets)
 def test_strides_do_not_matter(case: tuple[RopeSpec, torch.Tensor], offset: int) -> None:
-    """Nor does anything around x in memory change, in place."""
+    """In place, memory around x does not change either."""
     spec, x = case
     wanted = rotate(x.contiguous(), spec, offset)
     tolerances.assert_same_bits(rotate(x, spec, offset), wanted)
@@ -243,7 +243,7 @@ def test_strides_do_not_matter(case: tuple[RopeSpec, torch.Tensor], offset: int)
     id_dtype=st.sampled_from([torch.int32, torch.int64]),
     seed=seeds,
 )
-def test_an_offset_per_row_is_ids_said_shortly(
+def test_an_offset_per_row_equals_explicit_ids(
     spec: RopeSpec,
     rows: list[int],
     tokens: int,
@@ -308,7 +308,7 @@ def test_layouts_agree(
 def test_how_ids_are_stored_does_not_matter(
     spec: RopeSpec, ids: list[int], dtype: torch.dtype, id_dtype: torch.dtype, seed: int
 ) -> None:
-    """int32 and whole float64 ids, strided and expanded ones, against contiguous int64."""
+    """int32 ids, integral float64 ids, strided and expanded ids agree with contiguous int64 ids."""
     x = noise(seed, 2, len(ids), spec.head_dim, dtype=dtype)
     plain = torch.tensor(ids)
     wanted = rotate(x, spec, plain, layout="bsd")
@@ -328,7 +328,7 @@ def test_how_ids_are_stored_does_not_matter(
 def test_a_power_of_two_passes_through(
     spec: RopeSpec, offset: int, scale: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Rotation is linear, and a power of two costs no rounding (away from subnormal numbers)."""
+    """Rotation is linear, and a power of two adds no rounding error, except for subnormal numbers."""
     x = noise(seed, 2, spec.head_dim, dtype=dtype)
     y = rotate(x, spec, offset, layout="sd")
     tolerances.assert_same_bits(rotate(x * 2.0**scale, spec, offset, layout="sd"), y * 2.0**scale)

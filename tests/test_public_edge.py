@@ -1,4 +1,4 @@
-"""The edge that puts the operation's name before a refusal from below."""
+"""The `public` decorator, which prefixes errors with the operation's name."""
 
 import inspect
 import re

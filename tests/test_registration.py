@@ -1,4 +1,4 @@
-"""How the operator sits in PyTorch: opcheck, compile, export, vmap, fake and meta tensors."""
+"""The operator's registration with PyTorch: opcheck, compile, export, vmap, fake and meta tensors."""
 
 import copy
 import os
@@ -133,7 +133,7 @@ def outer_call(
     k: torch.Tensor | None,
     source: str = "words",
 ) -> schema.Packed:
-    """What follows q and k of a call with f and P, whose tensors all want gradients."""
+    """The arguments after q and k of a call with f and P, all of whose tensors require grad."""
     xs, tokens = schema.present(x, k), x.shape[2]
     carried: list[torch.Tensor] = []
     if act == "rms_norm":
@@ -167,7 +167,7 @@ def carried_by(call: schema.Packed) -> list[torch.Tensor]:
 
 
 def with_gradients(call: schema.Packed) -> schema.Packed:
-    """The same, with every carried tensor a leaf that wants a gradient."""
+    """The same arguments, with every extra tensor a leaf that requires grad."""
     carried = [one.clone().requires_grad_() for one in carried_by(call)]
     return call._replace(carried=carried) if carried else call
 
@@ -178,7 +178,7 @@ def rotated(q, k, *arguments):
 
 
 def carrying(carried, call: tuple[object, ...]) -> tuple[object, ...]:
-    """The end of a call with other tensors than its own."""
+    """The last arguments of a call, with other extra tensors."""
     return (list(carried), call[7]) if carried else ()
 
 
@@ -227,7 +227,7 @@ def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
 @pytest.mark.parametrize("source", schema.SOURCES[1:])
 @pytest.mark.parametrize("act, gate, direction", OUTER)
 def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, source: str) -> None:
-    """No public function says both, and the operator takes them: kernels as the definition."""
+    """No public function combines them, but the operator does: kernels agree with the definition."""
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     call = outer_call(act, gate, direction, x, k, source)
     if source != "half":  # six channels of tables, three pairs
@@ -244,7 +244,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
     got = rotated(x, k, *call)
     assert len(got) == len(right)
     for a, b in zip(got, right, strict=True):
-        # Of the largest of a head vector.
+        # Relative to the largest channel of each head.
         scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
         assert_near(a.double() / scale, b / scale, "f and P, float32")
     if direction != schema.FORWARD:
@@ -257,7 +257,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         return torch.autograd.grad([y.sin().sum() for y in ys], tensors)
 
     for a, b in zip(gradients(rotated, leaves), gradients(reference.compose, doubles), strict=True):
-        # Of the largest of a head vector.
+        # Relative to the largest channel of each head.
         scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
         assert_near(a.double() / scale, b / scale, "f and P, float32")
 
@@ -274,8 +274,8 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
 def test_vmap_of_the_operator_with_acts_and_gates(
     act: str, gate: int, direction: int, mapped: str
 ) -> None:
-    """Functions go by the definition in a transform; the operator itself, in compiled code say, has a
-    rule: one launch, or one for each where a norm or slopes are mapped."""
+    """In a transform, public functions use the definition. The operator itself, for example in compiled
+    code, has a vmap rule: one launch, or one per mapped index of norm weights or slopes."""
     x, k = noise(4, 2, 3, 5, 8), noise(4, 2, 5, 5, 8)
     call = outer_call(act, gate, direction, x[0], k[0])
     carried = carried_by(call)
@@ -298,7 +298,7 @@ def test_vmap_of_the_operator_with_acts_and_gates(
 
 
 def test_raw_operators_see_gradients_in_lists_too() -> None:
-    """Learned frequencies come in a list, and their gradient would be lost."""
+    """Learned frequencies are passed in a list; without the check their gradient would be lost."""
     x, theta = noise(2, 3, 5, 8), noise(1, 1, 1, 3, dtype=torch.float64).requires_grad_()
     words, turns = angles.words_from(theta.detach())
     call = (words, turns, None, 0, schema.Form(start=1, learned=True).pack(), 1.0, [theta], 0.0)
@@ -315,7 +315,7 @@ def test_raw_operators_see_gradients_in_lists_too() -> None:
 
 
 @pytest.mark.parametrize("operator", [schema.rotate_carried, reference.compose])
-def test_what_a_form_does_not_say_is_refused_and_not_ignored(operator) -> None:
+def test_arguments_that_the_form_does_not_declare_are_refused(operator) -> None:
     x = noise(2, 3, 5, 8)
     words, *_ = arguments()
     weight, log = noise(1, 8), noise(1, 1, 1, 1)
@@ -366,7 +366,7 @@ def test_a_form_is_one_integer_and_back() -> None:
 
 
 def test_several_axes_and_angles_per_row_and_head() -> None:
-    """The general form: words [axes, rows, heads, pairs], against one call for each row and head."""
+    """Phase words [axes, rows, heads, pairs] agree with one call for each row and head."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(-(2**63), 2**63 - 1, (3, 2, 4, 3), generator=generator)
     turns = torch.randint(-3, 3, words.shape, generator=generator)
@@ -467,7 +467,7 @@ def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> No
             "per row": torch.tensor([offset, 7]),
         }.get(where, offset)
         calls.append((noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), at))
-    # The first graph is for the first length alone, as torch.compile does it; the second for all.
+    # torch.compile makes the first graph for the first length only, and the second for all lengths.
     assert graphs_for(function, calls) <= 2
     torch._dynamo.reset()
     assert graphs_for(function, calls, dynamic=True) == 1
@@ -665,7 +665,7 @@ def test_vmap_in_place() -> None:
 
 
 def test_devices_are_not_mixed() -> None:
-    """One meta tensor sends a call to the fake kernel, which must not hand out empty memory."""
+    """One meta tensor sends a call to the fake kernel, which must not return uninitialised memory."""
     x, words = noise(2, 3, 5, 8), SPEC.at().words
     rest = (None, None, 0, schema.Form(start=1).pack(), 1.0)
     for k, other in ((None, words.to("meta")), (x.to("meta"), words)):
@@ -679,7 +679,7 @@ def test_devices_are_not_mixed() -> None:
 
 
 def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
-    """Or autograd would take what a call has written over for what it saved."""
+    """Otherwise autograd would use overwritten tensors as if they were the saved ones."""
     written = [noise(2, 3, 5, 8) for _ in range(6)]
     before = [x._version for x in written]
     schema.rotate_(*written[:2], *arguments())
@@ -703,7 +703,7 @@ def test_gate_gradients_on_the_meta_device() -> None:
         schema.gate_gradients(y, None, y, None, gate.to("meta"), None, None, 3, form)
 
 
-# A mapped row of eight numbers -> what turns by it, in place of which nothing else is mapped.
+# Functions of x and of a row of eight numbers; the transforms apply to the row.
 CARRIED = {
     "a norm": lambda x, w: rotate(x, RopeSpec(8), 3, act=RMSNorm(w)),
     "a gate": lambda x, w: rotate(x, RopeSpec(8), 3, gate=gates.Exp(w)),
@@ -723,13 +723,11 @@ CARRIED = {
         (what, transform)
         for what in CARRIED
         for transform in ("vmap", "grad", "vmap of grad", "grad of vmap")
-        if what != "x into" or transform == "vmap"  # out= takes nothing that wants a gradient
+        if what != "x into" or transform == "vmap"  # out= allows no tensor that requires grad
     ],
 )
-def test_transforms_of_what_the_operator_carries(
-    what: str, transform: str, backend: str | None
-) -> None:
-    """While it compiles torch finds no formula of an operator from Python."""
+def test_transforms_of_extra_tensors(what: str, transform: str, backend: str | None) -> None:
+    """While compiling, torch ignores gradient formulas that were registered from Python."""
     x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
 
     def one(row: torch.Tensor) -> torch.Tensor:
@@ -796,7 +794,7 @@ def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_the_definition_may_be_left_to_the_compiler(
     function: Callable[..., tuple[torch.Tensor, ...]], dynamic: bool | None
 ) -> None:
-    """`backend="reference"` in a compiled function is what the compiler fuses with its neighbours."""
+    """`backend="reference"` in a compiled function lets the compiler fuse it with its neighbours."""
 
     graphs = []
 

@@ -542,19 +542,19 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "too few positions": (
         lambda: rerotate(K, SPEC, SPEC, torch.arange(3), 0),
         ValueError,
-        "[rerotate] positions must say one position for each of 4 tokens but got 3 (layout 'bhsd' "
+        "[rerotate] positions must hold one position for each of 4 tokens but got 3 (layout 'bhsd' "
         "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[1, 1, 3]).",
     ),
     "too few positions, staying": (
         lambda: rerotate(K, SPEC, SPEC, torch.arange(3)),
         ValueError,
-        "[rerotate] positions must say one position for each of 4 tokens but got 3 (layout 'bhsd' "
+        "[rerotate] positions must hold one position for each of 4 tokens but got 3 (layout 'bhsd' "
         "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[1, 1, 3]).",
     ),
     "too few new positions": (
         lambda: rerotate_(K, SPEC, spec_of(YARN), 0, torch.arange(3)),
         ValueError,
-        "[rerotate_] new_positions must say one position for each of 4 tokens but got 3 (layout "
+        "[rerotate_] new_positions must hold one position for each of 4 tokens but got 3 (layout "
         "'bhsd' has its tokens in dimension 2) (k: float32[2, 3, 4, 16], new_positions: "
         "int64[1, 1, 3]).",
     ),
@@ -601,7 +601,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "its own memory": (
         lambda: rerotate(K, SPEC, SPEC, 5, 0, out=K),
         ValueError,
-        "[rerotate] out must not overlap itself or what is rotated in memory; to rotate in place "
+        "[rerotate] out must not overlap itself or the input in memory; to rotate in place "
         "call rerotate_ (out[0]: float32[2, 3, 4, 16]).",
     ),
 }

@@ -1,7 +1,7 @@
-"""Every verb on every route: which cell of the table runs, what it returns or refuses, and gradients.
+"""Every verb on every route: the cell of the table that runs, its result or error, and its gradients.
 
-The table stands in docs/design.md and in ops/run.py; both are the same. The truth is the definition in
-float64, which the other files hold against the oracle.
+The table in docs/design.md and that in ops/run.py must be equal. Results are compared with the
+definition in float64, which other files compare with the oracle.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def by(verb: str, **options: Any) -> Call:
-    """A rotation as a function of x that changes nothing of its argument."""
+    """A rotation as a function of x that does not change its argument."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         if verb == "new":
@@ -108,7 +108,7 @@ def mapped(call: Call, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(call)(x[None])[0]
 
 
-def graded(call: Call, x: torch.Tensor) -> torch.Tensor:
+def differentiated(call: Call, x: torch.Tensor) -> torch.Tensor:
     y = call(x.requires_grad_())
     assert y.requires_grad
     return y.detach()
@@ -117,7 +117,7 @@ def graded(call: Call, x: torch.Tensor) -> torch.Tensor:
 MODES: dict[str, tuple[str, Callable[[Call, torch.Tensor], torch.Tensor]]] = {
     "eager": (KERNEL, lambda call, x: call(x)),
     "no_grad": (KERNEL, lambda call, x: torch.no_grad()(call)(x.requires_grad_())),
-    "requires grad": (AUTOGRAD, graded),
+    "requires grad": (AUTOGRAD, differentiated),
     "vmap": (AUTOGRAD, mapped),
     "func.grad": (AUTOGRAD, lambda call, x: torch.func.vjp(call, x)[0]),
     "forward mode": (DEFINITION, forward_mode),
@@ -128,7 +128,7 @@ MODES: dict[str, tuple[str, Callable[[Call, torch.Tensor], torch.Tensor]]] = {
     "exported": (TRACED, exported),
     "functionalize": (TRACED, lambda call, x: torch.func.functionalize(call)(x)),
 }
-# Where `out` would lose a gradient or a tangent, it is refused.
+# Modes in which `out` is refused, because a gradient would be lost.
 WITH_GRADIENT = ("requires grad", "func.grad", "compiled with grad")
 
 
@@ -266,8 +266,8 @@ def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
         torch.vmap(call)(noise(2, 1, 4, 5, 8))
 
 
-def test_nothing_else_asks_what_is_at_work() -> None:
-    """Only ops/route.py inspects transforms and forward mode; `_tracing` tells what may be read or kept."""
+def test_only_the_route_module_inspects_modes() -> None:
+    """Only ops/route.py inspects transforms and forward mode, and `_tracing` whether data may be read."""
     source = DESIGN.parent.parent / "src" / "tightrope"
     asks = re.compile(r"_functorch|forward_ad|CInterpreter")
     allowed = {"ops/route.py", "_tracing.py"}

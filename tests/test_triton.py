@@ -26,13 +26,13 @@ from triton_cases import AXES, DEVICE, HAS_GPU, Made, allowed, make, needs_trito
 pytestmark = needs_triton
 
 CASES = pairwise.covering(AXES, allowed)
-# Cases a test runs at a time: a test of its own for each would cost more than the case.
+# Cases per test: one test per case would cost more than the case itself.
 GROUP = 12
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter runs programs one after the other: no more of them than tiles."""
+    """The interpreter runs programs sequentially, so use one program per tile."""
     from tightrope.backends.triton import blocks, rotation
 
     if not HAS_GPU:
@@ -49,7 +49,7 @@ def operators() -> Any:
 
 
 def run(made: Made) -> list[torch.Tensor]:
-    """The results of a call, whichever memory they go to."""
+    """Return the results of a call, wherever they are written."""
     if made.where == "new":
         return list(operators().rotate(made.q, made.k, *made.arguments))
     if made.where == "in place":
@@ -63,11 +63,11 @@ def run(made: Made) -> list[torch.Tensor]:
 def assert_as_definition(
     got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, wide: torch.Tensor
 ) -> None:
-    """Near a float64 result, in units of the largest channel of its head.
+    """Compare with a float64 result, in units of the largest channel of each head.
 
     Args:
-        dtype: that was computed from.
-        wide: what bounds the rounding of each element, shaped to broadcast.
+        dtype: dtype of the inputs.
+        wide: bound of the rounding error of each element; broadcasts.
     """
     assert got.shape == want.shape
     bound = value("triton, float64" if dtype == torch.float64 else "triton, float32") * wide
@@ -78,7 +78,7 @@ def assert_as_definition(
 
 
 def scale_of(want: torch.Tensor) -> torch.Tensor:
-    """The largest channel of each head."""
+    """Return the largest channel of each head."""
     return want.abs().amax(-1, keepdim=True).expand_as(want)
 
 
@@ -88,7 +88,7 @@ def check(made: Made) -> None:
     dtype = made.q.dtype
     gain = 1.0
     if form.act and form.direction == 1:
-        # f' of softmax and rms_norm takes differences of what comes back through the rotation.
+        # f' of softmax and rms_norm takes differences of the rotated gradients.
         plain = form._replace(act=0)
         carried = (
             []
@@ -202,7 +202,7 @@ def test_turns_count_for_fractions() -> None:
     assert_rotated([Case(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 6))])
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_and_infinity_give_nan() -> None:
     x = torch.ones(1, 1, 4, 8, device=DEVICE)
     ids = torch.tensor([[[1.0, math.nan, math.inf, -1e30]]], device=DEVICE)
     (y,) = operators().rotate(
@@ -235,7 +235,7 @@ def test_rows_outside_a_table_become_nan() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
-    """Alone or in a batch, decoded or prefilled, in any layout and place, with k or without."""
+    """Alone or in a batch, in decoding or prefill, in any layout and memory, with and without k."""
     whole = make({**PLAIN, "dtype": dtype, "channels": (24, 4, 12), "positions": "offset"})
     want, want_k = run(whole)
     alone = operators().rotate(whole.q, None, *whole.arguments)
@@ -272,7 +272,7 @@ def test_heads_shared_out_among_programs_have_the_same_bits(
 
 
 def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
-    """As a captured graph needs it: one tensor, whose value changes between replays."""
+    """As needed for a CUDA graph: the value of one tensor changes between replays."""
     made = make({**PLAIN, "positions": "per row"})
     ids = made.arguments[2]
     assert ids is not None
@@ -286,7 +286,7 @@ def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
 
 
 def test_rows_further_apart_than_32_bits() -> None:
-    """A view over more than 2^31 elements, of which a few pages are touched."""
+    """A view that spans more than 2^31 elements, of which it touches a few pages."""
     x = torch.empty(2, 2**30 + 64, dtype=torch.bfloat16, device=DEVICE)
     view = torch.as_strided(x, (3, 1, 2, 8), (2**30 + 8, 8, 8, 1))
     view.copy_(noise(3, 1, 2, 8, seed=1))
@@ -300,7 +300,7 @@ def test_rows_further_apart_than_32_bits() -> None:
 
 
 def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's own division, over rows shorter and longer than a tile and than 32 bits hold."""
+    """Compare with Python's division, for rows shorter and longer than a tile and than 2^32."""
     if not HAS_GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     from triton_rows import store_rows
@@ -320,7 +320,7 @@ def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert list(zip(own, places, strict=True)) == want, (start, size)
 
 
-# --- functions of one channel ---------------------------------------------------------------------
+# --- element-wise activations ---------------------------------------------------------------------
 
 REACH = torch.cat(
     [torch.linspace(-12, 12, 481), torch.logspace(-30, 1.9, 100), -torch.logspace(-30, 1.9, 100)]
@@ -328,7 +328,7 @@ REACH = torch.cat(
 
 
 def rounds_twice(self: Any, x: Any, y: Any, z: Any) -> Any:
-    """A multiply-add as the interpreter has it before Triton 3.9."""
+    """A multiply-add that rounds twice, like that of the interpreter before Triton 3.9."""
     from triton.runtime.interpreter import TensorHandle
 
     return TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
@@ -343,7 +343,7 @@ def rounds_twice(self: Any, x: Any, y: Any, z: Any) -> Any:
 def test_acts_over_their_whole_range(
     act: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each value to its own precision, however small it is."""
+    """Each value is accurate relative to its own size, however small it is."""
     if not fused:
         from triton.runtime.interpreter import InterpreterBuilder
 
@@ -443,7 +443,7 @@ def moduli_of(
     offset: int,
     form: Form,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of |ω|·|products| and of |p|·|products|, as the gradients are summed."""
+    """Return sums of |ω|·|products| and of |p|·|products| over the dimensions of the gradient sums."""
     axes, rows, heads, pairs = primary.shape
     first, second = oracle.channels(2 * pairs, form.start, form.interleaved)
     layout = BY_CODE[form.layout]
@@ -531,7 +531,7 @@ def test_edge_shapes(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
-    """Each token's gate is the token before it: a tile would read what another has written."""
+    """Each token's gate is the previous token, which another tile may already have overwritten."""
     memory = noise(1, 2, 301, 8, seed=1).float().to(DEVICE) / 4
     form = Form(gate=LOG).pack()
     arguments = (words(1, 1, 1, 4), None, None, 5, form, 1.0)
@@ -546,8 +546,8 @@ def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
     assert_same_bits(memory[:, :, 1:], want)
 
 
-def test_what_is_left_to_the_definition() -> None:
-    """No pairs, a head wider than a tile, float64 with an act: the same results, from elsewhere."""
+def test_calls_that_run_the_definition() -> None:
+    """No pairs, too wide a head, float64 with an activation: the definition gives the same results."""
     x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
     nothing = words(1, 1, 1, 4)[..., :0]
     assert torch.equal(
@@ -574,7 +574,7 @@ def test_what_is_left_to_the_definition() -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "words": (
         lambda x, w: (x, None, w.float(), None, None, 0, Form().pack(), 1.0),
-        "words must be contiguous",
+        "phase words must be contiguous",
     ),
     "turns": (
         lambda x, w: (x, None, w, w[..., :1], None, 0, Form().pack(), 1.0),
@@ -721,7 +721,7 @@ def test_more_heads_than_a_grid_holds_are_left_to_the_definition() -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore::RuntimeWarning")
 def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
-    """Squares beyond float32 have an infinite mean, and what is divided by it is 0."""
+    """Squares beyond float32 have an infinite mean, so the result is 0."""
     x = torch.tensor([[3e19, -2.0, 1e20, 0.5], [1.0, 2.0, -3.0, 4.0]], device=DEVICE)
     x = x.reshape(1, 1, 2, 4)
     still, weight = words(1, 1, 1, 2), torch.ones(1, 4, device=DEVICE)
@@ -739,7 +739,7 @@ def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "of each head"])
 def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no room for the sums of all tiles, or heads are shared out, sums are the same."""
+    """Sums are the same if a call needs several launches, or if heads are divided among programs."""
     from tightrope.backends.triton import blocks, rotation
 
     case = {**PLAIN, "act": "rms_norm", "direction": 1, "channels": (20, 6, 14)}
@@ -767,7 +767,7 @@ def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More heads under way than the kernel has room for are as many as it has."""
+    """If the table asks for more heads at a time than the kernel supports, it uses its maximum."""
     from tightrope.backends.triton import blocks
 
     for table in (blocks.PLAIN, blocks.HEAVY):
@@ -777,7 +777,7 @@ def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sums_by_weights_take_little_memory() -> None:
-    """Of heads as many as models have, over as many tokens as they see."""
+    """For as many heads and tokens as real models have."""
     from tightrope.backends.triton import rotation
 
     rotation._plans.clear()

@@ -1,4 +1,4 @@
-"""The Triton backend as the library sees it: registered, named, forced, measured."""
+"""The Triton backend within the library: registered, reported, forced, and its errors bounded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_operator_has_a_kernel_for_gpus() -> None:
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"tightrope::{name}", key)
 
 
-def test_why_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_why_the_backend_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPU:
         reason = tightrope.backends()["triton"]
         assert reason is not None
@@ -96,10 +96,10 @@ def test_switched_off_it_registers_nothing() -> None:
 @needs_triton
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 5, 1), (2, 1, 5, 8), (1, 3, 1, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_gates_have_the_strides_that_compilers_are_told(
+def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Whatever those of what was rotated are, whose product they are made of."""
+    """Whatever the strides of the results and their gradients, whose products are summed."""
     from tightrope.backends.triton import operators
 
     y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))
@@ -114,7 +114,7 @@ def test_gradients_of_gates_have_the_strides_that_compilers_are_told(
 @needs_triton
 @pytest.mark.usefixtures("on_this_device")
 def test_gradients_through_the_public_functions() -> None:
-    """By x, fractional positions, learned frequencies and the weight of a norm, beside the definition."""
+    """Gradients of x, fractional positions, learned frequencies and norm weights, against the definition."""
     spec = RopeSpec(8)
     start = {
         "q": noise(2, 3, 5, 8, seed=1),

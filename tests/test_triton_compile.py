@@ -1,4 +1,7 @@
-"""What the Triton kernels compile to, and how often: for NVIDIA sm_90 and AMD gfx942, without either."""
+"""Machine code and number of compilations of the Triton kernels, for NVIDIA sm_90 and AMD gfx942.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @cache
-def said_by(name: str) -> dict[str, Any]:
-    """What a script beside this file prints last: one process for all tests, without the interpreter."""
+def output_of(name: str) -> dict[str, Any]:
+    """Run a script in this folder once, without the interpreter, and return the JSON that it prints last."""
     script = Path(__file__).with_name(name)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -34,12 +37,12 @@ def said_by(name: str) -> dict[str, Any]:
 
 
 def found() -> dict[str, Any]:
-    """The kernels, each compiled once."""
-    return said_by("triton_without_gpu.py")
+    """Facts about the kernels, each compiled once."""
+    return output_of("triton_without_gpu.py")
 
 
-# Kernels whose every access to a large tensor is of 16 bytes: name -> the loads that are not, which are
-# of phase words, positions and partial sums.
+# Kernels that access large tensors only in units of 16 bytes. Their other loads are of phase words,
+# positions and partial sums.
 WHOLE = (
     "bfloat16",
     "bfloat16 interleaved",
@@ -63,7 +66,7 @@ def test_accesses_are_of_16_bytes(name: str) -> None:
     assert facts["sm_90"]["wide stores"] == facts["sm_90"]["stores"]
     words = 0 if name == "tables" else 1
     assert facts["sm_90"]["loads"] - facts["sm_90"]["wide loads"] == words
-    # Where a wavefront has 64 lanes too.
+    # Also where a wavefront has 64 lanes.
     assert facts["gfx942"]["wide"] >= facts["sm_90"]["wide stores"]
 
 
@@ -72,7 +75,7 @@ def test_accesses_are_of_16_bytes(name: str) -> None:
     ["bfloat16", "bfloat16 interleaved", "float32", "float32 interleaved", "M-RoPE", "tables"],
 )
 def test_two_heads_are_under_way(name: str) -> None:
-    """Both members of the pairs of two heads, before the arithmetic of the first."""
+    """The kernel loads both members of the pairs of two heads before it computes the first."""
     assert found()["compiled"][name]["sm_90"]["in flight"] == 4 * 16
 
 
@@ -101,8 +104,8 @@ def test_no_fast_approximations_and_no_atomics() -> None:
         assert by_target["sm_90"]["atomics"] == 0, name
 
 
-def test_what_compiles_anew() -> None:
-    """Lengths, offsets, rows and heads do not: only a type, a kind of call or an alignment does."""
+def test_what_triggers_a_compilation() -> None:
+    """Lengths, offsets, rows and heads do not; a dtype, a kind of call or an alignment does."""
     counts = found()["counted"]
     assert counts["lengths of one layout"] == 1
     assert counts["lengths, contiguous"] == 1
@@ -115,12 +118,12 @@ def test_what_compiles_anew() -> None:
 
 
 def evaluated() -> dict[str, Any]:
-    """Pieces of the kernels, as the PTX for sm_90 computes them: see triton_pieces."""
-    return said_by("triton_pieces.py")
+    """Results of parts of the kernels, computed by their PTX for sm_90: see triton_pieces."""
+    return output_of("triton_pieces.py")
 
 
 def test_the_compiled_angles_are_exact() -> None:
-    """Over all phases, by the instructions that a GPU is given."""
+    """For all phases, with the instructions that a GPU executes."""
     found = evaluated()["angles"]
     assert found["phases"] > 1 << 17
     assert found["cosine"] <= tolerances.value("float32 angle")
@@ -132,6 +135,6 @@ def test_the_compiled_exponential_is_exact() -> None:
     found = evaluated()["elementary"]
     assert found["exp"] <= tolerances.value("compiled exp")
     assert found["sigmoid"] <= tolerances.value("compiled sigmoid")
-    # Units of the smallest number there is.
+    # In units of the smallest positive float32.
     assert found["exp, subnormal"] <= 1
     assert found["special"] == ["inf", "0.0", "nan", "1.0"]

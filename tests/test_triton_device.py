@@ -1,6 +1,6 @@
-"""What must hold on a device: gradients, memory, CUDA graphs, streams, torch.compile, large tensors.
+"""Properties on a device: gradients, memory, CUDA graphs, streams, torch.compile, large tensors.
 
-Where torch sees no GPU, Triton's interpreter runs the same at tiny sizes; see triton_cases.
+Without a GPU, Triton's interpreter runs the same tests at tiny sizes; see triton_cases.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, kind: torch.dtype = torch.float32) -> None:
-    """Each element, in units of the largest."""
+    """Compare each element, in units of the largest."""
     assert got.shape == want.shape
     off = (got.detach().double() - want).abs().max() / want.abs().max()
     assert off.item() <= value(f"triton on a device, {kind}"), f"off by {off.item():.3g}"
@@ -41,7 +41,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, kind: torch.dtype = torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("act", [None, "silu", "rms_norm", "softmax"])
 def test_gradients(act: str | None, dtype: torch.dtype) -> None:
-    """By x, positions, frequencies, the weight of a norm, a gate of q and slopes of k, all at once."""
+    """Gradients of x, positions, frequencies, norm weights, a gate of q and slopes of k, all at once."""
     n = 301 if HAS_GPU else 5
     start = {
         "q": noise(2, n, 6, 64, seed=1).transpose(1, 2),
@@ -54,7 +54,7 @@ def test_gradients(act: str | None, dtype: torch.dtype) -> None:
     }
     if act != "rms_norm":
         del start["weight"]
-    # Numbers that all types hold exactly, so that only what is computed differs.
+    # All dtypes represent these numbers exactly, so that only the computation differs.
     start = {name: x.to(dtype if name in "qk" else torch.float32) for name, x in start.items()}
 
     def run(wide: bool) -> list[torch.Tensor]:
@@ -73,7 +73,7 @@ def test_gradients(act: str | None, dtype: torch.dtype) -> None:
 
 
 def test_memory() -> None:
-    """In place, into given memory, as slices of a projection and token by token: the same bits."""
+    """In place, into `out`, as slices of a projection and token by token: the same bits."""
     qkv = noise(2, 1000 if HAS_GPU else 5, 12, 64, seed=1).bfloat16()
 
     def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ def test_memory() -> None:
 
 @pytest.mark.parametrize("work", ["in place", "out", "backward"])
 def test_graph(work: str) -> None:
-    """A captured graph follows positions that change on the device between replays."""
+    """A captured CUDA graph follows positions that change on the device between replays."""
     at = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     q, k = (noise(3, heads, 4, 64, seed=heads).float() for heads in (4, 2))
     inside, outs = (q.clone(), k.clone()), (torch.empty_like(q), torch.empty_like(k))
@@ -128,7 +128,7 @@ def test_graph(work: str) -> None:
 
 
 def test_streams() -> None:
-    """A launch is on the current stream: it reads what that stream has just written."""
+    """A launch uses the current stream: it reads the results of earlier work on that stream."""
     x = noise(1, 4, 4096 if HAS_GPU else 5, 64, seed=1).float()
     y = torch.empty_like(x)
     if HAS_GPU:
@@ -144,7 +144,7 @@ def test_streams() -> None:
 
 
 def test_compile() -> None:
-    """torch.compile over lengths and offsets, forward and backward: results, and two graphs."""
+    """torch.compile over lengths and offsets, forward and backward: correct results and two graphs."""
     import torch._dynamo.testing
 
     inner = "inductor" if HAS_GPU else "eager"
@@ -169,7 +169,7 @@ def test_compile() -> None:
 
 
 def test_far() -> None:
-    """Beyond 2^31 elements: a few heads at random places, each element."""
+    """Beyond 2^31 elements: compares every element of a few random heads."""
     rows, n, heads, width = (2, 70_000, 128, 128) if HAS_GPU else (2, 3, 2, 16)
     x = torch.empty((rows, n, heads, width), dtype=torch.bfloat16, device=DEVICE).normal_()
     x, spec, rng = x.transpose(1, 2), RopeSpec(width), random.Random(0)

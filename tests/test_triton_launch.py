@@ -1,4 +1,4 @@
-"""How a compiled kernel is launched, without a GPU."""
+"""The launch of a compiled kernel, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from triton_cases import needs_triton
 
 
 @needs_triton
-def test_a_launch_hands_over_what_tritons_own_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nobody to observe it by itself, and else by Triton's own."""
+def test_a_launch_passes_the_same_arguments_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without launch hooks directly, and with hooks through Triton's own runner."""
     import triton
     from triton.compiler import CompiledKernel
     from triton.runtime import driver

@@ -1,7 +1,7 @@
-"""The axes of the Triton backend, pairs of their values, and calls made of them.
+"""Test cases of the Triton backend: options, pairs of their values, and calls made from them.
 
-Where torch sees a GPU the kernels are compiled and run there; elsewhere Triton's interpreter runs them
-on the CPU. What Triton does is settled when the kernels are first imported, which is here.
+With a GPU the kernels are compiled and run there; otherwise Triton's interpreter runs them on the CPU.
+Triton chooses between the two when the kernels are first imported, which happens here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 if HAS_TRITON:
-    # Triton itself is imported as it is: its own functions must all be of one kind.
+    # Triton itself is imported unchanged: all of its own functions must be of one kind.
     import triton.language  # noqa: F401
 
     if not HAS_GPU:
@@ -41,7 +41,7 @@ if HAS_TRITON:
 
 @contextlib.contextmanager
 def kernels_in_place() -> Iterator[None]:
-    """The kernels as the operators of tensors on `DEVICE`: the CPU's, where there is no GPU."""
+    """Register the kernels for tensors on `DEVICE`, which is the CPU if there is no GPU."""
     if HAS_GPU:
         yield
         return
@@ -52,7 +52,7 @@ def kernels_in_place() -> Iterator[None]:
         warnings.simplefilter("ignore")
         for name, function in registration.OPERATORS.items():
             library.impl(name, getattr(operators, function), "CPU", allow_override=True)
-    # The interpreter runs programs one after the other: no more of them than tiles.
+    # The interpreter runs programs sequentially, so use one program per tile.
     blocks.PROGRAMS = 1
     rotation._plans.clear()
     try:
@@ -98,7 +98,7 @@ AXES: dict[str, Sequence[Any]] = {
 
 
 def allowed(case: Mapping[str, Any]) -> bool:
-    """Whether values go together, as far as they are chosen."""
+    """Return whether the values chosen so far are compatible."""
     layout = case.get("layout")
     no_rows, no_heads = layout in ("thd", "sd"), layout in ("bsd", "sd")
     if case.get("direction") == 2 and case.get("act", "none") != "none":
@@ -119,7 +119,7 @@ def allowed(case: Mapping[str, Any]) -> bool:
 
 
 class Made(NamedTuple):
-    """A call of the operator: what it rotates, and what follows it in the schema."""
+    """A call of the operator: q and k, and the arguments that follow them in the schema."""
 
     q: torch.Tensor
     k: torch.Tensor | None
@@ -131,7 +131,7 @@ class Made(NamedTuple):
         return [self.q] if self.k is None else [self.q, self.k]
 
     def wide(self) -> Made:
-        """The same in float64, on the CPU."""
+        """Return the same call in float64 on the CPU."""
 
         def to(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
@@ -140,7 +140,7 @@ class Made(NamedTuple):
             return [to(y) for y in x] if isinstance(x, list) else x
 
         primary, secondary, positions, *rest = self.arguments
-        # Positions are exact numbers in any dtype.
+        # Positions are exact in any dtype.
         return Made(
             to(self.q),
             to(self.k),
@@ -164,7 +164,7 @@ def words(axes: int, rows: int, heads: int, pairs: int, seed: int = 5) -> torch.
 
 
 def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The same values with other strides."""
+    """Return the same values with other strides."""
     if kind == "transposed" and x.dim() > 2:
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if kind == "gaps":
@@ -184,11 +184,11 @@ def shape_in(layout: str, rows: int, heads: int, tokens: int, channels: int) -> 
 
 
 def make(case: Mapping[str, Any]) -> Made:
-    """The call that a case stands for."""
+    """Make the call of a case."""
     layout, dtype = case["layout"], case["dtype"]
     rows = 1 if layout in ("thd", "sd") else ROWS
     heads = 1 if layout in ("bsd", "sd") else HEADS
-    # Heads with angles of their own are as many for k.
+    # With per-head angles, k has as many heads as q.
     k_heads = heads if case["angles"] == "per head" else 1
     head_dim, start, width = case["channels"]
     counts = [heads] if case["k"] == "none" else [heads, k_heads]

@@ -1,7 +1,7 @@
-"""Compile pieces of the Triton kernels for sm_90 and evaluate their PTX: run by test_triton_compile.
+"""Compile parts of the Triton kernels for sm_90 and evaluate their PTX: run by test_triton_compile.
 
-A process of its own, as what Triton does is settled when kernels are imported. Prints JSON: how far results
-lie from those of float64, and of the same bits under which other way of computing them.
+A separate process, because Triton chooses between compiler and interpreter when kernels are imported.
+Prints JSON: the errors of the results against float64, and whether bits agree with another computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZE = THREADS * EACH
 
 @triton.jit
 def angles_of(phases, cosines, sines, SIZE: tl.constexpr):
-    """Cosines and sines of phases."""
+    """Kernel: cosines and sines of phases."""
     i = tl.arange(0, SIZE)
     c, s = cos_sin(tl.load(phases + i), False)
     tl.store(cosines + i, c)
@@ -36,7 +36,7 @@ def angles_of(phases, cosines, sines, SIZE: tl.constexpr):
 
 @triton.jit
 def elementary_of(xs, exps, sigmoids, SIZE: tl.constexpr):
-    """e^x and the logistic function."""
+    """Kernel: e^x and the logistic function."""
     i = tl.arange(0, SIZE)
     x = tl.load(xs + i)
     tl.store(exps + i, exp(x))
@@ -56,7 +56,7 @@ def ptx_of(kernel: Any, pointer: str) -> str:
 
 
 def evaluated(ptx: str, values: Array) -> tuple[Array, Array]:
-    """Both results of a kernel for any number of values."""
+    """Return both results of a kernel for any number of values."""
     found = [], []
     for at in range(0, len(values), SIZE):
         tensors = [values[at : at + SIZE].copy(), np.zeros(SIZE, "f4"), np.zeros(SIZE, "f4")]
@@ -67,7 +67,7 @@ def evaluated(ptx: str, values: Array) -> tuple[Array, Array]:
 
 
 def phases() -> Array:
-    """Random ones, and all around the places where quarters and eighths of a turn meet."""
+    """Return random phases, and phases around each multiple of an eighth of a turn."""
     rng = np.random.default_rng(1)
     random = rng.integers(-(2**63), 2**63 - 1, 1 << 17, dtype="i8")
     small = rng.integers(-(2**63), 2**63 - 1, 1 << 15, dtype="i8") >> rng.integers(0, 63, 1 << 15)
@@ -80,7 +80,7 @@ def phases() -> Array:
 def angles() -> dict[str, Any]:
     every = phases()
     cosine, sine = evaluated(ptx_of(angles_of, "*i64"), every)
-    # The same quarters, by arithmetic of their own: exact integers, then float64.
+    # The same quarter turns, computed independently: exact integers, then float64.
     quarter = np.round(every.astype(np.longdouble) / 2**62).astype("i8")
     rest = (every - (quarter.astype("u8") << np.uint64(62)).view("i8")).astype("f8") * (
         2 * np.pi / 2**64

@@ -1,4 +1,4 @@
-"""A kernel that stores the rows of tokens, for test_triton: decorated where it is imported."""
+"""A kernel that stores the rows of tokens; test_triton imports and decorates it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tightrope.backends.triton.kernels.rotate import rows_of
 
 @triton.jit
 def store_rows(starts, sizes, rows, tokens, BLOCK_T: tl.constexpr):
-    """Rows and places of BLOCK_T tokens from each start, for rows of each size."""
+    """Store row and index in the row of BLOCK_T tokens from each start, for each row length."""
     case = tl.program_id(0)
     index = tl.arange(0, BLOCK_T)
     row, token = rows_of(tl.load(starts + case), index, tl.load(sizes + case), BLOCK_T)

@@ -1,6 +1,7 @@
-"""Compile the Triton kernels without a GPU and count what a GPU would compile: run by test_triton_compile.
+"""Compile the Triton kernels without a GPU and count compilations: run by test_triton_compile.
 
-A process of its own, as what Triton does is settled when kernels are imported. Prints JSON.
+A separate process, because Triton chooses between compiler and interpreter when kernels are imported.
+Prints JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ asked: list[tuple[Any, ...]] = []
 
 
 def note(kernel: Any, grid: Any, values: Any, aligned: Any, blocks: Any, device: Any) -> Any:
-    """Stands for `launch.launcher`: remembers what it was asked for, and launches nothing."""
+    """Replace `launch.launcher`: record the arguments and launch nothing."""
     asked.append((kernel, values, aligned, blocks))
     return lambda *_: None
 
@@ -42,12 +43,12 @@ def words(pairs: int, axes: int = 1, rows: int = 1, heads: int = 1) -> torch.Ten
 
 
 def heads(n: int, dtype: torch.dtype, width: int = 128) -> torch.Tensor:
-    """As a model hands them over: a transposed view."""
+    """Return heads as a model passes them: a transposed view."""
     return torch.empty(2, 64, n, width, dtype=dtype).transpose(1, 2)
 
 
 def calls() -> dict[str, Any]:
-    """The calls whose kernels are compiled, by name."""
+    """Return the calls whose kernels are compiled, by name."""
     q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
     f, g = heads(32, torch.float32), heads(8, torch.float32)
     ids = torch.zeros(3, 2, 64, dtype=torch.int64)
@@ -99,8 +100,9 @@ def calls() -> dict[str, Any]:
 
 
 def in_flight(sass: str) -> int:
-    """Bytes that a thread has asked for before it uses the first of them, in the loop over heads (of
-    several, that with the least); 0 without a loop.
+    """Return the bytes that a thread loads before it uses the first of them, in the loop over heads.
+
+    With several loops the least of them; 0 without a loop.
 
     Args:
         sass: the machine code, as NVIDIA's disassembler writes it.
@@ -131,7 +133,7 @@ def in_flight(sass: str) -> int:
 
 
 def disassembled(cubin: bytes, *options: str) -> str:
-    """What NVIDIA's disassembler says of machine code."""
+    """Return the output of NVIDIA's disassembler for machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -140,7 +142,7 @@ def disassembled(cubin: bytes, *options: str) -> str:
 
 
 def facts(target: str, source: Any, blocks: Any) -> dict[str, Any]:
-    """What is in the machine code of a kernel."""
+    """Return facts about the machine code of a kernel."""
     goal = TARGETS[target]
     kernel = triton.compile(source, target=goal, options=launch.options_of(blocks, goal))
     if target == "gfx942":
@@ -171,7 +173,7 @@ def facts(target: str, source: Any, blocks: Any) -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """Facts of every kernel, by call and target."""
+    """Return the facts about every kernel, by call and target."""
     result: dict[str, Any] = {}
     for name, call in calls().items():
         asked.clear()
@@ -190,7 +192,7 @@ class Nothing:
 
 
 def counted() -> dict[str, int]:
-    """How often a GPU would have compiled, after each group of calls."""
+    """Return the number of compilations that a GPU would need, after each group of calls."""
     compilations: list[Any] = []
 
     def compile_(source: Any, target: Any = None, options: Any = None) -> Any:
@@ -247,7 +249,7 @@ def counted() -> dict[str, int]:
 
 
 def main() -> int:
-    # Triton 3.4 links AMD's code with a program of ROCm's. What is looked at here comes before that.
+    # Triton 3.4 links AMD's code with a ROCm program; this script inspects the code before that step.
     os.environ.setdefault("TRITON_HIP_LLD_PATH", shutil.which("true") or "")
     torch.accelerator.current_device_index = lambda: None
     torch.accelerator.device_index = lambda _: contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""The backends, fastest first. The PyTorch dispatcher chooses among them; this names its choice."""
+"""The backends. The PyTorch dispatcher chooses one; this module registers them and reports the choice."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from ..ops.registry import Backend, add
 from . import cpu, reference, triton
 
-#: Every backend by name, fastest first. A backend module offers what :class:`tightrope.ops.registry.Backend`
-#: holds, and ``register()``.
+#: Every backend by name, fastest first. A backend module defines the members of
+#: :class:`tightrope.ops.registry.Backend` and ``register()``.
 BY_NAME: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "reference": reference}
 
 
 def register() -> None:
-    """Register the kernels of every backend that is there; once, at import."""
+    """Register the kernels of every available backend; called once, at import."""
     for backend in reversed(BY_NAME.values()):
         backend.register()
     for name, backend in BY_NAME.items():
@@ -23,10 +23,10 @@ def register() -> None:
 
 
 def backends() -> dict[str, str | None]:
-    """Which backends are there.
+    """Return which backends are available.
 
     Returns:
-        For each backend, fastest first, None if it is usable and else why it is not.
+        For each backend, fastest first, None if it is usable, otherwise the reason why it is not.
 
     >>> backends()["reference"] is None
     True
@@ -35,14 +35,14 @@ def backends() -> dict[str, str | None]:
 
 
 def which(x: torch.Tensor) -> tuple[str, str | None]:
-    """Which backend would rotate a tensor, and why no faster one would.
+    """Return the backend that would rotate a tensor, and why faster ones would not.
 
     Args:
         x: the tensor; only its device matters.
 
     Returns:
-        The name of the backend, and None or the reasons of every faster one: of those for its kind of
-        device or, where there are none, of all.
+        The name of the backend; and the reasons why each faster backend for this device type (or, if
+        there is none, each faster backend) is not used, or None.
 
     >>> name, reason = which(torch.zeros(1, 1, 4, 8))
     """

@@ -1,4 +1,4 @@
-"""How the operator enters PyTorch: schema, fake kernel, gradients, vmap, checks."""
+"""The operator as PyTorch sees it: schema, fake kernel, gradients, vmap rule and input checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from . import autograd, fake, vmap
 
 
 def register() -> None:
-    """Register everything but the kernels; once, at import."""
+    """Register everything except the kernels; called once, at import."""
     fake.register()
     autograd.register()
     vmap.register()

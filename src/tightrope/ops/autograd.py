@@ -1,4 +1,5 @@
-"""The operator under autograd: functions for eager code and transforms, formulas for the dispatcher."""
+"""The operator under autograd: autograd functions for eager code and transforms, and the gradient
+formulas registered with the dispatcher."""
 
 from __future__ import annotations
 
@@ -16,25 +17,25 @@ from .schema import FORWARD, IN_PLACE, NEW, NO_GATE, TRANSPOSE, library, pair
 
 
 class Template:
-    """A call without its tensors: opaque to torch, so that an autograd function can take it."""
+    """A call without its tensors: an opaque object that an autograd function accepts as an argument."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
 
     @classmethod
     def of(cls, call: Call) -> Template:
-        """The template of a call."""
+        """Make the template of a call."""
         empty = call.with_tensors([None] * len(call.tensors()))
-        # What its gradients rotate is new, wherever the results went.
+        # Backward calls always make new tensors.
         return cls(empty._replace(verb="new", outs=()))
 
     def filled(self, tensors: Sequence[Any]) -> Call:
-        """The call with these values for its tensors."""
+        """Return the call with these values as its tensors."""
         return self._call.with_tensors(tensors)
 
 
 class OutOfPlace(torch.autograd.Function):
-    """The operator that makes new tensors, of a template and the tensors of a call."""
+    """The operator into new tensors; takes a template and the tensors of a call."""
 
     generate_vmap_rule = True
 
@@ -47,9 +48,9 @@ class OutOfPlace(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         template, *tensors = inputs
-        # Under vmap requires_grad of a tensor is unreliable; the context knows.
+        # Under vmap requires_grad of a tensor is unreliable, but needs_input_grad is not.
         needs = ctx.needs_input_grad[1:]
-        wants = _remember(ctx, template.filled(tensors), template.filled(needs), output)
+        wants = _save(ctx, template.filled(tensors), template.filled(needs), output)
         if not wants.beside_x():
             idle = [y for y, needed in zip(output, needs) if not needed]
             ctx.mark_non_differentiable(*idle)
@@ -62,7 +63,7 @@ class OutOfPlace(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """The operator in place on one tensor x. The q of its call is a copy of x from before, for an act."""
+    """The operator in place on one tensor x. With an activation, q of the call is a copy of the old x."""
 
     @staticmethod
     def forward(ctx: Any, template: Template, x: torch.Tensor, *tensors: Any) -> torch.Tensor:
@@ -71,23 +72,23 @@ class InPlace(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             IN_PLACE.for_(packed)(x, None, *packed)
         ctx.mark_dirty(x)
-        _remember(ctx, call, template.filled(ctx.needs_input_grad[2:]), ())
+        _save(ctx, call, template.filled(ctx.needs_input_grad[2:]), ())
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         found = _gradients(ctx, [grad], [ctx.needs_input_grad[1], False])
-        # What the copy gets is the gradient by x itself.
+        # The gradient of the copy is that of x itself.
         return (None, found.q, *found._replace(q=None).tensors())
 
 
 class _Wants(NamedTuple):
-    """What besides q and k needs a gradient.
+    """Which tensors other than q and k need a gradient.
 
     Attributes:
-        positions, frequencies, tables: whether the source of the angles does.
-        weights: of each weight of a norm.
-        gates: whether any tensor of P does.
+        positions, frequencies, tables: whether these do.
+        weights: whether each weight of a norm does.
+        gates: whether any gate tensor does.
     """
 
     positions: bool
@@ -103,12 +104,12 @@ class _Wants(NamedTuple):
         return self.angles() or self.tables or any(self.weights) or self.gates
 
 
-def _remember(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
-    """Save for the backward pass: always the tensors other than q and k; q and k if f or tables need
-    them; results if positions, frequencies or gates need them.
+def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
+    """Save tensors for the backward pass: always those other than q and k; q and k if the gradients of
+    f or tables read them; the results if the gradients of positions, frequencies or gates read them.
 
     Args:
-        needs: a bool for each tensor of the call, whether it needs a gradient.
+        needs: the call with a bool in place of each tensor: whether it needs a gradient.
     """
     form, of = call.form, needs.carried
     wants = _Wants(
@@ -118,11 +119,11 @@ def _remember(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]
         of.weights,
         any(of.gates),
     )
-    ahead = form.direction == FORWARD
-    # Gated results are not rotated pairs, so the rotation is computed again.
-    again = wants.angles() and form.gate != NO_GATE and ahead
-    from_outputs = (wants.angles() and not again) or (wants.gates and ahead)
-    from_inputs = form.act != NONE or wants.tables or again or (wants.gates and not ahead)
+    forward = form.direction == FORWARD
+    # Gated results are not rotated pairs, so the backward pass recomputes the rotation.
+    again = wants.angles() and form.gate != NO_GATE and forward
+    from_outputs = (wants.angles() and not again) or (wants.gates and forward)
+    from_inputs = form.act != NONE or wants.tables or again or (wants.gates and not forward)
     if not from_inputs:
         call = call._replace(q=None, k=None)
     tensors = call.tensors()
@@ -132,22 +133,22 @@ def _remember(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]
 
 
 def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Call:
-    """Gradients by each tensor of a call, in its place.
+    """Compute the gradient of each tensor of a call; return the call with them in its place.
 
     Args:
-        grads: by each result.
-        needed: whether q and k need one.
+        grads: gradient of each result.
+        needed: whether q and k need a gradient.
     """
-    saved = ctx.saved_tensors  # read once: checkpointing hands them out only once
+    saved = ctx.saved_tensors  # read once: checkpointing allows no second read
     call: Call = ctx.template.filled(saved[: ctx.count])
     inputs, outputs = call.xs() if call.q is not None else [], saved[ctx.count :]
     form, parts, wants = call.form, call.carried, ctx.wants
     if form.direction == TRANSPOSE and not call.is_plain():
         raise NotImplementedError(
-            "[rotate] the gradient of a gradient by an act or a gate goes through the definition; call "
-            "it with create_graph=True."
+            "[rotate] the first gradient must be computed with create_graph=True for a second one "
+            "through an act or a gate."
         )
-    # An inverse divides what comes in, so the gradient by its gate is made of that by x.
+    # An inverse divides its input by P, so the gradient of its gate is computed from that of x.
     divides = wants.gates and form.direction != FORWARD
     which = [
         i
@@ -159,7 +160,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
         there = [cast(torch.Tensor, grads[i]) for i in which]
         some = call._replace(carried=parts.of(which)).on(there)
         kept = [inputs[i] for i in which] if form.act != NONE else ()
-        # A rotation alone is linear, so its gradient can be differentiated as it is.
+        # A rotation alone is linear, so its gradient is differentiable by the same rule.
         turned = _rotated(some.transposed(kept), is_differentiated() and not call.is_plain())
     by_x: list[torch.Tensor | None] = [None, None]
     by_weight: list[torch.Tensor | None] = [None] * len(parts.weights)
@@ -194,10 +195,10 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
 
 
 def _rotated(call: Call, define: bool) -> Sequence[torch.Tensor]:
-    """The operator in a backward pass.
+    """Run the operator in a backward pass.
 
     Args:
-        define: by its definition, which can be differentiated to any order.
+        define: whether to use the definition, which is differentiable to any order.
     """
     from .run import run  # the gradient of a rotation is a rotation
 
@@ -211,7 +212,7 @@ def _by_angles(
     outputs: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients by positions, shaped as they are, and by frequencies."""
+    """Compute the gradients of positions, in their shape, and of frequencies."""
     words, positions = call.primary, call.positions
     which = [i for i, grad in enumerate(grads) if grad is not None]
     if not which:
@@ -224,7 +225,7 @@ def _by_angles(
     some: Sequence[torch.Tensor]
     if form.gate != NO_GATE and form.direction == FORWARD:
         there = [gradients.gated(call, i, cast(torch.Tensor, grads[i])) for i in which]
-        # In the dtype of factors: what gates bring back into the range of a narrow one may lie beyond.
+        # In a wide dtype: without their gates, values may exceed the range of a narrow one.
         xs = [inputs[i].to(grad.dtype) for i, grad in zip(which, there)]
         alone = call._replace(carried=call.carried.of(which)).on(xs).without_gates()
         some = _rotated(alone, is_differentiated())
@@ -254,15 +255,15 @@ def _by_gates(
     grads: Sequence[torch.Tensor | None],
     by_x: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """Gradients by the tensors of gates, shaped as they are."""
+    """Compute the gradients of the gate tensors, in their shapes."""
     gates = call.carried.gates
-    ahead = call.form.direction == FORWARD
-    # An inverse divides what comes in.
-    ys, slopes = (outputs, grads) if ahead else (inputs, by_x)
+    forward = call.form.direction == FORWARD
+    # An inverse divides its input by P.
+    ys, by_ys = (outputs, grads) if forward else (inputs, by_x)
     found: list[torch.Tensor | None] = [torch.zeros_like(gate) for gate in gates]
-    which = [i for i in range(len(gates)) if slopes[i] is not None]
+    which = [i for i in range(len(gates)) if by_ys[i] is not None]
     if which:
-        some, there = [ys[i] for i in which], [cast(torch.Tensor, slopes[i]) for i in which]
+        some, there = [ys[i] for i in which], [cast(torch.Tensor, by_ys[i]) for i in which]
         own = [gates[i] for i in which]
         if is_differentiated():
             sums = gradients.by_gates(call, some, there, own)
@@ -270,14 +271,14 @@ def _by_gates(
             flat = (*pair(some), *pair(there), *pair(own))
             sums = schema.gate_gradients(*flat, call.positions, call.offset, call.form.pack())
         for i, total in zip(which, sums):
-            found[i] = (total if ahead else -total).to(gates[i].dtype)
+            found[i] = (total if forward else -total).to(gates[i].dtype)
     return found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     call = unpack(*inputs)
     needs = [isinstance(t, torch.Tensor) and t.requires_grad for t in call.tensors()]
-    _remember(ctx, call, call.with_tensors(needs), output)
+    _save(ctx, call, call.with_tensors(needs), output)
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], carries: bool) -> tuple[Any, ...]:
@@ -288,14 +289,15 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], carries: bool) -> 
 
 
 def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
-    """The Autograd kernel of a raw operator that has no gradient.
+    """Make the Autograd kernel of a raw operator that has no gradient.
 
-    Without it torch would silently use an identity gradient, and count no version.
+    Without it torch would silently use an identity gradient and not bump the versions of written
+    tensors.
 
     Args:
         operator: the operator.
-        instead: what to call.
-        written: which arguments it writes.
+        instead: the function to call instead, for the error.
+        written: the arguments that the operator writes.
     """
 
     def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
@@ -318,11 +320,11 @@ def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Register the gradients; once, at import."""
+    """Register the gradients; called once, at import."""
     for operator, carries in ((schema.rotate, False), (schema.rotate_carried, True)):
         backward = partial(_backward, carries=carries)
         torch.library.register_autograd(operator, backward, setup_context=_setup)
-    own = "tightrope.functional.rotate or rotate_, which have"
+    own = "tightrope.functional.rotate or rotate_, which have one"
     again = "torch.autograd.grad with create_graph=True"
     for operator, instead, written in (
         (schema.rotate_, own, slice(0, 2)),

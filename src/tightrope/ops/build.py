@@ -1,4 +1,4 @@
-"""Check the arguments of a public function and build calls; `run` adds checks of memory and gradients."""
+"""Check the arguments of a public function and build its calls; :mod:`.run` checks memory and gradients."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .registry import BACKENDS
 
 
 class Around(NamedTuple):
-    """f and P of a call, for q and for k.
+    """Prologue f and epilogue P of a call, for q and for k.
 
     Attributes:
-        acts: None for the identity.
-        gates: any number of them, whose factors multiply.
+        acts: the activation of each; None for the identity.
+        gates: the gates of each, any number; their factors multiply.
     """
 
     acts: tuple[Act, Act]
@@ -35,13 +35,13 @@ def around_of(act: object, gate: object, count: int = 2) -> Around | None:
     """Parse ``act=`` and ``gate=`` of a public function; None if both are absent.
 
     Args:
-        count: the number of tensors: for one there are no pairs.
+        count: the number of tensors; for one tensor, a pair of values is an error.
     """
     if act is None and gate is None:
         return None
     for name, value in (("act", act), ("gate", gate)):
         if count == 1 and isinstance(value, tuple):
-            raise bad_type(f"{name} must be one, not a pair, for one tensor")
+            raise bad_type(f"{name} must be a single value, not a pair, for one tensor")
     acts, (first, second) = activations.pair(act), gates_.pair(gate)
     if acts == (None, None) and first is None and second is None:
         return None
@@ -52,11 +52,11 @@ class Request(NamedTuple):
     """The arguments of a public function, named as in :func:`tightrope.functional.rotate_qk`.
 
     Attributes:
-        names: what the caller knows q and k by.
+        names: names of q and k in error messages.
         verb: one of :data:`tightrope.ops.call.VERBS`.
-        outs: where results go, for the verb "out".
-        around: f and P; None where both are the identity.
-        wider: whether q may have more channels than the spec; they are copied.
+        outs: the result tensors, for the verb "out".
+        around: f and P; None if both are the identity.
+        wider: whether q may have more channels than the spec; the others are copied unchanged.
     """
 
     names: Sequence[str]
@@ -79,7 +79,7 @@ def build(request: Request) -> list[Call]:
     """Check all arguments against each other and build the calls.
 
     Returns:
-        One call; or one for each tensor, where they differ in the kind of f or P.
+        One call, or one for each tensor if q and k differ in the kind of f or P.
     """
     layout = layout_named(request.layout)
     check_flag("inverse", request.inverse)
@@ -97,7 +97,7 @@ def build(request: Request) -> list[Call]:
 
 
 def check_backend(name: str, x: torch.Tensor) -> None:
-    """Refuse a backend that does not exist, or cannot rotate this tensor."""
+    """Refuse a backend that does not exist or cannot rotate this tensor."""
     if not isinstance(name, str) or name not in BACKENDS:
         raise bad_value(f"backend must be one of {', '.join(BACKENDS)} but got {name!r}")
     reason = BACKENDS[name].why_not(x)
@@ -106,13 +106,13 @@ def check_backend(name: str, x: torch.Tensor) -> None:
 
 
 def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
-    """The call of a rotation alone."""
+    """Build the call of a rotation without f and P."""
     channels, layout = rotation.channels, place.layout.code
     direction = schema.INVERSE if request.inverse else schema.FORWARD
     form = schema.Form(layout, channels.start, channels.interleaved, direction, rotation.ramp)
     call = Call(
         request.q, request.k, rotation.words, rotation.turns, rotation.ids, rotation.offset, form,
-        # Here, for the compiler takes the default of a field that is a float for a symbol.
+        # Explicit, because the compiler would make the default of a float field a symbol.
         rotation.amplitude, Carried(), 0.0,
         place.names, request.verb, request.outs, request.backend,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""A call of the operator, with its arguments by name.
+"""One call of the operator, with its arguments by name.
 
-:mod:`.build` makes it, :mod:`.route` chooses its route and :mod:`.run` runs it. It has two other forms:
-:func:`pack` gives the arguments of the schema, and :meth:`Call.tensors` a flat row of tensors for
-autograd. :func:`unpack` and :meth:`Call.with_tensors` are their inverses. Only autograd functions and
-formulas, which torch hands flat rows, also depend on the order.
+:mod:`.build` makes a :class:`Call`, :mod:`.route` chooses its route and :mod:`.run` runs it. A call
+converts to two flat sequences and back: :func:`pack` and :func:`unpack` for the arguments of the
+schema, :meth:`Call.tensors` and :meth:`Call.with_tensors` for autograd functions. Outside this
+module only :mod:`.autograd` depends on the order of these sequences.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from .schema import (
     scale,
 )
 
-# Tensors, or one fact about each, such as whether it needs a gradient.
+# Tensors, or one value about each, such as whether it needs a gradient.
 _Tensors: TypeAlias = tuple[Any, ...]
 
-#: Where results go: new tensors, the inputs themselves, or `out`.
+#: Where results are written: to new tensors, to the inputs themselves, or to `out`.
 VERBS = ("new", "in place", "out")
 
 
 class Carried(NamedTuple):
-    """Extra tensors of a call; each part holds that of q, then that of k.
+    """Extra tensors that only some calls have; each field holds one for q, then one for k.
 
     Attributes:
-        frequencies: learned frequencies, from which the phase words were made: one tensor for both.
-        weights: of RMSNorm.
+        frequencies: learned frequencies that the phase words were computed from; one tensor, shared
+            by q and k.
+        weights: RMSNorm weights.
         gates: logarithms or slopes of P.
-        inputs: x of the forward call, for the transpose of an act.
+        inputs: q and k of the forward call; the transpose of an activation needs them.
     """
 
     frequencies: _Tensors = ()
@@ -52,7 +53,7 @@ class Carried(NamedTuple):
     inputs: _Tensors = ()
 
     def flat(self) -> _Tensors:
-        """All of them, in the order of the schema.
+        """Return all extra tensors in the order of the schema.
 
         >>> Carried(("theta",), (), ("gate",)).flat()
         ('theta', 'gate')
@@ -60,7 +61,7 @@ class Carried(NamedTuple):
         return self.frequencies + self.weights + self.gates + self.inputs
 
     def like(self, values: Iterable[Any]) -> Carried:
-        """Other values in the same parts.
+        """Return the same structure with other values.
 
         >>> Carried(("theta",), (), ("gate",)).like([True, False])
         Carried(frequencies=(True,), weights=(), gates=(False,), inputs=())
@@ -70,7 +71,7 @@ class Carried(NamedTuple):
         return Carried(*[tuple([next(rest) for _ in part]) for part in self])
 
     def of(self, which: Sequence[int]) -> Carried:
-        """The part for some of q (0) and k (1)."""
+        """Keep only the tensors of the given operands: q (0), k (1)."""
 
         def kept(tensors: _Tensors) -> _Tensors:
             return tuple([tensors[i] for i in which]) if tensors else ()
@@ -82,21 +83,21 @@ class Carried(NamedTuple):
 class Call(NamedTuple):
     """One call of the operator.
 
-    Derived facts are methods: torch 2.10 cannot trace properties of named tuples.
+    Derived values are methods, because torch 2.10 cannot trace properties of named tuples.
 
     Attributes:
-        q, k: what is rotated; k may be None.
-        primary, secondary: the source of the angles: phase words and turns, or tables.
+        q, k: the tensors to rotate; k may be None.
+        primary, secondary: the source of the angles: phase words and turns, or cosine and sine tables.
         positions: int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``, or None for zeros.
         offset: added to every position.
         form: layout, channels, direction and the kinds of f and P.
         amplitude: the factor on the rotated channels.
-        carried: tensors that only some calls have.
-        eps: of RMSNorm.
-        names: what errors call q and k.
-        verb: where results go: one of :data:`VERBS`.
-        outs: the tensors that the caller gives for them.
-        backend: the name of the backend that the caller forces, or None.
+        carried: extra tensors.
+        eps: epsilon of RMSNorm.
+        names: names of q and k in error messages.
+        verb: where results are written: one of :data:`VERBS`.
+        outs: the caller's result tensors, for the verb "out".
+        backend: the backend that the caller forces, by name, or None.
     """
 
     q: Any
@@ -115,27 +116,27 @@ class Call(NamedTuple):
     backend: str | None = None
 
     def xs(self) -> list[torch.Tensor]:
-        """q, and k where there is one."""
+        """Return q, and k if there is one."""
         return present(self.q, self.k)
 
     def layout(self) -> Layout:
-        """Order of the dimensions."""
+        """Return the layout: the order of the dimensions."""
         return BY_CODE[self.form.layout]
 
     def is_plain(self) -> bool:
-        """Whether f and P are the identity: a rotation alone, which is linear."""
+        """Return whether f and P are the identity: a rotation alone, which is linear."""
         return self.form.act == NONE and self.form.gate == NO_GATE
 
     def keeps_inputs(self) -> bool:
-        """Whether the backward pass may need q and k as they were before the call."""
+        """Return whether the backward pass may need q and k as they were before the call."""
         return not self.is_plain() or self.form.source != WORDS
 
     def on(self, xs: Sequence[torch.Tensor]) -> Call:
-        """This call on other tensors."""
+        """Return this call with other tensors as q and k."""
         return self._replace(q=xs[0], k=xs[1] if len(xs) > 1 else None)
 
     def only(self, which: Sequence[int]) -> Call:
-        """This call on some of q (0) and k (1)."""
+        """Return this call for only the given operands: q (0), k (1)."""
         xs, outs = self.xs(), self.outs
         return self.on([xs[i] for i in which])._replace(
             carried=self.carried.of(which),
@@ -144,15 +145,15 @@ class Call(NamedTuple):
         )
 
     def without_gates(self) -> Call:
-        """The same with P the identity."""
+        """Return this call with P the identity."""
         carried = self.carried._replace(gates=())
         return self._replace(form=self.form._replace(gate=NO_GATE), carried=carried)
 
     def transposed(self, inputs: Sequence[torch.Tensor]) -> Call:
-        """The backward call: it maps gradients of results to gradients of what was rotated.
+        """Return the backward call, which maps gradients of the results to gradients of q and k.
 
         Args:
-            inputs: what was rotated, for an act.
+            inputs: q and k of the forward call; used only if f is not the identity.
         """
         form, carried = self.form, self.carried
         if form.direction == FORWARD:
@@ -169,12 +170,12 @@ class Call(NamedTuple):
         )
 
     def tensors(self) -> _Tensors:
-        """All tensors, flat, as autograd functions take them; None where one is absent."""
+        """Return all tensors as one tuple, for autograd functions; None for an absent tensor."""
         fixed = (self.q, self.k, self.primary, self.secondary, self.positions)
         return (*fixed, *self.carried.flat())
 
     def with_tensors(self, values: Iterable[Any]) -> Call:
-        """The same with other values in the place of :meth:`tensors`."""
+        """Return this call with its :meth:`tensors` replaced."""
         q, k, primary, secondary, positions, *carried = values
         return self._replace(
             q=q,
@@ -186,14 +187,14 @@ class Call(NamedTuple):
         )
 
     def with_arguments(self, values: Sequence[Any]) -> Call:
-        """The same with other values in the place of the schema's arguments, such as vmap's dimensions."""
+        """Return this call with one value per schema argument, such as vmap's dimensions, in its place."""
         q, k, primary, secondary, positions, _, _, _, *rest = values
         carried = (rest[0] if rest else None) or [None] * len(self.carried.flat())
         return self.with_tensors((q, k, primary, secondary, positions, *carried))
 
 
 def pack(call: Call) -> Packed:
-    """The arguments of the operator after q and k."""
+    """Return the operator's arguments that follow q and k."""
     packed = Plain(
         call.primary,
         call.secondary,
@@ -218,21 +219,21 @@ def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     carried: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> Call:
-    """The call that the schema's arguments stand for.
+    """Build the call from the arguments of the schema.
 
     Raises:
         RuntimeError: ``carried`` does not match the form.
     """
-    what = form_of(form)
-    parts = carried_of(what, carried)
-    return Call(q, k, primary, secondary, positions, offset, what, amplitude, parts, eps)
+    unpacked = form_of(form)
+    parts = carried_of(unpacked, carried)
+    return Call(q, k, primary, secondary, positions, offset, unpacked, amplitude, parts, eps)
 
 
 def carried_of(form: Form, carried: Sequence[Any]) -> Carried:
-    """The parts of what a call of that form carries.
+    """Sort the flat list of extra tensors into its parts.
 
     Raises:
-        RuntimeError: it does not match the form.
+        RuntimeError: the list does not match the form.
     """
     carried = tuple(carried)
     if form.act != NONE and form.direction == INVERSE:
@@ -243,10 +244,12 @@ def carried_of(form: Form, carried: Sequence[Any]) -> Carried:
         form.act != NONE and form.direction == TRANSPOSE,
     )
     # Dynamo does not support divmod of SymInts.
-    own, ways = len(carried) - form.learned, max(sum(kinds), 1)
-    count, rest = own // ways, own % ways
+    others, groups = len(carried) - form.learned, max(sum(kinds), 1)
+    count, rest = others // groups, others % groups
     if rest or count not in ((1, 2) if any(kinds) else (0,)):
-        raise RuntimeError("tightrope::rotate: carried must hold what the form says")
+        raise RuntimeError(
+            "tightrope::rotate: the number of carried tensors does not match the form"
+        )
     at = int(form.learned)
     parts = [carried[:at]]
     for is_there in kinds:
@@ -256,7 +259,7 @@ def carried_of(form: Form, carried: Sequence[Any]) -> Carried:
 
 
 def tensors_of(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and in lists among them."""
+    """Yield the tensors among the arguments, including those inside lists and tuples."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument

@@ -1,4 +1,4 @@
-"""Checks at the public edge: everything that a user can get wrong, worded once."""
+"""Input checks of the public functions, which raise the errors that users see."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def layout_named(name: str) -> Layout:
-    """The layout of that name, or a ValueError that lists all of them."""
+    """Return the layout of that name, or raise a ValueError that lists all names."""
     layout = BY_NAME.get(name) if isinstance(name, str) else None
     if layout is None:
         raise bad_value(f"layout must be one of {', '.join(BY_NAME)} but got {name!r}")
@@ -33,12 +33,12 @@ def layout_named(name: str) -> Layout:
 
 
 class Place(NamedTuple):
-    """Where tensors that share their angles are rotated.
+    """Tensors that are rotated by the same angles, and their layout.
 
     Attributes:
-        names: what the caller knows them by.
+        names: their names in error messages.
         xs: the tensors.
-        layout: which dimension of them is which.
+        layout: the order of their dimensions.
     """
 
     names: Sequence[str]
@@ -59,7 +59,7 @@ def prepare(
         wider: whether the tensors may have more channels than the spec.
 
     Returns:
-        The rotation on the device of the tensors, fit for them.
+        A rotation on the device of the tensors that fits their shapes.
     """
     names, xs, layout = place
     x = xs[0]
@@ -80,15 +80,15 @@ def prepare(
 def check_rotation(
     place: Place,
     rotation: PreparedRotation,
-    said: tuple[str, str, str] = ("spec", "positions", "seq_len"),
+    arguments: tuple[str, str, str] = ("spec", "positions", "seq_len"),
 ) -> None:
-    """Refuse a rotation whose rows, tokens, heads or lengths are not those of what it turns.
+    """Refuse a rotation whose rows, tokens, heads or lengths do not fit the tensors.
 
     Args:
-        said: what the user calls the spec, the positions and the lengths of it.
+        arguments: names of its spec, positions and lengths in error messages.
     """
     names, xs, layout = place
-    spec, positions, seq_len = said
+    spec, positions, seq_len = arguments
     x = xs[0]
     if rotation.ids is not None:
         _check_fit(names[0], x, rotation.ids, rotation.ramp, layout, positions)
@@ -133,32 +133,32 @@ def _rotation(
             )
         if spec.is_stale:
             raise bad_value(
-                "positions must not change after spec.at read the lengths of their rows from them, "
-                "on which the frequencies depend; call spec.at again",
+                "positions must not change after spec.at, because the frequencies depend on the row "
+                "lengths that it read from them; call spec.at again",
                 positions=spec.ids,
             )
         return spec
     if isinstance(spec, RopeSpec):
         return spec.on(as_positions(positions), x.device, seq_len)
     raise bad_type(
-        f"spec must be a RopeSpec or what RopeSpec.at returns but got {type(spec).__name__}"
+        f"spec must be a RopeSpec or a prepared rotation (RopeSpec.at) but got {type(spec).__name__}"
     )
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what only counts as true or false, such as the string "false"."""
+    """Refuse anything but a bool; the string "false", for example, would count as true."""
     if not isinstance(value, bool):
         raise bad_type(f"{name} must be a bool but got {describe(value)}")
 
 
 def check_dtype(dtype: object) -> None:
-    """Refuse what is no dtype of parameters; None is the default one."""
+    """Refuse anything but a floating dtype or None (the default dtype) for parameters."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise bad_type(f"dtype must be floating but got {describe(dtype)}")
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no positive int."""
+    """Refuse anything but a positive integer."""
     if integer(name, value, tensors=True) < 1:
         raise bad_value(f"{name} must be positive but got {value}")
 
@@ -170,7 +170,7 @@ _IF_NESTED = (
 
 
 def check_floating(name: str, x: object) -> None:
-    """Refuse what is no dense tensor of a dtype that can rotate."""
+    """Refuse anything but a dense local tensor of a supported dtype."""
     if not isinstance(x, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(x)}")
     check_dense(name, x, _IF_NESTED)
@@ -189,7 +189,7 @@ def check_floating(name: str, x: object) -> None:
 
 
 def shape_of(name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
-    """The shape of a tensor that can rotate in that layout."""
+    """Check the dtype and rank of a tensor for a layout and return its shape."""
     check_floating(name, x)
     shape = x.shape
     if len(shape) != layout.dims:
@@ -212,7 +212,7 @@ def _wrong_width(name: str, x: torch.Tensor, width: int) -> Refusal:
 def check_partner(
     q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor, layout: Layout
 ) -> None:
-    """Refuse two tensors that cannot share their angles, with the first reason why."""
+    """Refuse two tensors that cannot share their angles; the error names the first difference."""
     one, other = q.shape, k.shape
     if (
         other[layout.token] == one[layout.token]
@@ -245,7 +245,7 @@ def check_heads(
     xs: Sequence[torch.Tensor | None],
     layout: Layout,
 ) -> None:
-    """Refuse angles per head that do not fit the heads of what they turn."""
+    """Refuse per-head angles whose number of heads does not broadcast to that of the tensors."""
     for name, x in zip(names, xs):
         own = 1 if x is None or layout.head is None else x.shape[layout.head]
         if x is not None and not broadcasts(heads, own):
@@ -267,7 +267,7 @@ def _check_fit(
     tokens = x.shape[layout.token]
     if not ramp and ids.shape[2] != tokens:
         raise bad_value(
-            f"{positions} must say one position for each of {tokens} tokens but got "
+            f"{positions} must hold one position for each of {tokens} tokens but got "
             f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
             f"{layout.token})",
             **{name: x, positions: ids},
@@ -284,7 +284,7 @@ def _check_fit(
 def check_outs(
     names: Sequence[str], xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse memory that does not fit what goes there."""
+    """Refuse ``out`` tensors that do not match the tensors to rotate."""
     if len(outs) != len(xs):
         raise bad_value(f"out must hold one tensor for each of {', '.join(names)}, got {len(outs)}")
     for name, x, out in zip(names, xs, outs, strict=True):

@@ -1,4 +1,8 @@
-"""y = P · a · R(φ) · f(x) in plain torch: differentiable in every mode, traceable, for every device."""
+"""The definition: y = P · a · R(φ) · f(x) in plain torch.
+
+It runs on every device, can be traced, and is differentiable in every mode. All kernels are tested
+against it.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,13 @@ from .schema import FORWARD, LOG, SLOPE, SOURCES, WORDS, Form, scale
 
 
 def define(call: Call) -> list[torch.Tensor]:
-    """The operator out of ordinary torch functions.
+    """Compute the operator with ordinary torch functions.
 
-    Differentiable in q, k, floating positions, tables and carried tensors, backward and forward, to
-    any order.
+    Differentiable to any order, backward and forward, with respect to q, k, floating positions,
+    tables and extra tensors.
 
     Returns:
-        As ``rotate`` of :mod:`tightrope.ops.schema`.
+        The same list as the operator ``rotate``; see :mod:`tightrope.ops.schema`.
     """
     form, parts, layout = call.form, call.carried, call.layout()
     if form.numerics:
@@ -70,12 +74,12 @@ def define(call: Call) -> list[torch.Tensor]:
 
 
 def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """What kernels refuse too: sentences for users are worded before."""
+    """Refuse what kernels refuse as well. The public functions raise readable errors before this."""
     form, parts = call.form, call.carried
     if form.act >= len(activations.ACTS) or form.gate > SLOPE:
         raise RuntimeError("tightrope::rotate: act and gate must be known")
     if call.eps and form.act != activations.RMS_NORM:
-        raise RuntimeError("tightrope::rotate: eps is of a norm")
+        raise RuntimeError("tightrope::rotate: eps must be 0 without a norm")
     fits = all(len(part) in (0, len(views)) for part in parts[1:])
     for i, view in enumerate(views if fits else ()):
         heads, width = view.shape[1], view.shape[3]
@@ -95,7 +99,7 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
 def _turn(
     x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, form: Form, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rotated channels among those that pass, in the dtype of x."""
+    """Rotate the slice of channels and pass the others through, in the dtype of x."""
     start, width = form.start, 2 * c.shape[-1]
     y = _turn_pairs(x.narrow(-1, start, width).to(dtype), c, s, form.interleaved).to(x.dtype)
     rest = x.shape[-1] - start - width
@@ -108,15 +112,15 @@ def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     words, turns, positions = call.primary, call.secondary, call.positions
     phase = angles.phases(words, turns, positions, call.offset, call.form.ramp, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
-    # d(cos, sin)/dφ = (-sin, cos): a step of size zero along the circle, with its derivatives.
+    # A further rotation by an angle that is zero but differentiable: d(cos, sin)/dφ = (-sin, cos).
     step = None
     if turns is not None:
-        gone = angles.without_frequency(turns)
-        cos, sin = torch.where(gone, torch.nan, cos), torch.where(gone, torch.nan, sin)
+        invalid = angles.without_frequency(turns)
+        cos, sin = torch.where(invalid, torch.nan, cos), torch.where(invalid, torch.nan, sin)
     lost = angles.is_lost(positions)
     if positions is not None and lost is not None:
-        gone = lost.any(0)[:, None, :, None]
-        cos, sin = torch.where(gone, torch.nan, cos), torch.where(gone, torch.nan, sin)
+        invalid = lost.any(0)[:, None, :, None]
+        cos, sin = torch.where(invalid, torch.nan, cos), torch.where(invalid, torch.nan, sin)
         step = angles.position_angle(words, turns, positions, dtype)
     if call.carried.frequencies:
         where = gradients.places(call, tokens, words.device)

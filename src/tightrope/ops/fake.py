@@ -1,4 +1,4 @@
-"""The fake kernel: shapes, dtypes and strides of results, without data. Serves meta tensors too."""
+"""Fake kernels: shapes, dtypes and strides of the results without data; also used for meta tensors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
 
 
 def _check_devices(operator: str, *arguments: object) -> None:
-    """A single meta tensor brings the dispatcher here, whatever the others are."""
+    """Refuse mixed devices: the dispatcher calls fake kernels if only one tensor is a meta tensor."""
     devices = {x.device for x in tensors_of(arguments)}
     if len(devices) > 1:
         raise RuntimeError(f"tightrope::{operator}: tensors on several devices")
 
 
 def _in_memory(*arguments: object, **named: object) -> None:
-    """Kernels that write into their arguments make nothing."""
+    """Fake kernel of operators that write into their arguments and return nothing."""
     _check_devices("rotate_", *arguments)
 
 
@@ -75,7 +75,7 @@ def _gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the
 
 
 def register() -> None:
-    """Register the fake kernels; once, at import."""
+    """Register the fake kernels; called once, at import."""
     for operator, kernel in (
         (schema.rotate, _rotate),
         (schema.rotate_carried, _rotate),

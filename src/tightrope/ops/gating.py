@@ -1,4 +1,4 @@
-"""Gates meet a rotation: which channels are pairs, and where the tokens are."""
+"""Lower gates to tensors of the operator, given the rotation's channels and token positions."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def lower(
     gates: Sequence[Sequence[Gate]],
     rotation: PreparedRotation,
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Gates as the operator takes them.
+    """Lower the gates of each tensor to the form that the operator takes.
 
     Args:
-        names: what the user knows the tensors by.
-        xs: ``(rows, heads, tokens, channels)`` each.
-        gates: of each, any number, whose factors multiply.
-        rotation: of all.
+        names: names of the tensors in error messages.
+        xs: the tensors, ``(rows, heads, tokens, channels)`` each.
+        gates: any number of gates for each tensor; their factors multiply.
+        rotation: the rotation of all tensors.
 
     Returns:
-        For each, code and tensor of the schema.
+        For each tensor the gate's code in the schema and its tensor, or None without a gate.
 
     Raises:
-        ValueError: a gate that does not fit; one by position under positions of several axes.
+        ValueError: a gate does not fit its tensor, or depends on positions that have several axes.
     """
     channels = rotation.channels
     where: torch.Tensor | None = None
     found: list[tuple[int, torch.Tensor | None]] = []
     for name, x, own in zip(names, xs, gates):
         if any(gate.by_position for gate in own) and where is None:
-            where = _where(rotation, x.shape[2], x.device)
+            where = _token_positions(rotation, x.shape[2], x.device)
         first = own[0] if len(own) == 1 else None
-        if isinstance(first, Slope) and not _moves(rotation):
+        if isinstance(first, Slope) and not _positions_require_grad(rotation):
             gates_.check_own(name, x, first)
             rates = first.rates(channels, x.dtype).to(x.device)
             gates_.check_fit(name, x, first, (1, rates.shape[0], 1))
@@ -58,16 +58,16 @@ def lower(
 def ready(
     gates: Sequence[Sequence[Gate]], x: torch.Tensor, rotation: PreparedRotation, layout: str
 ) -> tuple[int, list[torch.Tensor]] | None:
-    """Gates as :func:`lower` has them, without the checks that a kernel makes too.
+    """Lower gates like :func:`lower`, but without the checks that the kernel repeats.
 
     Args:
-        gates: of each of what is rotated.
-        x: the first of these, in its layout.
-        rotation: of all.
-        layout: by name.
+        gates: the gates of each tensor.
+        x: the first tensor, in its layout.
+        rotation: the rotation of all tensors.
+        layout: name of the layout.
 
     Returns:
-        The code of the schema, and a tensor for each; None where it takes more than that.
+        The gate's code in the schema and one tensor per input; None if :func:`lower` is needed.
     """
     logs: list[torch.Tensor] = []
     code, before = NO_GATE, None
@@ -93,49 +93,49 @@ def _ready(
     channels = rotation.channels
     if not gate.by_position:
         return LOG, gate.log_on(x, channels)
-    if _moves(rotation):
+    if _positions_require_grad(rotation):
         return None
     if isinstance(gate, Slope):
         return SLOPE, gate.rates(channels, x.dtype)
     where = BY_NAME[layout]
     if not isinstance(gate, XPos) or rotation.words.shape[0] != 1 or x.dim() != where.dims:
         return None
-    return LOG, _of_all_layers(gate, channels, x.shape[where.token], x, rotation)
+    return LOG, _cached_log(gate, channels, x.shape[where.token], x, rotation)
 
 
-def _of_all_layers(
+def _cached_log(
     gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
 ) -> torch.Tensor:
-    """The logarithm of a gate that has no tensors, made by the first layer that asks."""
+    """Return the logarithm of a gate that has no tensors; all layers share the cached one."""
     ids, key = rotation.ids, (gate, x.dtype)
     if ids is not None and not ids.is_cpu:
-        # Nothing may look whether they are the same still, and a graph reads them anew each time.
-        return gate.log_on(x, channels, _where(rotation, tokens, x.device))
+        # Comparing ids on a device would synchronise, and a CUDA graph must read them on each replay.
+        return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
     found = rotation.memo.gate_logs.get(key)
     if found is not None:
         made, of, at = found
-        # Whoever wrote other numbers into the ids since has other positions.
+        # The ids may have been overwritten since.
         if of == tokens and (ids is None or (at is not None and torch.equal(ids, at))):
             return made
-    made = gate.log_on(x, channels, _where(rotation, tokens, x.device))
+    made = gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
     if may_keep(x.device):
         rotation.memo.gate_logs[key] = made, tokens, None if ids is None else ids.clone()
     return made
 
 
-def _moves(rotation: PreparedRotation) -> bool:
-    """Whether somebody may differentiate by where tokens are."""
+def _positions_require_grad(rotation: PreparedRotation) -> bool:
+    """Return whether the positions require grad."""
     return rotation.ids is not None and rotation.ids.requires_grad
 
 
-def _where(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
+def _token_positions(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
     """The position of each token, ``[rows|1, tokens]``."""
     positions = Positions(rotation.ids, rotation.offset, rotation.ramp)
     written = explicit(positions, tokens, device=device).ids
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]
         raise bad_value(
-            f"a gate by position must have positions of 1 axis but got {axes}; give a gate of "
-            "the tokens, gates.Given"
+            f"a gate by position must have positions of 1 axis but got {axes}; give its values per "
+            "token with gates.Given"
         )
     return written[0].to(device)

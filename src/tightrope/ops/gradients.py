@@ -1,14 +1,15 @@
-"""The formulas of the gradients, in plain torch, so that they can be differentiated again.
+"""The gradient formulas in plain torch, so that they can be differentiated again.
 
-With (u, v) a pair before the rotation, (y, z) after it, and (dy, dz) the gradient of the result:
+Let (u, v) be a pair before the rotation, (y, z) the pair after it, and (dy, dz) the gradient of
+(y, z). Then the gradient of
 
-* by an angle, ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); hence by a floating position
-  ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and by a frequency ``dω = Σ p · (y·dz − z·dy)``
-  over tokens, and rows and heads that share it;
-* by tables, ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``;
-* by the logarithm of a gate, which multiplies last, ``dg = y·dy``.
+* an angle is ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); therefore that of a floating position
+  is ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and that of a frequency is
+  ``dω = Σ p · (y·dz − z·dy)`` over tokens, and over the rows and heads that share it;
+* the tables is ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``;
+* the logarithm of a gate, which multiplies last, is ``dg = y·dy``.
 
-The gradient by x is the operator itself with its direction flipped.
+The gradient of x is the operator itself with its direction flipped.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ def by_angles(
     by_positions: bool,
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients by positions ``[axes, rows, tokens]`` and by frequencies, shaped as words.
+    """Gradients of positions, ``[axes, rows, tokens]``, and of frequencies, in the shape of the phase words.
 
     Args:
-        call: that was made, with phase words. Learned frequencies that it carries can be
-            differentiated by again.
+        call: the call to differentiate, with phase words. The result is differentiable with respect
+            to its learned frequencies.
         outputs, grads: results of the rotation and their gradients.
-        by_positions, by_frequencies: which are wanted; the other has no axes.
+        by_positions, by_frequencies: which gradients to compute; the other has size 0 in dimension 0.
 
     Returns:
-        Both in the dtype of :func:`sum_dtype`.
+        Both gradients in the dtype of :func:`sum_dtype`.
     """
     words, turns, form, layout = call.primary, call.secondary, call.form, call.layout()
     learned = call.carried.frequencies
@@ -57,9 +58,9 @@ def by_angles(
     omega = learned[0].to(wide) if learned else angles.inv_freq(words, turns, wide)
     omega = omega[:, :, :, None]
     where = places(call, some.shape[2], words.device)
-    # Without ids all axes are at the same positions.
+    # Without ids all axes have the same positions.
     where = where[:, :, None, :, None].expand(axes, -1, -1, -1, -1)
-    # One axis at a time keeps the peak at the size of x.
+    # One axis at a time limits peak memory to the size of x.
     for output, grad in zip(outputs, grads):
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
         y, z = _pairs(output, pairs, form, dtype)
@@ -78,12 +79,12 @@ def by_angles(
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating dtype of a device."""
+    """Return the widest floating dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def places(call: Call, tokens: int, device: torch.device) -> torch.Tensor:
-    """Positions of a call as numbers, ``[axes, rows|1, tokens]``, in the widest dtype of a device."""
+    """Return the positions of a call, ``[axes, rows|1, tokens]``, in the widest floating dtype."""
     offset, ramp = call.offset, call.form.ramp
     return angles.real(call.positions, offset, ramp, tokens, device, sum_dtype(device))
 
@@ -97,11 +98,11 @@ def sum_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def by_tables(
     call: Call, xs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients by cosine and sine tables, shaped as they are.
+    """Gradients of the cosine and sine tables, in their shapes.
 
     Args:
-        call: that was made.
-        xs, grads: what was rotated, and the gradients of the results, None where there is none.
+        call: the call to differentiate.
+        xs, grads: q and k, and the gradient of each result or None.
     """
     form, cos, sin = call.form, call.primary, cast(torch.Tensor, call.secondary)
     source = SOURCES[form.source]
@@ -140,12 +141,12 @@ def by_gates(
     grads: Sequence[torch.Tensor],
     gates: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Gradients by the tensors of gates, shaped as they are: see ``gate_gradients`` of the schema.
+    """Gradients of the gate tensors, in their shapes; see ``gate_gradients`` in the schema.
 
     Args:
-        call: that was made.
+        call: the call to differentiate.
         outputs, grads: results of the operator and their gradients.
-        gates: the tensor of the gate of each result.
+        gates: the gate tensor of each result.
     """
     form, layout = call.form, call.layout()
     found = []
@@ -160,25 +161,25 @@ def by_gates(
             shape = (1, shape[0], 1, shape[1])
         dims = [dim for dim in range(4) if shape[dim] == 1 and each.shape[dim] != 1]
         total = _sum(each, dims) if dims else each
-        # Contiguous, as compilers are told, whatever the strides of the outputs.
+        # The fake kernel promises contiguous results, whatever the strides of the outputs.
         found.append(total.reshape(gate.shape).to(dtype).contiguous())
     return found
 
 
 def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """P, or its inverse for an inverse, that broadcasts against ``[rows, heads, tokens, channels]``.
+    """Return P, or 1 / P for an inverse call, to broadcast with ``[rows, heads, tokens, channels]``.
 
     Args:
-        call: of the operator.
+        call: the call.
         which: 0 for q, 1 for k.
-        tokens: how many there are.
-        dtype: of the factor.
+        tokens: the number of tokens.
+        dtype: dtype of the result.
     """
     gate: torch.Tensor = call.carried.gates[which]
     sign = -1.0 if call.form.direction == INVERSE else 1.0
     if call.form.gate == LOG:
         return (sign * gate.to(dtype)).exp()
-    # A product of slope and position has more digits than float32, and all of them count.
+    # The exponent, slope times position, needs more digits than float32 has.
     wide, where = sum_dtype(gate.device), places(call, tokens, gate.device)
     if where.shape[0] != 1:
         raise RuntimeError("tightrope::rotate: a gate of slopes must have positions of 1 axis")
@@ -188,7 +189,7 @@ def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torc
 def _around(
     call: Call, which: int, x: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the rotation itself took, and the gradient of what it gave, between f and P."""
+    """Return the input of the rotation itself, after f, and the gradient of its output, before P."""
     parts, layout = call.carried, call.layout()
     if call.form.act != NONE:
         weight = parts.weights[which] if parts.weights else None
@@ -203,7 +204,7 @@ def _around(
 
 
 def gated(call: Call, which: int, x: torch.Tensor) -> torch.Tensor:
-    """x times P, or the inverse of an inverse, in the dtype of the factor."""
+    """Return x times P, or divided by P for an inverse call, in float32 or float64."""
     layout, dtype = call.layout(), _wide(x)
     factor = gate_factor(call, which, x.shape[layout.token], dtype)
     return layout.from_bhsd(layout.to_bhsd(x).to(dtype) * factor)
@@ -217,7 +218,7 @@ def _wide(*tensors: torch.Tensor) -> torch.dtype:
 def _pairs(
     x: torch.Tensor, pairs: int, form: Form, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and second channels of the pairs, each ``[rows, heads, tokens, pairs]``."""
+    """Return the first and the second channels of the pairs, each ``[rows, heads, tokens, pairs]``."""
     x = BY_CODE[form.layout].to_bhsd(x).narrow(-1, form.start, 2 * pairs).to(dtype)
     if form.interleaved:
         return x[..., 0::2], x[..., 1::2]
@@ -225,10 +226,10 @@ def _pairs(
 
 
 def _sum(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """A sum that is the same for any number of threads.
+    """Sum with a result that does not depend on the number of threads.
 
-    torch splits one sum among threads only where the result is a single number; two equal results
-    keep it from that.
+    torch splits a sum among threads only if the result is a single number, so that case is computed
+    as two equal sums.
     """
     if all(size == 1 for dim, size in enumerate(x.shape) if dim not in dims):
         return x.expand(2, *x.shape).sum([dim + 1 for dim in dims])[0]

@@ -1,4 +1,4 @@
-"""Layouts: which dimension of a tensor is which."""
+"""Layouts: the order of the dimensions of q and k."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Layout(NamedTuple):
     """One layout.
 
     Attributes:
-        name: what the user says.
-        code: what crosses the schema.
+        name: its public name.
+        code: its integer code in the operator's schema.
         dims: rank of the tensor.
         row, head, token: the dimension of each axis; None where the layout has none.
         to_bhsd, from_bhsd: views to [..., rows, heads, tokens, channels] and back.
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     from_bhsd: View
 
 
-# Counted from the end, so that dimensions in front (vmap's) pass through.
+# Dimensions count from the end, so that leading ones (those of vmap) pass through.
 _VIEWS: dict[str, tuple[View, View]] = {
     "bhsd": (lambda x: x, lambda x: x),
     "bshd": (lambda x: x.transpose(-3, -2), lambda x: x.transpose(-3, -2)),

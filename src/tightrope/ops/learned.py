@@ -1,4 +1,4 @@
-"""Frequencies that a caller gives in place of a spec's own, and may want to learn."""
+"""The ``inv_freq`` argument: frequencies that replace those of the spec and can be learned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .checks import check_floating, check_heads
 
 
 def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
-    """The call with phase words of these frequencies, which it carries for their gradient."""
+    """Return the call with phase words of these frequencies; it keeps them for their gradient."""
     if isinstance(inv_freq, torch.Tensor):
         check_local("inv_freq", inv_freq)
     check_floating("inv_freq", inv_freq)
@@ -29,7 +29,7 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
     full = inv_freq.reshape(axes, 1, 1 if dims == 1 else inv_freq.shape[-2], pairs)
     check_heads("inv_freq", full.shape[2], call.names, call.xs(), call.layout())
     words, turns = angles.words_from(full.detach())
-    # Turns say of a frequency that it is no number, even where positions are whole.
+    # Turns mark frequencies that are NaN or infinite, so they are needed even for integer positions.
     return call._replace(
         primary=words.contiguous(),
         secondary=turns.contiguous(),

@@ -1,4 +1,4 @@
-"""Aliasing of the tensors that a call writes: what is refused, and what is copied first."""
+"""Aliasing of the tensors that a call writes: refuse it, or copy the tensors that are still read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .call import Call
 
 
 def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors in which two elements share memory: they would be rotated twice.
+    """Refuse tensors with elements that share memory: they would be rotated twice.
 
-    Kernels refuse them too, before they change anything; this says so to the user.
+    Kernels also refuse them before they write anything; this check raises the readable error.
     """
     for name, x in zip(names, xs, strict=True):
         _check_not_frozen(name, x)
@@ -37,7 +37,7 @@ def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
 
 
 def check_apart(names: Sequence[str], written: Sequence[torch.Tensor]) -> None:
-    """Refuse one tensor that is to be written twice, where there are no addresses to compare."""
+    """Refuse to write one tensor twice; for tensors without data pointers to compare."""
     if len(written) == 2 and written[0] is written[1]:
         raise bad_value(f"the results of {names[0]} and {names[1]} must not share memory")
 
@@ -48,34 +48,36 @@ def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -
         _check_not_frozen("out", out)
     if shares_memory(outs, xs):
         raise bad_value(
-            "out must not overlap itself or what is rotated in memory; to rotate in place call "
+            "out must not overlap itself or the input in memory; to rotate in place call "
             f"{OPERATION}_",
             **{f"out[{i}]": out for i, out in enumerate(outs)},
         )
 
 
 def is_frozen(x: torch.Tensor) -> bool:
-    """Whether x is an inference tensor outside of inference mode, which torch forbids to change."""
+    """Return whether x is an inference tensor outside inference mode, which must not be changed."""
     return x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def refuse_frozen(written: Sequence[torch.Tensor]) -> None:
-    """Refuse frozen tensors: the check of torch runs in a dispatch key that our operators skip."""
+    """Refuse frozen tensors: torch's own check runs in a dispatch key that this library skips."""
     if any(map(is_frozen, written)):
-        raise RuntimeError("tightrope: an inference tensor cannot change outside of inference mode")
+        raise RuntimeError(
+            "tightrope: an inference tensor cannot be changed outside inference mode"
+        )
 
 
 def _check_not_frozen(name: str, x: torch.Tensor) -> None:
     if is_frozen(x):
         raise bad_value(
-            f"{name} is an inference tensor, which cannot change outside of inference mode; give a "
+            f"{name} is an inference tensor, which cannot be changed outside inference mode; give a "
             "clone of it",
             **{name: x},
         )
 
 
 def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> bool:
-    """Whether a tensor that is written may overlap itself, another such, or one that is read."""
+    """Return whether a written tensor may overlap itself, another written one, or a read one."""
     return (
         any(map(may_overlap_itself, written))
         or any(may_overlap(a, b) for i, a in enumerate(written) for b in written[:i])
@@ -84,12 +86,12 @@ def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] 
 
 
 def check_in_place_grad(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
-    """Refuse what autograd cannot follow, before anything is changed."""
+    """Refuse in-place changes that autograd cannot record, before anything is written."""
     for name, x in zip(names, xs, strict=True):
         base = x._base
         if x.requires_grad and (x.is_leaf or (base is not None and base.is_leaf)):
             raise bad_value(
-                f"{name} is a leaf that requires grad, or a view of one, and cannot change in "
+                f"{name} is a leaf that requires grad, or a view of one, and cannot be changed in "
                 f"place; call {OUT_OF_PLACE}",
                 **{name: x},
             )
@@ -98,25 +100,25 @@ def check_in_place_grad(names: Sequence[str], xs: Sequence[torch.Tensor]) -> Non
         made = torch._C._autograd._get_creation_meta(x)
         if made == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE:
             raise bad_value(
-                f"{name} comes from chunk, split or unbind, whose views autograd does not let "
-                f"change in place; slice instead (qkv[..., :n]), or call {OUT_OF_PLACE}",
+                f"{name} comes from chunk, split or unbind, whose views autograd does not allow "
+                f"to change in place; slice instead (qkv[..., :n]), or call {OUT_OF_PLACE}",
                 **{name: x},
             )
         if made != torch._C._autograd.CreationMeta.DEFAULT:
             raise bad_value(
-                f"{name} is a view made under no_grad, in inference mode or by a custom "
-                f"function, which autograd does not let change in place; call {OUT_OF_PLACE}",
+                f"{name} is a view made under no_grad, in inference mode or by a custom function, "
+                f"which autograd does not allow to change in place; call {OUT_OF_PLACE}",
                 **{name: x},
             )
 
 
 def _extent(x: torch.Tensor) -> int:
-    """Elements from the first to one past the last."""
+    """Return the number of elements from the first to the last in memory, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
-    """Whether a call that writes ``outs`` may write where x is, which it still reads."""
+    """Return whether writing ``outs`` may overwrite x."""
     return any(
         torch._C._is_alias_of(out, x)  # type: ignore[attr-defined]
         and (out.element_size() != x.element_size() or may_overlap(out, x))
@@ -125,25 +127,25 @@ def is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
 
 
 def copied_before(call: Call, written: Sequence[torch.Tensor] | None) -> Call:
-    """The call with copies in place of tensors that are about to change.
+    """Return the call with copies of the tensors that are about to be overwritten.
 
     Args:
-        written: what changes; None where addresses mean nothing, as behind a transform and while
-            compiling.
+        written: the tensors that change; None if data pointers are meaningless, as in a transform
+            and while compiling.
     """
 
-    def own(x: torch.Tensor | None) -> torch.Tensor | None:
+    def kept(x: torch.Tensor | None) -> torch.Tensor | None:
         return x.clone() if x is not None and (written is None or is_written(x, written)) else x
 
     q, k, primary, secondary, *others = call.tensors()
     if written is not None:
-        # Without addresses all but phase words, which belong to the library, are copied.
-        primary, secondary = own(primary), own(secondary)
-    return call.with_tensors((q, k, primary, secondary, *map(own, others)))
+        # Otherwise everything is copied except phase words, which belong to the library.
+        primary, secondary = kept(primary), kept(secondary)
+    return call.with_tensors((q, k, primary, secondary, *map(kept, others)))
 
 
 def may_overlap_itself(x: torch.Tensor) -> bool:
-    """True unless every dimension steps over all that the faster ones cover."""
+    """Return False if no elements share memory: each stride is at least the extent of all smaller ones."""
     if x.numel() == 0:
         return False
     covered = 1
@@ -156,10 +158,10 @@ def may_overlap_itself(x: torch.Tensor) -> bool:
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """False where two tensors certainly share no element.
+    """Return False only if two tensors certainly share no element.
 
-    Slices of one fused projection interleave in memory. Modulo a stride that divides all slower
-    ones, each covers one run of elements, and the runs of disjoint slices do not touch.
+    Slices of one fused projection interleave in memory. Modulo a stride that divides all larger
+    ones, each slice covers one run of elements, and the runs of disjoint slices do not touch.
     """
     if a.numel() == 0 or b.numel() == 0:
         return False
@@ -176,8 +178,7 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _run(x: torch.Tensor, period: int) -> int:
-    """Elements from the first to one past the last, of those dimensions that `period` does not
-    divide."""
+    """Return the extent in elements over the dimensions whose stride `period` does not divide."""
     return 1 + sum(
         (size - 1) * stride
         for size, stride in zip(x.shape, x.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""Registered backends by name."""
+"""The registry of backends, by name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 
 class Backend(NamedTuple):
-    """What a backend provides.
+    """The interface of a backend.
 
     Attributes:
-        why_not: why it cannot rotate a tensor, or nothing at all, in a sentence; None if it can.
-        devices: the types of the devices that it serves; none for all.
-        is_ready: whether its kernels are registered; cheap.
+        why_not: returns the reason why the backend cannot rotate a tensor, or cannot run at all if
+            no tensor is given; None if it can.
+        devices: the device types that it serves; empty for all.
+        is_ready: returns whether its kernels are registered; cheap.
     """
 
     why_not: Callable[..., str | None]
@@ -29,13 +30,13 @@ _ready_on: dict[str, Callable[[], bool]] = {}
 
 
 def add(name: str, backend: Backend) -> None:
-    """Add a backend; slower ones later."""
+    """Register a backend; call this for the fastest first."""
     BACKENDS[name] = backend
     _ready_on.update(dict.fromkeys(backend.devices, backend.is_ready))
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether x would go to a kernel rather than to the definition.
+    """Return whether a kernel, rather than the definition, would rotate x.
 
     >>> takes(torch.zeros(1, device="meta"))
     False

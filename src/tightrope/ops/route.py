@@ -1,11 +1,11 @@
-"""The route of a call. No other module inspects functorch or forward mode, or a compiler, to choose one.
+"""Choose how a call runs: its route. Only this module inspects torch's modes to decide that.
 
-The first that holds decides:
+The first rule that matches decides:
 
-* DEFINITION: the reference is forced; forward mode; compiling inside a functorch transform; a
-  transform of a call with f or P;
+* DEFINITION (plain torch): the caller forces the reference; forward mode is active; the call is
+  compiled inside a functorch transform; a functorch transform sees a call with f or P;
 * TRACED: compile, export, functionalize;
-* AUTOGRAD: other functorch transforms; eager code in which something needs a gradient;
+* AUTOGRAD: other functorch transforms; eager code in which a tensor requires grad;
 * KERNEL: everything else.
 """
 
@@ -33,7 +33,7 @@ _DENSE_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class Way(NamedTuple):
-    """The route of a call and the mode in which it was chosen.
+    """The route of a call and the torch modes that were active when it was chosen.
 
     Attributes:
         route: one of :data:`ROUTES`.
@@ -48,7 +48,7 @@ class Way(NamedTuple):
     needs_grad: bool
 
     def sees_memory(self) -> bool:
-        """Whether data pointers are meaningful."""
+        """Return whether the tensors have real data pointers, so that overlap can be checked."""
         return not self.compiling and not self.transformed
 
 
@@ -56,20 +56,20 @@ _KERNEL_WAY = Way(KERNEL, False, False, False)
 
 
 def route(call: Call) -> Way:
-    """Decide the way of a call."""
+    """Choose the route of a call."""
     compiling, transformed = torch.compiler.is_compiling(), _in_functorch()
     needs_grad = torch.is_grad_enabled() and _any_wants_grad(call)
     if call.backend == "reference" or _has_tangents(call, transformed):
         found = DEFINITION
     elif compiling:
-        # Inside torch.func.grad the compiler does not use the formula of an operator from Python; plain
-        # torch it can trace and fuse.
+        # Inside torch.func.grad the compiler ignores gradient formulas registered from Python, but it can
+        # trace and fuse plain torch.
         found = DEFINITION if transformed else TRACED
     elif transformed:
         if _functionalizes():
             found = TRACED
         else:
-            # Transforms handle plain torch everywhere, with a mapped weight too.
+            # Every transform handles plain torch, even if vmap maps a weight.
             found = AUTOGRAD if call.is_plain() else DEFINITION
     elif needs_grad:
         found = AUTOGRAD
@@ -86,14 +86,14 @@ def route_prepared(
     inverse: bool,
     around: Around | None,
 ) -> Packed | None:
-    """The arguments that a prepared rotation has kept, if its kernel may be called at once.
+    """Return the cached arguments of a prepared rotation if its kernel may be called directly.
 
-    A decoded token is a few microseconds of memory, and checks in Python would be most of its time.
-    So this looks once at each thing that the kernel cannot see; the kernel refuses all else that the
-    checks would, before it writes.
+    One decoded token takes a few microseconds of memory access; full checks in Python would take most
+    of the time. This function therefore checks only what the kernel cannot see. The kernel refuses
+    every other invalid input before it writes.
 
     Returns:
-        None where the call must be built: for what it does, or for the error that it causes.
+        None if the call must be built: because it needs another route, or to raise the readable error.
     """
     if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
         return None
@@ -105,8 +105,8 @@ def route_prepared(
         or rotation.rows != 1
         or rotation.is_stale
         or (k is not None and type(k) is not torch.Tensor)
-        or (rotation.limit is not None and _may_pass(rotation, q, layout))
-        or not takes(q)  # else the definition would run, which skips the checks
+        or (rotation.limit is not None and _may_exceed_seq_len(rotation, q, layout))
+        or not takes(q)  # otherwise the definition would run, which does not check its inputs
         or q.dim() == 0
         or q.shape[-1] != rotation.channels.head_dim
         or _in_functorch()
@@ -121,13 +121,13 @@ def route_prepared(
         return None
     if around is None:
         return packed
-    return _carrying(packed, q, k, rotation, layout, inverse, around)
+    return _with_around(packed, q, k, rotation, layout, inverse, around)
 
 
 def mode() -> str:
-    """The active mode: "compiled", "transformed" (functorch), "forward" (mode) or "eager".
+    """Return the active mode: "compiled", "transformed" (functorch), "forward" (mode) or "eager".
 
-    For code above the operator that has a way of its own, such as a model's original function.
+    For callers of the operator that have an alternative to it, such as a model's original function.
     """
     if torch.compiler.is_compiling():
         return "compiled"
@@ -137,12 +137,12 @@ def mode() -> str:
 
 
 def is_differentiated() -> bool:
-    """Whether the backward pass is itself being differentiated."""
+    """Return whether the backward pass is itself being differentiated."""
     return torch.is_grad_enabled() or _in_functorch()
 
 
 def wanted(call: Call) -> list[str]:
-    """Names of the arguments, other than q and k, that require grad."""
+    """Return the names of the arguments, other than q and k, that require grad."""
     names = []
     angles = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
     if any_requires_grad(angles):
@@ -152,13 +152,13 @@ def wanted(call: Call) -> list[str]:
     return names
 
 
-def _may_pass(rotation: PreparedRotation, q: torch.Tensor, layout: str) -> bool:
-    """Whether tokens may lie beyond the length that the caller stated for them."""
+def _may_exceed_seq_len(rotation: PreparedRotation, q: torch.Tensor, layout: str) -> bool:
+    """Return whether tokens may lie beyond the ``seq_len`` that the caller gave."""
     at = BY_NAME[layout].token
     return q.dim() <= at or rotation.passed(q.shape[at]) is not None
 
 
-def _carrying(
+def _with_around(
     packed: Plain,
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -167,10 +167,10 @@ def _carrying(
     inverse: bool,
     around: Around,
 ) -> Packed | None:
-    """Packed arguments with f and P added; None if that needs more than passing their tensors on.
+    """Add f and P to packed arguments; None if their tensors cannot be passed on unchanged.
 
-    Nothing of a tensor is kept: the kernel reads the user's own, of whatever floating dtype, so it
-    sees every change of it.
+    No tensor is copied or cached: the kernel reads the user's own tensors, in any floating dtype, so
+    it sees every change of their values.
     """
     count = 1 if k is None else 2
     first, eps, act, gate = around.acts[0], 0.0, NONE, NO_GATE
@@ -210,8 +210,8 @@ def _form_with(form: int, act: int, gate: int) -> int:
 
 
 def _in_functorch() -> bool:
-    """Whether a functorch transform (grad, vmap, ...) is at work."""
-    # The compiler has an object where there is none, so `is not None` would always be true of it.
+    """Return whether a functorch transform (grad, vmap, ...) is active."""
+    # While compiling the stack is never None, so `is not None` would always hold.
     top = torch._C._functorch.peek_interpreter_stack()
     return isinstance(top, torch._C._functorch.CInterpreter)
 
@@ -222,9 +222,9 @@ def _functionalizes() -> bool:
 
 
 def _has_tangents(call: Call, transformed: bool) -> bool:
-    """Whether forward-mode differentiation is at work, which a registered operator would ignore.
+    """Return whether forward-mode AD is active; a registered operator would ignore it.
 
-    The level is global to all threads, so outside transforms the tensors decide.
+    The forward-mode level is global to all threads, so outside transforms each tensor is inspected.
     """
     if forward_ad._current_level < 0:
         return False
@@ -234,7 +234,7 @@ def _has_tangents(call: Call, transformed: bool) -> bool:
 
 
 def _any_wants_grad(call: Call) -> bool:
-    # One by one: a loop over all tensors would take three times as long.
+    # Written out because a loop over all tensors takes three times as long.
     k, primary, secondary, positions = call.k, call.primary, call.secondary, call.positions
     return (
         call.q.requires_grad
@@ -248,7 +248,7 @@ def _any_wants_grad(call: Call) -> bool:
 
 
 def any_requires_grad(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether one of the tensors requires grad."""
+    """Return whether one of the tensors requires grad."""
     for t in tensors:
         if t is not None and t.requires_grad:
             return True

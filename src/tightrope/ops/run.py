@@ -1,7 +1,7 @@
-"""Running calls: a table of verbs and routes, each cell a short function.
+"""Run calls: a table with one short function for each verb (where results go) and route.
 
-docs/design.md shows the same table; tests/test_routes.py walks it. A call
-is split into two launches where q and k differ in the kind of f or P.
+docs/design.md shows the same table and tests/test_routes.py tests every cell. If q and k differ in
+the kind of f or P, a public call becomes two calls, one for each.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def run(calls: Sequence[Call]) -> Results:
         calls: one, or one for q and one for k.
 
     Returns:
-        What was rotated, in place or not: for each tensor one.
+        The rotated tensors, in the order of q and k.
     """
     if len(calls) == 1:
         (call,) = calls
         return _run(call, route(call))
     ways = [route(call) for call in calls]
-    calls = _apart(calls, ways)
+    calls = _separated(calls, ways)
     return [_run(call, way)[0] for call, way in zip(calls, ways)]
 
 
@@ -59,13 +59,13 @@ def run_prepared(
     inverse: bool,
     around: Around | None,
 ) -> Results | None:
-    """The kernel at once, for a prepared rotation that was used before.
+    """Call the kernel directly for a prepared rotation that was used before.
 
     Args:
         verb: "new" or "in place".
 
     Returns:
-        What was rotated; None where the call must be built, or where the kernel refuses it.
+        The rotated tensors; None if the call must be built, or if the kernel refuses it.
     """
     packed = route_prepared(rotation, q, k, layout, inverse, around)
     if packed is None:
@@ -80,7 +80,7 @@ def run_prepared(
 
 
 def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
-    """The operator for arguments that the caller has checked, where :func:`.route.mode` is "eager"."""
+    """Run the operator on arguments that the caller has checked; :func:`.route.mode` must be "eager"."""
     if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
         return run([unpack(q, k, *packed)])
     return _launch(NEW, q, k, packed)
@@ -92,9 +92,8 @@ def _run(call: Call, way: Way) -> Results:
     return TABLE[call.verb, way.route](call, way)
 
 
-def _apart(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
-    """Two calls of which the second refuses nothing once the first has written, and reads nothing that
-    the first has written."""
+def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
+    """Check both calls before the first writes, and copy what it would overwrite for the second."""
     if calls[0].verb == "new":
         return calls
     if calls[0].verb == "out":
@@ -108,7 +107,7 @@ def _apart(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
         _check_out_memory(calls)
     else:
         _check_in_place(calls, any(way.needs_grad for way in ways))
-    # Without addresses everything is copied.
+    # Without data pointers, overlap cannot be checked and everything is copied.
     later = [memory.copied_before(call, written if sees else None) for call in calls[1:]]
     return [calls[0], *later]
 
@@ -152,38 +151,38 @@ def _in_place_by_kernel(call: Call, way: Way) -> Results:
 
 
 def _in_place_by_autograd(call: Call, way: Way) -> Results:
-    """`InPlace.apply` for each tensor, where only it or the weight of a norm wants a gradient;
-    otherwise, and under transforms, `OutOfPlace.apply` of copies, written back."""
+    """`InPlace.apply` for each tensor, if only it or a norm weight requires grad; otherwise, and under
+    transforms, `OutOfPlace.apply` on copies, written back."""
     if way.transformed:
         return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
     _check_in_place([call], True)
-    # Gradients may be made of arguments, and k is rotated after q has changed.
+    # The backward pass may read the arguments, and k is rotated after q has changed.
     call = memory.copied_before(call, call.xs())
     beside = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
     if any_requires_grad((*beside, *call.carried.gates)):
-        # Gradients by angles, tables and gates need what a rotation in place overwrites.
+        # Gradients of angles, tables and gates need the values that an in-place rotation overwrites.
         return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
-    # Autograd refuses one function that returns two views, so each is a call of its own.
+    # Autograd does not allow one function to return two views, so q and k are separate calls.
     for i, x in enumerate(call.xs()):
         one = call.only([i])
-        # The copy is made out here, so that it is part of the graph: the slope of an act depends on it.
+        # The copy is made here so that it is part of the graph: the derivative of f depends on it.
         one = one._replace(q=None if one.form.act == NONE else x.clone())
         InPlace.apply(Template.of(one), x, *one.tensors())  # type: ignore[no-untyped-call]
     return call.xs()
 
 
 def _in_place_by_definition(call: Call, way: Way) -> Results:
-    """`define` of copies, written back."""
-    # Transforms check the memory of what they wrap themselves.
+    """`define` on copies, written back."""
+    # Transforms check the memory of the tensors that they wrap.
     if way.sees_memory():
         _check_in_place([call], way.needs_grad)
-    # Gradients by angles need what this overwrites.
+    # Gradients of angles need the values that this overwrites.
     return _overwrite(call.xs(), define(_copied(call)))
 
 
 def _in_place_traced(call: Call, way: Way) -> Results:
-    """The registered operator in place; where something wants a gradient, and under transforms,
-    the one for new tensors, written back."""
+    """The registered operator in place; if a tensor requires grad, and under transforms, the one for
+    new tensors, written back."""
     if way.transformed:
         return _overwrite(call.xs(), _new_traced(_copied(call), way))
     if way.needs_grad:
@@ -213,7 +212,7 @@ def _out_by_kernel(call: Call, way: Way) -> Results:
 
 
 def _out_by_autograd(call: Call, way: Way) -> Results:
-    """Refused, as `out` has no gradient; under transforms that take none, `OutOfPlace.apply`,
+    """Refused, because `out` has no gradient; under transforms without gradients, `OutOfPlace.apply`,
     written into `out`."""
     return _overwrite(call.outs, _new_by_autograd(call, way))
 
@@ -235,7 +234,7 @@ def _out_traced(call: Call, way: Way) -> Results:
     return call.outs
 
 
-#: What runs a call, by where its results go and the route that it takes.
+#: The function that runs a call, by verb and route.
 TABLE: dict[tuple[str, str], Callable[[Call, Way], Results]] = {
     ("new", KERNEL): _new_by_kernel,
     ("new", AUTOGRAD): _new_by_autograd,
@@ -252,11 +251,11 @@ TABLE: dict[tuple[str, str], Callable[[Call, Way], Results]] = {
 }
 
 
-# --- what the cells share -------------------------------------------------------------------------
+# --- shared by the cells --------------------------------------------------------------------------
 
 
 def _launch(operator: Operator, q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
-    """The operator below autograd, whose Python formula would only cost time here."""
+    """Call the operator below autograd: its gradient formula in Python would only cost time here."""
     with torch._C._AutoDispatchBelowAutograd():
         return operator.for_(packed)(q, k, *packed)  # type: ignore[no-any-return]
 
@@ -269,12 +268,12 @@ def _launch_in_place(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) ->
 
 
 def _copied(call: Call) -> Call:
-    """The call on copies of q and k, which are about to change."""
+    """Return the call on copies of q and k, which are about to be overwritten."""
     return call.on([x.clone() for x in call.xs()])
 
 
 def _overwrite(xs: Results, ys: Results) -> Results:
-    """Write each result where it belongs; gradients and transforms follow."""
+    """Copy each result into its destination, visibly to autograd and transforms."""
     for x, y in zip(xs, ys, strict=True):
         x.copy_(y)
     return xs

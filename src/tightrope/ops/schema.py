@@ -1,7 +1,7 @@
-"""The schema of the operator: the one place where its strings stand.
+"""The schemas of the operators; their strings are written only here.
 
-The dispatcher is the registry of backends. A backend registers kernels under these names for its
-dispatch key, and may be absent.
+PyTorch's dispatcher chooses the backend: each backend that is installed registers its kernels under
+these operator names for its dispatch key.
 """
 
 from __future__ import annotations
@@ -12,41 +12,42 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-#: Layouts, in the order of the codes that cross the schema: which dimension of a tensor is which.
+#: Layouts, in the order of their integer codes: the order of the dimensions of q and k.
 LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 
 FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 
-#: Where angles come from: phase words, or tables with halves duplicated, pairs duplicated, or one
-#: value per pair.
+#: Sources of the angles: phase words, or tables that repeat their halves ("cat"), repeat each value
+#: ("repeat") or hold one value per pair ("half").
 SOURCES = ("words", "cat", "repeat", "half")
 WORDS = 0
 TABLES = SOURCES[1:]
 
-#: What P is made of: nothing; the logarithms of its factors; or slopes, their logarithms per position.
+#: Kinds of P: none; given by the logarithms of its factors; or by slopes, which times the position give
+#: the logarithms.
 NO_GATE, LOG, SLOPE = 0, 1, 2
 
 _START_BITS = 20
 
 
 class Form(NamedTuple):
-    """What of a call is neither a tensor nor a length.
+    """The options of a call that are neither tensors nor lengths.
 
-    It crosses the schema packed into one integer, as every argument costs a tenth of a microsecond
-    on its way through the dispatcher, and a token in place has eight.
+    They are packed into one integer argument: each argument costs 0.1 µs in the dispatcher, of the
+    about 8 µs that rotating one token in place takes.
 
     Attributes:
         layout: index into LAYOUTS.
-        start: first rotated channel; words or tables say how many pairs rotate.
-        interleaved: whether pairs are neighbours.
-        direction: FORWARD y = P·a·R(φ)f(x); TRANSPOSE, its gradient, dx = f'(x)ᵀ·a·R(-φ)P·dy;
-            INVERSE x = R(-φ)(y / P) / a, of an f that is the identity.
-        ramp: whether the index of a token is added to its position.
+        start: first rotated channel; the phase words or tables determine the number of pairs.
+        interleaved: whether the pairing is interleaved rather than half.
+        direction: FORWARD, y = P·a·R(φ)f(x); TRANSPOSE, its gradient, dx = f'(x)ᵀ·a·R(-φ)P·dy; or
+            INVERSE, x = R(-φ)(y / P) / a, where f is the identity.
+        ramp: whether to add the token index to the position.
         source: index into SOURCES.
-        learned: whether words were made of frequencies that want a gradient, and are carried.
-        act: f by its code, an index into tightrope.activations.ACTS.
-        gate: what P is made of: NO_GATE, LOG or SLOPE.
-        numerics: 0 is exact; the rest is reserved for the arithmetic of other stacks.
+        learned: whether the extra tensors hold the frequencies of the phase words, for their gradient.
+        act: code of f: an index into tightrope.activations.ACTS.
+        gate: kind of P: NO_GATE, LOG or SLOPE.
+        numerics: 0 is exact; other values are reserved for the arithmetic of other implementations.
     """
 
     layout: int = 0
@@ -61,8 +62,8 @@ class Form(NamedTuple):
     numerics: int = 0
 
     def pack(self) -> int:
-        """One integer; the other side of the fence is `Form` in csrc/bind_problem.h."""
-        # The compiler cannot see into a cache, and needs none.
+        """Pack into one integer; `Form` in csrc/bind_problem.h unpacks it."""
+        # The compiler cannot trace a cached function, and needs no cache.
         return _pack(self) if torch.compiler.is_compiling() else _packed(self)
 
 
@@ -82,7 +83,7 @@ _BITS = (3, _START_BITS, 1, 2, 1, 2, 1, 8, 4, 8)
 
 
 def form_of(packed: int) -> Form:
-    """What :meth:`Form.pack` packed.
+    """Unpack the integer of :meth:`Form.pack`.
 
     >>> form_of(Form(start=5, ramp=False).pack())[:5]
     (0, 5, False, 0, False)
@@ -97,37 +98,37 @@ def form_of(packed: int) -> Form:
     )
 
 
-# q, k        what shares its angles; k may be absent
+# q, k        the tensors to rotate, by the same angles; k may be None
 # out_q, out_k
-#             where their rotations go: of the same shapes, dtype and device, any strides
+#             the results: same shapes, dtype and device, any strides
 # primary, secondary
-#             the source of the angles: words and, where some ω >= π, turns (see
-#             tightrope.angles.phases); or a caller's cosines and sines, of any floating dtype,
-#             [rows|1, heads|1, length, width], of which a position is a row
-# positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; none for zeros
+#             the source of the angles: phase words and, if some ω >= π, turns (see
+#             tightrope.angles.phases); or cosine and sine tables, of any floating dtype,
+#             [rows|1, heads|1, length, width], indexed by position along length
+# positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros
 # offset      added to every position
 # form        see Form
 # amplitude   a, on the rotated channels only
-# carried     tensors that only some calls have, in this order, each part for q and then for k:
-#             the frequencies that words were made of, floating [axes, rows|1, heads|1, pairs] (where
-#                 they are learned; one for both)
-#             the weights of a norm, floating [heads|1, channels] (act is a norm)
-#             what P is made of, floating, any strides: LOG [rows|1, heads|1, tokens|1, channels|1]
-#                 whatever the layout; SLOPE [heads|1, channels|1], of positions of one axis
-#             x of the forward call (direction is TRANSPOSE and there is an act)
-# eps         of a norm
+# carried     extra tensors, in this order, in each group for q and then for k:
+#             learned frequencies, from which the phase words were computed, floating
+#                 [axes, rows|1, heads|1, pairs] (if form.learned; one tensor for q and k)
+#             weights of a norm, floating [heads|1, channels] (if act is a norm)
+#             gates, floating, any strides: LOG [rows|1, heads|1, tokens|1, channels|1] in every
+#                 layout; SLOPE [heads|1, channels|1], for positions of one axis
+#             q and k of the forward call (if direction is TRANSPOSE and f is not the identity)
+# eps         epsilon of a norm
 #
-# Calls that carry something are an overload of their own. The dispatcher sees into a list only if it is
-# not optional, and one that is not costs half a microsecond even if it is empty.
+# Calls with extra tensors have an overload of their own: the dispatcher inspects the tensors of a list
+# only if the list is not optional, and such a list costs half a microsecond even if it is empty.
 #
-# rotate returns the results, and after them, where direction is TRANSPOSE and act is a norm, the
-# gradients by its weights: shaped as they are, float32 (float64 for float64).
+# rotate returns the results and, if direction is TRANSPOSE and act is a norm, the gradients of its
+# weights after them: in their shapes, float32 (float64 for float64).
 _ARGUMENTS = (
     "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int form, float amplitude"
 )
 _CARRIED = ", Tensor[] carried, float eps"
 
-#: Schemas by name and overload: of each operator, and of that which carries tensors.
+#: Schemas by name: of each operator, without and with extra tensors (overload "carried").
 ROTATIONS = {
     name + overload: f"{name}{overload}({xs}, {_ARGUMENTS}{more}) -> {result}"
     for name, xs, result in (
@@ -138,27 +139,28 @@ ROTATIONS = {
     for overload, more in (("", ""), (".carried", _CARRIED))
 }
 
-# The gradients by angles, in float64 (float32 where a device has no other): sums over heads and pairs
-# for positions, [axes, rows, tokens], and over tokens, and rows and heads that share them, for
-# frequencies, shaped as words. What is not wanted has no axes.
+# Gradients of the angles, in float64 (float32 on devices without float64): for positions,
+# [axes, rows, tokens], summed over heads and pairs; for frequencies, in the shape of the phase words,
+# summed over tokens and over the rows and heads that share them. A gradient that is not requested has
+# size 0 in its first dimension.
 #
 # y, z        results of rotate: one or two
 # grad_y, grad_z
 #             their gradients
 # words … form
-#             as they were for rotate
+#             the arguments of rotate
 ANGLE_GRADIENTS = (
     "angle_gradients(Tensor y, Tensor? z, Tensor grad_y, Tensor? grad_z, Tensor words, "
     "Tensor? turns, Tensor? positions, SymInt offset, int form, bool by_positions, "
     "bool by_frequencies) -> (Tensor, Tensor)"
 )
 
-# Gradients by the logarithms of a gate, Σ y·dy, or by slopes, Σ p·y·dy, over all that shares one:
-# shaped as the gates, float32 (float64 for float64); one for each result.
+# Gradients of the logarithms of a gate, Σ y·dy, or of slopes, Σ p·y·dy, summed over the dimensions that
+# the gate broadcasts: in the shape of the gates, float32 (float64 for float64); one for each result.
 #
 # y, z        results of rotate
 # gate_q, gate_k
-#             as they were carried
+#             the gates given to rotate
 GATE_GRADIENTS = (
     "gate_gradients(Tensor y, Tensor? z, Tensor grad_y, Tensor? grad_z, Tensor gate_q, "
     "Tensor? gate_k, Tensor? positions, SymInt offset, int form) -> Tensor[]"
@@ -179,7 +181,7 @@ gate_gradients = torch.ops.tightrope.gate_gradients.default
 
 
 class Plain(NamedTuple):
-    """What follows q and k, or the outs, in the schema; see the comment above it."""
+    """Schema arguments after q, k and the outs, of a call without extra tensors; see the comment above."""
 
     primary: Any
     secondary: Any
@@ -189,13 +191,13 @@ class Plain(NamedTuple):
     amplitude: Any
 
     def carrying(self, form: int, carried: Sequence[Any], eps: float) -> Carrying:
-        """The same with tensors that it carries, and the form that tells which they are."""
+        """Add extra tensors, with the form that describes them."""
         fixed = (self.primary, self.secondary, self.positions, self.offset)
         return Carrying(*fixed, form, self.amplitude, carried, eps)
 
 
 class Carrying(NamedTuple):
-    """As :class:`Plain`, of the overload for calls that carry tensors."""
+    """Schema arguments after q, k and the outs, of a call with extra tensors."""
 
     primary: Any
     secondary: Any
@@ -211,18 +213,18 @@ Packed: TypeAlias = Plain | Carrying
 
 
 class Operator(NamedTuple):
-    """An operator in its two overloads.
+    """The two overloads of an operator.
 
     Attributes:
-        plain: for :class:`Plain` arguments.
-        carrying: for :class:`Carrying` ones.
+        plain: takes :class:`Plain` arguments.
+        carrying: takes :class:`Carrying` arguments.
     """
 
     plain: Any
     carrying: Any
 
     def for_(self, packed: Packed) -> Any:
-        """The overload that takes these arguments."""
+        """Return the overload that takes these arguments."""
         return self.plain if type(packed) is Plain else self.carrying
 
 
@@ -232,15 +234,15 @@ OUT = Operator(rotate_into, rotate_carried_into)
 
 
 def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:
-    """q, and k where there is one."""
+    """Return q, and k if there is one."""
     return [q] if k is None else [q, k]
 
 
 def pair(xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The inverse of :func:`present`."""
+    """Undo :func:`present`."""
     return xs[0], xs[1] if len(xs) > 1 else None
 
 
 def scale(direction: int, amplitude: float) -> float:
-    """The factor on the rotated channels: an inverse divides by the amplitude."""
+    """Return the factor on the rotated channels: an inverse divides by the amplitude."""
     return 1.0 / amplitude if direction == INVERSE else amplitude

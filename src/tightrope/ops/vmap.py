@@ -1,4 +1,4 @@
-"""The vmap rule: a mapped dimension becomes rows, so a mapped call is one launch too."""
+"""The vmap rule: the mapped dimension is merged into the rows, so a mapped call is still one launch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def _in_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis: int) -> Any:
-    """Angles with `rows|1` in dimension `axis`, with or without a mapped dimension: with
-    `size * rows` there, or as they are."""
+    """Merge the mapped dimension of an angle tensor into dimension `axis`, which has size `rows|1`.
+
+    The result has `size * rows` there; a tensor that is the same for all rows stays as it is.
+    """
     if x is None or (dim is None and x.shape[axis] == 1):
         return x
     x = _to_front(x, dim, size).movedim(0, axis)  # [..., size, rows|1, ...]
@@ -43,7 +45,7 @@ def _rotate(
 
     xs = [in_rows(x, dim) for x, dim in zip(call.xs(), (dims.q, dims.k))]
     rows = xs[0].shape[0] // size if size else 0
-    # Words are [axes, rows, ...] and positions too; tables and gates are [rows, ...].
+    # Phase words and positions are [axes, rows, ...]; tables and gates are [rows, ...].
     axis = 1 if form.source == schema.WORDS else 0
 
     def each(tensors: tuple[Any, ...], own: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
@@ -68,7 +70,7 @@ def _rotate(
 
 
 def _one_by_one(size: int, call: Call, dims: Call) -> tuple[list[torch.Tensor], list[int]]:
-    """A call for each, where a weight or a slope is mapped, of which the operator takes one."""
+    """Make one call per mapped index: the operator takes only one weight or slope per call."""
     results = []
     for i in range(size):
         each = zip(call.tensors(), dims.tensors())
@@ -118,7 +120,7 @@ def _rotate_into(
 
 
 def register() -> None:
-    """Register the vmap rules; once, at import."""
+    """Register the vmap rules; called once, at import."""
     for operator, rule in (
         (schema.rotate, _rotate),
         (schema.rotate_carried, _rotate),

@@ -1,4 +1,4 @@
-"""The C++ backend: fused loops for every instruction set, over torch's own thread pool."""
+"""The C++ backend: fused loops for each instruction set, parallel on torch's own thread pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding and loading the native library, whose kernels register themselves for CPU tensors."""
+"""Find and load the native library; its kernels register themselves for CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from ... import words as words_
 
-#: The kinds of device whose tensors it rotates.
+#: Device types that this backend serves.
 DEVICES = ("cpu",)
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -30,7 +30,7 @@ _missing: str | None = "it was not loaded yet"
 
 
 def register() -> None:
-    """Load the library, if there is one; say once how to get it, if there is none."""
+    """Load the library; if it is missing, warn once how to get it."""
     global _library, _missing
     if os.environ.get("TIGHTROPE_NATIVE") == "0":
         _missing = "the native library is switched off by TIGHTROPE_NATIVE=0"
@@ -50,10 +50,10 @@ def register() -> None:
 
 
 def why_not(x: torch.Tensor | None = None) -> str | None:
-    """Why this backend would not run, in a sentence; None if it would.
+    """Return the reason why this backend cannot run, or None if it can.
 
     Args:
-        x: the tensor to rotate; without one, whether the backend is there at all.
+        x: the tensor to rotate; without one, the question is whether the backend is available.
     """
     if _missing is not None:
         return _missing
@@ -63,12 +63,12 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
 
 
 def is_ready() -> bool:
-    """Whether the kernels are registered."""
+    """Return whether the kernels are registered."""
     return _missing is None
 
 
 def instruction_set() -> str | None:
-    """The instruction set in use: "avx512", "avx2" or "baseline"; None without the library."""
+    """Return the instruction set in use: "avx512", "avx2" or "baseline"; None without the library."""
     if _library is None:
         return None
     name: bytes | None = _library.tightrope_instruction_set()
@@ -76,7 +76,7 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that this processor supports, best first."""
+    """Return the instruction sets that this processor supports, best first."""
     names: list[str] = []
     while _library is not None and (name := _library.tightrope_supported_set(len(names))):
         names.append(name.decode())
@@ -84,9 +84,9 @@ def instruction_sets() -> list[str]:
 
 
 def use_instruction_set(name: str) -> None:
-    """Switch to an instruction set for the rest of the process, to compare or to debug.
+    """Switch to another instruction set for the rest of the process, to compare or to debug.
 
-    The environment variable TIGHTROPE_CPU_ISA does the same from the start.
+    The environment variable TIGHTROPE_CPU_ISA selects one at start-up.
 
     Raises:
         ValueError: this processor does not support it.

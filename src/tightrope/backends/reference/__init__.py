@@ -1,6 +1,6 @@
-"""The definition: the operator in plain torch, for every device.
+"""The reference backend: the definition of the operator in plain torch, for every device.
 
-Every other backend is an optimisation of this one and is tested against it.
+The other backends are optimisations of this one and are tested against it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels of the definition, for every device that has no other."""
+"""The definition as a kernel, for every device without a kernel of its own."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from ...ops.definition import define
 from ...ops.memory import shares_memory
 from ...ops.schema import form_of, library, present
 
-#: The kinds of device whose tensors it rotates: none is left out.
+#: Device types that this backend serves; empty for all.
 DEVICES: tuple[str, ...] = ()
 
 
 def why_not(x: torch.Tensor | None = None) -> str | None:
-    """Nothing that the operator takes is beyond its definition."""
+    """Return None: the definition can run every call of the operator."""
     return None
 
 
 def is_ready() -> bool:
-    """It needs nothing but torch."""
+    """Return True: this backend needs only torch."""
     return True
 
 
 def compose(*arguments: Any, **named: Any) -> list[torch.Tensor]:
-    """The definition, of the schema's arguments."""
+    """Compute the definition from the schema's arguments."""
     return define(unpack(*arguments, **named))
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
-    """As ``rotate`` of :mod:`tightrope.ops.schema`."""
-    # Outputs have the strides that empty_like gives, as every backend's and the fake kernel's do.
+    """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
+    # Outputs have the strides of empty_like, like those of every backend and of the fake kernel.
     ys = compose(q, k, *arguments)
     xs = present(q, k)
     return [torch.empty_like(x).copy_(y) for x, y in zip(xs, ys)] + ys[len(xs) :]
 
 
 def rotate_(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> None:
-    """As ``rotate_`` of :mod:`tightrope.ops.schema`."""
+    """Implement ``rotate_``; see :mod:`tightrope.ops.schema`."""
     xs = present(q, k)
     if shares_memory(xs):
         raise RuntimeError("tightrope::rotate_: memory overlaps")
@@ -55,7 +55,7 @@ def rotate_into(
     out_k: torch.Tensor | None,
     *arguments: Any,
 ) -> None:
-    """As ``rotate_into`` of :mod:`tightrope.ops.schema`."""
+    """Implement ``rotate_into``; see :mod:`tightrope.ops.schema`."""
     outs = present(out_q, out_k)
     if shares_memory(outs, present(q, k)):
         raise RuntimeError("tightrope::rotate_into: memory overlaps")
@@ -76,7 +76,7 @@ def angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the
     by_positions: bool,
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``angle_gradients`` of :mod:`tightrope.ops.schema`."""
+    """Implement ``angle_gradients``; see :mod:`tightrope.ops.schema`."""
     call = Call(y, z, words, turns, positions, offset, form_of(form), 1.0)
     return gradients.by_angles(
         call, call.xs(), present(grad_y, grad_z), by_positions, by_frequencies
@@ -94,13 +94,13 @@ def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the 
     offset: int,
     form: int,
 ) -> list[torch.Tensor]:
-    """As ``gate_gradients`` of :mod:`tightrope.ops.schema`."""
+    """Implement ``gate_gradients``; see :mod:`tightrope.ops.schema`."""
     call = Call(y, z, None, None, positions, offset, form_of(form), 1.0)
     return gradients.by_gates(call, call.xs(), present(grad_y, grad_z), present(gate_q, gate_k))
 
 
 def register() -> None:
-    """Make this the kernel of every device that has no other."""
+    """Register the definition for every device without a kernel of its own; called once, at import."""
     for operator, kernel in (
         (schema.rotate, rotate),
         (schema.rotate_carried, rotate),
@@ -112,7 +112,7 @@ def register() -> None:
         (schema.gate_gradients, gate_gradients),
     ):
         library.impl(operator, kernel, "CompositeExplicitAutograd")
-    # The vmap under is_grads_batched and vectorised jacobians, which knows no rules of ours.
+    # The legacy vmap of is_grads_batched and vectorised jacobians, which ignores registered vmap rules.
     for operator, kernel in (
         (schema.rotate, compose),
         (schema.rotate_carried, compose),

@@ -1,4 +1,4 @@
-"""The Triton backend: one kernel for the operator, on the GPUs that Triton compiles for."""
+"""The Triton backend: one fused kernel, for the GPUs that Triton supports."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
-"""How much a program takes on: a table, and the machine that it was measured on.
+"""Block sizes of the kernels: a table, and the machine on which it was measured.
 
-Shapes are chosen by what a call is, not tuned by running it: no length is timed, and the same call has
-the same programs everywhere, which keeps sums in one order.
+The sizes depend only on the kind of call and are not autotuned: nothing is timed at run time, and the
+same call has the same programs everywhere, which fixes the order of its sums.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: The machine that the numbers below were measured on.
+#: The machine on which the numbers below were measured.
 MEASURED_ON = "not measured yet: derived from 16 bytes per load and thread, two loads under way"
 
 
 class Blocks(NamedTuple):
-    """What a program of one kind takes on.
+    """Block sizes of one kind of program.
 
     Attributes:
-        pairs: tokens times (padded) pairs of a tile; tokens follow from it.
-        warps: of a program.
-        together: heads that are under way at a time; one where more of a head than its pairs is held.
-        channels: tokens times (padded) channels of a tile, at most.
-        registers: that a thread may have on NVIDIA's GPUs; 0 leaves it to the compiler, which would
-            rather have few and load the second head when it is done with the first.
+        pairs: tokens times (padded) pairs of a tile; determines the number of tokens.
+        warps: warps per program.
+        together: heads that are loaded at a time; 1 if registers hold more of a head than its pairs.
+        channels: maximum of tokens times (padded) channels of a tile.
+        registers: registers per thread on NVIDIA GPUs; 0 leaves the choice to the compiler, which
+            prefers fewer registers and loads the second head only after the first is finished.
     """
 
     pairs: int
@@ -31,46 +31,46 @@ class Blocks(NamedTuple):
     registers: int = 0
 
 
-# By the bytes of an element: a thread has 16 bytes of either member of its pairs.
+# Keyed by bytes per element. A thread holds 16 bytes of each member of its pairs.
 PLAIN = {
     2: Blocks(1024, 4, 2, 8192, 80),
     4: Blocks(512, 4, 2, 8192, 80),
     8: Blocks(512, 4, 1, 4096),
 }
 
-# With an act, a gate, or angles of each head there is more to hold per pair.
+# An activation, a gate or per-head angles need more registers per pair.
 HEAVY = {
     2: Blocks(1024, 4, 1, 4096, 96),
     4: Blocks(512, 4, 1, 4096, 96),
     8: Blocks(256, 4, 1, 2048),
 }
 
-# The transpose of an act holds its input besides.
+# The transpose of an activation also holds its input.
 BACK = {
     2: Blocks(1024, 4, 1, 4096, 128),
     4: Blocks(512, 4, 1, 4096, 128),
     8: Blocks(256, 4, 1, 2048),
 }
 
-# Where no access is of 16 bytes, addresses take as many registers as what they are of.
+# Without 16-byte accesses, addresses take as many registers as the data.
 APART = {2: Blocks(256, 4, 1, 1024), 4: Blocks(256, 4, 1, 1024), 8: Blocks(128, 4, 1, 512)}
 
 # Sums over heads hold two values per pair.
 SUMS = {2: Blocks(1024, 4, 1, 4096), 4: Blocks(512, 4, 1, 4096), 8: Blocks(256, 4, 1, 2048)}
 
-#: Where there are fewer programs than this, heads are shared out among more of them.
+#: With fewer programs than this, the heads are divided among more of them.
 PROGRAMS = 512
 
-#: Wider heads than this are left to the definition: a tile of one token would not fit in registers.
+#: The definition handles heads with more channels: a tile of one token would not fit in registers.
 WIDEST = 2048
 
 
-#: Floats that the sums of tiles take at most, where heads have weights of their own.
+#: Maximum number of floats for the sums of tiles if each head has its own weights.
 MOST_SUMS = 1 << 23
 
 
 def tiles_summed(channels: int) -> int:
-    """Tiles whose sums there is room for, of all channels of all heads.
+    """Return the number of tiles whose sums fit in :data:`MOST_SUMS`, given the channels of all heads.
 
     >>> tiles_summed(40 * 128)
     1638
@@ -78,22 +78,22 @@ def tiles_summed(channels: int) -> int:
     return max(MOST_SUMS // channels, 1)
 
 
-#: More programs than this a grid does not hold in its second dimension.
+#: Maximum number of programs in the second dimension of a grid.
 MOST_ACROSS = 65535
 
 
 def blocks_of(
     element: int, heavy: bool, back: bool, long: bool, whole: bool, all_whole: bool
 ) -> Blocks:
-    """The shape of a rotation.
+    """Return the block sizes of a rotation.
 
     Args:
-        element: bytes of one.
-        heavy: whether there is an act, a gate, or angles of each head.
-        back: whether it is the transpose of an act.
-        long: whether more of a head than its pairs is held.
-        whole: whether what is turned is read and written by 16 bytes.
-        all_whole: whether all else is.
+        element: bytes per element.
+        heavy: whether the call has an activation, a gate or per-head angles.
+        back: whether it is the transpose of an activation.
+        long: whether registers hold more of a head than its pairs.
+        whole: whether q, k and the results are accessed in 16-byte units.
+        all_whole: whether all other tensors are.
 
     >>> blocks_of(2, False, False, False, True, True).pairs
     1024
@@ -103,12 +103,12 @@ def blocks_of(
     if heavy and not whole:
         return APART[element]
     found = (BACK if back else HEAVY if heavy else PLAIN)[element]
-    # What needs more registers is not held to a number.
+    # Calls that need more registers leave the choice to the compiler.
     return found if whole and all_whole and not long else found._replace(registers=0)
 
 
 def power_of_two(n: int) -> int:
-    """The least that is no less than n, and at least 1.
+    """Return the smallest power of two that is at least n and at least 1.
 
     >>> power_of_two(0), power_of_two(5), power_of_two(64)
     (1, 8, 64)
@@ -117,11 +117,11 @@ def power_of_two(n: int) -> int:
 
 
 def tokens_of(blocks: Blocks, pairs: int, rest: int = 0) -> int:
-    """Tokens of a tile, a power of two.
+    """Return the tokens of a tile, a power of two.
 
     Args:
-        pairs: of a head, padded.
-        rest: channels of it that are held beside its pairs, padded.
+        pairs: padded number of pairs of a head.
+        rest: padded number of its other channels that registers hold.
 
     >>> tokens_of(Blocks(1024, 4, 2, 8192), 64), tokens_of(Blocks(1024, 4, 2, 8192), 16, 160)
     (16, 32)
@@ -131,7 +131,7 @@ def tokens_of(blocks: Blocks, pairs: int, rest: int = 0) -> int:
 
 
 def chunk_of(heads: int, tiles: int, together: int) -> int:
-    """Heads of a program.
+    """Return the number of heads of a program.
 
     >>> chunk_of(32, 4096, 2), chunk_of(32, 1, 2), chunk_of(1, 1, 2)
     (32, 2, 2)

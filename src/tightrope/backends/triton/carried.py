@@ -1,4 +1,4 @@
-"""What f and P of a call are made of, as the rotation kernel takes it."""
+"""The extra tensors of f and P, prepared for the rotation kernel."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .views import View, broadcast_strides, vector_of
 
 
 class Read(NamedTuple):
-    """What a call carries, as the rotation kernel reads it.
+    """Dtypes and strides of the extra tensors of a call.
 
     Attributes:
-        types: of its tensors, by their names in :class:`Carries`.
-        norms, gates, inputs: the steps of each for q and for k, where the call has any.
-        gate_vector, input_vector: elements that strides count; 0 if channels do not lie side by side.
+        types: dtypes, by the field names of :class:`Carries`.
+        norms, gates, inputs: strides for q and for k; empty if the call has none.
+        gate_vector, input_vector: unit of the strides, in elements; 0 if channels are not contiguous.
     """
 
     types: dict[str, torch.dtype]
@@ -31,7 +31,7 @@ class Read(NamedTuple):
     input_vector: int
 
     def steps(self, which: int) -> dict[str, Any]:
-        """The part for q (0) or k (1), by the names of :class:`OperandSteps`."""
+        """Return the strides for q (0) or k (1), by the field names of :class:`OperandSteps`."""
         every = {"norm": self.norms, "gate": self.gates, "input": self.inputs}
         return {name: found[which] for name, found in every.items() if found}
 
@@ -39,13 +39,13 @@ class Read(NamedTuple):
 def read(
     form: Form, parts: Carried, views: Sequence[View], axes: int, device: torch.device
 ) -> Read:
-    """How the kernel reads what a call carries, checked against what it turns.
+    """Check the extra tensors of a call against q and k, and describe them for the kernel.
 
     Args:
-        form, parts: of the call.
-        views: of q and k.
-        axes: of positions.
-        device: of q.
+        form, parts: the form and the extra tensors of the call.
+        views: views of q and k.
+        axes: number of position axes.
+        device: device of q.
     """
     types: dict[str, torch.dtype] = {}
     for kind, part in (("norm", parts.weights), ("gate", parts.gates), ("input", parts.inputs)):
@@ -69,7 +69,7 @@ def _weights(weights: Sequence[torch.Tensor], views: Sequence[View]) -> list[int
             and weight.is_floating_point(),
             "weights must be [heads|1, channels]",
         )
-    # Whether heads have weights of their own, which are handed over contiguous.
+    # 1 if each head has its own weights. The kernel gets them contiguous.
     return [int(weight.shape[0] != 1) for weight in weights]
 
 
@@ -108,7 +108,10 @@ def _inputs(
 def _scaled(
     tensors: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]
 ) -> tuple[list[Steps], int]:
-    """Strides by the elements of an access, and how many these are: 0 if single ones are counted."""
+    """Return the strides in units of 16-byte accesses, and that unit in elements.
+
+    If an access is not possible, strides are in elements and the unit is 0.
+    """
     one_size = len({x.element_size() for x in tensors}) == 1
     vector = vector_of(tensors, strides) if one_size else 0
     return [steps_of(steps, vector or 1) for steps in strides], vector

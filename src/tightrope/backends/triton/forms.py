@@ -1,7 +1,7 @@
-"""From a call of the operator to its launch: everything that its shapes decide, worked out once.
+"""Check the arguments of an operator and derive the kernel parameters that depend on their shapes.
 
-What is checked here, before anything is launched, keeps a direct call of the raw operator from reading
-or writing outside its tensors; sentences for users are worded in tightrope.ops.checks.
+These checks keep a direct call of the raw operator from reading or writing outside its tensors. The
+errors that users see are raised in tightrope.ops.checks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _POSITIONS = {torch.int32: 1, torch.int64: 1, torch.float32: 2, torch.float64: 2
 
 @dataclass(frozen=True)
 class Source:
-    """Where the angles of a call come from, as kernels take it.
+    """Kernel parameters for the source of the angles.
 
     Attributes:
-        positions, steps, kind: of positions and of angles.
-        pairs, rows, heads: of the words or tables.
-        axes: of the words.
+        positions: strides of the positions.
+        steps, kind: sizes and strides, and kind, of the angles.
+        pairs, rows, heads: sizes of the phase words or tables.
+        axes: number of position axes.
     """
 
     positions: PositionSteps
@@ -43,7 +44,7 @@ class Source:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Parameters of the kernels, by name."""
+        """The kernel parameters by name."""
         return {
             "position_steps": self.positions,
             "angle_steps": self.steps,
@@ -51,14 +52,14 @@ class Source:
         }
 
 
-def require(condition: bool, what: str) -> None:
+def require(condition: bool, rule: str) -> None:
     """Refuse a direct call of the operator that does not fit its schema."""
     if not condition:
-        raise RuntimeError(f"tightrope: {what}")
+        raise RuntimeError(f"tightrope: {rule}")
 
 
 def views_of(xs: Sequence[torch.Tensor], form: Form) -> list[View]:
-    """q and k as their layout sees them, which share rows, tokens and channels."""
+    """Return views of q and k; check that they have equal rows, tokens and channels."""
     require(form.layout < len(BY_CODE), "layout")
     require(form.direction <= 2, "direction")
     layout = BY_CODE[form.layout]
@@ -87,7 +88,7 @@ def source_of(
     views: Sequence[View],
     device: torch.device,
 ) -> Source:
-    """Words or tables, and positions, checked against what they turn."""
+    """Check phase words or tables, and positions, against q and k; derive the kernel parameters."""
     vector = 0
     if form.source == WORDS:
         for words in (primary, secondary):
@@ -100,10 +101,10 @@ def source_of(
                     and words.device == device
                     and words.shape == primary.shape
                 ),
-                "words must be contiguous int64 [axes, rows|1, heads|1, pairs]",
+                "phase words must be contiguous int64 [axes, rows|1, heads|1, pairs]",
             )
         axes, rows, heads, pairs = primary.shape
-        require(axes >= 1, "words must have an axis")
+        require(axes >= 1, "phase words must have an axis")
         steps = AngleSteps(rows=rows, heads=heads)
     else:
         if secondary is None:
@@ -123,7 +124,7 @@ def source_of(
         pairs = width if kind == "half" else width // 2
         step = 2 if kind == "repeat" else 1
         both = [broadcast_strides(table) for table in (primary, secondary)]
-        # Neighbours that hold the same are a stride of two.
+        # Tables that repeat each value are read with a stride of two.
         both = [(*steps[:3], (steps[3] or 1) * step) for steps in both]
         vector = vector_of((primary, secondary), both)
         cos, sin = [steps_of(found, vector or 1) for found in both]
@@ -160,18 +161,18 @@ def source_of(
 
 
 def steps_of(strides: Sequence[int], unit: int = 1) -> Steps:
-    """Strides, of which all but that of channels count so many elements."""
+    """Return strides in units of that many elements, except that of the channels."""
     row, head, token, channel = strides
     return Steps(row // unit, head // unit, token // unit, channel)
 
 
 def unit_of(views: Sequence[View], element: int, pointers_aligned: bool) -> int:
-    """How many elements strides count: those of an access, where every head begins at one."""
+    """Return the unit of strides in elements: a 16-byte access if every head is aligned, else 1."""
     return ACCESS // element if pointers_aligned and is_aligned(views, element) else 1
 
 
 def head_of(form: Form, pairs: int, head_dim: int) -> Head:
-    """What of a head rotates, and the blocks that hold it; the rest is for the caller to say."""
+    """Return the constants of a head; the caller fills in BLOCK_T, UNIT and WIDE."""
     return Head(
         DIM=head_dim,
         START=form.start,
@@ -187,9 +188,9 @@ def head_of(form: Form, pairs: int, head_dim: int) -> Head:
 
 
 def amplitudes_of(form: Form, amplitude: float, wide: bool) -> Amplitude:
-    """The factors of cosines and of sines.
+    """Return the factors of the cosines and of the sines.
 
-    A float parameter is float32, so float64 crosses as the integer with its bits.
+    A float parameter of a kernel is float32, so a float64 is passed as an integer with the same bits.
     """
     factor = scale(form.direction, float(amplitude))
     both = factor, factor if form.direction == FORWARD else -factor

@@ -1,9 +1,9 @@
-"""What kernels hand to each other, grouped by what it is about.
+"""Named tuples that group the parameters of the kernels.
 
-Triton takes named tuples apart when it compiles: a group is no object on the device, and costs nothing.
-Groups in capitals hold constants. A group, or a part of one, that a call does not have is None.
+Triton unpacks named tuples when it compiles, so a group costs nothing on the device. Groups with fields
+in capitals hold compile-time constants. A group or field that a call does not need is None.
 
-Groups of constants are made by the host alone: inside a kernel, Triton would make values of them.
+Only the host creates groups of constants: inside a kernel, Triton would turn them into runtime values.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 
 class Steps(NamedTuple):
-    """Strides of a tensor. Those of rows, heads and tokens count accesses of several elements where
-    all of its heads begin at one (`VECTOR`, `GATE_VECTOR`, …), and elements otherwise."""
+    """Strides of a tensor.
+
+    The strides of rows, heads and tokens are in units of 16-byte accesses if every head is aligned to
+    one (constants `VECTOR`, `GATE_VECTOR`, …), otherwise in elements.
+    """
 
     row: Any
     head: Any
@@ -22,11 +25,11 @@ class Steps(NamedTuple):
 
 
 class PositionSteps(NamedTuple):
-    """How positions follow each other.
+    """Strides of the positions.
 
     Attributes:
-        axis, row, token: strides of the tensor of positions; None without one.
-        ramp: what each token adds to the position of the one before it: 1 or 0.
+        axis, row, token: strides of the position tensor; None without one.
+        ramp: 1 to add the token index to the positions, otherwise 0.
     """
 
     axis: Any
@@ -36,12 +39,12 @@ class PositionSteps(NamedTuple):
 
 
 class AngleSteps(NamedTuple):
-    """Sizes and strides of phase words, or of tables; the others are None.
+    """Sizes of the phase words, or size and strides of the tables; the other fields are None.
 
     Attributes:
-        rows, heads: of words.
-        length: of tables, in positions.
-        cos, sin: strides of tables, their pairs as channels.
+        rows, heads: sizes of the phase words.
+        length: number of positions in the tables.
+        cos, sin: strides of the tables, with pairs as channels.
     """
 
     rows: Any = None
@@ -52,21 +55,21 @@ class AngleSteps(NamedTuple):
 
 
 class Amplitude(NamedTuple):
-    """Factors of cosines and of sines, the latter with the direction in its sign."""
+    """Factors of the cosines and of the sines; the sign of the latter is the direction."""
 
     cosine: Any
     sine: Any
 
 
 class OperandSteps(NamedTuple):
-    """The heads of q or of k, and the strides of what belongs to them.
+    """Number of heads of q or k, and the strides of its tensors.
 
     Attributes:
-        heads: their number.
-        x, out: what is turned, and the results.
-        norm: 1 if heads have weights of their own, 0 if they share them.
-        gate: logarithms or slopes.
-        input: x of the forward call.
+        heads: number of heads.
+        x, out: strides of the tensor to rotate and of the result.
+        norm: 1 if each head has its own norm weights, 0 if they share them.
+        gate: strides of the logarithms or slopes.
+        input: strides of x of the forward call.
     """
 
     heads: Any
@@ -78,7 +81,7 @@ class OperandSteps(NamedTuple):
 
 
 class Carries(NamedTuple):
-    """Tensors that only some calls have, for q and for k, and the first tile of a launch of several."""
+    """Extra tensors for q and k, and the first tile of the launch if a call needs several launches."""
 
     norm_q: Any = None
     norm_k: Any = None
@@ -92,12 +95,12 @@ class Carries(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """What the programs of a rotation share out.
+    """The work that the programs of a rotation divide among themselves.
 
     Attributes:
-        count: tokens of all rows.
-        tokens: of a row.
-        chunk: heads of a program.
+        count: tokens of all rows together.
+        tokens: tokens per row.
+        chunk: heads per program.
     """
 
     count: Any
@@ -106,7 +109,7 @@ class Extent(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Rows, the tokens of each, and the tiles that these are shared out in."""
+    """Number of rows, tokens per row, and tiles per row."""
 
     rows: Any
     tokens: Any
@@ -114,17 +117,17 @@ class Tiling(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Constants: the channels of a head, and the blocks that hold them.
+    """Constants: the channels of a head, and the block sizes for them.
 
     Attributes:
-        DIM: channels.
-        START: where the rotated slice begins.
-        PAIRS: that rotate.
-        BLOCK_T: tokens of a tile.
-        BLOCK_P, BLOCK_F, BLOCK_B: places for pairs, and for channels in front of and behind them.
-        INTERLEAVED: whether the members of a pair are neighbours.
-        UNIT: whether channels lie side by side.
-        WIDE: whether all is computed in float64.
+        DIM: number of channels.
+        START: first channel of the rotated slice.
+        PAIRS: number of rotated pairs.
+        BLOCK_T: tokens per tile.
+        BLOCK_P, BLOCK_F, BLOCK_B: padded number of pairs, of channels before and after the slice.
+        INTERLEAVED: whether the pairing is interleaved.
+        UNIT: whether channels have stride 1.
+        WIDE: whether to compute in float64.
     """
 
     DIM: Any
@@ -140,15 +143,15 @@ class Head(NamedTuple):
 
 
 class AngleKind(NamedTuple):
-    """Constants: where angles come from.
+    """Constants: the source of the angles.
 
     Attributes:
-        TABLES: whether from a caller's tables; otherwise from phase words.
-        TABLE_VECTOR: elements that strides of tables count; 0 if pairs do not lie side by side.
-        AXES: of positions.
-        POSITIONS: 0 without a tensor of positions, 1 if they are integers, 2 if floating.
-        TURNS: whether there are whole turns beside the words.
-        ROWS, HEADS: whether rows and heads have angles of their own.
+        TABLES: whether angles come from tables; otherwise from phase words.
+        TABLE_VECTOR: unit of the table strides, in elements; 0 if pairs are not contiguous.
+        AXES: number of position axes.
+        POSITIONS: 0 without a position tensor, 1 if positions are integers, 2 if floating.
+        TURNS: whether there are whole turns beside the phase words.
+        ROWS, HEADS: whether each row and each head has its own angles.
     """
 
     TABLES: Any
@@ -161,16 +164,16 @@ class AngleKind(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Constants: what a rotation does.
+    """Constants: the kind of call.
 
     Attributes:
-        ACT, GATE, DIRECTION: f, P and the way round, by the codes of tightrope.ops.schema.
-        REST: whether channels that do not rotate are written too.
-        TOGETHER: heads that are under way at a time.
-        VECTOR: elements that strides of x and of results count.
-        GATE_VECTOR, INPUT_VECTOR: those of gates and inputs; 0 if channels do not lie side by side.
-        ONE_SUM: whether heads share the sums for the gradients by weights.
-        BITS: whether rounding to bfloat16 is spelled out.
+        ACT, GATE, DIRECTION: f, P and direction, by the codes of tightrope.ops.schema.
+        REST: whether to write the channels outside the rotated slice too.
+        TOGETHER: number of heads that are loaded at a time.
+        VECTOR: unit of the strides of x and results, in elements.
+        GATE_VECTOR, INPUT_VECTOR: the same for gates and inputs; 0 if channels are not contiguous.
+        ONE_SUM: whether heads share one sum for the gradient of the norm weights.
+        BITS: whether to round to bfloat16 with integer operations.
     """
 
     ACT: Any
@@ -185,15 +188,15 @@ class Kind(NamedTuple):
     BITS: Any
 
 
-#: Groups that are one constant each to Triton; the others it takes apart.
+#: Groups that Triton takes as one constant each; it unpacks the others.
 CONSTANTS = (Head, AngleKind, Kind)
 
 
-# What follows is made inside of kernels.
+# The groups below are created inside kernels.
 
 
 class Tile(NamedTuple):
-    """The tokens of a program: their rows, their places in them, and whether they are there."""
+    """The tokens of a program: row, index in the row, and whether the token exists."""
 
     row: Any
     token: Any
@@ -201,7 +204,7 @@ class Tile(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Positions as a tensor, which may be None, what is added to them, and their steps."""
+    """Position tensor or None, the offset that is added, and the strides."""
 
     ids: Any
     offset: Any
@@ -209,7 +212,7 @@ class Positions(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Phase words and turns, or cosines and sines, their steps, their amplitude, and positions."""
+    """Phase words and turns, or tables; their sizes and strides, the amplitude, and the positions."""
 
     primary: Any
     secondary: Any
@@ -219,7 +222,7 @@ class Angles(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The tensors of q or of k, and their steps."""
+    """The tensors of q or of k, and their strides."""
 
     x: Any
     out: Any
@@ -231,7 +234,7 @@ class Operand(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a head begins, in elements: [tokens, 1] each, but one place for weights."""
+    """Offsets of a head in elements: [tokens, 1] each; one scalar for the norm weights."""
 
     out: Any
     norm: Any
@@ -239,8 +242,8 @@ class Places(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Logarithms or slopes, where those of a head begin, their channel stride, and of slopes the
-    positions, in two parts that add up to them."""
+    """Logarithms or slopes, the offset of a head in them, their channel stride; and for slopes the
+    positions as the sum of two parts."""
 
     of: Any
     at: Any

@@ -1,10 +1,9 @@
-"""From a kernel and its arguments to a launch: what is compiled, and when again.
+"""Compile and launch kernels.
 
-Triton's own launcher looks at every argument of every call, and compiles anew for an integer that is 1
-or a multiple of 16. Here a kernel is compiled for what it is given as constants, for the types of its
-tensors and for one alignment of all of them; integers are int64 and nothing of their values is
-known. So lengths and offsets never compile anything, and a launch costs what it takes to hand over
-its arguments.
+Triton's own launcher inspects every argument of every call, and recompiles for integers that are 1 or a
+multiple of 16. Here a kernel is specialised only on its constants, on the dtypes of its tensors and on
+which of them are aligned; integers are int64 and never specialised. Lengths and offsets therefore never
+trigger a compilation, and a launch costs little more than passing its arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from . import kernels
 from .blocks import Blocks
 from .groups import CONSTANTS
 
-#: What a kernel is given, in the order of its parameters: tensors as types, numbers, groups, None.
+#: Arguments of a kernel in the order of its parameters: dtypes in place of tensors, numbers, groups, None.
 Values: TypeAlias = Sequence[Any]
 
 _TYPES = {
@@ -30,7 +29,7 @@ _TYPES = {
     torch.int64: "*i64",
 }
 
-# Compiled kernels by all that they are compiled for. Their number is the number of compilations.
+# Compiled kernels by everything that they are specialised on; one entry per compilation.
 compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -39,7 +38,7 @@ INTERPRETED = not hasattr(kernels.rotate, "cache_key")
 
 
 def signature_of(kernel: Any, values: Values) -> tuple[Any, ...]:
-    """The type of each parameter, and of each member of a group that is not of constants."""
+    """Return the Triton type of each parameter; for a group of runtime values, of each field."""
     return tuple(
         [
             "constexpr" if parameter.is_constexpr else _type_of(value)
@@ -49,7 +48,7 @@ def signature_of(kernel: Any, values: Values) -> tuple[Any, ...]:
 
 
 def _type_of(value: Any) -> Any:
-    """A pointer, i64, fp32, "constexpr" for None, or a group of these."""
+    """Return a pointer type, "i64", "fp32", "constexpr" for None, or a group of these."""
     if value is None:
         return "constexpr"
     if isinstance(value, tuple):
@@ -60,7 +59,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _leaves(names: Sequence[str], types: Sequence[Any], values: Values) -> Iterator[Any]:
-    """What parameters and groups consist of: the path, name, type and value of each."""
+    """Yield path, name, type and value of each parameter, and of each field of each group."""
     for i, (name, kind, value) in enumerate(zip(names, types, values, strict=True)):
         if isinstance(kind, str):
             yield (i,), name, kind, value
@@ -70,13 +69,12 @@ def _leaves(names: Sequence[str], types: Sequence[Any], values: Values) -> Itera
 
 
 def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
-    """What ``triton.compile`` takes.
+    """Return the source object for ``triton.compile``.
 
     Args:
         kernel: a function of :mod:`.kernels`.
-        values: for each of its parameters the dtype of a tensor, a number, a group of
-            :mod:`.groups`, or None.
-        aligned: the tensors that begin at a multiple of 16 bytes.
+        values: for each parameter the dtype of a tensor, a number, a group of :mod:`.groups`, or None.
+        aligned: names of the tensors that begin at a multiple of 16 bytes.
     """
     from triton.compiler import ASTSource
 
@@ -92,11 +90,11 @@ def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
 
 
 def options_of(blocks: Blocks, target: Any) -> dict[str, Any]:
-    """How kernels are compiled: multiply-adds are those that are written, on every path.
+    """Return the compiler options; the compiler must not fuse multiply-adds that are not written as such.
 
     Args:
-        blocks: of the kernel, with warps of 32 lanes.
-        target: whose warps may have 64; Triton's.
+        blocks: block sizes of the kernel, for warps of 32 lanes.
+        target: Triton's target, whose warps may have 64 lanes.
     """
     warps = max(1, blocks.warps * 32 // target.warp_size)
     options = {"num_warps": warps, "enable_fp_fusion": False}
@@ -113,13 +111,13 @@ def launcher(
     blocks: Blocks,
     device: torch.device,
 ) -> Callable[..., None]:
-    """A function of all arguments of the kernel, :func:`flat`, that launches it on the current stream.
+    """Return a function that launches the kernel on the current stream, given its :func:`flat` arguments.
 
     Args:
-        kernel, values, aligned: as of :func:`source_of`.
-        grid: how many programs.
-        blocks: what a program takes on.
-        device: that is current when it is called.
+        kernel, values, aligned: see :func:`source_of`.
+        grid: number of programs.
+        blocks: block sizes of a program.
+        device: the device, which must be current when the function is called.
     """
     if INTERPRETED:
         interpret: Callable[..., None] = kernel[grid]
@@ -134,22 +132,22 @@ def launcher(
         target = triton.runtime.driver.active.get_current_target()
         source = source_of(kernel, values, aligned)
         found = triton.compile(source, target=target, options=options_of(blocks, target))
-        # Triton's launcher would take groups apart in every launch, at up to twice the price.
+        # Otherwise Triton's launcher would unpack groups in every launch, at up to twice the cost.
         source.signature = dict(enumerate(_members(types)))
         compiled[key] = found
     return runner(found, grid, device)
 
 
 def runner(found: Any, grid: tuple[int, int, int], device: torch.device) -> Callable[..., None]:
-    """A function that launches a compiled kernel on the current stream.
+    """Return a function that launches a compiled kernel on the current stream.
 
-    Triton's own asks in every launch for the device, which is known, and for what observers of launches
-    want to be told; where there are none, this hands over the same at half the price. Triton's own is
-    what there is otherwise, or if a version should lack one of these attributes.
+    In every launch Triton's own runner looks up the device, which is known here, and collects metadata
+    for launch hooks. Without hooks, this function passes the same arguments at half the cost. With
+    hooks, or if a version of Triton lacks one of these attributes, Triton's own runner is used.
 
     Args:
-        found: of ``triton.compile``.
-        grid, device: as of :func:`launcher`.
+        found: the result of ``triton.compile``.
+        grid, device: see :func:`launcher`.
     """
     observed: Callable[..., None] = found[grid]
     if device.type != "cuda":
@@ -174,12 +172,12 @@ def runner(found: Any, grid: tuple[int, int, int], device: torch.device) -> Call
 
 
 def _is_idle(hook: Any) -> bool:
-    """Whether nobody observes launches: nothing, or since Triton 3.5 a chain of nothing."""
+    """Return whether no launch hook is set: None, or since Triton 3.5 an empty chain."""
     return hook is None or not getattr(hook, "calls", True)
 
 
 def flat(values: Values) -> tuple[Any, ...]:
-    """Arguments as a launch takes them: without groups, unless they are of constants."""
+    """Unpack the arguments for a launch; groups of constants stay as they are."""
     return tuple(values) if INTERPRETED else tuple(_members(values))
 
 
@@ -192,5 +190,5 @@ def _members(values: Values) -> Iterator[Any]:
 
 
 def handle_of(x: torch.Tensor | None) -> Any:
-    """A tensor as a launch takes it: its address, which costs less to read than the tensor."""
+    """Return the address of a tensor, which is cheaper to pass to a launch than the tensor."""
     return x if x is None or INTERPRETED else x.data_ptr()

@@ -1,4 +1,4 @@
-"""The operators by Triton, and by the definition what their kernels do not take."""
+"""The operators in Triton; calls that the kernels do not support run the definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sums import angle_sums, gate_sums
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
-    """As ``rotate`` of :mod:`tightrope.ops.schema`."""
+    """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
     outs = [torch.empty_like(q)] if k is None else [torch.empty_like(q), torch.empty_like(k)]
     sums = run(q, k, outs, NEW, Carrying(*arguments))
     if sums is None:
@@ -23,7 +23,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[tor
 
 
 def rotate_(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> None:
-    """As ``rotate_`` of the schema."""
+    """Implement ``rotate_`` of the schema."""
     outs = [q] if k is None else [q, k]
     if run(q, k, outs, IN_PLACE, Carrying(*arguments)) is None:
         definition.rotate_(q, k, *arguments)
@@ -36,19 +36,19 @@ def rotate_into(
     out_k: torch.Tensor | None,
     *arguments: Any,
 ) -> None:
-    """As ``rotate_into`` of the schema."""
+    """Implement ``rotate_into`` of the schema."""
     require((k is None) == (out_k is None), "one out for each of q and k")
     if run(q, k, present(out_q, out_k), GIVEN, Carrying(*arguments)) is None:
         definition.rotate_into(q, k, out_q, out_k, *arguments)
 
 
 def angle_gradients(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``angle_gradients`` of the schema."""
+    """Implement ``angle_gradients`` of the schema."""
     found = angle_sums(*arguments)
     return definition.angle_gradients(*arguments) if found is None else found
 
 
 def gate_gradients(*arguments: Any) -> list[torch.Tensor]:
-    """As ``gate_gradients`` of the schema."""
+    """Implement ``gate_gradients`` of the schema."""
     found = gate_sums(*arguments)
     return definition.gate_gradients(*arguments) if found is None else found

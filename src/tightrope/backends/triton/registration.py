@@ -1,4 +1,4 @@
-"""Putting the kernels under the dispatcher's keys, without importing Triton before they are called."""
+"""Register the kernels with the dispatcher; Triton is imported only when one is first called."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from ...ops.schema import ROTATIONS, library
 
-#: The kinds of device whose tensors it rotates, and the dispatcher's key of each.
+#: Device types that this backend serves, and the dispatch key of each.
 DEVICES = {"cuda": "CUDA", "xpu": "XPU"}
 
-#: The oldest Triton that the kernels are written for.
+#: The oldest version of Triton that the kernels support.
 OLDEST = (3, 4)
 
 _registered = False
 
-#: What is registered: operators of every overload, and the functions that are their kernels.
+#: Every operator overload, and the name of the function in :mod:`.operators` that implements it.
 OPERATORS = {
     name: name.partition(".")[0] for name in (*ROTATIONS, "angle_gradients", "gate_gradients")
 }
@@ -39,7 +39,7 @@ def _too_old() -> str | None:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        # Builds for other vendors have other names, and say for themselves.
+        # Builds for other vendors have other package names; ask the module.
         import triton
 
         found = triton.__version__
@@ -49,10 +49,10 @@ def _too_old() -> str | None:
 
 
 def why_not(x: torch.Tensor | None = None) -> str | None:
-    """Why this backend would not run, in a sentence; None if it would.
+    """Return the reason why this backend cannot run, or None if it can.
 
     Args:
-        x: the tensor to rotate; without one, whether the backend is there at all.
+        x: the tensor to rotate; without one, the question is whether the backend is available.
     """
     reason = _missing() or _too_old()
     if reason is not None:
@@ -66,12 +66,12 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
 
 @cache
 def is_ready() -> bool:
-    """Whether kernels were registered, and for a Triton that they are written for."""
+    """Return whether the kernels are registered and the installed Triton is new enough."""
     return _registered and _too_old() is None
 
 
 def _kernel(name: str) -> Any:
-    """A kernel by the name of its function, which imports Triton when it is first called."""
+    """Return a function that imports Triton on its first call and runs the kernel of that name."""
     found: Any = None
 
     def call(*arguments: Any, **named: Any) -> Any:
@@ -86,7 +86,7 @@ def _kernel(name: str) -> Any:
 
 
 def register() -> None:
-    """Register the kernels for the devices of :data:`DEVICES`; once, at import."""
+    """Register the kernels for the devices of :data:`DEVICES`; called once, at import."""
     global _registered
     if _missing() is not None:
         return

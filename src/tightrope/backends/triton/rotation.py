@@ -1,4 +1,4 @@
-"""rotate, rotate_ and rotate_into by the Triton kernel."""
+"""Run rotate, rotate_ and rotate_into with the Triton kernel, from cached launch plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .views import ACCESS, has_unit_channels, starts_aligned
 
 _Tensors = Sequence[torch.Tensor]
 
-# Whose memory is written: that of new tensors, of the tensors that are read, or of others.
+# Memory that is written: new tensors, the inputs themselves, or the caller's tensors.
 NEW, IN_PLACE, GIVEN = 0, 1, 2
 
 
@@ -28,9 +28,9 @@ class _Launch(NamedTuple):
     """One launch of a call.
 
     Attributes:
-        run: takes all arguments of the kernel.
-        first: its first tile; None where it has all of them.
-        tiles: their number.
+        run: launches the kernel, given all of its arguments.
+        first: its first tile; None if it covers all tiles.
+        tiles: number of tiles.
     """
 
     run: Callable[..., None]
@@ -39,16 +39,16 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What a form of call comes to.
+    """The launches of one kind of call, reused for all calls of that kind.
 
     Attributes:
-        launches: none where there is nothing to do; several only where there is no room for the sums
-            of all tiles.
+        launches: empty if there is nothing to do; several only if the sums of all tiles do not fit in
+            memory.
         fixed: the arguments that follow the tensors.
-        partials: the shapes of the sums for the gradients by weights: tiles, heads or the parts that
-            these are shared out in, channels.
-        apart: distances between tensors at which they share no memory.
-        form: of a call that carries what the kernel reads; None if it carries nothing such.
+        partials: shapes of the sums for the gradients of the weights: tiles, heads (or groups of
+            heads), channels.
+        apart: distances between tensors at which they are known to share no memory.
+        form: the form of a call with extra tensors; None without them.
     """
 
     launches: tuple[_Launch, ...] = ()
@@ -58,7 +58,7 @@ class _Plan(NamedTuple):
     form: Form | None = None
 
 
-# Plans by everything that they depend on, or why there is none.
+# Plans by everything that they depend on; None if the definition must run the call.
 _plans: dict[Any, _Plan | None] = {}
 _MOST = 4096
 
@@ -73,11 +73,11 @@ def run(
     """Rotate q and k into `outs`.
 
     Args:
-        whose: memory `outs` are: NEW, IN_PLACE or GIVEN.
-        given: what follows q and k in the schema.
+        whose: the memory of `outs`: NEW, IN_PLACE or GIVEN.
+        given: the arguments that follow q and k in the schema.
 
     Returns:
-        The gradients by weights, where the call has any; None if it is left to the definition.
+        The gradients of the weights, if the call has any; None if the definition must run it.
     """
     index = q.get_device()
     if index >= 0 and torch.accelerator.current_device_index() != index:
@@ -100,10 +100,10 @@ def run(
     key = (
         form, q.shape, q.stride(), q.dtype, index, where % ACCESS, whose, amplitude, eps, key_of_k,
         primary.shape, primary.stride(), primary.dtype, words_at % ACCESS, primary.get_device(),
-        None if secondary is None else _said(secondary),
-        None if positions is None else _said(positions),
-        tuple(map(_said, carried)),
-        tuple(map(_said, outs)) if whose == GIVEN else None,
+        None if secondary is None else _key(secondary),
+        None if positions is None else _key(positions),
+        tuple(map(_key, carried)),
+        tuple(map(_key, outs)) if whose == GIVEN else None,
     )  # fmt: skip
     plan = _plans.get(key, _UNKNOWN)
     if plan is _UNKNOWN:
@@ -143,7 +143,7 @@ def _check_memory(
     outs: Sequence[torch.Tensor],
     whose: int,
 ) -> None:
-    """Refuse to write what is read elsewhere, or twice; one look for each distance of the tensors."""
+    """Refuse overlapping memory; each set of distances between the tensors is checked only once."""
     xs = [q] if k is None else [q, k]
     start = q.data_ptr()
     gaps = tuple([x.data_ptr() - start for x in (xs if whose == IN_PLACE else [*xs, *outs])])
@@ -162,7 +162,7 @@ def _run_carried(
     outs: Sequence[torch.Tensor],
     given: Carrying,
 ) -> list[torch.Tensor]:
-    """A call with an act or a gate, and the gradients by its weights."""
+    """Run a call with an activation or a gate; return the gradients of its weights."""
     primary, secondary, positions, offset = (
         given.primary,
         given.secondary,
@@ -183,7 +183,7 @@ def _run_carried(
     if not plan.partials:
         plan.launches[0].run(*tensors, *_carries(handles, None), *plan.fixed)
         return []
-    # The second stage: tiles in order, in float64.
+    # Add up the sums of the tiles, in order, in float64.
     totals: list[Any] = [0] * len(partials)
     for launch in plan.launches:
         launch.run(*tensors, *_carries(handles, launch.first), *plan.fixed)
@@ -196,19 +196,19 @@ def _run_carried(
 
 
 def _carries(handles: tuple[Any, ...], first: int | None) -> tuple[Any, ...]:
-    """The same as ``flat([Carries(...)])``, but faster."""
+    """Return ``flat([Carries(...)])``, but faster."""
     if INTERPRETED:
         return (Carries(*handles)._replace(first_tile=first),)
     return (*handles, first)
 
 
 def _summed(form: Form, parts: Carried) -> Sequence[torch.Tensor]:
-    """The weights that a call has gradients by."""
+    """Return the weights whose gradients the call computes."""
     return parts.weights if form.act == RMS_NORM and form.direction == TRANSPOSE else ()
 
 
-def _said(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a launch depends on of a tensor."""
+def _key(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return the properties of a tensor that a plan depends on."""
     return x.shape, x.stride(), x.dtype, x.data_ptr() % ACCESS, x.get_device()
 
 
@@ -219,7 +219,7 @@ def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tens
 
 
 def _all_whole(kind: AngleKind, reads: Read) -> bool:
-    """Whether tables, gates and inputs are read by 16 bytes, or one number for all channels."""
+    """Return whether tables, gates and inputs are read in 16-byte units, or one value for all channels."""
     return (
         (kind.TABLE_VECTOR > 0 or not kind.TABLES)
         and (reads.input_vector > 0 or not reads.inputs)
@@ -276,7 +276,7 @@ def _plan(
     blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(source.kind, reads))
     block_tokens = shapes.tokens_of(blocks, block, held)
     tiles = -(-rows * tokens // block_tokens)
-    # The kernel has two heads under way at most, and of those with more to do one.
+    # The kernel loads at most two heads at a time, and only one if a head needs more registers.
     together = 1 if held or heavy else min(blocks.together, heads, 2)
     chunk = shapes.chunk_of(heads, tiles, together)
     summed = _summed(form, parts)

@@ -1,4 +1,4 @@
-"""Gradients by angles and by gates: the kernels' sums of tiles, added up in their order."""
+"""Gradients of angles and gates: kernels sum each tile of tokens, then torch adds the tiles in order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
     by_positions: bool,
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As ``angle_gradients`` of :mod:`tightrope.ops.schema`; None if left to the definition."""
+    """Compute ``angle_gradients`` of :mod:`tightrope.ops.schema`; None if the definition must do it."""
     form = form_of(packed)
     require(form.source == WORDS, "tables have gradients of their own")
     ys, grads = present(y, z), present(grad_y, grad_z)
@@ -128,7 +128,7 @@ def _added(
     tokens: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second stage, in float64."""
+    """Add up the sums of the tiles in float64."""
     if by_position is None:
         of_positions = torch.empty((0, rows, tokens), dtype=torch.float64, device=device)
     else:
@@ -155,7 +155,7 @@ def gate_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the schem
     offset: int,
     packed: int,
 ) -> list[torch.Tensor] | None:
-    """As ``gate_gradients`` of :mod:`tightrope.ops.schema`; None if left to the definition."""
+    """Compute ``gate_gradients`` of :mod:`tightrope.ops.schema`; None if the definition must do it."""
     form = form_of(packed)
     ys, grads, gates = present(y, z), present(grad_y, grad_z), present(gate_q, gate_k)
     views, grad_views = _views(ys, grads, form)
@@ -193,13 +193,13 @@ def _one_gate(
     block = shapes.power_of_two(channels)
     block_tokens = shapes.tokens_of(blocks, block)
     tiles = -(-tokens // block_tokens)
-    # What a gate shares among all is summed; a size that is 1 anyway is no reason to.
+    # Sum over heads and tokens where the gate broadcasts.
     over_heads, over_tokens = shape[1] == 1, shape[2] == 1
     kept = (rows, tiles if over_tokens else tokens, 1 if over_heads else heads, shape[3])
     sums = y.new_empty(kept, dtype=torch.float64 if wide else torch.float32)
     aligned = starts_aligned(y) and starts_aligned(grad)
     unit = unit_of([view, grad_view], element, aligned)
-    # A stand-in for words, of which only positions are asked.
+    # A placeholder: only the positions of the source are used.
     words = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=y.device)
     plain = form._replace(source=WORDS, start=0)
     places = source_of(words, None, positions if slopes else None, plain, [view], y.device)
@@ -230,6 +230,6 @@ def _one_gate(
         sums = sums.sum(1, keepdim=True, dtype=torch.float64)
     if shape[0] == 1 and rows != 1:
         sums = sums.sum(0, keepdim=True, dtype=torch.float64)
-    # Kernels have tokens in front of heads; results are contiguous, as compilers are told.
+    # Kernels put tokens before heads. The fake kernel promises contiguous results.
     found = sums.transpose(1, 2).reshape(gate.shape).contiguous()
     return found.to(torch.float64 if wide else torch.float32)

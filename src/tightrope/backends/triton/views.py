@@ -1,4 +1,4 @@
-"""What kernels ask of tensors: sizes and strides by what a dimension is, types, alignment."""
+"""Tensors as kernels see them: sizes and strides of rows, heads, tokens and channels; alignment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from ...ops.layouts import Layout
 from .groups import Steps
 
-#: Bytes that a thread loads at once.
+#: Bytes per load or store of a thread.
 ACCESS = 16
 
 
 class View(NamedTuple):
-    """A tensor as [rows, heads, tokens, channels]; the stride of what has but one place is 0.
+    """A tensor as [rows, heads, tokens, channels]; the stride of a dimension of size 1 is 0.
 
     Attributes:
         rows, heads, tokens, channels: sizes.
@@ -37,12 +37,12 @@ class View(NamedTuple):
         return self[0], self[1], self[2], self[3]
 
     def scaled(self, unit: int) -> Steps:
-        """Strides, of which all but that of channels count so many elements."""
+        """Return strides in units of that many elements, except that of the channels."""
         return Steps(self.row // unit, self.head // unit, self.token // unit, self.channel)
 
 
 def view_of(x: torch.Tensor, layout: Layout) -> View:
-    """How a layout sees a tensor."""
+    """Return the view of a tensor in a layout."""
     shape, strides = x.shape, x.stride()
 
     def of(dim: int | None) -> tuple[int, int]:
@@ -56,12 +56,12 @@ def view_of(x: torch.Tensor, layout: Layout) -> View:
 
 
 def has_unit_channels(views: Iterable[View]) -> bool:
-    """Whether the channels of every head lie side by side."""
+    """Return whether the channels of every head are contiguous."""
     return all(view.channel == 1 for view in views)
 
 
 def is_aligned(views: Iterable[View], element: int) -> bool:
-    """Whether heads begin at multiples of 16 bytes wherever their tensor does."""
+    """Return whether every head begins at a multiple of 16 bytes if its tensor does."""
     unit = ACCESS // element
     return all(
         view.channel == 1 and not (view.row % unit or view.head % unit or view.token % unit)
@@ -70,16 +70,16 @@ def is_aligned(views: Iterable[View], element: int) -> bool:
 
 
 def starts_aligned(x: torch.Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 16 bytes."""
+    """Return whether a tensor begins at a multiple of 16 bytes."""
     return x.data_ptr() % ACCESS == 0
 
 
 def vector_of(xs: Iterable[torch.Tensor], strides: Iterable[tuple[int, ...]]) -> int:
-    """How many elements strides may count for accesses of 16 bytes; 0 if some do not allow them.
+    """Return the number of elements of a 16-byte access, or 0 if a tensor does not allow them.
 
     Args:
         xs: tensors of one element size.
-        strides: of each, the last of them that of channels.
+        strides: strides of each; the last is that of the channels.
     """
     unit = 0
     for x, steps in zip(xs, strides, strict=True):
@@ -90,5 +90,5 @@ def vector_of(xs: Iterable[torch.Tensor], strides: Iterable[tuple[int, ...]]) ->
 
 
 def broadcast_strides(x: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, 0 where it has but one place."""
+    """Return the strides of a tensor, with 0 for dimensions of size 1."""
     return tuple(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))

@@ -1,7 +1,7 @@
-"""The kernels. Importing this package imports Triton; nothing but `launch` does, and not before a call.
+"""The Triton kernels. Only `launch` imports this package, which imports Triton, on the first call.
 
-Everything is written with Triton's builtins alone, so that one source runs compiled and under
-Triton's interpreter, whichever of the two was asked for first in a process.
+The kernels use only Triton's builtins, so the same source runs compiled and under Triton's interpreter,
+in either order within a process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""f and its transpose, by the code of tightrope.activations.ACTS.
+"""The activations f and their derivatives, by the codes of tightrope.activations.ACTS.
 
-Acts of one channel take a tile; softmax and rms_norm take all tiles of a head. Everything is float32:
-float64 with an act is left to the definition.
+Element-wise activations work on one tile; softmax and rms_norm need all tiles of a head. Everything is
+float32; the definition handles float64 with an activation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DENSITY = tl.constexpr(0.3989422804014327)  # 1 / √(2π)
 
 @triton.jit
 def act(x, ACT: tl.constexpr):
-    """f(x) of one channel."""
+    """f(x) of an element-wise activation."""
     if ACT == RELU:
         return tl.where(x <= 0, 0.0, x)
     elif ACT == SIGMOID:
@@ -63,8 +63,8 @@ def act(x, ACT: tl.constexpr):
 
 @triton.jit
 def slope(x, ACT: tl.constexpr):
-    """f'(x) of one channel; products of two sigmoids stand for differences that would cancel."""
-    # Of infinities too.
+    """f'(x) of an element-wise activation; uses products of two sigmoids to avoid cancellation."""
+    # A tile of zeros; x * 0.0 would be NaN for infinities.
     zero = (x != x).to(tl.float32) * 0.0
     if ACT == RELU:
         return tl.where(x > 0, 1.0 + zero, 0.0)
@@ -104,11 +104,11 @@ def _normal(x):
 
 @triton.jit
 def add_up(x):
-    """The sum over the channels of a tile, [tokens, 1]."""
+    """Sum over the channels of a tile, [tokens, 1]."""
     return tl.reduce(x, 1, tl.standard._sum_combine)[:, None]
 
 
 @triton.jit
 def highest(x):
-    """The maximum over the channels of a tile, [tokens, 1]."""
+    """Maximum over the channels of a tile, [tokens, 1]."""
     return tl.reduce(x, 1, tl.standard._elementwise_max)[:, None]

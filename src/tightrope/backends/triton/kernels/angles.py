@@ -1,9 +1,10 @@
-"""Cosines and sines of a tile of tokens: from phase words, the definition's own arithmetic
-(tightrope/angles.py), or from a caller's tables.
+"""Cosines and sines of a tile of tokens, from tables or from phase words.
 
-Tiles are [tokens, pairs]. Phases are 64-bit integers; nothing here is float64 unless the tensors that
-are rotated, or the positions, are. Multiply-adds are written as such and kernels are compiled without
-any other, so a value has the same bits in every kernel that computes it.
+Phase words use the arithmetic of the definition (tightrope/angles.py).
+
+Tiles are [tokens, pairs]. Phases are 64-bit integers; float64 is used only if the rotated tensors or the
+positions are float64. Multiply-adds are explicit and the compiler adds no others, so a value has the
+same bits in every kernel that computes it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Constants that kernels read must say so.
-NO_TURNS = tl.constexpr(-(2**63))  # of a frequency that is no number (angles.py)
+# Globals that kernels read must be tl.constexpr.
+NO_TURNS = tl.constexpr(-(2**63))  # marks a frequency that is NaN or infinite (angles.py)
 EIGHTH = tl.constexpr(2**61)  # of a turn
 HALF_RANGE = tl.constexpr(2.0**63)
-LARGEST = tl.constexpr(2.0**62)  # what no position may reach
+LARGEST = tl.constexpr(2.0**62)  # positions must be smaller
 RADIANS = tl.constexpr(3.40612158008655459e-19)  # 2π / 2^64
 TURN = tl.constexpr(6.283185307179586)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -23,8 +24,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def position_of(positions, axis, row, token, POSITIONS: tl.constexpr):
-    """Positions of tokens as an integer and a fraction in [-1/2, 1/2] in units of 2^-63, and whether
-    one is NaN, infinite or too large for an integer."""
+    """Positions of the tokens: an integer part, a fraction in [-1/2, 1/2] in units of 2^-63, and whether
+    the position is invalid (NaN, infinite or too large for an integer)."""
     steps = positions.steps
     whole = token * steps.ramp + positions.offset
     fraction = token * 0
@@ -35,7 +36,7 @@ def position_of(positions, axis, row, token, POSITIONS: tl.constexpr):
         if POSITIONS == 2:
             lost = (tl.abs(value) < LARGEST) == 0
             value = tl.where(lost, 0.0, value)
-            # To nearest even; what an integer cuts off is exact.
+            # Round to nearest even; the difference to the truncated integer is exact.
             nearest = value.to(tl.int64)
             rest = value - nearest.to(value.dtype)
             odd = (nearest & 1) != 0
@@ -53,7 +54,7 @@ def position_of(positions, axis, row, token, POSITIONS: tl.constexpr):
 
 @triton.jit
 def high_product(a, b):
-    """floor(a * b / 2^64), at most 2 too small: the definition's own arithmetic."""
+    """floor(a * b / 2^64), at most 2 too small, with the arithmetic of the definition."""
     a_high = a >> 32
     a_low = a & 0xFFFFFFFF
     b_high = b >> 32
@@ -65,10 +66,10 @@ def high_product(a, b):
 def cos_sin(phase, WIDE: tl.constexpr):
     """Cosine and sine of phases, in units of 2^-64 turn.
 
-    The remainder after the nearest quarter turn lies in [-π/4, π/4]. In float32 its 48 leading bits
-    enter as two exact numbers, so only the constants and the sum round. The polynomials are minimax
-    there: 9.2e-9 and 7e-10 off for sine and cosine in float32, 9e-18 and 4e-19 in float64, before
-    rounding.
+    The remainder after the nearest quarter turn lies in [-π/4, π/4]. In float32 its 48 leading bits are
+    two exact numbers, so only the constants and the sum are rounded. The polynomials are minimax on
+    that range; before rounding their errors for sine and cosine are 9.2e-9 and 7e-10 in float32, and
+    9e-18 and 4e-19 in float64.
     """
     quarter = (phase + EIGHTH) >> 62
     remainder = phase - (quarter << 62)
@@ -88,7 +89,7 @@ def cos_sin(phase, WIDE: tl.constexpr):
         s = x * z * s + x
         c = z * z * c + (z * -0.5 + 1.0)
     else:
-        # By way of 32 bits, as 64 are slow to convert.
+        # Convert in 32-bit parts, because converting 64-bit integers is slow.
         high = ((remainder >> 32).to(tl.int32) >> 8).to(tl.float32)
         low = ((remainder >> 16).to(tl.int32) & 0xFFFFFF).to(tl.float32)
         lower = tl.fma(high, -1.04216075e-14, low * 2.23223584e-14)
@@ -111,8 +112,8 @@ def cos_sin(phase, WIDE: tl.constexpr):
 
 @triton.jit
 def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
-    """Cosines and sines from phase words, NaN where a position or a frequency is no number."""
-    # A name of its own: before Triton 3.8 a member of a group is a number, and no constexpr.
+    """Cosines and sines from phase words; NaN where a position or frequency is invalid."""
+    # A variable, because before Triton 3.8 a field of a group is a number and not a constexpr.
     AXES: tl.constexpr = ANGLES.AXES
     steps = angles.steps
     pair = tl.arange(0, HEAD.BLOCK_P)[None, :]
@@ -149,7 +150,7 @@ def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
 
 @triton.jit
 def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
-    """Rows of a caller's tables, NaN where a position lies outside of them."""
+    """Cosines and sines from tables; NaN where a position lies outside the tables."""
     steps = angles.steps
     at, _, _ = position_of(angles.positions, 0, tile.row, tile.token, ANGLES.POSITIONS)
     found = (at >= 0) & (at < steps.length)
@@ -168,7 +169,7 @@ def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     sin_at = ((tile.row * steps.sin.row + head * steps.sin.head + at * steps.sin.token) * UNIT)[
         :, None
     ] + sin_step
-    # Not what pads the pairs: sums over a head read it.
+    # Padding must not be NaN, because sums over a head include it.
     nan = float("nan")
     c = tl.where(found[:, None], tl.load(angles.primary + cos_at, mask=mask, other=0.0), nan)
     s = tl.where(found[:, None], tl.load(angles.secondary + sin_at, mask=mask, other=0.0), nan)

@@ -1,8 +1,8 @@
-"""exp and its kin in float32, within about two units in the last place.
+"""exp and related functions in float32, with errors of about two units in the last place.
 
-Triton's own round their argument times log2 e and use what a device has of fast instructions, and some
-of these it has not at all. The polynomials are fitted to the functions named beside them, on the whole
-range that they are used on.
+Triton's own versions are less accurate, because they round the argument times log2 e and use the fast
+instructions of the device; and some of these functions are missing. Each polynomial is fitted to the
+function named beside it, on the whole range on which it is used.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .angles import LOG2_E
 
 @triton.jit
 def _reduced(x, SHIFT: tl.constexpr):
-    """x as n·ln 2 + r with |r| little above ln 2 / 2: n + SHIFT in the lowest bits of an integer, n, r.
+    """Split x, in [-150, 150], into n·ln 2 + r with |r| little above ln 2 / 2.
 
-    Beside 1.5 · 2^23 a float32 has no digits behind the point, so a sum is rounded to an integer. x lies in
-    [-150, 150].
+    Returns n + SHIFT in the lowest bits of an integer, n, and r. Adding 1.5 · 2^23 rounds to an integer,
+    because a float32 of that size has no fractional digits.
     """
     sum_ = tl.fma(x, LOG2_E, 12582912.0 + SHIFT)
     n = sum_ - (12582912.0 + SHIFT)
-    # ln 2 in two parts, of which the first has so few digits that n times it is exact.
+    # ln 2 in two parts; the first has so few digits that its product with n is exact.
     r = tl.fma(n, -0.693359375, x)
     r = tl.fma(n, 2.12194440e-4, r)
     return sum_.to(tl.int32, bitcast=True), n, r
@@ -30,7 +30,7 @@ def _reduced(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _beyond_first(r):
-    """(exp(r) - 1 - r) / r², so good that exp(r) is off by 8e-9."""
+    """(exp(r) - 1 - r) / r², with an error of 8e-9 in exp(r)."""
     p = tl.fma(r, 1.3926926767453551e-3, 8.363774046301842e-3)
     p = tl.fma(r, p, 4.166654869914055e-2)
     p = tl.fma(r, p, 1.6666573286056519e-1)
@@ -39,16 +39,16 @@ def _beyond_first(r):
 
 @triton.jit
 def _raised(y, n):
-    """y · 2^n, of a y and a result that are normal; of n the 9 lowest bits count."""
+    """y · 2^n, if y and the result are normal numbers; only the 9 lowest bits of n are used."""
     return (y.to(tl.int32, bitcast=True) + (n << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exp(x):
-    """e^x, through subnormals to 0 and to infinity; NaN of NaN."""
+    """e^x, including subnormal results, 0 and infinity; NaN if x is NaN."""
     bits, _, r = _reduced(tl.minimum(tl.maximum(x, -104.0), 89.0), 0.0)
     y = tl.fma(tl.fma(_beyond_first(r), r, 1.0), r, 1.0)
-    # In two steps, neither of which leaves the range of the exponent too early.
+    # Scale in two steps so that neither overflows the exponent too early.
     n = bits - 0x4B400000
     half = n >> 1
     y = _raised(y, half) * ((n - half + 127) << 23).to(tl.float32, bitcast=True)
@@ -57,8 +57,8 @@ def exp(x):
 
 @triton.jit
 def _exp_down(x):
-    """e^x for x <= 0, through subnormals to 0; some number of NaN."""
-    # 2^24 times as large, so normal until the last step.
+    """e^x for x <= 0, including subnormal results and 0; unspecified if x is NaN."""
+    # Computed 2^24 times as large, so that it is normal until the last step.
     bits, _, r = _reduced(tl.maximum(x, -104.0), 24.0)
     y = tl.fma(tl.fma(_beyond_first(r), r, 1.0), r, 1.0)
     return _raised(y, bits) * 5.9604644775390625e-08
@@ -75,10 +75,10 @@ def expm1_negative(x):
 
 @triton.jit
 def inverse_after_one(z):
-    """1 / (1 + z) for z in [0, 1], in as many instructions as a division takes to begin.
+    """1 / (1 + z) for z in [0, 1], cheaper than a division.
 
-    The first four digits are a polynomial's, whose error is a Chebyshev polynomial's; a step of third
-    order makes twelve of them.
+    A polynomial, whose error is a Chebyshev polynomial, gives the first four digits; one third-order
+    step makes them twelve.
     """
     y = tl.fma(z, -0.22183708846569061, 0.66551125049591064)
     y = tl.fma(z, y, -0.94280761480331421)
@@ -106,7 +106,7 @@ def normal_tail(x):
     """½ erfc(|x| / √2), the tail of the normal distribution."""
     t = tl.abs(x) * 0.7071067811865476
     w = tl.div_rn((t >= 0).to(tl.float32), tl.fma(t, 0.4, 1.0))
-    # erfc(t) · exp(t²) / w, 1.5e-8 off
+    # erfc(t) · exp(t²) / w, with an error of 1.5e-8
     p = tl.fma(w, -1.5730949118733406e-2, 6.182640418410301e-2)
     p = tl.fma(w, p, -3.4846026450395584e-2)
     p = tl.fma(w, p, -1.5711067616939545e-1)
@@ -122,15 +122,16 @@ def normal_tail(x):
 
 @triton.jit
 def normal_exponential(x):
-    """exp(-x² / 2), through subnormals to 0; some number of NaN.
+    """exp(-x² / 2), including subnormal results and 0; unspecified if x is NaN.
 
-    What the square of x rounds would show beside e^-80. A multiply-add would give it back, but only one that
-    rounds once, which that of Triton's interpreter does not before 3.9: so the square is of a number near x.
+    For results near e^-80 the rounding error of x² would be visible. A fused multiply-add could correct
+    it, but before 3.9 that of Triton's interpreter rounds twice. Instead, x is split into a nearby number
+    whose square is exact and a remainder.
     """
     t = tl.minimum(tl.abs(x), 14.5)
-    # A multiple of 2^-8 has 12 digits here, and its square the 24 of a float32.
+    # A multiple of 2^-8 has 12 bits here, so its square fits in the 24 bits of a float32.
     near = (t + 49152.0) - 49152.0
-    # 2^32 times as large, so normal until the last step.
+    # Computed 2^32 times as large, so that it is normal until the last step.
     bits, _, r = _reduced(-0.5 * near * near, 32.0)
     r = tl.fma(near - t, 0.5 * (near + t), r)
     y = tl.fma(tl.fma(_beyond_first(r), r, 1.0), r, 1.0)
@@ -139,7 +140,7 @@ def normal_exponential(x):
 
 @triton.jit
 def logistics(x):
-    """1 / (1 + e^-x) and 1 / (1 + e^x), without overflow; some numbers of NaN."""
+    """1 / (1 + e^-x) and 1 / (1 + e^x), without overflow; unspecified if x is NaN."""
     z = _exp_down(-tl.abs(x))
     greater = inverse_after_one(z)
     less = z * greater
@@ -148,20 +149,20 @@ def logistics(x):
 
 @triton.jit
 def logistic(x):
-    """The first of :func:`logistics`."""
+    """1 / (1 + e^-x), without overflow; unspecified if x is NaN."""
     first, _ = logistics(x)
     return first
 
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x), without overflow; NaN of NaN."""
+    """1 / (1 + e^-x), without overflow; NaN if x is NaN."""
     return tl.where(x != x, x, logistic(x))
 
 
 @triton.jit
 def tanh(x):
-    """tanh x, as good beside 0 as elsewhere."""
+    """tanh x, also accurate near 0."""
     e = expm1_negative(-2.0 * tl.abs(x))
     y = -e * inverse_after_one(e + 1.0)
     return tl.where(x < 0, -y, y)

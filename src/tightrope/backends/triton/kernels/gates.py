@@ -1,4 +1,4 @@
-"""P, the positive factors of the channels of a head, by the codes of tightrope.ops.schema."""
+"""The factors of P, all positive, by the gate codes of tightrope.ops.schema."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ SLOPE = tl.constexpr(2)
 
 @triton.jit
 def place_of(positions, tile, POSITIONS: tl.constexpr, WIDE: tl.constexpr):
-    """Positions of one axis as numbers, in two parts that add up to them, [tokens, 1] each; NaN where
-    they are none."""
+    """Positions of one axis as a sum of two floats, [tokens, 1] each; NaN where they are invalid."""
     whole, fraction, lost = position_of(positions, 0, tile.row, tile.token, POSITIONS)
     if WIDE:
         high = whole.to(tl.float64)
         low = fraction.to(tl.float64) * (1.0 / HALF_RANGE)
     else:
         high = whole.to(tl.float32)
-        # What rounding took from an integer is an integer of its own.
+        # The rounding error of an integer is an integer.
         low = (whole - high.to(tl.int64)).to(tl.float32)
         low += fraction.to(tl.float32) * (1.0 / HALF_RANGE)
     if POSITIONS == 2:
@@ -35,10 +34,10 @@ def factor(
     gate, FIRST: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """P, or of the inverse 1 / P, of channels FIRST, FIRST + STEP, …: [tokens, BLOCK].
+    """P, or 1 / P for an inverse call, of channels FIRST, FIRST + STEP, …: [tokens, BLOCK].
 
     Args:
-        gate: logarithms at [tokens, 1] or slopes at a scalar.
+        gate: a Gate whose offset is [tokens, 1] for logarithms and a scalar for slopes.
     """
     index = tl.arange(0, BLOCK)[None, :]
     there = index < SIZE
@@ -62,12 +61,12 @@ def factor(
         if value.dtype == tl.float64:
             rest = (value - first.to(tl.float64)).to(tl.float32)
         if KIND.GATE == SLOPE:
-            # A product of slope and position has more digits than float32, and all of them count.
+            # The exponent, slope times position, needs more digits than float32 has.
             product = first * gate.high
             rest = tl.fma(first, gate.high, -product) + tl.fma(first, gate.low, rest * gate.high)
             first = product
         y = of.exp(first)
-        # Beyond the range of exp there is nothing to put right, and infinities would make NaN.
+        # Outside the range of exp no correction is needed, and infinities would give NaN.
         rest = tl.where(tl.abs(first) < 150.0, rest, 0.0)
         y = tl.fma(y, rest, y)
     return y

@@ -1,8 +1,9 @@
-"""Loading and storing the channels of one head for a tile of tokens.
+"""Load and store the channels of one head for a tile of tokens.
 
-A head is up to four tiles: both members of its pairs, and what lies in front of and behind the rotated
-slice. `at` is where the heads of the tokens begin, [tokens, 1]. All of a tile is read, so that no load
-waits for a mask (what is beyond the last token reads that token again); `inside` is what is stored.
+A head consists of up to four tiles: the first and the second members of its pairs, and the channels
+before and after the rotated slice. `at` is the offset of the head for each token, [tokens, 1]. Loads use
+no token mask, so that none waits for it: places beyond the last token read that token again. Stores are
+masked by `inside`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def widen(x, WIDE: tl.constexpr):
-    """What is computed with: float32, or float64 of float64."""
-    # One return: the compiler follows what comes after a constant `if` too.
+    """Convert to the dtype of the computation: float64 if WIDE, otherwise float32."""
+    # A single return, because the compiler also compiles what follows a constant `if`.
     if WIDE:
         value = x.to(tl.float64)
     else:
@@ -24,10 +25,10 @@ def widen(x, WIDE: tl.constexpr):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr, BITS: tl.constexpr):
-    """What is stored, rounded to nearest even.
+    """Convert to the dtype of the result, rounding to nearest even.
 
-    Under Triton's interpreter a conversion to bfloat16 truncates; there BITS asks for the rounding to
-    be spelled out.
+    Under Triton's interpreter a conversion to bfloat16 truncates; BITS then selects rounding by integer
+    operations.
     """
     if BITS and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
@@ -45,7 +46,7 @@ def load_segment(
     x, at, channel, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Channels [FIRST, FIRST + SIZE), 0 beyond them: [tokens, BLOCK]."""
+    """Load channels [FIRST, FIRST + SIZE), padded with 0: [tokens, BLOCK]."""
     index = tl.arange(0, BLOCK)[None, :]
     there = index < SIZE
     index = index + FIRST
@@ -63,7 +64,7 @@ def store_segment(
     x, at, inside, channel, value, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `load_segment`."""
+    """Store channels [FIRST, FIRST + SIZE); the inverse of `load_segment`."""
     index = tl.arange(0, BLOCK)[None, :]
     mask = inside
     if SIZE != BLOCK:
@@ -79,7 +80,7 @@ def load_pairs(
     x, at, channel, HEAD: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """First and second members of the pairs. Neighbours are loaded as one and split in registers."""
+    """Load the first and second members of the pairs; interleaved pairs are split in registers."""
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
@@ -97,7 +98,7 @@ def store_pairs(
     x, at, inside, channel, u, v, HEAD: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `load_pairs`."""
+    """Store the members of the pairs; the inverse of `load_pairs`."""
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
@@ -111,5 +112,5 @@ def store_pairs(
 
 @triton.jit
 def turn(u, v, c, s):
-    """(u, v) turned by the angle with that cosine and sine."""
+    """Rotate the pairs (u, v) by the angle with cosine c and sine s."""
     return tl.fma(u, c, -(v * s)), tl.fma(v, c, u * s)

@@ -1,10 +1,10 @@
-"""The operator: y = P · a · R(φ) · f(x), its transpose and its inverse.
+"""The operator y = P · a · R(φ) · f(x), its transpose and its inverse, as one kernel.
 
-A program has a tile of tokens, which may span rows, and a run of heads of q and of k. It computes the
-cosines and sines of its tokens once and turns all these heads by them (unless heads have angles of their
-own). Two heads are under way at a time, so that the loads of the second do not wait for the first.
+Each program handles a tile of tokens, which may span rows, and a range of heads of q and of k. It
+computes the cosines and sines of its tokens once and rotates all its heads by them, unless each head
+has its own angles. Two heads are loaded at a time, so that the second does not wait for the first.
 
-An argument that a call does not have is None, which is a constant to the compiler.
+An absent argument is None, which is a compile-time constant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def load_head(
     x, at, channel, HEAD: tl.constexpr, TOKENS: tl.constexpr, REST: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of a head: both members of its pairs, and what is in front of and behind them."""
+    """Load the tiles of a head: both members of its pairs, and the channels before and after them."""
     START: tl.constexpr = HEAD.START
     END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
     u, v = load_pairs(x, at, channel, HEAD, TOKENS, UNIT, WIDE)
@@ -40,7 +40,7 @@ def load_head(
 
 @triton.jit
 def over_head(u, v, front, back, HEAD: tl.constexpr):
-    """The sum over all channels of a head, [tokens, 1]."""
+    """Sum over all channels of a head, [tokens, 1]."""
     total = add_up(u) + add_up(v)
     if HEAD.START > 0:
         total += add_up(front)
@@ -51,7 +51,7 @@ def over_head(u, v, front, back, HEAD: tl.constexpr):
 
 @triton.jit
 def soft(u, v, front, back, HEAD: tl.constexpr):
-    """softmax over all channels of a head."""
+    """Softmax over all channels of a head."""
     START: tl.constexpr = HEAD.START
     BEHIND: tl.constexpr = HEAD.DIM - START - 2 * HEAD.PAIRS
     lowest = float("-inf")
@@ -92,13 +92,13 @@ def inverse_rms(u, v, front, back, eps, HEAD: tl.constexpr):
 
 @triton.jit
 def mean_of(total, HEAD_DIM: tl.constexpr):
-    """A sum over the channels of a head over their number; infinity stays infinity."""
+    """Divide a sum over the channels of a head by their number; infinity stays infinity."""
     return tl.div_rn(total, tl.full(total.shape, HEAD_DIM, tl.float32))
 
 
 @triton.jit
 def gate_head(u, v, front, back, gate, HEAD: tl.constexpr, KIND: tl.constexpr):
-    """All channels of a head times P, or of the inverse over P."""
+    """Multiply all channels of a head by P, or divide them by P in an inverse call."""
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
@@ -119,10 +119,10 @@ def gate_head(u, v, front, back, gate, HEAD: tl.constexpr, KIND: tl.constexpr):
 def finish_head(
     tiles, c, s, operand, places, gate, inside, eps, HEAD: tl.constexpr, KIND: tl.constexpr
 ):
-    """From the loaded tiles of a head to its stored ones.
+    """Compute and store the result of one head from its loaded tiles.
 
     Returns:
-        What the gradients by the weights of a norm are sums of.
+        The terms of the gradient of the norm weights.
     """
     u, v, front, back = tiles
     by_weight = (u, v, front, back)
@@ -135,13 +135,13 @@ def finish_head(
     HAS_FRONT: tl.constexpr = HEAD.START > 0
     HAS_BACK: tl.constexpr = BEHIND > 0
     if ACT != 0 and DIRECTION == 1:
-        # Beside the gradients, so that it does not wait for their rotation.
+        # Load this early, so that it does not wait for the rotation of the gradients.
         xu, xv, xf, xb = load_head(
             operand.input, places.input, steps.input.channel, HEAD, HEAD.BLOCK_T, True,
             KIND.INPUT_VECTOR > 0, HEAD.WIDE,
         )  # fmt: skip
     if ACT == RMS_NORM:
-        # Loaded as a tile of one token: the weights of this head.
+        # The weights of this head, loaded as a tile of one token.
         wu, wv, wf, wb = load_head(operand.norm, places.norm, 1, HEAD, 1, True, True, False)
     if DIRECTION == 0:
         if ACT == SOFTMAX:
@@ -226,7 +226,7 @@ def finish_head(
 
 @triton.jit
 def store_sums(tiles, inside, partial, at, HEAD: tl.constexpr):
-    """The tiles of a head summed over tokens, as one head of float32 at `at`."""
+    """Sum the tiles of a head over tokens and store them as one float32 head at `at`."""
     u, v, front, back = tiles
     END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
     here = tl.full((1, 1), 1, tl.int1)
@@ -255,10 +255,10 @@ def _turn_heads(
     first, last, operand, angles, tile, own, sum_at, c, s, high, low, eps, HEAD: tl.constexpr,
     ANGLES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Turn heads [first, last) of one operand.
+    """Rotate heads [first, last) of one operand.
 
-    The gradients by the weights of a norm are summed over the tokens, and with ONE_SUM over the heads,
-    into `partial`: heads of float32, at `own` those of a tile, or at `sum_at` one.
+    Gradients of norm weights are summed over the tokens into `partial`, which holds float32 heads: one
+    per head, for the tile `own`, or with ONE_SUM a single sum over the heads, at `sum_at`.
     """
     steps = operand.steps
     row = tile.row
@@ -275,7 +275,7 @@ def _turn_heads(
     gate_at = 0
     gate_channel = 0
     input_at = 0
-    # 0 says that nothing is known of strides, which then count elements.
+    # With a unit of 0 the strides are in elements.
     GATE_STEP: tl.constexpr = KIND.GATE_VECTOR if KIND.GATE_VECTOR > 0 else 1
     INPUT_STEP: tl.constexpr = KIND.INPUT_VECTOR if KIND.INPUT_VECTOR > 0 else 1
     if GATE != 0:
@@ -303,14 +303,14 @@ def _turn_heads(
             KIND.REST, HEAD.UNIT, HEAD.WIDE,
         )  # fmt: skip
         if KIND.TOGETHER == 2:
-            # The last of an odd number is read twice and stored once: under a mask of its own this
-            # load would wait behind the arithmetic of the first.
+            # The last head of an odd number is loaded twice and stored once: with a mask, the second
+            # load would wait for the arithmetic of the first.
             step = tl.where(last - head > 1, steps.x.head * VECTOR, 0)
             tiles2 = load_head(
                 operand.x, at + head * steps.x.head * VECTOR + step, steps.x.channel, HEAD,
                 HEAD.BLOCK_T, KIND.REST, HEAD.UNIT, HEAD.WIDE,
             )  # fmt: skip
-            # A vector, as the interpreter makes integers of a tile and a scalar truth.
+            # A vector condition, because the interpreter turns a tile and a scalar bool into integers.
             both = (tile.inside & (row * 0 + (last - head) > 1))[:, None]
         own_gate = gate_at
         if GATE != 0:
@@ -327,7 +327,7 @@ def _turn_heads(
             tiles, cosine, sine, operand, places, gate, there, eps, HEAD, KIND
         )  # fmt: skip
         if KIND.TOGETHER == 2:
-            # Neither an act nor a gate.
+            # Two heads at a time only without activation and gate.
             places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0, input_at)
             finish_head(tiles2, cosine, sine, operand, places2, gate, both, eps, HEAD, KIND)
         if KIND.ONE_SUM:
@@ -347,7 +347,7 @@ def _turn_heads(
 
 @triton.jit
 def _angles(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
-    """Cosines and sines of the tokens, times the amplitude and, of sines, the direction."""
+    """Cosines and sines of the tokens, times the amplitude; the sign of the sines is the direction."""
     if ANGLES.TABLES:
         c, s = from_tables(angles, tile, head, HEAD, ANGLES)
     else:
@@ -355,7 +355,7 @@ def _angles(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     cosine = angles.amplitude.cosine
     sine = angles.amplitude.sine
     if HEAD.WIDE:
-        # A scalar float argument is float32; its 64 bits come as an integer.
+        # A scalar float argument is float32, so the bits of a float64 are passed as an integer.
         cosine = cosine.to(tl.int64).to(tl.float64, bitcast=True)
         sine = sine.to(tl.int64).to(tl.float64, bitcast=True)
     return c * cosine, s * sine
@@ -363,10 +363,12 @@ def _angles(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
 
 @triton.jit
 def rows_of(start, index, tokens, BLOCK_T: tl.constexpr):
-    """The rows, and the places in them, of tokens `start + index`, with 0 <= index < BLOCK_T: one
-    division of 64 bits for a program, not for each token of a thread."""
+    """Row and index in the row of tokens `start + index`, with 0 <= index < BLOCK_T.
+
+    Takes one 64-bit division per program instead of one per token.
+    """
     row = start // tokens
-    # From the end of that row, less than BLOCK_T: in 32 bits.
+    # The distance from the end of that row is less than BLOCK_T, so it fits in 32 bits.
     beyond = index + (start - row * tokens - tokens)
     size = tl.minimum(tokens, BLOCK_T).to(tl.uint32)
     more = tl.maximum(beyond, 0).to(tl.uint32) // size
@@ -380,10 +382,10 @@ def rotate(
     angle_steps, q_steps, k_steps, amplitude, eps,
     HEAD: tl.constexpr, ANGLES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Turn q, and k where there is one.
+    """Rotate q, and k unless it is None.
 
     Args:
-        carries, extent, amplitude: as the groups of these names.
+        carries, extent, amplitude: Carries, Extent and Amplitude.
         position_steps, angle_steps: PositionSteps and AngleSteps.
         q_steps, k_steps: OperandSteps; the latter may be None.
         HEAD, ANGLES, KIND: Head, AngleKind and Kind.

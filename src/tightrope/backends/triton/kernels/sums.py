@@ -1,8 +1,8 @@
-"""Gradients by angles and by gates: the first of two stages.
+"""Gradients of angles and of gates: the first of two stages.
 
-A program sums one tile of tokens of one row into a place of its own, and the second stage adds these up
-in float64, in the order of the tiles: which the shapes alone decide. Within a tile all is float32 (float64
-for float64); sums over heads keep what each addition rounds.
+Each program sums one tile of tokens of one row and stores the sum separately. The second stage adds
+these sums in float64, in the order of the tiles, which depends only on the shapes. Within a tile
+everything is float32 (float64 for float64 tensors); sums over heads are compensated for rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .heads import load_pairs, load_segment
 
 @triton.jit
 def _add(high, low, x):
-    """(high, low) + x, of which low is what high has no digits for."""
+    """Add x to (high, low), where low collects the rounding errors of high."""
     total = high + x
     part = total - high
     return total, low + ((high - (total - part)) + (x - part))
@@ -27,7 +27,7 @@ def _add(high, low, x):
 
 @triton.jit
 def _tile(tiling, BLOCK_T: tl.constexpr):
-    """The number of this program's tile, its row, and its tokens; those beyond the last read that."""
+    """Number of this program's tile, its row and its tokens; places beyond the end repeat the last token."""
     number = tl.program_id(0).to(tl.int64)
     row = number // tiling.tiles
     token = (number - row * tiling.tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -65,17 +65,17 @@ def add_angles(
     position_steps, angle_steps, y_heads, z_heads, y_steps, grad_y_steps, z_steps, grad_z_steps,
     sign, HEAD: tl.constexpr, ANGLES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Sums by angles of a tile of tokens and, where they have angles of their own, one head.
+    """Sum the gradients of angles over a tile of tokens, and over all heads that share their angles.
 
     Args:
         primary, secondary: phase words and turns.
-        by_position: [axes, heads of words, rows, tokens], or None.
-        by_frequency: [rows, tiles, axes, heads of words, pairs], or None.
+        by_position: [axes, heads of phase words, rows, tokens], or None.
+        by_frequency: [rows, tiles, axes, heads of phase words, pairs], or None.
         tiling, position_steps, angle_steps: Tiling, PositionSteps and AngleSteps.
         y_steps, grad_y_steps, z_steps, grad_z_steps: Steps.
         HEAD, ANGLES: Head and AngleKind.
     """
-    # A name of its own: before Triton 3.8 a member of a group is a number, and no constexpr.
+    # A variable, because before Triton 3.8 a field of a group is a number and not a constexpr.
     AXES: tl.constexpr = ANGLES.AXES
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK_P: tl.constexpr = HEAD.BLOCK_P
@@ -103,7 +103,7 @@ def add_angles(
         )
     total = (high + low) * sign
     pair = tl.arange(0, BLOCK_P)[None, :]
-    # A padded pair has sums of 0, but its words lie beyond their end.
+    # Padded pairs have sums of 0, but their phase words would lie out of bounds.
     for axis in tl.static_range(AXES):
         at = (axis * word_rows * word_heads + own) * PAIRS + pair
         if ANGLES.ROWS:
@@ -141,7 +141,7 @@ def add_gates(
     OVER_HEADS: tl.constexpr, OVER_TOKENS: tl.constexpr, OVER_CHANNELS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Σ y·dy or, of slopes, Σ p·y·dy of a tile of tokens, and of one head or of all.
+    """Sum y·dy, or p·y·dy for slopes, over a tile of tokens, for one head or over all heads.
 
     Args:
         sums: [rows, tiles or tokens, heads or 1, channels or 1].
