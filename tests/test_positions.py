@@ -1072,7 +1072,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: explicit(ENDS, 4),
         ValueError,
-        "[explicit] positions must have one position for each of 4 tokens but got 3 "
+        "[explicit] positions must hold one position for each of 4 tokens but got 3 "
         "(positions: int64[1, 1, 3]).",
     ),
     (

@@ -200,7 +200,7 @@ def _tokens_of(where: Positions, tokens: int | None) -> int:
         return tokens
     if tokens is not None and tokens != where.ids.shape[2]:
         raise bad_value(
-            f"positions must have one position for each of {tokens} tokens but got "
+            f"positions must hold one position for each of {tokens} tokens but got "
             f"{where.ids.shape[2]}",
             positions=where.ids,
         )
