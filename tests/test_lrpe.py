@@ -476,7 +476,7 @@ X = torch.zeros(2, 5, 4, 16)
 def test_a_theta_that_could_be_both_must_be_said() -> None:
     x, theta = noise(2, 5, 6, 12), noise(6, seed=1)
     with pytest.raises(ValueError, match=re.escape(
-        "[lrpe_rotate_1d] theta may mean one angle for each of 6 heads or of 6 pairs; say "
+        "[lrpe_rotate_1d] theta may mean one angle for each of 6 heads or of 6 pairs; pass "
         "theta_axis='head' or theta_axis='pair' (x: float64[2, 5, 6, 12], theta: float64[6])."
     )):  # fmt: skip
         lrpe_rotate_1d(x, theta)

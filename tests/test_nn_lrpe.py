@@ -172,7 +172,7 @@ def test_what_it_prints() -> None:
         (TypeError, "num_heads must be an int but got 2.0", {"num_heads": 2.0}),
         (ValueError, "per must be one of head and pair, pair, head but got 'token'", {"per": "token"}),
         (ValueError, "num_heads must be given for per='head' but is None", {"per": "head"}),
-        (ValueError, "pairs must be None for per='head', where all turn, but got 3",
+        (ValueError, "pairs must be None for per='head', where all rotate, but got 3",
          {"per": "head", "num_heads": 2, "pairs": 3}),
         (ValueError, "pairs must be at most 6 but got 7", {"pairs": 7}),
         (ValueError, "pairs must be positive but got 0", {"pairs": 0}),

@@ -694,13 +694,13 @@ CASES = {
     "a cache of other heads": (
         lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2, causal=True)(Y, cache=filled(2)),
         ValueError,
-        "[PolarRoPEAttention] cache must hold what this module makes, float32[2, 2, tokens, 8] on cpu "
+        "[PolarRoPEAttention] cache must match this module, float32[2, 2, tokens, 8] on cpu "
         "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "a cache of another dtype": (
         lambda: copy.deepcopy(C).double()(Y.double(), cache=filled(2)),
         ValueError,
-        "[PolarRoPEAttention] cache must hold what this module makes, float64[2, 4, tokens, 8] on cpu "
+        "[PolarRoPEAttention] cache must match this module, float64[2, 4, tokens, 8] on cpu "
         "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "x of another width": (
@@ -716,7 +716,7 @@ CASES = {
     "positions of another spec": (
         lambda: A(Y, positions=RopeSpec(8).at(0)),
         ValueError,
-        "[PolarRoPEAttention] positions must be of RopeSpec(head_dim=8, interleaved=True) but got "
+        "[PolarRoPEAttention] positions must be prepared by RopeSpec(head_dim=8, interleaved=True) but got "
         "RopeSpec(head_dim=8).",
     ),
     "mask of another length": (

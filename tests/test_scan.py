@@ -426,12 +426,12 @@ CASES = {
     "a memory that is none": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(None, 1)),
         TypeError,
-        "[polar_scan] state must be what polar_scan returned but got PolarState(memory=None, tokens=1).",
+        "[polar_scan] state must be one that polar_scan returned but got PolarState(memory=None, tokens=1).",
     ),
     "tokens that are none": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 5), 1.5)),
         TypeError,
-        "[polar_scan] state must be what polar_scan returned but got a PolarState.",
+        "[polar_scan] state must be one that polar_scan returned but got a PolarState.",
     ),
     "form": (
         lambda: polar_scan(Q, K, V, SPEC, form="parallel"),
@@ -552,7 +552,7 @@ CASES = {
     "state of something": (
         lambda: polar_scan(Q, K, V, SPEC, state=3),
         TypeError,
-        "[polar_scan] state must be what polar_scan returned but got 3.",
+        "[polar_scan] state must be one that polar_scan returned but got 3.",
     ),
     "state of another shape": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 4), 1)),

@@ -315,13 +315,13 @@ ERRORS = {
         lambda: apply_rotary_pos_emb(X, None, C[:4], C[:4]),
         ValueError,
         "[apply_rotary_pos_emb] cos and sin must have one row for each of 5 tokens but got 4; give "
-        "position_ids to say which rows (q: float32[2, 3, 5, 8], cos: float32[4, 8]).",
+        "position_ids to select rows (q: float32[2, 3, 5, 8], cos: float32[4, 8]).",
     ),
     "another head dimension": (
         lambda: apply_rotary_pos_emb(X, None, C, C, 2),
         ValueError,
         "[apply_rotary_pos_emb] cos and sin must have one row for each of 3 tokens but got 5; give "
-        "position_ids to say which rows (q: float32[2, 3, 5, 8], cos: float32[5, 8]).",
+        "position_ids to select rows (q: float32[2, 3, 5, 8], cos: float32[5, 8]).",
     ),
     "batch": (
         lambda: apply_rotary_pos_emb(X, None, C.expand(3, -1, -1), C.expand(3, -1, -1)),
