@@ -422,5 +422,5 @@ def test_a_kernel_refuses_what_has_no_memory(kind: str) -> None:
     """Rather than read at address 0, where a shard was freed."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="what is carried must have memory"):
+    with pytest.raises(RuntimeError, match="carried tensors must have memory"):
         carrying(kind, freed)
