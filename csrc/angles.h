@@ -12,7 +12,7 @@ constexpr double kHalfRange = 9223372036854775808.0;  // 2^63
 constexpr double kTurn = 18446744073709551616.0;      // one turn, in units of a phase
 constexpr double kRadians = 3.40612158008655459e-19;  // 2π / 2^64
 
-// Marks the turns of a frequency that is NaN or infinite (angles.py).
+// Marks the turns of a frequency that is NaN, infinite or too large (angles.py).
 constexpr int64_t kNoTurns = INT64_MIN;
 
 // A position: an integer plus a fraction in [-1/2, 1/2], in units of 2^-63.
@@ -204,7 +204,7 @@ inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t h
   }
 }
 
-// Writes NaN for each pair whose frequency is NaN or infinite.
+// Writes NaN for each pair whose frequency is NaN, infinite or too large (kNoTurns).
 template <class T>
 inline void lose(const Problem& p, int64_t row, int64_t head, int64_t first, int64_t n, bool twos,
                  T* __restrict c, T* __restrict s) {

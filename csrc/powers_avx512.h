@@ -18,7 +18,7 @@ struct Slopes {
   float *high, *low;  // `step` values from head to head
   int64_t step;
   int64_t count;  // values of a head; 0 if a slope is too large for powers_of
-  int64_t own;    // distinct values of a head: 16 if all its channels have one slope, else `count`
+  int64_t own;    // computed values of a head: 16 if every head has one slope for all channels, else `count`
 };
 
 // Converts the slopes of a head to exponents of 2. Clears `fit` if one is too large, and `same` if they

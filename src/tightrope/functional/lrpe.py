@@ -79,10 +79,10 @@ def lrpe_rotate_1d(
     over_tokens = _check(x, act, dim, offset)
     arguments = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
     if not over_tokens:
-        return _turned(x, *arguments, act)
+        return _rotated(x, *arguments, act)
     # Compute in a wide dtype and round once, at the end.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return _turned(torch.softmax(x.to(wide), 1), *arguments, None).to(x.dtype)
+    return _rotated(torch.softmax(x.to(wide), 1), *arguments, None).to(x.dtype)
 
 
 @public("lrpe_rotate_1d_")
@@ -118,7 +118,7 @@ def lrpe_rotate_1d_(
     return x
 
 
-def _turned(
+def _rotated(
     x: torch.Tensor, spec: RopeSpec, where: PositionsLike, angles: torch.Tensor, act: Act
 ) -> torch.Tensor:
     layout, around = _LAYOUTS[x.dim()], around_of(act, None, 1)
@@ -173,11 +173,11 @@ def _arguments(
     """Return the spec, the positions and the frequencies ``(heads|1, pairs)`` of the rotation."""
     channels = Channels.checked(x.shape[-1], rotary_dim, start, False)
     # Dynamo cannot trace a cache, and needs none.
-    make = _spec if torch.compiler.is_compiling() else _kept_spec
+    make = _spec if torch.compiler.is_compiling() else _cached_spec
     spec = make(channels.head_dim, channels.rotary_dim, channels.start)
     heads = x.shape[2] if x.dim() == 4 else None
-    angles = _spread(x, theta, heads, channels.rotary_dim // 2, theta_axis)
-    return spec, _where(x, offset), angles
+    angles = _expand_theta(x, theta, heads, channels.rotary_dim // 2, theta_axis)
+    return spec, _positions(x, offset), angles
 
 
 def _spec(head_dim: int, rotary_dim: int, start: int) -> RopeSpec:
@@ -186,10 +186,10 @@ def _spec(head_dim: int, rotary_dim: int, start: int) -> RopeSpec:
     return RopeSpec(head_dim, 10000.0, rotary_dim, start)
 
 
-_kept_spec = lru_cache(maxsize=64)(_spec)
+_cached_spec = lru_cache(maxsize=64)(_spec)
 
 
-def _where(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:
+def _positions(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:
     if isinstance(offset, Positions):
         return offset
     if not isinstance(offset, torch.Tensor):
@@ -205,7 +205,7 @@ def _where(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> Positions
     return positions.per_row(offset)
 
 
-def _spread(
+def _expand_theta(
     x: torch.Tensor, theta: object, heads: int | None, pairs: int, theta_axis: str
 ) -> torch.Tensor:
     """Return θ as float64 ``(heads|1, pairs)``, with 0 for pairs that do not rotate.
@@ -224,7 +224,7 @@ def _spread(
     if theta.device != x.device:
         raise bad_value(f"theta is on {theta.device} but x is on {x.device}")
     count = 1 if heads is None else heads
-    by_head, by_pair = _readings(theta.shape, count, pairs)
+    by_head, by_pair = _meanings(theta.shape, count, pairs)
     if theta_axis == "head":
         by_pair = False
     elif theta_axis == "pair":
@@ -239,7 +239,7 @@ def _spread(
             )
         by_head = heads is not None
     if not by_head and not by_pair:
-        raise bad_value(_rule(count, pairs, theta_axis), x=x, theta=theta)
+        raise bad_value(_shape_rule(count, pairs, theta_axis), x=x, theta=theta)
     # Widen before expanding: the gradient of a shared number is then one sum in float64.
     wide = theta.to(torch.float64)
     if by_head:
@@ -248,7 +248,7 @@ def _spread(
     return torch.nn.functional.pad(wide, (0, pairs - wide.shape[1]))
 
 
-def _readings(shape: torch.Size, heads: int, pairs: int) -> tuple[bool, bool]:
+def _meanings(shape: torch.Size, heads: int, pairs: int) -> tuple[bool, bool]:
     """Return whether a θ of this shape can hold one angle per head, and one per pair."""
     if len(shape) == 1:
         return shape[0] == heads, shape[0] <= pairs
@@ -257,7 +257,7 @@ def _readings(shape: torch.Size, heads: int, pairs: int) -> tuple[bool, bool]:
     return False, False
 
 
-def _rule(heads: int, pairs: int, theta_axis: str) -> str:
+def _shape_rule(heads: int, pairs: int, theta_axis: str) -> str:
     by_head = [f"({heads},)", f"({heads}, 1)"]
     by_pair = [f"({pairs},)", f"({heads}, {pairs})", f"(1, {pairs})"]
     if theta_axis == "head":

@@ -138,10 +138,10 @@ def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
     )
     if same and (stays or not (_is_fractional(after) or _is_fractional(before))):
         words, turns = after.words, after.turns
-        ids, offset = _moved(after, before, tokens)
+        ids, offset = _shift(after, before, tokens)
     else:
         words, turns = _side_by_side(after, before)
-        ids, offset = _opposed(_explicit(after, tokens), _explicit(before, tokens)), 0
+        ids, offset = _difference(_explicit(after, tokens), _explicit(before, tokens)), 0
     return PreparedRotation(
         to_spec.channels, words, turns, ids, offset, False, k.device, Memo(), amplitude
     )
@@ -164,7 +164,7 @@ def _is_fractional(rotation: PreparedRotation) -> bool:
     return rotation.ids is not None and rotation.ids.is_floating_point()
 
 
-def _moved(
+def _shift(
     after: PreparedRotation, before: PreparedRotation, tokens: int
 ) -> tuple[torch.Tensor | None, int]:
     """Return the distance that each token moves: ids or None, and an offset."""
@@ -202,7 +202,7 @@ def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
     return ids
 
 
-def _opposed(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+def _difference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """Concatenate the new positions and the negated old ones, ``[axes of both, rows|1, tokens]``."""
     if new.is_floating_point() or old.is_floating_point():
         new, old = new.to(torch.float64), old.to(torch.float64)

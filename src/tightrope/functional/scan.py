@@ -124,8 +124,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
     chunk = integer("chunk", chunk)
     if chunk < 1:
         raise bad_value(f"chunk must be positive but got {chunk}")
-    where = layout_named(layout)
-    if where.dims != 4:
+    order = layout_named(layout)
+    if order.dims != 4:
         raise bad_value(f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
     if not isinstance(k, torch.Tensor):
         raise bad_type(f"k must be a tensor but got {describe(k)}")
@@ -141,16 +141,16 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
     given_q, given_k = q, k
     if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
         # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
-        spec = prepare(Place(_QK, (q, k), where), spec, positions, seq_len)
+        spec = prepare(Place(_QK, (q, k), order), spec, positions, seq_len)
         q, k, positions, seq_len = q.float(), k.float(), None, None
     around = around_of(None, gate)
     request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, around=around)
     q, k = run(build(request))
-    given_q, given_k = where.to_bhsd(given_q), where.to_bhsd(given_k)
-    v = values_of(given_q, given_k, v, where.to_bhsd)
-    q, k = where.to_bhsd(q), where.to_bhsd(k)
+    given_q, given_k = order.to_bhsd(given_q), order.to_bhsd(given_k)
+    v = values_of(given_q, given_k, v, order.to_bhsd)
+    q, k = order.to_bhsd(q), order.to_bhsd(k)
     out, state = scanned(q, k, v, log_decay, state, form, chunk)
-    return where.from_bhsd(out), state
+    return order.from_bhsd(out), state
 
 
 def quadratic(

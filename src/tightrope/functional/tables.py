@@ -188,12 +188,12 @@ def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     >>> rotary_apply(x, *build_freqs_cis(16, 64)).shape
     torch.Size([2, 8, 16, 64])
     """
-    x, cos, sin, shape = _against(x, cos, sin)
+    x, cos, sin, shape = _broadcast(x, cos, sin)
     (y,) = run(_build(x, None, Tables(cos, sin, interleaved=True, tables="half")))
     return y.reshape(shape)
 
 
-def _against(
+def _broadcast(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
     """Broadcast x and its tables to four dimensions.
@@ -223,7 +223,7 @@ def _against(
     shape = torch.Size((*lead, width))
     tokens = lead[-1] if lead else 1
 
-    def four(value: torch.Tensor, full: bool) -> torch.Tensor:
+    def to_4d(value: torch.Tensor, full: bool) -> torch.Tensor:
         # Add leading dimensions of size 1, then merge those beyond four into rows.
         missing = max(len(lead), 3) + 1 - value.dim()
         value = value[(None,) * missing]
@@ -235,7 +235,7 @@ def _against(
 
     if len(lead) <= 3:
         x = x.expand(shape)
-    return four(x, True), four(cos, False), four(sin, False), shape
+    return to_4d(x, True), to_4d(cos, False), to_4d(sin, False), shape
 
 
 # (Rank of q, its heads dimension) -> layout.

@@ -262,7 +262,7 @@ class PolarRoPEAttention(torch.nn.Module):
         Raises:
             TypeError, ValueError: invalid arguments; the message names the argument.
         """
-        _check_input(x, self._every()[0].q_proj.weight)
+        _check_input(x, self._all_heads()[0].q_proj.weight)
         if cache is not None:
             self._check_cache(x, cache)
             if positions is None:
@@ -308,10 +308,10 @@ class PolarRoPEAttention(torch.nn.Module):
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project to queries, keys and values ``(batch, heads, tokens, d_head)`` in one product."""
-        firsts = self._firsts()
+        firsts = self._kv_heads()
         weight = torch.cat(
             [
-                *(head.q_proj.weight for head in self._every()),
+                *(head.q_proj.weight for head in self._all_heads()),
                 *(head.k_proj.weight for head in firsts),
                 *(head.v_proj.weight for head in firsts),
             ]
@@ -320,17 +320,17 @@ class PolarRoPEAttention(torch.nn.Module):
         ends = self.num_heads, self.num_heads + self.num_kv_heads
         return every[:, : ends[0]], every[:, ends[0] : ends[1]], every[:, ends[1] :]
 
-    def _every(self) -> list[Any]:
+    def _all_heads(self) -> list[Any]:
         return list(self.heads)
 
-    def _firsts(self) -> list[Any]:
+    def _kv_heads(self) -> list[Any]:
         """Return the heads that have keys and values, the first of each group."""
-        return self._every()[:: self.num_heads // self.num_kv_heads]
+        return self._all_heads()[:: self.num_heads // self.num_kv_heads]
 
     def _all_gates(self, gate: Any) -> tuple[list[Gate], list[Gate]]:
         """Return the gates of the queries and the gates of the keys."""
         for_q, for_k = ([own, extra] for own, extra in zip(self._gates, self._pair(gate)))
-        for heads, gates in ((self._every(), for_q), (self._firsts(), for_k)):
+        for heads, gates in ((self._all_heads(), for_q), (self._kv_heads(), for_k)):
             if self.use_spd:
                 gates.append(Exp(torch.stack([head.gamma for head in heads]), self.tied))
             if self.has_slope:
