@@ -42,9 +42,9 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
     """Rotate the channel pairs of a tensor by the angles of its positions.
 
     Args:
-        x: float32, float64, bfloat16 or float16, in the given ``layout``. Any strides, without a
-            copy; fastest where the channels of a head are contiguous.
-        spec: the rotation, or a rotation prepared by :meth:`RopeSpec.at`, which has its positions.
+        x: float32, float64, bfloat16 or float16, in the given ``layout``. Any strides are read
+            without a copy; fastest if the channels of a head are contiguous.
+        spec: the rotation; or one prepared by :meth:`RopeSpec.at`, which includes its positions.
         positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows, tokens)`` of int32,
             int64, float32 or float64; or a :class:`tightrope.positions.Positions`.
         layout: "bhsd" (batch, heads, tokens, channels), "bshd", "sbhd", "thd" (packed tokens, heads,
@@ -62,7 +62,7 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
         inverse: undo the rotation and the gate instead. An activation cannot be undone.
         out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides (a
             slot of a key cache, for example), no memory shared with x. It gets no gradient.
-        backend: None for the fastest; "cpu", "triton" or "reference" to force one.
+        backend: None to choose the fastest; "cpu", "triton" or "reference" to force one.
 
     Returns:
         ``out`` if given, else a new tensor of the shape, dtype and (if x is dense) strides of x.

@@ -151,9 +151,9 @@ def build_freqs_cis(
     torch.Size([16, 32])
     """
     seq_len, d = integer("seq_len", seq_len), integer("d", d)
-    for what, size in (("seq_len", seq_len), ("d", d)):
+    for name, size in (("seq_len", seq_len), ("d", d)):
         if size < 0:
-            raise bad_value(f"{what} must not be negative but got {size}")
+            raise bad_value(f"{name} must not be negative but got {size}")
     if isinstance(d, int) and d % 2:
         raise bad_value(f"d must be even but got {d}")
     if dtype not in (torch.float32, torch.float64):

@@ -146,7 +146,7 @@ class PolarRoPEAttention(torch.nn.Module):
             to 1.
         num_kv_heads: number of groups of heads that share keys and values; the first head of a group
             has its keys, values and key gate. ``num_heads`` by default.
-        causal: whether a token attends only to itself and to earlier tokens.
+        causal: whether a token attends only to itself and to earlier tokens; False by default.
         dropout: fraction of attention weights dropped in training.
         spec: the rotation; by default interleaved, over all channels, with base 10000.
         gate: an additional gate on queries and keys: None; "slope", the factor exp(slope · p) with a
@@ -252,8 +252,8 @@ class PolarRoPEAttention(torch.nn.Module):
                 to the scores.
             padding_mask: bool ``(batch, keys)``: true for tokens, false for padding. The attention
                 output of a token that may not attend to any key is 0.
-            gate: an additional gate for this call, such as a :class:`tightrope.gates.Given` with one
-                value per token.
+            gate: an additional gate for this call, such as a :class:`tightrope.gates.Given` for its
+                tokens.
             cache: the preceding tokens; the call appends those of x. Needs ``causal``.
 
         Returns:
@@ -454,9 +454,9 @@ def _check_input(x: object, weight: torch.Tensor) -> None:
     _check_place("x", x, "the parameters are", weight.device)
 
 
-def _check_place(what: str, x: torch.Tensor, other: str, device: torch.device) -> None:
+def _check_place(name: str, x: torch.Tensor, other: str, device: torch.device) -> None:
     if x.device != device:
-        raise bad_value(f"{what} is on {x.device} but {other} on {device}")
+        raise bad_value(f"{name} is on {x.device} but {other} on {device}")
 
 
 def _check_mask(mask: object, full: tuple[int, int, int, int]) -> None:
