@@ -27,7 +27,7 @@ inline Split split(T position) {
   if (!(position < T(4611686018427387904.0) && position > T(-4611686018427387904.0))) {
     return {0, 0, true};
   }
-  // Round to nearest even by hand: SSE2 has no instruction for it, and a call would be slow.
+  // Round to nearest even without a library call: SSE2 has no instruction for it.
   int64_t whole = int64_t(position);
   T rest = position - T(whole);
   if (rest > T(0.5) || (rest == T(0.5) && (whole & 1))) {

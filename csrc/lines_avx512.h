@@ -233,7 +233,7 @@ struct Line {
   Stored* out;
   const Stored* x;  // the input of the forward call, for the backward pass
   int64_t in_step, out_step, x_step;
-  const float *gate, *weight;  // arranged, or null
+  const float *gate, *weight;  // in register order, or null
   int64_t gate_step, weight_step;
   int64_t count, ahead;
 };

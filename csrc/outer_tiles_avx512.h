@@ -26,11 +26,11 @@ struct Rows {
   }
 
   int64_t width;
-  float *gate[kMaxOperands], *weight[kMaxOperands];  // one for each head
-  float* slope[kMaxOperands];                        // two for each head, if there are slopes
-  Slopes slopes[kMaxOperands] = {};                  // in those
+  float *gate[kMaxOperands], *weight[kMaxOperands];  // one row per head
+  float* slope[kMaxOperands];                        // two rows per head, if there are slopes
+  Slopes slopes[kMaxOperands] = {};                  // their values lie in the rows of `slope`
   float *g, *x, *by_weight;
-  int64_t row = -1;  // that `gate` is of
+  int64_t row = -1;  // the row of the batch that `gate` holds
 };
 
 // Arranges the weights, factors and slopes that all tokens of a row share.

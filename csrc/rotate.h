@@ -122,7 +122,7 @@ struct Outer {
   Part part[kMaxOperands];
   Act act;
   Gate gate;
-  bool forward;  // y = P·a·R·f(x); or dx = f'(x)ᵀ·a·R'·P·y, which is also an inverse, of P inverted
+  bool forward;  // true: y = P·a·R·f(x); false: dx = f'(x)ᵀ·a·R'·P·y, or with `invert` the inverse
   bool invert;   // divide by P
   double eps;
   int64_t tiles;  // tiles of a run; work items are runs, and no tile spans two rows

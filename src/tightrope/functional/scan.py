@@ -90,7 +90,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
         spec, positions, seq_len: see :func:`rotate`. By default positions continue from ``state``.
         log_decay: logarithms <= 0 of the factor on the memory at each token: None, a number, or a
             floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1, tokens|1,
-            channels|1)`` in any layout. −∞ forgets everything before the token.
+            channels|1)``, in this order for every layout. −∞ forgets everything before the token.
         gate: a gate of :mod:`tightrope.gates` for q and k, or a pair, one for each.
         state: the state returned by the call on the preceding tokens; None to start a sequence.
         form: "chunked" for training; "step", token by token, for decoding; "quadratic", the

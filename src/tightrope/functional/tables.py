@@ -58,10 +58,10 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
         unsqueeze_dim: the heads dimension of q: 1 for (batch, heads, seq, dim), 2 for
             (batch, seq, heads, dim).
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
-        tables: the format of the last dimension: "cat", the half table twice; "repeat", each entry
-            twice in a row; "half", one entry per pair. Only the first of two duplicates is read.
-            Tables whose last row contradicts the format raise an error, unless they require grad,
-            are on a GPU or are being traced.
+        tables: the format of the last dimension: "half", one entry per pair; "cat", all these
+            entries and then all again; "repeat", each entry twice in a row. Only the first of two
+            duplicates is read. Tables whose last row contradicts the format raise an error, unless
+            they require grad, are on a GPU or are being traced.
         start: the first channel that rotates.
         inverse: rotate by the negative angles. If the tables also scale, the result is scaled as in
             the forward rotation.
@@ -129,7 +129,7 @@ def build_freqs_cis(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tables of the cosines and sines of positions 0..seq_len-1, one entry per pair.
 
-    For :func:`rotary_apply` and for inspection; no other function of this library needs tables.
+    For :func:`rotary_apply` and for inspection; functions that take a spec need no tables.
 
     Args:
         seq_len: number of positions.
