@@ -1,15 +1,15 @@
-# Every target does all of its own set-up, from a fresh clone on.
+# Every target does its own set-up, also in a fresh clone.
 #
 #   make demo     train a small model with the library, on real text, and show what it costs
-#   make test     the tests, but for those that take long and rarely fail alone
+#   make test     the tests, except slow ones that rarely fail alone
 #   make test-all all tests
 #   make check    formatting, lint, types, documentation
 #   make wheel    dist/tightrope-*.whl
-#   make oldest   the tests with the oldest torch that users may have (gigabytes of CUDA come with it)
-#   make clean    remove all that the others made
+#   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
+#   make clean    remove everything that the other targets made
 #
-#   PYTHON=python3.12   the interpreter that .venv is made with (3.10 or later)
-#   WORKERS=4           how many processes the tests run in
+#   PYTHON=python3.12   the Python of .venv (3.10 or later)
+#   WORKERS=4           number of test processes
 #   ARGS='-k half'      more arguments for pytest (make test, test-all) or the demo (make demo)
 
 PYTHON ?= python3
@@ -33,9 +33,8 @@ help:
 demo: $(READY)
 	$(BIN)/tightrope demo $(ARGS)
 
-# Each process computes on one core: two that share two cores with two threads each only wait for
-# one another. A test that is about threads sets their number itself. The blocks of the documents
-# run under `make check`.
+# One thread per process: two processes with two threads each would only compete for two cores. Tests
+# of threading set their own number of threads. `make check` runs the code blocks of the documents.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	--ignore=tests/test_docs.py
 
@@ -45,7 +44,8 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) $(ARGS)
 
-# Before a release, and after a change to what compilers trace: with PYTHON=python3.10 as well.
+# Run this before a release and after a change to code that torch.compile traces; with
+# PYTHON=python3.10 as well.
 oldest:
 	mkdir -p build
 	sed -e 's/^torch==.*/torch==2.10.0/' -e '/^triton==/d' constraints.txt > build/oldest.txt
@@ -68,16 +68,16 @@ clean:
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environment: torch first, then what builds the package, so that the package itself can be
-# built without isolation, against this torch. The kernel compiles while pip installs the rest; the
-# rule after this one finds its objects, or says why there are none.
+# The environment: torch first, then the build tools, so that the package can be built without
+# isolation, against this torch. The kernel compiles in the background while pip installs the rest;
+# the next rule links its object files, or reports why there are none.
 $(TOOLS): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "tightrope needs Python 3.10 or later; '$(PYTHON)' is none. Name one: make PYTHON=python3.12" >&2; \
+		echo "tightrope needs Python 3.10 or later, but '$(PYTHON)' is not. Choose one: make PYTHON=python3.12" >&2; \
 		exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { \
-		echo "'$(PYTHON)' cannot make environments: it lacks venv or ensurepip. On Debian and Ubuntu" >&2; \
-		echo "they are in the package python3-venv. Or name another Python: make PYTHON=python3.12" >&2; \
+		echo "'$(PYTHON)' cannot create environments: it lacks venv or ensurepip. On Debian and Ubuntu" >&2; \
+		echo "install the package python3-venv. Or choose another Python: make PYTHON=python3.12" >&2; \
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c $(CONSTRAINTS) torch
@@ -87,8 +87,8 @@ $(TOOLS): pyproject.toml setup.py constraints.txt
 		-e '.[cli,dev]'; status=$$?; wait; exit $$status
 	@touch $@
 
-# pip keeps to itself what a build says, so the library is built once more in the open: nothing is
-# compiled twice, and where it cannot be built this is where one reads why.
+# pip hides the output of a build, so build the library once more in the open: nothing is compiled
+# twice, and if the build fails, the reason appears here.
 $(READY): $(TOOLS) $(wildcard csrc/*)
 	$(BIN)/python setup.py --quiet build_native --inplace
 	@touch $@

@@ -1,15 +1,15 @@
-"""Builds the fused CPU kernel; everything else about the package is in pyproject.toml.
+"""Build the fused CPU kernel. The rest of the package is configured in pyproject.toml.
 
-The kernel is a plain shared library, `tightrope/_native.so`, that Python loads with
+The kernel is a plain shared library, `tightrope/_native.so`, which Python loads with
 `torch.ops.load_library`. It uses no symbol of Python and only torch's stable ABI, so one binary
-serves every Python and every torch >= 2.10, and its wheel is tagged py3-none-<platform>.
+works with every Python and every torch >= 2.10, and its wheel is tagged py3-none-<platform>.
 
-It needs torch and a C++17 compiler at build time. Where one is missing or fails, the package is
-built without the library and runs on the plain torch definition; the build says so and goes on.
+The build needs torch and a C++17 compiler. If one is missing or fails, the build prints the reason
+and continues without the library; the package then runs on the plain torch definition.
 
 Environment:
     TIGHTROPE_NATIVE   0: do not build the library.  1: fail if it cannot be built.
-    CXX                the compiler, in place of the first of c++, g++, clang++.
+    CXX                the compiler; by default the first found of c++, g++, clang++.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-# Objects are named by a hash of all that they are made from, so this folder may outlive any build.
+# Object files are named by a hash of all their inputs, so builds can share this folder.
 OBJECTS = ROOT / "build" / "native"
 LIBRARY = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 JOBS = 2
 
 COMMON_FLAGS = [
     "-std=c++17",
-    "-ffp-contract=off",  # a product and a sum are fused where the source says so, nowhere else
+    "-ffp-contract=off",  # only explicit fused multiply-adds
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
     "-fPIC",
-    f"-ffile-prefix-map={ROOT}=.",  # no path of this machine inside
+    f"-ffile-prefix-map={ROOT}=.",  # keep paths of this machine out of the binary
     "-Wall",
     "-Wextra",
 ]
 
-# One translation unit per instruction set, with the flags that only it may have.
+# One translation unit per instruction set, each with its own flags.
 ISA_FLAGS = {
     "x86_64": {
         "rotate_baseline.cpp": [],
@@ -62,16 +62,16 @@ ISA_FLAGS = {
         ],
     },
 }
-# NEON and FMA belong to every aarch64, so its baseline is enough; so it is for what we do not know.
+# Other machines get only the baseline. On aarch64 that includes NEON and FMA, which all have.
 ISA_FLAGS_ELSEWHERE: dict[str, list[str]] = {"rotate_baseline.cpp": []}
 
 
 class NotBuilt(Exception):
-    """Why there is no native library, in words for the person who installs."""
+    """The native library cannot be built; the message gives the user the reason."""
 
 
 def find_compiler() -> tuple[list[str], str]:
-    """The command of a C++ compiler, and what it says of itself."""
+    """Return the command of a C++ compiler and its `--version` output."""
     named = os.environ.get("CXX", "").strip()
     try:
         candidates = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
@@ -85,7 +85,7 @@ def find_compiler() -> tuple[list[str], str]:
 
 
 def find_torch() -> tuple[list[str], list[str], str]:
-    """The folders of torch's headers and libraries, and its version."""
+    """Return the folders of torch's headers, the folders of its libraries, and its version."""
     try:
         import torch
         from torch.utils.cpp_extension import include_paths, library_paths
@@ -95,7 +95,7 @@ def find_torch() -> tuple[list[str], list[str], str]:
 
 
 def run_compiler(command: list[str]) -> str:
-    """Runs the compiler and returns what it printed to stdout; its warnings are shown."""
+    """Run the compiler, print its warnings and return its stdout."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -103,14 +103,14 @@ def run_compiler(command: list[str]) -> str:
     if done.stderr:
         print(done.stderr, file=sys.stderr, end="")
     if done.returncode != 0:
-        what = next((Path(part).name for part in command if part.endswith(".cpp")), "")
-        of = f" on {what}" if what else ""
-        raise NotBuilt(f"{command[0]} failed{of} (exit status {done.returncode})")
+        source = next((Path(part).name for part in command if part.endswith(".cpp")), "")
+        on = f" on {source}" if source else ""
+        raise NotBuilt(f"{command[0]} failed{on} (exit status {done.returncode})")
     return done.stdout
 
 
 def digest(*parts: str | bytes) -> str:
-    """A short name for everything that a built file depends on."""
+    """Return a short hash of everything that a built file depends on."""
     total = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -119,13 +119,13 @@ def digest(*parts: str | bytes) -> str:
 
 
 def produce(stem: str, key: str, suffix: str, command: list[str]) -> Path:
-    """Runs `command -o <stem>-<key><suffix>` unless that file is there; drops its older versions."""
+    """Run `command -o <stem>-<key><suffix>` unless that file exists; delete its older versions."""
     target = OBJECTS / f"{stem}-{key}{suffix}"
     if not target.exists():
         try:
             OBJECTS.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise NotBuilt(f"there is no place for object files ({error})") from error
+            raise NotBuilt(f"the folder for object files cannot be made ({error})") from error
         for old in OBJECTS.glob(f"{stem}-*{suffix}"):
             old.unlink(missing_ok=True)
         partial = target.with_suffix(f".{os.getpid()}.tmp")
@@ -135,17 +135,17 @@ def produce(stem: str, key: str, suffix: str, command: list[str]) -> Path:
 
 
 def build_library() -> Path:
-    """Compiles csrc/ into one shared library and returns where it is, or raises NotBuilt."""
+    """Compile csrc/ into one shared library and return its path, or raise NotBuilt."""
     if sys.platform == "win32":
         raise NotBuilt("there is no native build for Windows yet")
     compiler, version = find_compiler()
     includes, libraries, torch_version = find_torch()
 
-    # The machine that this Python was built for: a 32-bit Python can run on a 64-bit kernel.
+    # The architecture of this Python, not of the kernel: a 32-bit Python can run on a 64-bit kernel.
     name = sysconfig.get_platform()
     machine = platform.machine() if name.endswith("universal2") else name.split("-")[-1]
     torch_flags = ["-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    # -isystem: torch's headers do not pass our warnings.
+    # -isystem: torch's headers do not compile without warnings under our flags.
     torch_flags += [part for folder in includes for part in ("-isystem", folder)]
     units = {
         "bind_torch.cpp": torch_flags,
@@ -159,7 +159,7 @@ def build_library() -> Path:
     if missing:
         raise NotBuilt(f"csrc/ lacks {', '.join(missing)}")
 
-    # Whatever is no unit of its own may be included by one.
+    # Any other file may be included by a unit.
     headers = [p.read_bytes() for p in sorted(CSRC.glob("*")) if p.suffix != ".cpp"]
 
     def compile_unit(source: str) -> Path:
@@ -168,7 +168,7 @@ def build_library() -> Path:
         key = digest(version, torch_version, shlex.join(command), text, *headers)
         return produce(Path(source).stem, key, ".o", command)
 
-    # The largest set of instructions takes longest and comes last in the table: it starts first.
+    # Start with the last unit, the largest instruction set, which takes longest.
     with ThreadPoolExecutor(JOBS) as pool:
         objects = list(pool.map(compile_unit, reversed(units)))
 
@@ -181,12 +181,12 @@ def build_library() -> Path:
 
 
 def say(text: str) -> None:
-    """One paragraph to the person who installs."""
+    """Print one paragraph to stderr."""
     print("\n" + textwrap.fill(text, 96, break_on_hyphens=False) + "\n", file=sys.stderr)
 
 
 class build_native(Command):
-    """The step of `build` that makes the library and puts it beside the Python files."""
+    """Build step that makes the library and puts it beside the Python files."""
 
     description = "build the fused CPU kernel (compile and link csrc/)"
     user_options: ClassVar = [("inplace", "i", "put the library into src/tightrope")]
@@ -212,29 +212,29 @@ class build_native(Command):
         target = self.library()
         try:
             if wish == "0":
-                raise NotBuilt("TIGHTROPE_NATIVE=0 asks for that")
+                raise NotBuilt("TIGHTROPE_NATIVE=0 is set")
             source = build_library()
         except NotBuilt as reason:
             if wish == "1":
                 raise SystemExit(f"TIGHTROPE_NATIVE=1, but {reason}.") from reason
-            # What an earlier build left must not pass for this one's.
+            # Remove the library of an earlier build, which may not match the source.
             target.unlink(missing_ok=True)
             say(
                 f"tightrope is built without its fused CPU kernel: {reason}. Everything works, on "
-                "the plain torch definition, only slower. For the fast path, have torch, setuptools "
-                "and a C++17 compiler (g++ or clang++) installed, then install again without build "
-                "isolation: pip install --no-build-isolation --no-cache-dir --force-reinstall "
-                "--no-deps followed by what you installed (tightrope, or this folder)."
+                "the plain torch definition, only slower. For the fast path, install torch, "
+                "setuptools and a C++17 compiler (g++ or clang++), then install tightrope again "
+                "without build isolation: pip install --no-build-isolation --no-cache-dir "
+                "--force-reinstall --no-deps followed by tightrope or the path of this folder."
             )
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A new file under the same name: a process that has the old one loaded keeps it.
+        # Replace the file, not its contents: a running process keeps the old library loaded.
         partial = target.with_suffix(f".{os.getpid()}.tmp")
         shutil.copy2(source, partial)
         partial.replace(target)
         self.built = True
 
-    # What setuptools asks of a step of `build`.
+    # setuptools requires these methods of a build step.
     def get_source_files(self) -> list[str]:
         return [path.relative_to(ROOT).as_posix() for path in sorted(CSRC.glob("*.*"))]
 
@@ -246,13 +246,13 @@ class build_native(Command):
 
 
 class wheel_of_any_python(bdist_wheel):
-    """A wheel tagged py3-none-<platform> with the library in it, py3-none-any without."""
+    """A wheel tagged py3-none-<platform> with the native library, py3-none-any without."""
 
     def run(self) -> None:
-        # setuptools never empties this folder: files that were renamed or dropped since the last
-        # build would go into the wheel.
+        # setuptools never empties this folder: files renamed or deleted since the last build would
+        # go into the wheel.
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
-        # First the library, then the name of the wheel: whether it builds decides the tag.
+        # Build the library first: the tag of the wheel depends on whether that succeeds.
         self.run_command("build_native")
         native = self.get_finalized_command("build_native").built
         self.root_is_pure = not native

@@ -1,6 +1,6 @@
-"""What a user who installs the wheel, and nothing else, can rely on.
+"""Smoke test of the installed wheel: kernel, values and command line.
 
-python smoke.py NAME-OF-THE-WHEEL, in a clean environment and a folder outside the source tree.
+Run `python smoke.py NAME-OF-THE-WHEEL` in a clean environment, in a folder outside the source tree.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 import tightrope
 
-# One float32 rounding of each of cos, sin and the result, for pairs of this size: DESIGN section 6
-# allows 4e-7 of the pair, and no pair of a seeded normal tensor of this size is longer than 5.
+# One float32 rounding each of cos, sin and the result: at most 4e-7 of the length of a pair. No pair of
+# a seeded normal tensor of this size is longer than 5.
 TOLERANCE = 4e-7 * 5
 
 
 def plain(x: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
-    """The rotation of pairs (k, k + dim/2) at positions 0, 1, 2, … in float64, from the formula."""
+    """Rotate pairs (k, k + dim/2) at positions 0, 1, 2, … in float64, by the formula."""
     sequence, dim = x.shape[-2:]
     half = dim // 2
     y = x.double().clone()
@@ -38,7 +38,7 @@ def check_kernel(wheel: str, x: torch.Tensor) -> None:
     chosen = tightrope.which(x)
     print("backends:", present, " which:", chosen)
     if wheel.endswith("-py3-none-any.whl"):
-        print("this wheel holds no native library: nothing to check of it")
+        print("this wheel has no native library to check")
         return
     assert "-py3-none-" in wheel, f"{wheel} is tied to one version of Python"
     assert present["cpu"] is None, f"the fused kernel is not usable: {present}"
@@ -63,11 +63,11 @@ def check_values(x: torch.Tensor) -> None:
 def check_command_line() -> None:
     script = Path(sys.executable).with_name("tightrope")
     done = subprocess.run([str(script), "info"], capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
-    print(f"tightrope info, without the cli extra: exit status {done.returncode}\n{said.strip()}")
+    output = done.stdout + done.stderr
+    print(f"tightrope info, without the cli extra: exit status {done.returncode}\n{output.strip()}")
     assert done.returncode != 0, "tightrope info cannot work without the cli extra"
-    assert "Traceback" not in said, "a missing extra is no crash"
-    assert "tightrope[cli]" in said, "the message does not say what to install"
+    assert "Traceback" not in output, "a missing extra must not cause a traceback"
+    assert "tightrope[cli]" in output, "the message must name the extra to install"
 
 
 def main() -> None:

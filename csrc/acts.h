@@ -1,7 +1,8 @@
-// f and f' of one number, in operations that vectorise: no branch, no table, no call.
+// Activations f and their derivatives f' of one number, in operations that vectorise: no branch, no
+// table, no call.
 //
-// In float each is within 2 ulp of the value, or of the terms that cancel in it; in double the C
-// library's functions do.
+// In float the error is within 2 ulp of the value, or of its largest term if terms cancel; double uses
+// the functions of the C library.
 #pragma once
 
 #include <math.h>
@@ -12,9 +13,9 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Where a compiler declines to inline, it does not vectorise either.
+// Without inlining, the compiler does not vectorise.
 #define TIGHTROPE_INLINE inline __attribute__((always_inline))
-// Loops that many places call stay by themselves: a compiler vectorises them better alone.
+// For loops with many callers: the compiler vectorises them better when they are not inlined.
 #define TIGHTROPE_LOOP __attribute__((noinline))
 
 inline float root(float x) { return __builtin_sqrtf(x); }
@@ -28,12 +29,12 @@ TIGHTROPE_INLINE float with_sign(float x, float of) {
   return bits<float>((bits<uint32_t>(x) & 0x7FFFFFFFu) | (bits<uint32_t>(of) & 0x80000000u));
 }
 
-// Adding this rounds to an integer, which then stands in the lowest bits.
+// Adding this constant rounds to an integer and leaves it in the lowest bits.
 constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
 TIGHTROPE_INLINE int32_t rounded(float shifted) { return int32_t(bits<uint32_t>(shifted) - bits<uint32_t>(kRounder)); }
 
 TIGHTROPE_INLINE float exponential(float x) {
-  // Beyond these e^x is 0 or infinite; a NaN passes both.
+  // Beyond these limits e^x is 0 or infinite; NaN passes both.
   x = choose(x > 89.0f, 89.0f, x);
   x = choose(x < -104.0f, -104.0f, x);
   const float shifted = fma_(x, 1.44269502f, kRounder);
@@ -62,7 +63,7 @@ TIGHTROPE_INLINE float less_one(float x) {
 }
 TIGHTROPE_INLINE double less_one(double x) { return __builtin_expm1(x); }
 
-// log(1 + x) for x in [0, 1]: twice the area tangent of x / (2 + x).
+// log(1 + x) for x in [0, 1], as 2 artanh(x / (2 + x)).
 TIGHTROPE_INLINE float log_one(float x) {
   const float s = x / (2.0f + x), z = s * s;
   float p = fma_(z, 1.08962111e-1f, 8.57392177e-2f);
@@ -88,13 +89,13 @@ TIGHTROPE_INLINE float tangent(float x) {
 }
 TIGHTROPE_INLINE double tangent(double x) { return __builtin_tanh(x); }
 
-// e^(-t²/2), with what the square rounds off put back.
+// e^(-t²/2), corrected for the rounding error of t².
 TIGHTROPE_INLINE float bell(float t) {
   const float square = t * t;
 #if defined(__FMA__) || defined(__aarch64__)
   const float rest = fma_(t, t, -square);
 #else
-  // Without the instruction, in halves of 12 bits whose products are exact.
+  // Without FMA instructions: split into halves of 12 bits whose products are exact.
   const float high = bits<float>(bits<uint32_t>(t) & 0xFFFFF000u), low = t - high;
   const float rest = ((high * high - square) + 2.0f * high * low) + low * low;
 #endif
@@ -102,7 +103,7 @@ TIGHTROPE_INLINE float bell(float t) {
   return choose(square < 1e30f, fma_(e * rest, -0.5f, e), e);
 }
 
-// Φ, the share of a normal distribution below x; and the density at x, up to a factor.
+// Φ(x), the standard normal distribution function; and the density at x, up to a factor.
 TIGHTROPE_INLINE float below(float x, float* density) {
   const float t = magnitude(x), u = 1.0f / fma_(0.33f, t, 1.0f);
   float p = fma_(u, -2.58295406e-2f, 1.48384750e-1f);
@@ -123,7 +124,7 @@ TIGHTROPE_INLINE double below(double x, double* density) {
   return 0.5 * __builtin_erfc(x * -0.70710678118654752440);
 }
 
-// σ(x) and σ(-x), neither by a difference.
+// σ(x) and σ(-x), without cancellation.
 template <class T>
 TIGHTROPE_INLINE void sigmoids(T x, T* here, T* there) {
   const T e = exponential(-magnitude(x)), r = T(1) / (T(1) + e), other = e * r;
@@ -131,7 +132,7 @@ TIGHTROPE_INLINE void sigmoids(T x, T* here, T* there) {
   *there = choose(x < T(0), r, other);
 }
 
-// Up to here three parts of π/2 leave nothing to be desired.
+// Up to this angle, π/2 in three parts is exact enough.
 constexpr float kLargeAngle = 8192.0f;
 
 TIGHTROPE_INLINE void sine_cosine(float x, float* s, float* c) {
@@ -156,13 +157,13 @@ TIGHTROPE_INLINE void sine_cosine(float x, float* s, float* c) {
   *c = choose(((quarter + 1) & 2) != 0, -b, b);
 }
 
-// Each f with its f'.
+// Each activation: f and its derivative, `slope`.
 struct None {
   template <class T> static TIGHTROPE_INLINE T f(T x) { return x; }
   template <class T> static TIGHTROPE_INLINE T slope(T) { return T(1); }
 };
 struct Relu {
-  // A NaN stays.
+  // NaN stays NaN.
   template <class T> static TIGHTROPE_INLINE T f(T x) { return choose(x < T(0), T(0), x); }
   template <class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > T(0), T(1), T(0)); }
 };
@@ -215,7 +216,7 @@ struct LeakyRelu {
 };
 struct Tanh {
   template <class T> static TIGHTROPE_INLINE T f(T x) { return tangent(x); }
-  // 1 − t² of t = 1 − q.
+  // 1 − t², with t = 1 − q.
   template <class T> static TIGHTROPE_INLINE T slope(T x) {
     const T a = magnitude(x), q = T(2) / (exponential(a + a) + T(1));
     return q * (T(2) - q);

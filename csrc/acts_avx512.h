@@ -1,5 +1,5 @@
-// f and f' of 16 numbers in a register. Where a bfloat16 is made of the result, polynomials are short:
-// an error of 2^-19 moves one rounding in thousands. Elsewhere each is within 3 ulp.
+// Activations f and f' of 16 numbers in a register. If the result is rounded to bfloat16 (`brief`), the
+// polynomials are short: an error of 2^-19 changes one rounding in thousands. Otherwise within 3 ulp.
 #pragma once
 
 #include "acts.h"
@@ -10,7 +10,7 @@ namespace {
 
 using V = __m512;
 
-// The zero-masked forms are the plain ones: see heads_avx512.h.
+// Zero-masked intrinsics stand in for the plain ones: see heads_avx512.h.
 constexpr __mmask16 kAll = 0xFFFF;
 
 TIGHTROPE_INLINE V all(float x) { return _mm512_set1_ps(x); }
@@ -31,7 +31,7 @@ template <bool brief, int sign>
 TIGHTROPE_INLINE V exponential(V x) {
   if (brief) {
     const V t = times(x, all(sign * 1.44269502f));
-    // From the integer below, as scalef splits it too.
+    // The fraction above the floor, which is how scalef splits t too.
     const V r = _mm512_maskz_reduce_ps(kAll, t, 0x09);
     V p = fused(r, all(1.3534168e-2f), 5.2011464e-2f);
     p = fused(r, p, 2.4144275e-1f);
@@ -39,7 +39,7 @@ TIGHTROPE_INLINE V exponential(V x) {
     p = fused(r, p, 1.0000026f);
     return _mm512_maskz_scalef_ps(kAll, p, t);
   }
-  // Of an infinite x this is no number; a finite one serves.
+  // An infinite x would give NaN, so clamp it.
   V y = _mm512_maskz_min_ps(kAll, all(110.0f), sign < 0 ? negative(x) : x);
   y = _mm512_maskz_max_ps(kAll, all(-110.0f), y);
   const V m = _mm512_maskz_roundscale_ps(kAll, times(y, all(1.44269502f)), 0x08);
@@ -53,7 +53,7 @@ TIGHTROPE_INLINE V exponential(V x) {
   return _mm512_maskz_scalef_ps(kAll, p, m);
 }
 
-// a / d for d >= 1, by Newton's steps; 0 where d is beyond 2^126.
+// a / d for d >= 1, by Newton's method; 0 for d above 2^126.
 template <bool brief>
 TIGHTROPE_INLINE V quotient(V a, V d) {
   const auto fits = _mm512_cmp_ps_mask(d, all(8.5070592e37f), _CMP_NGT_UQ);
@@ -64,26 +64,26 @@ TIGHTROPE_INLINE V quotient(V a, V d) {
   return _mm512_maskz_fmadd_ps(fits, less_product(d, q, a), r, q);
 }
 
-// 1 + e^-x, infinite from where float overflows.
+// 1 + e^-x; infinite where float overflows.
 //
-// e^-x is 2^(k/N) of a table, with the power of two added to its exponent as an integer, times a
-// polynomial of degree 2: two fused multiply-adds fewer than without the table. In the short form the
-// square is completed, with the centre at a whole number of steps, and takes one of them.
+// e^-x is 2^(k/N) from a table, with the power of two added to its exponent as an integer, times a
+// polynomial of degree 2: two fused multiply-adds fewer than without the table. If brief, the polynomial
+// is a completed square, centred at a whole number of steps, which needs only one of them.
 alignas(64) constexpr int32_t kSixteenths[16] = {
-    // 9.41845871e-4 · 2^(j/16), less j in the bits that j is added to. Two lie a few units beside: so of all
-    // bfloat16 x one is rounded wrongly by silu, 2^-7, and two by sigmoid, all of them nearly ties.
+    // 9.41845871e-4 · 2^(j/16), minus j in the bits to which j is added. Two entries are off by a few units
+    // on purpose: then, of all bfloat16 x, silu rounds one wrongly, 2^-7, and sigmoid two, all nearly ties.
     0x3A76E635, 0x3A78EA4B, 0x3A769F6E, 0x3A749541, 0x3A72CEA3, 0x3A714E90, 0x3A701825, 0x3A6F2EAE,
     0x3A6E958A, 0x3A6E504A, 0x3A6E62A6, 0x3A6ED083, 0x3A6F9DDF, 0x3A70CF05, 0x3A726859, 0x3A746E78,
 };
 alignas(64) constexpr int32_t kThirtySeconds[32] = {
-    // 2.34597918e-4 · 2^(j/32), likewise.
+    // 2.34597918e-4 · 2^(j/32), minus j in the same way.
     0x3975FE66, 0x3977615C, 0x39787142, 0x39774143, 0x39762109, 0x397510EB, 0x39741144, 0x39732270,
     0x397244CD, 0x397178BC, 0x3970BEA0, 0x397016DC, 0x396F81D9, 0x396EFFFE, 0x396E91B7, 0x396E3772,
     0x396DF1A0, 0x396DC0B2, 0x396DA51F, 0x396D9F5D, 0x396DAFE6, 0x396DD739, 0x396E15D5, 0x396E6C3B,
     0x396EDAF2, 0x396F6282, 0x39700376, 0x3970BE5D, 0x397193C7, 0x3972844A, 0x3973907E, 0x3974B8FD,
 };
-// Each step is taken of n registers before the next: waiting for one another, those of one would fill
-// the window in which a processor looks for work.
+// Does each step on n registers before the next step: the dependent steps of one register alone would
+// fill the processor's out-of-order window.
 template <bool brief, int n>
 TIGHTROPE_INLINE void one_and_exponential(V* x) {
   constexpr float kShift = 12582912.0f;  // 1.5 · 2^23: sums have their integer in the lowest bits
@@ -93,8 +93,8 @@ TIGHTROPE_INLINE void one_and_exponential(V* x) {
 #pragma GCC unroll 4
     for (int i = 0; i < n; ++i) step(i);
   };
-  // Powers down to 2^-127 and up to 2^127 are exponents; e^60 is beside 1 as good as any beyond, and of
-  // e^94 the product overflows. A NaN stays: of two that do not compare, the second is taken.
+  // Exponents reach from 2^-127 to 2^127. 1 + e^-60 is already 1, and e^94 makes the product overflow.
+  // NaN stays NaN: if its operands do not compare, the instruction returns the second.
   each([&](int i) { x[i] = _mm512_maskz_min_ps(kAll, all(60.0f), x[i]); });
   each([&](int i) { x[i] = _mm512_maskz_max_ps(kAll, all(-94.0f), x[i]); });
   each([&](int i) { steps[i] = fused(x[i], all(kSteps), kShift); });
@@ -123,7 +123,7 @@ TIGHTROPE_INLINE void one_and_exponential(V* x) {
   each([&](int i) { x[i] = fused(steps[i], x[i], 1.0f); });
 }
 
-// a / (1 + e^-x). A division has a unit of its own: beside the rest it is cheaper than Newton's steps.
+// a / (1 + e^-x). Division has its own execution unit: overlapped with the rest, it is cheaper than Newton.
 template <bool brief, int n>
 TIGHTROPE_INLINE void by_sigmoid(const V* a, V* x) {
   V d[n];
@@ -134,15 +134,15 @@ TIGHTROPE_INLINE void by_sigmoid(const V* a, V* x) {
   for (int i = 0; i < n; ++i) x[i] = _mm512_div_ps(a[i], d[i]);
 }
 
-// Each f with its f'.
+// Each activation: f, and `back`, which multiplies a gradient g by f'(x).
 struct NoneV {
   template <bool brief> static TIGHTROPE_INLINE V f(V x) { return x; }
   template <bool brief> static TIGHTROPE_INLINE V back(V, V g) { return g; }
 };
 struct ReluV {
-  // A NaN stays: of two that do not compare, the second is taken.
+  // NaN stays NaN: if its operands do not compare, the instruction returns the second.
   template <bool brief> static TIGHTROPE_INLINE V f(V x) { return _mm512_maskz_max_ps(kAll, all(0.0f), x); }
-  // As multiplied by 0 or 1.
+  // Multiplies by 0 or 1, so NaN and infinite gradients give what the plain loop gives.
   template <bool brief> static TIGHTROPE_INLINE V back(V x, V g) {
     return times(g, _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, all(0.0f), _CMP_GT_OQ), all(1.0f)));
   }
@@ -167,14 +167,14 @@ struct LeakyReluV {
 };
 struct SigmoidV {
   template <bool brief> static TIGHTROPE_INLINE V back(V x, V g) {
-    // σ is even in its derivative; of -|x| nothing overflows or cancels.
+    // σ' is an even function; at -|x| nothing overflows or cancels.
     const V e = exponential<brief, -1>(magnitude(x)), d = plus(all(1.0f), e);
     const V r = quotient<brief>(all(1.0f), d);
     return times(g, times(times(e, r), r));
   }
 };
 struct SiluV {
-  // σ(x) (1 + x σ(-x)), neither σ by a difference.
+  // σ(x) (1 + x σ(-x)), both σ without cancellation.
   template <bool brief> static TIGHTROPE_INLINE V back(V x, V g) {
     const V e = exponential<brief, -1>(magnitude(x));
     const V r = quotient<brief>(all(1.0f), plus(all(1.0f), e)), other = times(e, r);
@@ -188,7 +188,7 @@ struct ExpV {
   template <bool brief> static TIGHTROPE_INLINE V back(V x, V g) { return times(g, f<brief>(x)); }
 };
 struct GeluV {
-  // As below() of acts.h.
+  // See below() in acts.h.
   template <bool brief> static TIGHTROPE_INLINE V share(V x, V* density) {
     const V t = magnitude(x), u = quotient<brief>(all(1.0f), fused(all(0.33f), t, 1.0f));
     V p = fused(u, all(-2.58295406e-2f), 1.48384750e-1f);
@@ -222,7 +222,7 @@ struct GeluV {
   }
 };
 
-// f of n registers, 4 at most, in place.
+// Applies f to n registers, at most 4, in place.
 template <class A, bool brief, int n>
 struct Several {
   static TIGHTROPE_INLINE void f(V* x) {

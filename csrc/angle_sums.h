@@ -1,10 +1,11 @@
-// Gradients by angles, summed to positions and to frequencies.
+// Gradients by positions and by frequencies, as sums of gradients by angles.
 //
-// With (y, z) a rotated pair and (dy, dz) the gradient of it, the angle of the pair has the gradient
-// y·dz − z·dy. A position sums it over heads and pairs, times ω; a frequency sums it over tokens,
-// times the position. Every sum has one order, whatever the number of threads: pairs and heads in
-// that of the tensor, tokens within runs that the shapes alone decide. Few products are added in
-// float before they go on to a double, so a sum is as good for many heads as for few.
+// For a rotated pair (y, z) with gradient (dy, dz), the gradient by its angle is y·dz − z·dy. The
+// gradient by a position is its sum over heads and pairs, times ω; that by a frequency is its sum over
+// tokens, times the position. The order of every sum does not depend on the number of threads: pairs
+// and heads in the order of the tensor, tokens within runs that only the shapes determine. At most a
+// few products are accumulated in float before widening to double, so many heads are summed as exactly
+// as few.
 #pragma once
 
 #include "heads.h"
@@ -13,7 +14,7 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Pairs with (y, z) and (dy, dz) at distances y, z, c and d from those pointers, step by step.
+// Adds n pairs: y and z lie at offsets y and z from `out`, dy and dz at offsets c and d from `grad`.
 template <class F>
 inline void add_pairs(const typename F::Stored* __restrict out,
                       const typename F::Stored* __restrict grad, int64_t y, int64_t z, int64_t c,
@@ -38,7 +39,7 @@ inline void add_neighbours(const typename F::Stored* out, const typename F::Stor
 }
 
 #if defined(__F16C__)
-// The same operations through the conversion instructions.
+// The same operations with the F16C conversion instructions.
 inline void add_lanes(HalfLanes y, HalfLanes z, HalfLanes dy, HalfLanes dz, float* sum) {
   const Lanes one = _mm256_fmadd_ps(widen(y), widen(dz), read(sum));
   _mm256_storeu_ps(sum, _mm256_fnmadd_ps(widen(z), widen(dy), one));
@@ -87,7 +88,7 @@ inline void add_head(const Problem& p, const Operand& o, int64_t row, int64_t he
   }
 }
 
-// Adds a sum to another, and clears it.
+// Adds `sum` to `total` and clears it.
 template <class T>
 inline void flush(T* __restrict sum, double* __restrict total, int64_t n) {
   for (int64_t k = 0; k < n; ++k) {
@@ -96,7 +97,7 @@ inline void flush(T* __restrict sum, double* __restrict total, int64_t n) {
   }
 }
 
-// Σ ω·total in units of one phase word, in eight lanes that add up in pairs.
+// Returns Σ ω·total, ω in phase words, accumulated in eight lanes that are then added in pairs.
 inline double by_position(const int64_t* __restrict word, const int64_t* __restrict turn,
                           const double* __restrict total, int64_t n) {
   double lane[8] = {};
@@ -110,7 +111,7 @@ inline double by_position(const int64_t* __restrict word, const int64_t* __restr
   return sum;
 }
 
-// What the angles of one token and head (or of all heads, where they share them) add to both sums.
+// Adds the gradients by the angles of one token and head (all heads, if they share angles) to both sums.
 inline void spread(const Problem& p, const AngleSums& sums, int64_t run, int64_t row, int64_t head,
                    int64_t token, int64_t first, int64_t n, const double* __restrict total) {
   const double sign = p.conjugate ? -1.0 : 1.0;

@@ -1,5 +1,5 @@
-// Cosines and sines of a token: from phase words, the definition's own arithmetic (angles.py), or from
-// a caller's tables.
+// Cosines and sines of a token: from phase words, with the arithmetic of the definition (angles.py), or
+// from the caller's tables.
 #pragma once
 
 #include "formats.h"
@@ -12,10 +12,10 @@ constexpr double kHalfRange = 9223372036854775808.0;  // 2^63
 constexpr double kTurn = 18446744073709551616.0;      // one turn, in units of a phase
 constexpr double kRadians = 3.40612158008655459e-19;  // 2π / 2^64
 
-// What stands for the turns of a frequency that is no number (angles.py).
+// Marks the turns of a frequency that is NaN, infinite or too large (angles.py).
 constexpr int64_t kNoTurns = INT64_MIN;
 
-// A position as an integer and a fraction in [-1/2, 1/2] in units of 2^-63.
+// A position: an integer plus a fraction in [-1/2, 1/2], in units of 2^-63.
 struct Split {
   int64_t whole;
   int64_t fraction;
@@ -27,7 +27,7 @@ inline Split split(T position) {
   if (!(position < T(4611686018427387904.0) && position > T(-4611686018427387904.0))) {
     return {0, 0, true};
   }
-  // To nearest even, without a call that SSE2 has no instruction for.
+  // Round to nearest even without a library call: SSE2 has no instruction for it.
   int64_t whole = int64_t(position);
   T rest = position - T(whole);
   if (rest > T(0.5) || (rest == T(0.5) && (whole & 1))) {
@@ -63,7 +63,7 @@ inline Split position_at(const Problem& p, int64_t axis, int64_t row, int64_t to
   return s;
 }
 
-// floor(a * b / 2^64), at most 2 too small: the definition's own arithmetic (angles.py).
+// floor(a * b / 2^64), at most 2 too small, as in the definition (angles.py).
 inline uint64_t high_product(int64_t a, int64_t b) {
   const int64_t a_high = a >> 32, a_low = a & 0xFFFFFFFF;
   const int64_t b_high = b >> 32, b_low = b & 0xFFFFFFFF;
@@ -71,7 +71,7 @@ inline uint64_t high_product(int64_t a, int64_t b) {
          uint64_t((a_low * b_high) >> 32);
 }
 
-// Where the words of pairs from `first` on of one head are.
+// Index of the phase word of pair `first` of one head.
 inline int64_t word_at(const Problem& p, int64_t axis, int64_t row, int64_t head, int64_t first) {
   return ((axis * p.word_rows + (p.word_rows == 1 ? 0 : row)) * p.word_heads +
           (p.word_heads == 1 ? 0 : head)) *
@@ -79,7 +79,7 @@ inline int64_t word_at(const Problem& p, int64_t axis, int64_t row, int64_t head
          first;
 }
 
-// Phases of pairs [first, first + n) of one token; false if the position is no number.
+// Phases of pairs [first, first + n) of one token; returns false if the position is lost, see Split.
 inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
                    int64_t n, uint64_t* __restrict phase) {
   bool found = true;
@@ -105,8 +105,8 @@ inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, i
   return found;
 }
 
-// The remainder of a phase after its nearest quarter turn, in radians, in [-π/4, π/4]. In float the
-// 48 leading bits enter as two exact numbers, so only the constant and the sum round.
+// Converts the remainder of a phase after its nearest quarter turn to radians in [-π/4, π/4]. In float,
+// the 48 leading bits enter as two exact numbers, so only the constant and the sum round.
 inline void radians(uint64_t remainder, float* angle) {
   const int32_t high = int32_t(uint32_t(remainder >> 32)) >> 8;
   const int32_t low = int32_t(uint32_t(remainder >> 16) & 0xFFFFFFu);
@@ -163,10 +163,10 @@ inline void cos_sin(const uint64_t* __restrict phase, int64_t n, bool conjugate,
 
 // ---- cosines and sines of one tile ---------------------------------------------------------------
 
-// Whether cosines and sines are kept in the order that turn_twins takes.
+// Whether cosines and sines are stored in the order (0, 2, 4, …, 1, 3, 5, …), for turn_twins.
 inline bool in_twos(const Problem& p) { return p.dtype == Dtype::kBFloat16 && !p.interleaved; }
 
-// Where pair k of n is kept.
+// Index at which pair k of n is stored.
 inline int64_t slot(bool twos, int64_t k, int64_t n) {
   return twos ? k / 2 + (k % 2) * ((n + 1) / 2) : k;
 }
@@ -177,7 +177,7 @@ struct Angles {
   alignas(64) T sine[kAngles];
 };
 
-// Rows of a caller's tables.
+// Reads a row of the caller's table.
 template <class Stored, class T>
 inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
                     int64_t first, int64_t n, T scale, T* __restrict out) {
@@ -204,7 +204,7 @@ inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t h
   }
 }
 
-// Puts NaN where a frequency is no number.
+// Writes NaN for each pair whose frequency is NaN, infinite or too large (kNoTurns).
 template <class T>
 inline void lose(const Problem& p, int64_t row, int64_t head, int64_t first, int64_t n, bool twos,
                  T* __restrict c, T* __restrict s) {
@@ -217,7 +217,7 @@ inline void lose(const Problem& p, int64_t row, int64_t head, int64_t first, int
   }
 }
 
-// Cosines and sines of one token; false where its position is no number, or lies outside a table.
+// Cosines and sines of one token; returns false if its position is lost or lies outside the table.
 template <class T>
 inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
                       int64_t n, T* c, T* s) {
@@ -250,7 +250,7 @@ inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token
 template <class T>
 inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens,
                  int64_t first, int64_t n, Angles<T>& angles) {
-  // Without pairs there is nothing to read: tables and words may have any sizes and strides.
+  // Without pairs, tables and phase words may have any sizes and strides, so read nothing.
   if (n == 0) return;
   for (int64_t t = 0; t < tokens; ++t) {
     T* c = angles.cosine + t * n;

@@ -1,4 +1,4 @@
-// The gradients by angles and by gates, of the CPU.
+// The CPU operators for gradients by angles and by gates.
 #include <algorithm>
 #include <tuple>
 #include <vector>
@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
                     "tightrope: gradients must have the dtype and device of results");
   const Arguments a{words, turns, positions, offset, Form(form), 1.0, nullptr, 0.0};
   STD_TORCH_CHECK(a.form.source == kWords, "tightrope: tables have gradients of their own");
-  STD_TORCH_CHECK(a.form.is_plain(), "tightrope: gradients by angles are those of a rotation alone");
+  STD_TORCH_CHECK(a.form.is_plain(), "tightrope: gradients by angles need a form without act and gate");
   Problem p = problem_of(ys, grads, a);
   const bool empty = is_empty(p) || p.pairs == 0;
   const int64_t sequences = p.word_rows;
@@ -71,12 +71,12 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
   STD_TORCH_CHECK(slopes || what.gate == int64_t(Gate::kLog), "tightrope: act and gate must be known");
   Problem all = operands_of(ys, grads, what);
   all.axes = 1;
-  // Only slopes multiply positions; those of other gates may have several axes.
+  // Only slopes need positions; with other gates, positions may have several axes.
   if (slopes) read_positions(positions, offset, what.ramp, all);
 
   std::vector<Tensor> found;
   for (int32_t i = 0; i < ys.count; ++i) {
-    // One by one: they may differ in what they share.
+    // One result at a time: the gates may be shared over different dimensions.
     Problem p = all;
     p.operands = 1, p.operand[0] = all.operand[i];
     const View g(*gates.tensor[i]);
@@ -110,7 +110,7 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
       loop(p, sums, memory.at(), begin, end);
     });
     if (sums.by_token) {
-      // Items are [rows|1, tokens], and the gate is [rows|1, heads|1, tokens, channels|1].
+      // Transpose from items [rows|1, tokens] to the gate's [rows|1, heads|1, tokens, channels|1].
       const auto* from = static_cast<const double*>(parts.const_data_ptr());
       void* to = total.mutable_data_ptr();
       for (int64_t item = 0; item < items; ++item)

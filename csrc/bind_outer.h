@@ -1,4 +1,4 @@
-// f and P: the tensors that they carry, in the form of the loops, and the way through these.
+// The prologue f and epilogue P: converts their tensors to the format of the loops and runs the loops.
 #pragma once
 
 #include <array>
@@ -16,12 +16,12 @@
 namespace tightrope::binding {
 namespace {
 
-// n numbers times `sign`, which is 1 or -1.
+// Converts n numbers, times `sign`, which is 1 or -1.
 template <class F, class To>
 inline void convert(const typename F::Stored* from, int64_t step, double sign, To* __restrict to, int64_t n) {
   const auto each = [&](int64_t k, int64_t at) {
     const auto value = typename F::Value(sign) * F::load(from[at]);
-    // One NaN for all: see BFloat16 in formats.h.
+    // Replace every NaN by one without low bits: see BFloat16 in formats.h.
     to[k] = value != value ? To(__builtin_nan("")) : To(value);
   };
   if (step == 1) {
@@ -41,12 +41,12 @@ inline void convert(Dtype dtype, const void* from, int64_t at, int64_t step, dou
   convert<Half>(static_cast<const uint16_t*>(from) + at, step, sign, to, n);
 }
 
-// The values that something is computed with: what is float or double already, or copies.
+// Owns the converted copies of weights and gates that the loops read during one call.
 class Values {
  public:
   explicit Values(bool is_double) : double_(is_double) {}
 
-  // A tensor seen as sizes and strides, contiguous, as values times `sign`.
+  // Copies a tensor with these sizes and strides to contiguous values, times `sign`.
   const void* copy(const Tensor& x, std::array<int64_t, 3> sizes, std::array<int64_t, 3> strides,
                    double sign, bool as_double, void** made = nullptr) {
     const Dtype dtype = dtype_of(code_of(x));
@@ -70,7 +70,7 @@ class Values {
 
   bool is_double() const { return double_; }
 
-  // The tensor; or a copy, if its memory lies among what is about to be written.
+  // Returns the tensor, or a copy if the call is going to write into its memory.
   const Tensor& kept(const Tensor& x, const Extents& extents, int64_t element, const Problem& p) {
     const auto* from = static_cast<const char*>(x.const_data_ptr());
     const char* to = from + run_of(extents, 0) * element;
@@ -95,7 +95,7 @@ class Values {
 
 inline int64_t step(const View& view, int d) { return view.size[d] == 1 ? 0 : view.stride[d]; }
 
-// Whether no element of an operand is read; its weight and gate may then have any sizes and strides.
+// True if no element of an operand is read; its weight and gate may then have any sizes and strides.
 inline bool is_unread(const Problem& p, int64_t heads) { return heads == 0 || is_empty(p); }
 
 inline void read_weight(const Tensor& x, int64_t heads, const Problem& p, Values& values, Part& part) {
@@ -115,7 +115,7 @@ inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool in
   STD_TORCH_CHECK(s.dims == 2 && x.is_cpu() && (s.size[0] == 1 || s.size[0] == heads) &&
                       (s.size[1] == 1 || s.size[1] == p.head_dim) &&
                       (p.position_dtype == PositionDtype::kNone || p.axes == 1),
-                  "tightrope: slopes must be [heads|1, channels|1], of positions of 1 axis");
+                  "tightrope: slopes must be [heads|1, channels|1], with positions of 1 axis");
   if (is_unread(p, heads)) return;
   part.per_head = s.size[0] != 1;
   part.slope_head = part.per_head ? p.head_dim : 0;
@@ -152,7 +152,7 @@ inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool inve
   part.log_stride = {step(l, 0), step(l, 1), step(l, 2), step(l, 3)};
 }
 
-// Checks f and P, and brings their tensors into the form of the loops.
+// Checks f and P and converts their tensors to the format of the loops.
 inline Outer outer_of(const Problem& p, const Operands& xs, const Arguments& a, Values& values) {
   const Form& form = a.form;
   Outer o{};
@@ -173,16 +173,17 @@ inline Outer outer_of(const Problem& p, const Operands& xs, const Arguments& a, 
     const Tensor& x = *next++;
     const View in(x), as(*xs.tensor[i]);
     STD_TORCH_CHECK(in.dims == as.dims && x.is_cpu() && code_of(x) == code_of(*xs.tensor[i]),
-                    "tightrope: x must be as its gradient");
+                    "tightrope: x must have the shape and dtype of its gradient");
     for (int d = 0; d < int(in.dims); ++d)
-      STD_TORCH_CHECK(in.size[d] == as.size[d], "tightrope: x must be as its gradient");
+      STD_TORCH_CHECK(in.size[d] == as.size[d],
+                      "tightrope: x must have the shape and dtype of its gradient");
     o.part[i].x = x.const_data_ptr();
     o.part[i].x_stride = in.strides(kLayouts[form.layout]);
   }
   return o;
 }
 
-// Runs a rotation between f and P; returns the gradients by the weights of a norm on the way back.
+// Runs a rotation with f and P; in the backward pass of a norm, returns the gradients by its weights.
 inline std::vector<Tensor> run_outer(Problem& p, const Operands& xs, const Arguments& a) {
   Values values(p.dtype == Dtype::kDouble);
   Outer o = outer_of(p, xs, a, values);

@@ -1,7 +1,8 @@
-// Tensors in, a Problem out: checked, so that a direct call of the raw operators stays inside them.
-// Of torch's headers only the stable ABI, so one binary serves every Python and every torch from 2.10
-// on; only the files bind_* include any. What is here is each unit's own, so that what a unit calls
-// once is inlined: a decoded token is not much more than these checks.
+// Converts tensors to a Problem, with checks, so that even a direct call of a raw operator stays inside
+// its tensors. Only the bind_* files include torch headers, and only those of the stable ABI, so one
+// binary serves every Python and every torch from 2.10 on. All functions here are local to each
+// translation unit, so the compiler inlines those that are called once: decoding one token costs little
+// more than these checks.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,7 +19,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// In the order of LAYOUTS in ops/schema.py: which dimension is which, -1 where there is none.
+// The dimensions of each layout, in the order of LAYOUTS in ops/schema.py; -1 for a missing one.
 struct Layout {
   int dims, row, head, token;
 };
@@ -27,14 +28,14 @@ constexpr Layout kLayouts[] = {
 
 constexpr int64_t kForward = 0, kInverse = 2;
 
-// Fewer elements than this are rotated sooner than a second thread wakes.
+// One thread rotates fewer elements than this before a second thread would wake.
 constexpr int64_t kElementsPerThread = 1 << 16;
 
-// Strides are cut to so many elements, which no memory reaches. Where a dimension has one element, or a
-// tensor none, torch accepts any stride, and what the loops compute from it would overflow.
+// Upper limit for strides, in elements, beyond any memory. torch accepts any stride for a dimension of
+// size 1 and for an empty tensor, and the loops' address arithmetic would overflow.
 constexpr int64_t kFar = int64_t(1) << 52;
 
-// Sizes and strides of one tensor, fetched once: every question through the stable ABI is a call.
+// Sizes and strides of one tensor, fetched once: every access through the stable ABI is a call.
 struct View {
   explicit View(const Tensor& x) : dims(x.dim()), size(x.sizes().data()), stride(x.strides().data()) {}
 
@@ -76,7 +77,7 @@ inline bool is_words(const Tensor& x) {
   return x.is_cpu() && code_of(x) == aoti_torch_dtype_int64() && x.is_contiguous();
 }
 
-// The code that ops/schema.py packs, from its lowest bits up.
+// The form integer that ops/schema.py packs, read from its lowest bits up.
 class Form {
  public:
   explicit Form(int64_t packed) : rest_(uint64_t(packed)) {
@@ -95,9 +96,9 @@ class Form {
 
   bool is_plain() const { return act == 0 && gate == 0; }
 
-  int64_t reserved;  // numerics, and what no field has
+  int64_t reserved;  // numerics, and bits of no field
   int64_t gate, act;
-  bool learned;      // frequencies are carried, for whoever wants gradients
+  bool learned;      // `carried` begins with learned frequencies, which only autograd uses
   int64_t source;    // index into SOURCES
   bool ramp;
   int64_t direction;
@@ -145,7 +146,7 @@ inline void read_tables(const Arguments& a, Problem& p) {
   p.table_dtype = dtype_of(code_of(c));
   p.cosine = table_of(c, cos);
   p.sine = table_of(s, sin);
-  // An empty table has no data, but must not be taken for none.
+  // An empty table has a null pointer, which must not read as "no table".
   if (p.cosine.data == nullptr) p.cosine.data = &p;
   p.axes = 1, p.word_rows = cos.size[0], p.word_heads = cos.size[1];
   p.table_length = cos.size[2];
@@ -161,7 +162,7 @@ inline void read_words(const Arguments& a, Problem& p) {
   p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
   if (!a.secondary.has_value()) return;
   STD_TORCH_CHECK(is_words(*a.secondary) && a.secondary->numel() == a.primary.numel(),
-                  "tightrope: turns must be shaped as words");
+                  "tightrope: turns must have the shape of words");
   p.turns = static_cast<const int64_t*>(a.secondary->const_data_ptr());
 }
 
@@ -186,7 +187,7 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
   p.position_token = ramp ? 0 : at.stride[2];
 }
 
-// What is rotated: one or two tensors, in memory of their own.
+// The tensors to rotate: q, or q and k.
 struct Operands {
   Operands(const Tensor& q, const std::optional<Tensor>& k) : count(k.has_value() ? 2 : 1) {
     tensor[0] = &q;
@@ -197,9 +198,9 @@ struct Operands {
   const Tensor* tensor[kMaxOperands];
 };
 
-// Sentences for users are worded in Python. What is checked below, before anything is written, keeps
-// a direct call of the raw operator from reading or writing outside its tensors; and the shortest
-// way through Python asks nothing else.
+// Python raises the errors for users. The checks below run before anything is written. They keep a
+// direct call of the raw operator from reading or writing outside its tensors, and they are the only
+// checks on the fast path through Python.
 inline Problem operands_of(const Operands& xs, const Operands& outs, const Form& form) {
   STD_TORCH_CHECK(form.layout < 6, "tightrope: layout");
   STD_TORCH_CHECK(form.direction <= 2, "tightrope: direction");
@@ -254,7 +255,7 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
   return p;
 }
 
-// In double, as expanded or empty tensors may have more heads together than an integer counts.
+// Returns a double: the heads of expanded or empty tensors may add up to more than int64 holds.
 inline double heads_of(const Problem& p) {
   double heads = 0;
   for (int32_t i = 0; i < p.operands; ++i) heads += double(p.operand[i].heads);
@@ -265,7 +266,7 @@ inline bool is_empty(const Problem& p) {
   return p.rows == 0 || p.tokens == 0 || heads_of(p) == 0 || p.head_dim == 0;
 }
 
-// Tiles of at most `tile` tokens of one row are the work items; returns how many there are.
+// Divides the work into tiles of at most `tile` tokens of one row; returns the number of tiles.
 inline int64_t divide(Problem& p, int64_t tile) {
   p.tile = tile > p.tokens ? p.tokens : tile;
   p.tiles_per_row = (p.tokens + p.tile - 1) / p.tile;
@@ -278,7 +279,7 @@ inline const Loops& loops() {
   return *found;
 }
 
-// Calls work(begin, end) for all items, on several threads where there is enough to do.
+// Calls work(begin, end) for all items, on several threads if there is enough work.
 template <class Work>
 void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
   const double per_item = heads_of(p) * double(tokens_per_item) * double(p.head_dim);
@@ -287,7 +288,7 @@ void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work&
   torch::stable::parallel_for(0, items, grain, work);
 }
 
-// Tokens of one row that are handled together: as many as their angles fit, up to 16.
+// Tokens of one row to process together: as many as have room for their angles, up to 16.
 inline int64_t tile_of(const Problem& p) {
   const int64_t fits = p.pairs == 0 ? 16 : kAngles / p.pairs;
   return fits < 1 ? 1 : fits > 16 ? 16 : fits;

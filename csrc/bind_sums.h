@@ -1,4 +1,5 @@
-// Sums over tokens: where their parts are kept, and how these are added in an order of their own.
+// Sums over tokens: memory for partial sums, and their addition in an order that does not depend on the
+// number of threads.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@ namespace {
 
 inline int64_t value_bytes(const Problem& p) { return p.dtype == Dtype::kDouble ? 8 : 4; }
 
-// Memory of one thread, from a multiple of 64 bytes.
+// Scratch memory of one thread, 64-byte aligned.
 class Memory {
  public:
   explicit Memory(int64_t bytes) : owned_(new (std::nothrow) char[bytes + 64]) {
@@ -34,7 +35,7 @@ inline Tensor zeros(const Tensor& like, std::vector<int64_t> sizes,
   return torch::stable::new_zeros(like, {sizes.data(), sizes.size()}, type);
 }
 
-// Tokens that share an entry of a sum are summed in so many runs at most, of so many at least.
+// The tokens that share an entry of a sum are divided into at most kRuns runs of at least kTokensPerRun.
 constexpr int64_t kRuns = 128, kTokensPerRun = 32;
 
 inline int64_t run_of_tokens(int64_t sequence) {
@@ -44,7 +45,7 @@ inline int64_t runs_of(int64_t sequence, int64_t run) {
   return sequence / run + (sequence % run != 0);
 }
 
-// Adds `count` parts of n entries each, in order.
+// Adds up `count` partial sums of n entries each, in order.
 template <class T>
 void add_up(const double* parts, int64_t count, int64_t n, T* to) {
   std::vector<double> sums(n, 0.0);

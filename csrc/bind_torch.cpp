@@ -1,4 +1,4 @@
-// The rotation of the CPU: out of place, in place and into given memory.
+// The CPU rotation operators: out of place, in place and into given memory.
 #include <optional>
 #include <utility>
 #include <vector>
@@ -25,8 +25,8 @@ Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Argument
   return {};
 }
 
-// The boxing of a function into the dispatcher wants its parameters spelled out. Calls that carry
-// tensors are overloads of their own: even an empty list takes half a microsecond.
+// TORCH_BOX needs functions with explicit parameters. Calls with extra tensors (`carried`: weights,
+// gates, learned frequencies) are separate overloads: even an empty list takes half a microsecond.
 #define TIGHTROPE_PARAMETERS                                                         \
   Tensor primary, std::optional<Tensor> secondary, std::optional<Tensor> positions, \
       int64_t offset, int64_t form, double amplitude
@@ -44,11 +44,11 @@ Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secon
   const int64_t each = norm + (what.gate != 0) + back;
   const int64_t count = int64_t(carried.size());
   STD_TORCH_CHECK(count == int64_t(what.learned) + operands * each && (norm || eps == 0),
-                  "tightrope: carried and eps must be what the form says");
-  // Storage may have been freed, as shards of parameters are between layers.
+                  "tightrope: carried and eps must match the form");
+  // Storage may have been freed, for example that of parameter shards between layers.
   for (int64_t i = what.learned; i < count; ++i)
     STD_TORCH_CHECK(carried[i].numel() == 0 || carried[i].const_data_ptr() != nullptr,
-                    "tightrope: what is carried must have memory");
+                    "tightrope: carried tensors must have memory");
   const Tensor* first = count == 0 ? nullptr : carried.data() + what.learned;
   return {primary, secondary, positions, offset, what, amplitude, first, eps};
 }

@@ -1,5 +1,5 @@
-// Which instruction set runs: the best that the processor has, or the one that the environment
-// variable TIGHTROPE_CPU_ISA names.
+// Selects the instruction set: the best one that the processor supports, or the one that the
+// environment variable TIGHTROPE_CPU_ISA names.
 #include <stdlib.h>
 #include <string.h>
 
@@ -69,8 +69,8 @@ const InstructionSet* start() {
   return find(wanted != nullptr && *wanted != 0 ? wanted : nullptr);
 }
 
-// Null when the environment names a set that this processor or this build lacks; the Python side
-// refuses then, before anything is rotated.
+// Null if the environment names a set that this processor or this build lacks; Python then raises an
+// error before anything is rotated.
 std::atomic<const InstructionSet*> current{start()};
 
 }  // namespace
@@ -82,20 +82,20 @@ const Loops* loops() {
 
 }  // namespace tightrope
 
-// The set in use, or null.
+// Returns the name of the set in use, or null.
 TIGHTROPE_EXPORT const char* tightrope_instruction_set() {
   const auto* set = tightrope::current.load();
   return set == nullptr ? nullptr : set->name;
 }
 
-// The i-th set that this processor supports, best first; null past the last.
+// Returns the name of the i-th set that this processor supports, best first; null past the last.
 TIGHTROPE_EXPORT const char* tightrope_supported_set(int i) {
   for (const auto& set : tightrope::kSets)
     if (set.supported() && i-- == 0) return set.name;
   return nullptr;
 }
 
-// Switch to a set by name; false if it cannot run here.
+// Switches to a set by name; returns false if it cannot run here.
 TIGHTROPE_EXPORT bool tightrope_use(const char* name) {
   const auto* set = tightrope::find(name);
   if (set != nullptr) tightrope::current.store(set);

@@ -1,6 +1,6 @@
-// How a value in memory becomes the value that is computed with, and how a pair turns.
+// Storage formats (float, double, bfloat16, half) and the rotation of one pair.
 //
-// Compiled once per instruction set, as everything that rotate_loops.h includes.
+// Compiled once per instruction set, like everything that rotate_loops.h includes.
 #pragma once
 
 #include <string.h>
@@ -19,7 +19,7 @@ namespace {
 inline float fma_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double fma_(double a, double b, double c) { return __builtin_fma(a, b, c); }
 #else
-// Without the instruction a fused multiply-add is a library call; two roundings stay in tolerance.
+// Without FMA instructions a fused multiply-add is a library call; two roundings stay in tolerance.
 inline float fma_(float a, float b, float c) { return a * b + c; }
 inline double fma_(double a, double b, double c) { return a * b + c; }
 #endif
@@ -32,7 +32,7 @@ inline To bits(From from) {
   return to;
 }
 
-// ---- storage formats: how a value in memory becomes the value that is computed with -------------
+// ---- storage formats: Stored is the type in memory, Value the type of the arithmetic -------------
 
 struct Float {
   using Stored = float;
@@ -54,8 +54,8 @@ struct BFloat16 {
   static inline Value load(Stored x) { return bits<float>(uint32_t(x) << 16); }
   static inline Stored store(Value x) {
     const uint32_t u = bits<uint32_t>(x);
-    // A NaN needs no care: none that arises from bfloat16 inputs has a bit in its lower half, so
-    // the addition cannot carry it into an infinity.
+    // NaN needs no special case: a NaN from bfloat16 inputs has a lower half of zeros, so the addition
+    // cannot carry it into an infinity.
     return Stored((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
   }
 };
@@ -93,8 +93,8 @@ inline T turned_u(T u, T v, T c, T s) { return fma_(u, c, -(v * s)); }
 template <class T>
 inline T turned_v(T u, T v, T c, T s) { return fma_(v, c, u * s); }
 
-// Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes; so pairs are
-// handled in twos, and their cosines and sines are kept in the order (0, 2, 4, …, 1, 3, 5, …).
+// Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So the loops
+// process two pairs at a time, with cosines and sines in the order (0, 2, 4, …, 1, 3, 5, …).
 typedef uint32_t __attribute__((aligned(2), may_alias)) Twin;
 
 inline float even(uint32_t twin) { return bits<float>(twin << 16); }

@@ -1,6 +1,6 @@
-// Gradients by gates: Σ y·dy over all that shares an entry, times the position for slopes.
+// Gradients by gates: Σ y·dy over the elements that share an entry; for slopes, times the position.
 //
-// One order, whatever the number of threads: as in angle_sums.h.
+// The order of a sum does not depend on the number of threads, as in angle_sums.h.
 #pragma once
 
 #include "outer.h"

@@ -1,4 +1,4 @@
-// One head of one token, in plain loops that the compiler vectorises.
+// Rotates one head of one token, in plain loops that the compiler vectorises.
 #pragma once
 
 #include "angles.h"
@@ -7,8 +7,8 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Pairs (u[k], v[k]) that are contiguous in k. `restrict` differs in place and out of place, which
-// is why there are two loops of one line each.
+// Rotates pairs (u[k], v[k]) that are contiguous in k. In place and out of place need different
+// `restrict` qualifiers, hence two functions.
 template <class F>
 inline void turn_halves_(typename F::Stored* __restrict u, typename F::Stored* __restrict v,
                          const typename F::Value* __restrict c,
@@ -77,8 +77,8 @@ inline void turn_halves<BFloat16>(const uint16_t* __restrict u, const uint16_t* 
 }
 
 #if defined(__F16C__)
-// Halves through the conversion instructions: the same bits as Half::load and Half::store, which
-// take what is left at the end.
+// Half precision through the conversion instructions, with the same bits as Half::load and Half::store,
+// which process the remaining elements.
 constexpr int64_t kLanes = 8;
 using Lanes = __m256;
 using HalfLanes = __m128i;
@@ -95,7 +95,7 @@ inline Lanes turned_v(Lanes u, Lanes v, Lanes c, Lanes s) {
 }
 inline void read_pairs(const uint16_t* p, HalfLanes* u, HalfLanes* v) {
   const __m256i words = _mm256_loadu_si256((const __m256i*)p);
-  // Words to their lower halves: 4 in each 128-bit lane, then the lanes side by side.
+  // Gather the lower halves of the words, 4 in each 128-bit lane, then join the lanes.
   const __m256i lower = _mm256_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 13, 12, 9, 8, 5, 4, 1, 0,
                                         -1, -1, -1, -1, -1, -1, -1, -1, 13, 12, 9, 8, 5, 4, 1, 0);
   const __m256i a = _mm256_shuffle_epi8(words, lower);
@@ -108,7 +108,7 @@ inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) {
   write(p + 8, _mm_unpackhi_epi16(u, v));
 }
 
-// Each block is read before it is written, so outputs may be the inputs: nothing is `restrict`.
+// Reads each block before writing it, so outputs may be the inputs: no `restrict`.
 inline void turn_half_lanes(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z,
                             const float* c, const float* s, int64_t n) {
   int64_t k = 0;
@@ -136,7 +136,7 @@ inline void turn_halves_<Half>(uint16_t* __restrict u, uint16_t* __restrict v,
 }
 #endif
 
-// Pairs (x[2k], x[2k + 1]).
+// Rotates pairs (x[2k], x[2k + 1]).
 template <class F>
 inline void turn_neighbours_(typename F::Stored* __restrict x,
                              const typename F::Value* __restrict c,
@@ -210,7 +210,7 @@ inline void turn_neighbours_<Half>(uint16_t* __restrict x, const float* __restri
 }
 #endif
 
-// Any distance between the channels: correct, not fast.
+// Rotates pairs at any channel stride: correct, not fast.
 template <class F>
 inline void turn_strided(const typename F::Stored* x, int64_t x_channel, typename F::Stored* y,
                          int64_t y_channel, int64_t pair, int64_t other,
@@ -227,17 +227,17 @@ inline void turn_strided(const typename F::Stored* x, int64_t x_channel, typenam
 
 // ---- heads ---------------------------------------------------------------------------------------
 
-// How far ahead memory is asked for, in bytes. The arithmetic of a head fills the window in which a
-// processor looks ahead by itself, so without this it waits for each line (1.2 to 1.8 times longer
-// from cold caches). Asking past the end of a tensor is harmless; asking for what another thread is
-// writing is not (2 times longer), so between rows that lie far apart the distance is worked out.
+// Prefetch distance in bytes. The arithmetic of a head fills the processor's out-of-order window, so
+// without prefetching it waits for each cache line (1.2 to 1.8 times longer from cold caches).
+// Prefetching past the end of a tensor is harmless; prefetching memory that another thread writes is
+// not (2 times longer), so for rows that are far apart the caller computes the distance.
 constexpr int64_t kAhead = 2048;
 
-// Heads that are read side by side where they lie far apart: an L1 cache has 8 to 12 places for lines
+// Heads processed together when they are far apart in memory: an L1 cache has 8 to 12 places for lines
 // whose addresses differ by a power of two.
 constexpr int64_t kStreams = 8;
 
-// So many heads add up in the type of the values.
+// Heads accumulated in the type of the values before widening to double.
 constexpr int64_t kHeadsTogether = 8;
 
 // Heads of one token that share their angles.
@@ -248,10 +248,10 @@ struct Heads {
   int64_t in_step, out_step;        // from head to head, in elements
   int64_t in_channel, out_channel;  // from channel to channel
   int64_t count;
-  int64_t ahead;  // bytes from a head to what will be read soon
+  int64_t ahead;  // prefetch distance in bytes
 };
 
-// Asks for memory of one head that is read soon, and for that which is written if it is another.
+// Prefetches the input of a head `ahead` bytes away, and its output unless that is the input.
 template <class Stored>
 inline void ask(const Stored* in, const Stored* out, int64_t ahead, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes; byte += 64) {
@@ -260,7 +260,7 @@ inline void ask(const Stored* in, const Stored* out, int64_t ahead, int64_t byte
   }
 }
 
-// Channels that do not rotate.
+// Copies the channels that do not rotate.
 template <class Stored>
 inline void copy_rest(const Problem& p, const Heads<Stored>& heads) {
   for (int64_t head = 0; head < heads.count; ++head) {
@@ -272,7 +272,7 @@ inline void copy_rest(const Problem& p, const Heads<Stored>& heads) {
   }
 }
 
-// Pairs [first, first + n) of each head.
+// Rotates pairs [first, first + n) of each head.
 template <class F>
 inline void turn_in_loops(const Problem& p, const Heads<typename F::Stored>& heads, int64_t first,
                           int64_t n, const typename F::Value* c, const typename F::Value* s) {

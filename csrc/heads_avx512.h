@@ -1,10 +1,10 @@
-// Heads of one token, with its angles in registers: the loops that models spend their time in. Pairs
-// go through registers of 16, 8 and 4 lanes, the widest first, and each set of registers through all
-// heads before the next; what is left, three pairs at most, goes one by one. (Masked registers would
-// do for the rest, but the loads of the next head wait for masked stores.)
+// Rotates the heads of one token, with the token's angles in registers: the hot loops. Pairs go through
+// registers of 16, 8 and 4 lanes, the widest first, and each set of registers goes through all heads
+// before the next. The remainder, at most three pairs, goes one pair at a time. (Masked registers could
+// process it too, but the loads of the next head would wait for masked stores.)
 //
-// Every tensor whose channels lie side by side comes here; the rest, and every other processor, takes
-// the loops of heads.h, which compute the same bits.
+// For tensors with contiguous channels. Other tensors, and other processors, use the loops of heads.h,
+// which compute the same bits.
 #pragma once
 
 #include "heads.h"
@@ -32,20 +32,20 @@ struct Register;
     static Floats turned_v(Floats u, Floats v, Floats c, Floats s) {                             \
       return p##_fmadd_ps(v, c, p##_mul_ps(u, s));                                               \
     }                                                                                            \
-    /* The zero-masked forms here and below are the plain ones; in those GCC 12 sees             \
-       uninitialised values, as it does around the intrinsics of shifts. */                      \
+    /* Zero-masked intrinsics stand in for the plain ones, here and below: GCC 12 warns about    \
+       uninitialised values in the plain ones, and in the intrinsics of shifts. */               \
     static Floats swapped(Floats x) { return p##_maskz_permute_ps((1u << lanes) - 1, x, 0xB1); } \
     static Words left(Words x) { return (Words)((Shifted)x << 16); }                             \
     static Words right(Words x) { return (Words)((Shifted)x >> 16); }                            \
-    /* Of neighbours (u, v), with c twice and s as (-s, s): both of the above at once. */        \
+    /* Rotates neighbours (u, v) at once: c holds each cosine twice, s holds (-s, s). */         \
     static Floats turned(Floats x, Floats c, Floats s) {                                         \
       return p##_fmadd_ps(x, c, p##_mul_ps(swapped(x), s));                                   \
     }                                                                                            \
     static Words upper() { return p##_set1_epi32(int(0xFFFF0000u)); }                            \
     static Floats even(Words x) { return p##_cast##si##_ps(left(x)); }                           \
     static Floats odd(Words x) { return p##_cast##si##_ps(p##_and_##si(x, upper())); }           \
-    /* Both are cut to their upper halves; those whose lower half is above one half, or at it    \
-       with an odd result, go up by one. No NaN can be carried into an infinity: see BFloat16. */ \
+    /* Cut both to their upper halves, and add one if the lower half is above one half, or equal  \
+       to it with an odd result. No NaN can be carried into an infinity: see BFloat16. */        \
     static Words twin(Floats a, Floats b) {                                                      \
       const Words e = p##_castps_##si(a), o = p##_castps_##si(b);                                \
       const Words ones = p##_set1_epi16(1);                                                      \
@@ -82,7 +82,7 @@ TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_REGISTER
 #undef TIGHTROPE_REGISTER_END
 
-// Pairs that go through registers together, with their angles. F is Float or Half here.
+// Pairs that go through registers together, with their angles. F is Float or Half in the general case.
 template <class F, bool interleaved, int lanes>
 struct Block {
   using R = Register<lanes>;
@@ -125,7 +125,7 @@ struct Block<F, true, lanes> {
   typename R::Floats c0, s0, c1, s1;
 };
 
-// Two bfloat16 to a lane; the cosines and sines of even and of odd pairs are kept apart.
+// Two bfloat16 per lane; cosines and sines of even pairs are stored apart from those of odd pairs.
 template <int lanes>
 struct Block<BFloat16, false, lanes> {
   using R = Register<lanes>;
@@ -163,13 +163,13 @@ struct Block<BFloat16, true, lanes> {
   typename R::Floats c, s;
 };
 
-// A number that a template can be chosen by.
+// An integer as a type, to select a template.
 template <int n>
 struct Is {
   static constexpr int value = n;
 };
 
-// `blocks` blocks of pairs of all heads, which start `at` pairs into the angles.
+// Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
 template <class F, bool interleaved, int lanes, int blocks, class Stored>
 inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
                         int64_t n, int64_t bytes, const float* c, const float* s) {
@@ -193,7 +193,7 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
   }
 }
 
-// Pairs [first, first + n) of each head.
+// Rotates pairs [first, first + n) of each head.
 template <class F, bool interleaved, class Stored>
 inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int64_t first,
                               int64_t n, const float* c, const float* s) {
@@ -201,7 +201,7 @@ inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int6
   constexpr int64_t kPairs = Block<F, interleaved, 16>::kPairs;
   const int64_t channel = p.start + first * kPair;
   const int64_t other = interleaved ? 1 : p.pairs;
-  // Only the first to come through the heads asks for memory ahead.
+  // Only the first pass through the heads prefetches.
   const int64_t bytes = p.head_dim * int64_t(sizeof(Stored));
   int64_t at = 0;
   const auto turn = [&](auto lanes, auto blocks) {
@@ -212,7 +212,7 @@ inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int6
     at += kTaken;
     return true;
   };
-  // Angles of four blocks leave registers for the work.
+  // The angles of four blocks leave enough registers for the arithmetic.
   while (turn(Is<16>(), Is<4>())) {
   }
   turn(Is<16>(), Is<3>()) || turn(Is<16>(), Is<2>()) || turn(Is<16>(), Is<1>());

@@ -1,8 +1,8 @@
-// Heads of one token whose channels lie side by side: how channels become registers, how registers
-// turn, and how rows of weights and factors are arranged in the order of the registers.
+// Heads of one token with contiguous channels: loading channels into registers, rotating registers, and
+// arranging rows of weights and factors in register order.
 //
-// What does not fill a register goes through the same instructions under a mask, so every element has
-// one arithmetic.
+// A remainder that does not fill a register goes through the same instructions with a mask, so every
+// element gets the same arithmetic.
 #pragma once
 
 #include "acts_avx512.h"
@@ -12,10 +12,10 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// The first n of 16 or 32 lanes.
+// Mask of the first n of 16 or 32 lanes.
 inline uint32_t lanes(int64_t n) { return n <= 0 ? 0 : n >= 32 ? 0xFFFFFFFFu : (1u << n) - 1; }
 
-// Channels that are read together: how they become registers.
+// Channels that are loaded together, and how they become registers.
 template <class F>
 struct Span;
 template <>
@@ -40,7 +40,7 @@ struct Span<Half> {
     _mm256_mask_storeu_epi16(at, __mmask16(mask), _mm512_maskz_cvtps_ph(kAll, x[0], 0));
   }
 };
-// The even channels and the odd ones.
+// bfloat16: one register of the even channels, one of the odd channels.
 template <>
 struct Span<BFloat16> {
   using R = Register<16>;
@@ -55,11 +55,11 @@ struct Span<BFloat16> {
   }
 };
 
-// Neighbours in one register.
+// Whether one register holds both channels of a pair.
 template <class F, bool interleaved>
 constexpr bool kMixed = interleaved && Span<F>::kRegisters == 1;
 
-// Pairs that go through registers together: two spans, or the one that has both of its pairs.
+// Pairs that go through registers together: two spans, or one span that holds both channels of its pairs.
 template <class F, bool interleaved>
 struct Turn {
   using S = Span<F>;
@@ -68,7 +68,7 @@ struct Turn {
   static constexpr int64_t kPairs = kSpans * S::kChannels / 2;
   static constexpr int kAngles_ = kMixed<F, interleaved> ? 2 : kRegisters / 2;
 
-  // Of n pairs whose angles begin at `cosine`, those from `at` on.
+  // Loads angles from pair `at` on, of n pairs whose angles begin at `cosine` and `sine`.
   template <bool whole>
   TIGHTROPE_INLINE void take(const float* cosine, const float* sine, int64_t at, int64_t n) {
     const int64_t left = n - at;
@@ -86,7 +86,7 @@ struct Turn {
       c[0] = _mm512_maskz_loadu_ps(mask, cosine + at);
       s[0] = _mm512_maskz_loadu_ps(mask, sine + at);
     } else {
-      // Even pairs and odd ones are kept apart: see in_twos.
+      // Even pairs are stored apart from odd pairs: see in_twos.
       for (int i = 0; i < 2; ++i) {
         const int64_t from = at / 2 + i * ((n + 1) / 2);
         const __mmask16 half = __mmask16(whole ? ~0u : lanes((left + 1 - i) / 2));
@@ -95,7 +95,7 @@ struct Turn {
       }
     }
   }
-  // In place.
+  // Rotates registers in place.
   TIGHTROPE_INLINE void turn(V* x) const {
     if (kMixed<F, interleaved>) {
       for (int i = 0; i < 2; ++i) x[i] = Register<16>::turned(x[i], c[i], s[i]);
@@ -109,7 +109,7 @@ struct Turn {
       x[half + i] = Register<16>::turned_v(u, v, c[i], s[i]);
     }
   }
-  // `other`: from a member of a pair to the other; `left` pairs of the block are there.
+  // `other`: distance between the channels of a pair; `left`: pairs that remain from this block on.
   template <bool whole>
   static TIGHTROPE_INLINE void read(const typename F::Stored* at, int64_t other, int64_t left, V* x) {
     if (!interleaved) {
@@ -138,14 +138,14 @@ struct Turn {
   V c[2], s[2];
 };
 
-// A turn of x times a weight: the weight is taken into the angles once for all heads that share it.
-// Each member of a pair has its own, so cosines and sines double.
+// Rotates x times a weight: the weight is multiplied into the angles once for all heads that share it.
+// The channels of a pair have different weights, so this needs twice as many cosines and sines.
 template <class F, bool interleaved>
 struct WeighedTurn {
   using T = Turn<F, interleaved>;
   static constexpr int kHalf = T::kRegisters / 2;
 
-  // `weight` is arranged, of this block.
+  // `weight` is that of this block, in register order.
   TIGHTROPE_INLINE void take(const T& turn, const float* weight) {
 #pragma GCC unroll 4
     for (int i = 0; i < T::kRegisters; ++i) {
@@ -173,7 +173,8 @@ struct WeighedTurn {
   V c[4], s[4];
 };
 
-// Calls use(channel, n, at) for each span of a head: n channels, whose registers begin at value `at`.
+// Calls use(channel, n, at) for each span of a head: n channels, which begin at value `at` in register
+// order.
 template <class F, class Use>
 inline void each_span(const Problem& p, const Use& use) {
   constexpr int64_t kChannels = Span<F>::kChannels;
@@ -197,7 +198,7 @@ inline void each_span(const Problem& p, const Use& use) {
   for (int64_t k = end; k < p.head_dim; k += kChannels) span(k, p.head_dim);
 }
 
-// From channels to registers. One NaN for all: see BFloat16.
+// Rearranges channels into register order. Replaces every NaN by one without low bits: see BFloat16.
 template <class F>
 inline void arrange(const Problem& p, const float* from, float* to) {
   const auto read = [&](int64_t at, int64_t n) {
@@ -216,7 +217,7 @@ inline void arrange(const Problem& p, const float* from, float* to) {
     _mm512_storeu_ps(to + at, x);
   });
 }
-// And back.
+// Rearranges register order into channels.
 template <class F>
 inline void restore(const Problem& p, const float* from, float* to) {
   each_span<F>(p, [&](int64_t channel, int64_t n, int64_t at) {
@@ -225,14 +226,14 @@ inline void restore(const Problem& p, const float* from, float* to) {
   });
 }
 
-// Heads of one token, their channels side by side; steps are from head to head.
+// Heads of one token with contiguous channels; steps are from head to head.
 template <class Stored>
 struct Line {
   const Stored* in;
   Stored* out;
-  const Stored* x;  // of the forward call, on the way back
+  const Stored* x;  // the input of the forward call, for the backward pass
   int64_t in_step, out_step, x_step;
-  const float *gate, *weight;  // arranged, or null
+  const float *gate, *weight;  // in register order, or null
   int64_t gate_step, weight_step;
   int64_t count, ahead;
 };

@@ -1,4 +1,4 @@
-// RMS norms of the heads of a token, and the way back through one.
+// RMS norms of the heads of a token, and the backward pass of a norm.
 #pragma once
 
 #include "lines_avx512.h"
@@ -7,7 +7,7 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// So many heads have their norms taken together.
+// Heads whose norms are computed together.
 constexpr int64_t kNorms = 64;
 
 inline float add_lanes(V x) {
@@ -17,7 +17,7 @@ inline float add_lanes(V x) {
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
 
-// The squares of a head, not yet added up.
+// Sums of squares of a head, one per lane.
 template <class F>
 TIGHTROPE_INLINE V squares(const typename F::Stored* in, int64_t n) {
   using S = Span<F>;
@@ -36,8 +36,8 @@ TIGHTROPE_INLINE V squares(const typename F::Stored* in, int64_t n) {
   return plus(sum[0], sum[1]);
 }
 
-// Each lane of both registers added to the one n further: n lanes are of the first, n of the second,
-// and so on.
+// Adds each lane of both registers to the lane n further; in the result, n lanes of a alternate with n
+// lanes of b.
 template <int n>
 TIGHTROPE_INLINE V folded(V a, V b) {
   if constexpr (n == 1) {
@@ -51,19 +51,19 @@ TIGHTROPE_INLINE V folded(V a, V b) {
   }
 }
 
-// The squares of n heads from the first on, those of a head in 16 / n lanes; of 16 in their order.
+// Sums of squares of n heads from `first` on, 16 / n lanes per head; with n = 16, in the order of the heads.
 template <class F, int n>
 TIGHTROPE_INLINE V squares_of(const Line<typename F::Stored>& line, int64_t channels, int64_t first) {
   if constexpr (n == 1) {
     return first < line.count ? squares<F>(line.in + first * line.in_step, channels) : all(0.0f);
   } else {
-    // In the order of memory, which a compiler may choose for arguments.
+    // A separate statement fixes the order of memory accesses; that of arguments is up to the compiler.
     const V these = squares_of<F, n / 2>(line, channels, first);
     return folded<n / 2>(these, squares_of<F, n / 2>(line, channels, first + n / 2));
   }
 }
 
-// 1 / sqrt(mean + eps) of each head, of kNorms at most.
+// 1 / sqrt(mean + eps) of each head, at most kNorms heads.
 template <class F>
 TIGHTROPE_LOOP void norms(const Problem& p, double eps, const Line<typename F::Stored>& line, float* scale) {
   const V share = all(1.0f / float(p.head_dim)), least = all(float(eps));
@@ -74,7 +74,7 @@ TIGHTROPE_LOOP void norms(const Problem& p, double eps, const Line<typename F::S
   }
 }
 
-// Back through a norm, one head: sums over the head, then the gradient. `g` and `x` are rows.
+// Backward pass of a norm, one head: sums over the head, then the gradient. `g` and `x` are scratch rows.
 template <class F, bool interleaved>
 TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename F::Stored>& line,
                       const float* c, const float* s, float* g, float* x, float* by_weight) {

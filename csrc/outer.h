@@ -1,8 +1,8 @@
-// The rotation between f and P: y = P·a·R·f(x), and back.
+// Rotation with prologue f and epilogue P, y = P·a·R·f(x), and its backward pass.
 //
-// A head goes through buffers of this thread: it is widened (and gated, on the way back), f is applied
-// or it is turned, and one loop turns or finishes and stores it, with one rounding. Every element takes
-// the same operations whatever the strides, and sums over a head have one order, that of 32 lanes.
+// Each head goes through this thread's scratch buffers. Forward: widen, apply f, then rotate, apply P and
+// store in one loop. Backward: widen, apply P, rotate, apply f', store. The result is rounded once. The
+// operations on an element do not depend on strides, and sums over a head use 32 lanes in a fixed order.
 #pragma once
 
 #include "acts.h"
@@ -88,7 +88,7 @@ TIGHTROPE_LOOP T sum(const T* __restrict a, int64_t n) {
   for (int l = 0; k + l < n; ++l) lane[l] += a[k + l];
   return sum_lanes(lane);
 }
-// The largest, and NaN if there is one.
+// Returns the maximum, or NaN if there is one.
 template <class T>
 TIGHTROPE_LOOP T largest(const T* __restrict a, int64_t n) {
   T top = a[0];
@@ -112,7 +112,7 @@ inline void soften(T* x, int64_t n) {
 
 // ---- f and f' -------------------------------------------------------------------------------------
 
-// Calls use(A()) for the act A of one element, if it is one.
+// Calls use(A()) for an elementwise activation A; returns false for the others.
 template <class Use>
 inline bool with_act(Act act, const Use& use) {
   switch (act) {
@@ -149,7 +149,7 @@ TIGHTROPE_LOOP void slope_on(const T* __restrict x, T* __restrict g, int64_t n) 
   for (int64_t k = 0; k < n; ++k) g[k] *= A::slope(x[k]);
 }
 
-// Angles for which the C library is asked, one by one.
+// Sine and cosine of angles above kLargeAngle, by the C library, one at a time.
 inline double sine_or_cosine(double x, bool cosine) {
   return cosine ? __builtin_cos(x) : __builtin_sin(x);
 }
@@ -160,7 +160,7 @@ inline bool has_large(const float* __restrict x, int64_t n) {
 }
 inline bool has_large(const double*, int64_t) { return false; }
 
-// f, in place.
+// Applies f in place.
 template <class T>
 inline void apply(const Outer& o, const T* weight, T* __restrict x, int64_t n) {
   if (o.act == Act::kRmsNorm) {
@@ -179,7 +179,7 @@ inline void apply(const Outer& o, const T* weight, T* __restrict x, int64_t n) {
   }
 }
 
-// f'ᵀ·g, in place of g; x is lost.
+// Replaces g by f'ᵀ·g; overwrites x.
 template <class T>
 inline void apply_back(const Outer& o, const T* __restrict weight, T* __restrict x, T* __restrict g,
                        T* __restrict by_weight, int64_t n) {
@@ -211,11 +211,11 @@ inline void apply_back(const Outer& o, const T* __restrict weight, T* __restrict
 
 template <class T>
 TIGHTROPE_LOOP void exponentials_of(T* __restrict x, int64_t n) {
-  // One NaN for all: the lower bits of another could round to something else (see BFloat16).
+  // Replace every NaN by one without low bits, which rounding could carry (see BFloat16).
   for (int64_t k = 0; k < n; ++k) x[k] = x[k] != x[k] ? T(__builtin_nan("")) : exponential(x[k]);
 }
 
-// e^(slope · position): the product has more digits than float, and all count.
+// e^(slope · position). The product needs more digits than float has, so it is split in two.
 TIGHTROPE_LOOP void by_slope(const double* __restrict slope, double position, float* __restrict out,
                      int64_t n) {
   for (int64_t k = 0; k < n; ++k) {
@@ -237,13 +237,13 @@ inline void read_logs(const Part& part, int64_t at, T* __restrict out, int64_t n
   for (int64_t k = 0; k < n; ++k) out[k] = T(F::load(from[k * step]));
 }
 
-// What slopes are multiplied by.
+// Position of a token as a double, the factor of slopes.
 inline double distance_of(const Problem& p, int64_t row, int64_t token) {
   const Split at = position_at(p, 0, row, token);
   return at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
 }
 
-// P of one token and head.
+// Computes P of one token and head.
 template <class T>
 inline void factors_of(const Problem& p, const Outer& o, const Part& part, int64_t row, int64_t head,
                        int64_t token, T* out) {
@@ -253,7 +253,7 @@ inline void factors_of(const Problem& p, const Outer& o, const Part& part, int64
   }
   const Strides& s = part.log_stride;
   const int64_t at = row * s.row + head * s.head + token * s.token;
-  // One value for all channels is one exponential.
+  // One value for all channels needs only one exponential.
   const int64_t n = s.channel == 0 ? 1 : p.head_dim;
   switch (part.log_dtype) {
     case Dtype::kFloat: read_logs<T, Float>(part, at, out, n); break;
@@ -267,9 +267,9 @@ inline void factors_of(const Problem& p, const Outer& o, const Part& part, int64
   for (int64_t k = n; k < p.head_dim; ++k) out[k] = out[0];
 }
 
-// ---- the turn -------------------------------------------------------------------------------------
+// ---- the rotation ---------------------------------------------------------------------------------
 
-// Turns a head from a buffer to where it goes, multiplied by `gate` if there is one.
+// Rotates a head from a buffer to `out`, multiplied by `gate` if there is one.
 template <class F, bool gated>
 TIGHTROPE_LOOP void turn_halves_to(const typename F::Value* __restrict x, const typename F::Value* __restrict c,
                            const typename F::Value* __restrict s,
@@ -325,7 +325,7 @@ inline void turn_head(const Problem& p, const typename F::Value* x, const typena
   }
 }
 
-// Whether the compiler's own loops convert well.
+// kWell: whether the compiler vectorises the conversion of this format well.
 template <class F>
 struct Converts {
   static constexpr bool kWell = true;
@@ -339,7 +339,7 @@ struct Converts<Half> {
 
 // ---- heads ----------------------------------------------------------------------------------------
 
-// Memory of one thread; scratch_values() in rotate.h counts it.
+// Scratch memory of one thread; scratch_values() in rotate.h computes its size.
 template <class T>
 struct Scratch {
   Scratch(const Problem& p, void* memory) {
@@ -356,14 +356,14 @@ struct Scratch {
     own = take(width), a = take(width), b = take(width), c = take(width), weight = take(width);
   }
 
-  int64_t pairs;          // from token to token of the angles
+  int64_t pairs;          // stride of the angles from token to token
   T *cosine, *sine;       // of the tokens of a tile
-  T* shared[kMaxOperands];  // P of the tokens of a tile, of all heads
+  T* shared[kMaxOperands];  // P of the tokens of a tile, if all heads share it
   T* own;                 // P of one head
   T *a, *b, *c, *weight;
 };
 
-// One head of one token, and what belongs to it.
+// One head of one token, with its angles, gate and weight.
 template <class F>
 struct Head {
   const typename F::Stored* in;
@@ -437,7 +437,7 @@ inline void angles_of_tile(const Problem& p, int64_t row, int64_t head, int64_t 
   }
 }
 
-// Of the weights of one run: so many heads add up in the type of the values.
+// Gradient by the weights in one run: accumulates kHeadsTogether heads, then widens to double.
 template <class T>
 struct WeightSums {
   T* sum;
@@ -477,7 +477,7 @@ inline void outer_tile(const Problem& p, const Problem& turns, const Outer& o,
       sums.to += run * (part.weight_head == 0 ? 1 : operand.heads) * p.head_dim;
       for (int64_t k = 0; k < p.head_dim; ++k) w.weight[k] = 0;
     }
-    // As turn_tile; but what is summed has one order, whatever the strides.
+    // Groups as in turn_tile, except that the order of a sum must not depend on strides.
     const bool adjacent = i.head < i.token;
     const int64_t group = !shared || part.weight_head != 0                 ? 1
                           : adjacent || part.by_weight != nullptr ? operand.heads
@@ -542,7 +542,7 @@ namespace {
 template <class F>
 void run_outer(const Problem& p, const Outer& o, void* memory, int64_t begin, int64_t end) {
   const Scratch<typename F::Value> w(p, memory);
-  // Angles are wanted in the order of the pairs: see in_twos.
+  // A dtype other than bfloat16 keeps the angles in the order of the pairs: see in_twos.
   Problem turns = p;
   if (p.dtype == Dtype::kBFloat16) turns.dtype = Dtype::kFloat;
 #if defined(__AVX512F__)

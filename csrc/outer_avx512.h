@@ -1,8 +1,8 @@
-// The rotation between f and P for heads whose channels lie side by side, in registers throughout: a
-// block of pairs is widened, f is applied, it is turned by angles that stay in registers from head to
-// head, multiplied by P and rounded once.
+// Rotation with f and P of heads with contiguous channels, entirely in registers: a block of pairs is
+// widened, goes through f, is rotated by angles that stay in registers from head to head, multiplied by
+// P and rounded once.
 //
-// Acts that are not here, and double, take the loops of outer.h.
+// Other activations, and double, use the loops of outer.h.
 #pragma once
 
 #include "norms_avx512.h"
@@ -11,7 +11,7 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Calls use(A()) for the act A of registers, if it is one.
+// Calls use(A()) for an activation A that works on registers; returns false for the others.
 template <class Use>
 inline bool with_registers(Act act, const Use& use) {
   switch (act) {
@@ -27,7 +27,7 @@ inline bool with_registers(Act act, const Use& use) {
   }
 }
 
-// A norm's weight turns with the heads; of each head there is a scale besides.
+// A norm: its weight goes into the angles (WeighedTurn), and each head has a scale.
 struct NormV {};
 
 template <class A>
@@ -39,14 +39,14 @@ constexpr bool kIsNorm = false;
 template <>
 constexpr bool kIsNorm<NormV> = true;
 
-// `blocks` blocks of pairs of all heads, the first `pair` pairs into the slice.
+// Rotates `blocks` blocks of pairs of all heads, from pair `pair` of the slice on.
 template <class F, bool interleaved, class A, bool back, bool gated, int blocks, bool whole>
 TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& line, const float* scale,
                       int64_t pair, int64_t row, int64_t bytes, const float* c, const float* s) {
   using T = Turn<F, interleaved>;
   constexpr bool kBrief = Span<F>::kBrief;
   constexpr int64_t kRow = T::kRegisters * 16, kStep = T::kPairs * (interleaved ? 2 : 1);
-  // Stores of numbers might change what is behind a reference, for all that a compiler knows.
+  // Copy to locals: the compiler must assume that stores change the members of references.
   const int64_t pairs = p.pairs, left = pairs - pair, count = line.count, ahead = line.ahead;
   const int64_t in_step = line.in_step, out_step = line.out_step, x_step = line.x_step;
   const int64_t gate_step = line.gate_step, weight_step = line.weight_step;
@@ -79,7 +79,7 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
         turns[b].turn(y);
       }
       if constexpr (kIsNorm<A>) {
-        // Scaled first: what is behind a norm fits, where a turn of what is before it might overflow.
+        // Scale first: a rotation of the unscaled values might overflow, that of the scaled does not.
 #pragma GCC unroll 4
         for (int i = 0; i < T::kRegisters; ++i) y[i] = times(y[i], all(scale[head]));
         weighed[b].turn(y);
@@ -114,7 +114,7 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
   }
 }
 
-// n channels that do not turn.
+// Applies f and P to n channels that do not rotate.
 template <class F, class A, bool back>
 TIGHTROPE_LOOP void pass_line(const Line<typename F::Stored>& line, const float* scale, int64_t channel,
                       int64_t n, int64_t row) {
@@ -162,7 +162,7 @@ inline void whole_line(const Problem& p, const Line<typename F::Stored>& line, c
   pass(p.start + 2 * p.pairs, p.head_dim);
 }
 
-// f and P of the heads of a line; false if the act is not one of registers.
+// Rotates the heads of a line with f and P; returns false if the activation does not work on registers.
 template <class F>
 inline bool turn_outer(const Problem& p, const Outer& o, Line<typename F::Stored> line, const float* c,
                        const float* s) {
@@ -178,7 +178,7 @@ inline bool turn_outer(const Problem& p, const Outer& o, Line<typename F::Stored
     }
   };
   if (o.act == Act::kRmsNorm) {
-    // Norms are taken of all, before the first is overwritten.
+    // Compute the norms of all heads before the first head is overwritten.
     alignas(64) float scale[kNorms];
     for (int64_t left = line.count; left > 0; left -= kNorms) {
       line.count = left < kNorms ? left : kNorms;

@@ -1,5 +1,5 @@
-// Tiles of tokens of the operator whose f and P go through registers: the part of outer.h that finds
-// the heads, for outer_avx512.h.
+// Loops over a tile of tokens and its heads for outer_avx512.h, as outer_tile in outer.h does for plain
+// loops.
 #pragma once
 
 #include "outer_avx512.h"
@@ -9,7 +9,7 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Rows of one thread, arranged; see scratch_values().
+// Scratch rows of one thread, in register order; see scratch_values().
 struct Rows {
   Rows(const Problem& p, const Outer& o, float* memory) : width(row_values(p)) {
     const auto take = [&](int64_t rows) {
@@ -26,14 +26,14 @@ struct Rows {
   }
 
   int64_t width;
-  float *gate[kMaxOperands], *weight[kMaxOperands];  // one for each head
-  float* slope[kMaxOperands];                        // two for each head, if there are slopes
-  Slopes slopes[kMaxOperands] = {};                  // in those
+  float *gate[kMaxOperands], *weight[kMaxOperands];  // one row per head
+  float* slope[kMaxOperands];                        // two rows per head, if there are slopes
+  Slopes slopes[kMaxOperands] = {};                  // their values lie in the rows of `slope`
   float *g, *x, *by_weight;
-  int64_t row = -1;  // that `gate` is of
+  int64_t row = -1;  // the row of the batch that `gate` holds
 };
 
-// What all tokens of a row share.
+// Arranges the weights, factors and slopes that all tokens of a row share.
 template <class F>
 inline void arrange_constants(const Problem& p, const Outer& o, const Scratch<float>& w, int64_t row, Rows& rows) {
   for (int32_t i = 0; i < p.operands; ++i) {
@@ -52,7 +52,7 @@ inline void arrange_constants(const Problem& p, const Outer& o, const Scratch<fl
   rows.row = row;
 }
 
-// Sums of `rows.by_weight` go to `to`, and start again.
+// Adds the sums in `rows.by_weight` to `to` and clears them.
 template <class F>
 inline void add_weights(const Problem& p, const Scratch<float>& w, const Rows& rows, double* __restrict to) {
   float* __restrict from = w.weight;
@@ -61,7 +61,8 @@ inline void add_weights(const Problem& p, const Scratch<float>& w, const Rows& r
   for (int64_t k = 0; k < rows.width; ++k) rows.by_weight[k] = 0.0f;
 }
 
-// Heads of a line; on the way back through a norm with the sums of its weight, at `to` or not.
+// Processes the heads of a line; in the backward pass of a norm, adds the gradient by its weight to `to`
+// unless that is null.
 template <class F>
 inline void turn_any(const Problem& p, const Outer& o, Line<typename F::Stored> line, const float* c,
                      const float* s, const Scratch<float>& w, const Rows& rows, double* to,
@@ -115,9 +116,9 @@ inline void register_tile(const Problem& p, const Outer& o, const Scratch<float>
       to += run * (to_step == 0 ? 1 : operand.heads) * p.head_dim;
       for (int64_t d = 0; d < rows.width; ++d) rows.by_weight[d] = 0.0f;
     }
-    // Norms are taken of all heads of a token before the first turns, which asks for the next token.
+    // All norms of a token are computed before its first head rotates, which prefetches the next token.
     const bool norms = o.act == Act::kRmsNorm && o.forward;
-    // As turn_tile; but what is summed has one order, whatever the strides.
+    // Groups as in turn_tile, except that the order of a sum must not depend on strides.
     const bool adjacent = i.head < i.token, even = i.channel == 1 && j.channel == 1 && (!has_x || k.channel == 1);
     const int64_t group = !shared ? 1 : adjacent || to != nullptr ? operand.heads : kStreams;
     for (int64_t first = 0; first < operand.heads; first += group) {
@@ -159,7 +160,7 @@ inline void register_tile(const Problem& p, const Outer& o, const Scratch<float>
           turn_any<F>(p, o, line, c, s, w, rows, to == nullptr ? to : to + first * to_step, to_step, &together);
           continue;
         }
-        // Channels apart are brought together first.
+        // Copy strided channels to contiguous scratch memory first.
         for (int64_t head = 0; head < count; ++head) {
           Line<Stored> one = line;
           Stored *in = reinterpret_cast<Stored*>(w.a), *x = reinterpret_cast<Stored*>(w.c);

@@ -1,4 +1,4 @@
-// Whether what a call writes shares memory with itself or with what it reads.
+// Checks whether the outputs of a call overlap each other, themselves or the inputs.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace tightrope::binding {
 namespace {
 
-// The same two questions as in ops/checks.py, where they are worded for users.
+// The same two checks as in ops/checks.py, which has the errors for users.
 struct Extent {
   int64_t size, stride;
 };
@@ -19,7 +19,7 @@ inline Extents extents_of(const Problem& p, const Operand& o, const Strides& s) 
   return {{{p.rows, s.row}, {o.heads, s.head}, {p.tokens, s.token}, {p.head_dim, s.channel}}};
 }
 
-// True unless every dimension steps over all that the faster ones cover.
+// True unless the stride of every dimension exceeds the extent of all faster dimensions.
 inline bool may_overlap_itself(Extents extents) {
   std::sort(extents.begin(), extents.end(),
             [](const Extent& a, const Extent& b) { return a.stride < b.stride; });
@@ -32,7 +32,7 @@ inline bool may_overlap_itself(Extents extents) {
   return false;
 }
 
-// Elements from the first to one past the last, of those dimensions that `period` does not divide.
+// Elements from the first to one past the last, over the dimensions whose stride `period` does not divide.
 inline int64_t run_of(const Extents& extents, int64_t period) {
   int64_t run = 1;
   for (const Extent& e : extents)
@@ -40,7 +40,7 @@ inline int64_t run_of(const Extents& extents, int64_t period) {
   return run;
 }
 
-// False where two tensors certainly share no element.
+// False only if two tensors provably share no element.
 inline bool may_overlap(const void* a, const Extents& ae, const void* b, const Extents& be,
                         int64_t element) {
   const int64_t bytes = static_cast<const char*>(b) - static_cast<const char*>(a);
@@ -56,14 +56,14 @@ inline bool may_overlap(const void* a, const Extents& ae, const void* b, const E
   return true;
 }
 
-// Whose memory is written: that of new tensors, of the tensors that are read, or of others.
+// The outputs: new tensors, the inputs, or other tensors given by the caller.
 enum class Outs { kNew, kInPlace, kGiven };
 
 inline int64_t bytes_of(Dtype dtype) {
   return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
 }
 
-// Whether what is written may overlap itself, or what is read elsewhere.
+// Whether an output may overlap itself, another output, or an input (unless in place).
 inline bool memory_overlaps(const Problem& p, Outs outs) {
   const int64_t element = bytes_of(p.dtype);
   for (int32_t i = 0; i < p.operands; ++i) {
@@ -76,7 +76,7 @@ inline bool memory_overlaps(const Problem& p, Outs outs) {
       if (b.heads == 0) continue;
       if (j < i && may_overlap(a.out, out, b.out, extents_of(p, b, b.out_stride), element))
         return true;
-      // In place each reads what it writes itself.
+      // In place, each operand overlaps its own input by design.
       if (outs == Outs::kGiven && may_overlap(a.out, out, b.in, extents_of(p, b, b.in_stride), element))
         return true;
     }

@@ -1,4 +1,4 @@
-// P that grows or shrinks along the positions: e^(slope · position), 16 at a time.
+// The epilogue P of slopes, e^(slope · position), 16 channels at a time.
 #pragma once
 
 #include "lines_avx512.h"
@@ -7,21 +7,22 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// A number of more digits than float has, as a sum.
+// A double as the sum of two floats.
 struct Sum {
   explicit Sum(double x) : high(float(x)), low(float(x - double(high))) {}
   float high, low;
 };
 
-// Slopes of the heads of an operand, of powers of two, arranged.
+// Slopes of the heads of an operand, as exponents of 2, in register order.
 struct Slopes {
   float *high, *low;  // `step` values from head to head
   int64_t step;
-  int64_t count;  // of a head; 0 where one is too large for powers_of
-  int64_t own;    // of a head before they repeat: of one and the same slope only the first 16 are its own
+  int64_t count;  // values of a head; 0 if a slope is too large for powers_of
+  int64_t own;    // computed values of a head: 16 if every head has one slope for all channels, else `count`
 };
 
-// Slopes of a head as sums, each of powers of two. What is asked of all of them goes to `fit` and `same`.
+// Converts the slopes of a head to exponents of 2. Clears `fit` if one is too large, and `same` if they
+// differ.
 TIGHTROPE_LOOP void split_slopes(const double* __restrict slope, float* __restrict high, float* __restrict low,
                                  int64_t n, bool* fit, bool* same) {
   int64_t large = 0, other = 0;
@@ -36,7 +37,7 @@ TIGHTROPE_LOOP void split_slopes(const double* __restrict slope, float* __restri
   *same = *same && other == 0;
 }
 
-// `high` and `low` are rows to work in.
+// Splits and arranges the slopes of all heads; `high` and `low` are scratch rows.
 template <class F>
 inline Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, float* to, int64_t width, float* high,
                              float* low) {
@@ -48,7 +49,7 @@ inline Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, 
     arrange<F>(p, low, slopes.low + head * slopes.step);
   }
   for (int64_t head = 0; same && head < heads; ++head) {
-    // Channels that only fill a register are none of the head's.
+    // Fill the whole register: after arranging, lanes beyond the head's channels hold no slope.
     const Sum sum(part.slope[head * part.slope_head] * 1.4426950408889634);
     for (int64_t k = 0; k < 16; ++k)
       slopes.high[head * slopes.step + k] = sum.high, slopes.low[head * slopes.step + k] = sum.low;
@@ -58,8 +59,8 @@ inline Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, 
   return slopes;
 }
 
-// e^(slope · position) of `heads` heads from the first on, arranged. The product has more digits than
-// float, and all count: it splits into an integer and what is left of it before anything is rounded.
+// Writes e^(slope · position) of `heads` heads from `first` on, in register order. The product needs more
+// digits than float has: it is split into an integer and a remainder before anything is rounded.
 template <bool brief>
 TIGHTROPE_LOOP void powers_of(const Slopes& slopes, int64_t first, int64_t heads, double position, float* out,
                               int64_t out_step) {
@@ -73,10 +74,10 @@ TIGHTROPE_LOOP void powers_of(const Slopes& slopes, int64_t first, int64_t heads
       const V high = _mm512_loadu_ps(upper + k), low = _mm512_loadu_ps(lower + k);
       const V whole = _mm512_maskz_roundscale_ps(kAll, times(high, far), 0x08);
       V x = fused(high, near, fused(low, far, _mm512_fmsub_ps(high, far, whole)));
-      // Where not even the integer fits, nothing is left to count. A NaN stays: see ReluV.
+      // Clamp: for huge products the remainder means nothing. NaN stays NaN: see ReluV.
       x = _mm512_maskz_min_ps(kAll, all(1.0f), x);
       x = _mm512_maskz_max_ps(kAll, all(-1.0f), x);
-      // 2^x is 1 + x times a minimax polynomial: 9.1e-8 off, and 2.0e-9 where there are more digits.
+      // 2^x as 1 + x times a minimax polynomial; error 9.1e-8 if brief, else 2.0e-9.
       V p = brief ? fused(x, all(1.32647273e-3f), 9.67151299e-3f)
                   : fused(x, fused(x, all(1.5353362e-4f), 1.3398875e-3f), 9.61843692e-3f);
       p = fused(x, p, brief ? 5.55073358e-2f : 5.55033237e-2f);

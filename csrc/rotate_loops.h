@@ -1,8 +1,8 @@
-// The loops, compiled once per instruction set: the including file defines TIGHTROPE_ISA.
+// The rotation loops, compiled once per instruction set: the including file defines TIGHTROPE_ISA.
 //
-// Every element takes the same sequence of IEEE operations whatever the loop around it, with fused
-// multiply-adds written out and contraction switched off, so a result does not depend on where the
-// vector body ends, on strides, on threads or on being in place.
+// Every element goes through the same sequence of IEEE operations in every loop, with explicit fused
+// multiply-adds and contraction switched off. So a result does not depend on where the vector body
+// ends, on strides, on the number of threads, or on whether the rotation is in place.
 #include "angle_sums.h"
 #include "gate_sums.h"
 #if defined(__AVX512F__)
@@ -18,7 +18,7 @@ inline void turn_heads(const Problem& p, const Heads<typename F::Stored>& heads,
                        int64_t n, const typename F::Value* c, const typename F::Value* s) {
   if (heads.in != heads.out && first == 0) copy_rest(p, heads);
 #if defined(__AVX512F__)
-  // A register holds too few doubles for this to pay.
+  // Not for double: a register holds too few of them for this to pay.
   if constexpr (sizeof(*c) == sizeof(float)) {
     if (heads.in_channel == 1 && heads.out_channel == 1) {
       if (p.interleaved) {
@@ -54,8 +54,8 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t toke
   if (shared) fill(p, row, 0, token, tokens, first, n, angles);
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];
-    // Heads that lie side by side are one run of memory. Others are as many streams, of which a
-    // cache holds some, with the tokens of the tile as the inner loop.
+    // Adjacent heads are one run of memory. Other heads are separate streams: take as many as the cache
+    // can hold, with the tokens of the tile as the inner loop.
     const bool adjacent = o.in_stride.head < o.in_stride.token;
     const int64_t group = !shared ? 1 : adjacent ? o.heads : kStreams;
     const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
@@ -80,8 +80,8 @@ void turn(const Problem& p, int64_t begin, int64_t end) {
     const int64_t row = item / p.tiles_per_row;
     const int64_t token = (item - row * p.tiles_per_row) * p.tile;
     const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;
-    // `first` stays 0 unless one token alone has more pairs than the stack holds; without a pair
-    // the channels still have to be copied.
+    // `first` stays 0 unless one token has more than kAngles pairs. Without pairs the loop still runs
+    // once, to copy the channels.
     int64_t first = 0;
     do {
       const int64_t n = p.pairs - first < kAngles ? p.pairs - first : kAngles;

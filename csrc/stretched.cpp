@@ -1,7 +1,7 @@
-// Phase words of a geometric row of frequencies that the length of a sequence stretches (dynamic NTK).
+// Phase words of a geometric series of frequencies that depends on the sequence length (dynamic NTK).
 //
-// In fixed point: a number below 1 is a multiple of 2^-128, which is called a unit here. A word is
-// written only where the error bound proves its rounding; Python computes the others with 60 digits.
+// Fixed-point arithmetic: a number below 1 is a multiple of 2^-128, here called a unit. A phase word is
+// written only if the error bound proves its rounding; Python computes the others with 60 digits.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -18,7 +18,7 @@ __extension__ typedef __int128 Signed;
 
 constexpr Units kOne96 = Units(1) << 96;
 
-// A product, less than one unit too small.
+// Returns the product, less than one unit too small.
 inline Units times(Units a, Units b) {
   const uint64_t a1 = uint64_t(a >> 64), a0 = uint64_t(a), b1 = uint64_t(b >> 64), b0 = uint64_t(b);
   const Units first = Units(a1) * b0 + (Units(a0) * b0 >> 64);
@@ -37,8 +37,8 @@ bool root(Units scale, int64_t n, Units* found) {
     if (i & 1) power = times(power, square);
     square = times(square, square);
   }
-  // With residue = 1 - scale * y^n the root is y * (1 - residue)^(-1/n). Three terms of that series are
-  // enough, as a start in double leaves a residue near n * 2^-52.
+  // With residue = 1 - scale * y^n, the root is y * (1 - residue)^(-1/n). Three terms of that series are
+  // enough, since a start in double leaves a residue near n * 2^-52.
   const Signed residue = Signed(kOne96) - Signed(times(scale, power));
   const double e = ldexp(double(residue), -96);
   if (!(fabs(e) < 0x1p-33)) return false;
@@ -56,12 +56,12 @@ bool root(Units scale, int64_t n, Units* found) {
 // Writes words[row][k] = round(2^64 / 2pi * ratio^k * scale^(-k / (pairs - 1))), with the scale
 // 1 + growth * (lengths[row] - limit) above the limit, and 1 up to it.
 //
-// constants: 1 / 2pi, ratio and growth, each below 1, in units: 16 bytes each, in the order of the machine.
+// constants: 1 / 2pi, ratio and growth, each below 1, in units: 16 bytes each, in native byte order.
 // limit, lengths: at least 0. Together, with lengths below limit + 2^32, pairs * scale < 2^31 and
 //   growth >= 2^-60, they keep the error of a frequency below 2^35 units.
-// doubt: the error to allow for, in units.
+// doubt: the error bound, in units.
 //
-// Starts with the given row. Returns the first row whose rounding it cannot prove; `rows` if all are done.
+// Starts at `row`. Returns the first row whose rounding it cannot prove, or `rows` if all are done.
 TIGHTROPE_EXPORT int64_t tightrope_stretched(const void* constants, int64_t limit,
                                              const int64_t* lengths, int64_t rows, int64_t pairs,
                                              uint64_t doubt, int64_t row, int64_t* words) {
@@ -77,8 +77,8 @@ TIGHTROPE_EXPORT int64_t tightrope_stretched(const void* constants, int64_t limi
       if (!root(kOne96 + times(Units(lengths[row] - limit) << 96, growth), pairs - 1, &y)) return row;
       step = times(step, y);
     }
-    // `step` is off by less than 2^-94 / (pairs - 1) and 4 units; the k-th frequency by k times that, and
-    // k units.
+    // The error of `step` is below 2^-94 / (pairs - 1) plus 4 units; that of the k-th frequency is below k
+    // times that, plus k units.
     Units turns = turn;
     for (int64_t k = 0; k < pairs; ++k) {
       const Units rounded = turns + (Units(1) << 63);

@@ -1,1 +1,1 @@
-"""Examples to copy from. Each file runs by itself: `python examples/train_bytes.py`."""
+"""Examples to copy. Each file runs by itself: `python examples/train_bytes.py`."""

@@ -1,11 +1,11 @@
-"""Train a small language model with rotary position embedding, then let it write.
+"""Train a small language model with rotary position embedding, then generate text.
 
     python examples/train_bytes.py --steps 300
 
-The model is a causal transformer over bytes. It learns from text that every machine with Python has: the
-sources of the standard library. Positions enter through the rotation in :class:`Attention` alone. The
-file needs torch and tightrope, and is meant to be copied from. `tightrope demo` runs it twice, once with
-another rotation, to compare the two.
+The model is a causal transformer over bytes. It trains on text that comes with every Python: the sources
+of the standard library. Positions enter only through the rotation in :class:`Attention`. The file needs
+only torch and tightrope; copy from it freely. `tightrope demo` trains it twice, once with another
+rotation, to compare the two.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PEAK_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is, and how many bytes it reads at once.
+    """Size of a model and of its training batches.
 
     Attributes:
-        layers, heads, head_dim: the model; its width is heads × head_dim.
-        context: bytes in one training window.
-        batch: windows in one training step.
+        layers, heads, head_dim: size of the model; its width is heads × head_dim.
+        context: bytes in a training window.
+        batch: windows in a training step.
     """
 
     layers: int = 4
@@ -59,14 +59,15 @@ class Size:
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose queries and keys are rotated by their positions."""
+    """Causal self-attention with rotary position embedding."""
 
     def __init__(self, size: Size, base: float = BASE) -> None:
         super().__init__()
         self.heads, self.head_dim = size.heads, size.head_dim
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width, bias=False)
-        # A spec is an immutable value: the state dict holds nothing of it, and no cast can touch it.
+        # A spec is an immutable value, not a buffer: it is not in the state dict, and casts do not
+        # change it.
         self.spec = RopeSpec(size.head_dim, base=base)
 
     def rotate(self, q: Tensor, k: Tensor, offset: int) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,7 @@ class Attention(nn.Module):
         return rotate_qk(q, k, self.spec, offset, layout="bhsd")
 
     def forward(self, x: Tensor, offset: int, cache: KVCache | None) -> Tensor:
-        """Attend from x `(batch, seq, width)`, whose first token stands at `offset`."""
+        """Attend over x `(batch, seq, width)`, whose first token has position `offset`."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, self.head_dim)
         q, k, v = qkv.transpose(1, 3).unbind(2)
@@ -87,7 +88,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside the residual stream."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, size: Size, attention: nn.Module) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class ByteTransformer(nn.Module):
     """A causal transformer over bytes.
 
     Args:
-        make_attention: makes the attention of each block, which the block calls with
+        make_attention: returns the attention module of a block, which is called with
             `(x, offset, cache)`.
     """
 
@@ -135,7 +136,7 @@ class ByteTransformer(nn.Module):
         return logits
 
     def losses(self, windows: Tensor) -> Tensor:
-        """Nats of each next byte in windows `(batch, seq + 1)`: `(batch, seq)`."""
+        """Cross-entropy in nats of each next byte in windows `(batch, seq + 1)`: `(batch, seq)`."""
         logits, wanted = self(windows[:, :-1]), windows[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
         return losses.view(wanted.shape)
@@ -145,14 +146,14 @@ class ByteTransformer(nn.Module):
 
 _MOST_BYTES, _LEAST_BYTES = 4_000_000, 20_000
 _EVERY_NTH_IS_VALIDATION = 10
-# Other people's packages, tests that only some machines have, and tables of hexadecimal numbers.
+# Skip installed packages, tests (which not every machine has) and tables of hexadecimal numbers.
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 )
 
 
 class NoTextError(Exception):
-    """This machine lacks the sources of the standard library."""
+    """The sources of the standard library are missing on this machine."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,10 @@ class Text:
 
 
 def load_text(folder: Path | None = None) -> Text:
-    """Read Python files in a fixed random order, and set every tenth aside for validation.
+    """Read Python files in a fixed random order; every tenth is for validation.
 
     Args:
-        folder: where to look; by default the standard library.
+        folder: the folder to read; by default the standard library.
 
     Raises:
         NoTextError: the folder holds too few Python files.
@@ -208,13 +209,13 @@ def _read(folder: Path) -> Iterator[bytes]:
 def random_windows(
     text: Tensor, count: int, length: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Windows of `length` bytes from random places: `(count, length)`."""
+    """Return windows of `length` bytes at random places: `(count, length)`."""
     starts = torch.randint(0, text.numel() - length + 1, (count,), generator=generator)
     return _windows(text, starts, length)
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
-    """Windows of `length` bytes from evenly spaced places: `(count, length)`."""
+    """Return windows of `length` bytes at evenly spaced places: `(count, length)`."""
     starts = torch.linspace(0, text.numel() - length, count, dtype=torch.float64).long()
     return _windows(text, starts, length)
 
@@ -227,7 +228,7 @@ def _windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 class Trainer:
-    """A model, its optimizer, and the loss and the seconds of each step so far."""
+    """A model and its optimizer, with the loss and duration of each step so far."""
 
     def __init__(self, model: ByteTransformer) -> None:
         self.model = model
@@ -256,12 +257,12 @@ class Trainer:
 
 
 def schedule(done: float, warm_up: float = 0.08, last: float = 0.05) -> float:
-    """The learning rate as a share of its peak: a linear rise, then half a cosine.
+    """Return the learning rate as a fraction of its peak: linear warm-up, then cosine decay.
 
     Args:
-        done: the share of training that is over, from 0 to 1.
-        warm_up: the share of training in which the rate rises.
-        last: the share of the peak at the end.
+        done: fraction of training that is done, from 0 to 1.
+        warm_up: fraction of training in which the rate rises.
+        last: fraction of the peak at the end.
     """
     if done < warm_up:
         return 0.02 + 0.98 * done / warm_up
@@ -271,7 +272,7 @@ def schedule(done: float, warm_up: float = 0.08, last: float = 0.05) -> float:
 
 @torch.no_grad()
 def validate(model: ByteTransformer, text: Tensor, batches: int = 6) -> float:
-    """Mean nats per byte on evenly spaced windows of a text."""
+    """Return the mean loss in nats per byte on evenly spaced windows of a text."""
     size = model.size
     windows = even_windows(text, batches * size.batch, size.context + 1)
     return sum(model.losses(batch).mean().item() for batch in windows.chunk(batches)) / batches
@@ -288,7 +289,7 @@ def write(
     """Continue a prompt, one byte at a time, with a cache of rotated keys.
 
     Yields:
-        Each new byte, and the logits that it was drawn from.
+        Each new byte, and the logits from which it was sampled.
     """
     caches = [KVCache() for _ in model.blocks]
     tokens, offset = list(prompt.encode()), 0

@@ -1,4 +1,4 @@
-"""What must not turn into a silently wrong rotation: defaults of the process, formats, stale ids."""
+"""No silently wrong rotation: process-wide defaults, table formats, stale ids, misleading arguments."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _tables(form: str, tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("function", [apply_rotary_pos_emb, apply_rotary_pos_emb_])
 @pytest.mark.parametrize(
-    ("form", "said", "held"),
+    ("form", "wrong", "held"),
     [
         ("half", "cat", "halves"),
         ("half", "repeat", "neighbours"),
@@ -131,15 +131,15 @@ def _tables(form: str, tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 )
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_tables_of_another_format_than_is_said_are_refused(
-    function: Any, form: str, said: str, held: str, tokens: int
+    function: Any, form: str, wrong: str, held: str, tokens: int
 ) -> None:
     x = X[:, :, :tokens].clone()
     cos, sin = _tables(form, tokens)
     text = (
-        f"cos must hold every number twice, as equal {held}, for tables={said!r}, but its last row"
+        f"cos must hold every number twice, as equal {held}, for tables={wrong!r}, but its last row"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
-        function(x, None, cos, sin, tables=said)
+        function(x, None, cos, sin, tables=wrong)
     assert_same_bits(x, X[:, :, :tokens])
 
 
@@ -153,7 +153,7 @@ def test_tables_that_say_what_they_are_pass() -> None:
         assert apply_rotary_pos_emb(X, None, lost, sin, tables=form)[0][:, :, -1].isnan().all()
         for dtype in (torch.bfloat16, torch.float16):
             apply_rotary_pos_emb(X, None, cos.to(dtype), sin.to(dtype), tables=form)
-        # One kind of loop and another may differ in a last bit.
+        # Vectorised and scalar loops may differ in the last bit.
         near = torch.nextafter(cos, torch.ones(()))
         near[:, :1] = cos[:, :1]
         assert not torch.equal(near, cos)
@@ -180,7 +180,7 @@ def test_learned_tables_may_drift_apart() -> None:
     apply_rotary_pos_emb(X, None, cos, sin)
 
 
-# --- sentences ------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 RAGGED = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
 COS = _tables("cat")
@@ -205,7 +205,7 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "[apply_rotary_pos_emb] inverse must be a bool but got 'no'.",
     ),
-    "ids where they once were": (
+    "ids as unsqueeze_dim": (
         lambda: apply_rotary_pos_emb(X, None, *COS, IDS),  # type: ignore[arg-type]
         TypeError,
         "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[5]; ids go into "
@@ -238,13 +238,13 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "[rotate] positions must be a dense tensor but got one that is sparse_coo.",
     ),
-    "ids without numbers": (
+    "ids on meta": (
         lambda: rotate(X, SPEC, IDS.to("meta")),
         ValueError,
         "[rotate] positions must have data but are on the meta device while the rotated tensors are "
         "on cpu; create them with device='cpu' (positions: int64[1, 1, 5]).",
     ),
-    "learnable ids where nothing has numbers": (
+    "learnable ids, all tensors on meta": (
         lambda: rotate(X.to("meta"), SPEC, IDS.float().requires_grad_()),
         ValueError,
         "[rotate] positions that require a gradient must be on the meta device when the rotated "

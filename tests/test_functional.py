@@ -1,4 +1,4 @@
-"""The public functions against the oracle: that each means what it says."""
+"""Public rotation functions, compared with the oracle and with each other."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tolerances import assert_near
 
 
 def turned(x: torch.Tensor, ids: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """The seed's formulas in float64: whole last dimension, base 10000, sequence at -2."""
+    """Rotate by the original formulas in float64: whole last dimension, base 10000, sequence at -2."""
     width = x.shape[-1]
     theta = 10000.0 ** (-2.0 * torch.arange(width // 2, dtype=torch.float64) / width)
     angle = ids.double()[:, None] * theta
@@ -114,8 +114,8 @@ def test_positions_say_what_they_say(backend: str | None) -> None:
         "one row for all": (torch.arange(5)[None], torch.arange(5)),
         "numpy-like int": (torch.tensor([9])[0].numpy()[()], torch.arange(5) + 9),
     }
-    for name, (said, ids) in explicit.items():
-        got = rotate(x, spec, said, backend=backend)
+    for name, (given, ids) in explicit.items():
+        got = rotate(x, spec, given, backend=backend)
         assert torch.equal(got, rotate(x, spec, ids, backend=backend)), name
 
 
@@ -135,7 +135,7 @@ def test_every_public_function_is_documented() -> None:
 
 
 def test_the_short_way_of_a_prepared_rotation_refuses_as_the_long_one_does() -> None:
-    """A prepared rotation that has rotated in place skips the checks that the kernel makes anyway."""
+    """After its first in-place call, a prepared rotation skips checks that the kernel repeats."""
     spec = RopeSpec(8)
     fresh, used = spec.at(5), spec.at(5)
     q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
@@ -158,13 +158,13 @@ def test_the_short_way_of_a_prepared_rotation_refuses_as_the_long_one_does() -> 
     ]
     before = q.clone()
     for x, y in wrong:
-        said = []
+        errors = []
         for rotation in (fresh, used):
             fresh.memo.packed.clear()
             with pytest.raises((TypeError, ValueError)) as error:
                 rotate_qk_(x, y, rotation)
-            said.append((error.type, str(error.value)))
-        assert said[0] == said[1]
+            errors.append((error.type, str(error.value)))
+        assert errors[0] == errors[1]
     assert torch.equal(q, before)
     for not_a_tensor in (3, None, [q]):
         with pytest.raises(TypeError, match=r"^\[rotate_qk_\] q must be a tensor"):

@@ -1,4 +1,4 @@
-"""Frequencies that a caller gives or learns: what they turn, their gradients, what is refused."""
+"""Frequencies given by the caller or learned (`inv_freq`): values, gradients and errors."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torc
 def formula(
     x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, spec: RopeSpec, inverse: bool = False
 ) -> torch.Tensor:
-    """x (rows, heads, tokens, channels) turned by ordinary float64 functions.
+    """Rotate x (rows, heads, tokens, channels) with torch's float64 functions.
 
     Args:
         theta: (axes, heads or 1, pairs).
@@ -62,7 +62,7 @@ def formula(
 def exact_gradients(
     x: torch.Tensor, cotangent: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, spec: RopeSpec
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gradients by theta and positions of :func:`formula`, and the moduli that they sum."""
+    """Gradients of :func:`formula` by theta and positions, and the sums of the sizes of their terms."""
     theta, at = (t.detach().double().requires_grad_() for t in (theta, at))
     y = formula(x, theta, at, spec)
     found = torch.autograd.grad(y, (theta, at), cotangent.double())
@@ -98,7 +98,7 @@ def where(
 
 
 def ids(at: torch.Tensor) -> positions.Positions:
-    """The same as a user says them."""
+    """The same positions as an argument of the public functions."""
     return positions.Positions(at, ramp=False)
 
 
@@ -106,7 +106,7 @@ def full(theta: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
     return theta.reshape(spec.axis_count, -1, theta.shape[-1])
 
 
-# --- what given frequencies turn ------------------------------------------------------------------
+# --- rotation by given frequencies ----------------------------------------------------------------
 
 
 @every_backend
@@ -174,7 +174,7 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
 
 @pytest.mark.parametrize("base", [10.0, 1e4, 1e6])
 def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
-    """They are off by 2^-53 of themselves as float64."""
+    """As float64 they have a relative error of 2^-53."""
     spec = RopeSpec(16, base)
     theta = torch.tensor(list(map(float, oracle.frequencies(base, 16))), dtype=torch.float64)
     for reach in (1, 2**10, 2**20, 2**31):
@@ -189,7 +189,7 @@ def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
         bound = math.sqrt(2) * angle.repeat(2) * oracle.pair_lengths(x, 16)
         bound = bound + 2 * tolerances.value("float64 rotation") * oracle.pair_lengths(x, 16)
         assert bool(((got - exact).abs() <= bound).all())
-    # Up to 2^20 a float32 does not see it.
+    # In float32 this error is invisible for positions up to 2^20.
     x, at = noise(1, 2, 64, 16, dtype=torch.float32), at % 2**20
     got, exact = rotate(x, spec, at, inv_freq=theta), rotate(x, spec, at)
     difference = (got.double() - exact.double()).abs()
@@ -222,7 +222,7 @@ def test_zero_negative_and_huge_frequencies(at: Any, backend: str) -> None:
     assert_near(back, x, "float64 ways")
     assert_near(back, rotate(forth, SPEC, at, inv_freq=theta, inverse=True), "float64 ways")
     if at is None or not isinstance(at, torch.Tensor) or not at.is_floating_point():
-        # Whole turns per position, and half ones at even positions, are no turn at all.
+        # A whole number of turns per position rotates nothing; nor do half turns at even positions.
         turn = 2 * math.pi * torch.tensor([1.0, -1000.0, 12345.0]).double()
         assert_near(rotate(x, SPEC, at, inv_freq=turn, backend=backend), x, "axes one by one")
     else:
@@ -239,7 +239,7 @@ def test_zero_negative_and_huge_frequencies(at: Any, backend: str) -> None:
 def test_a_frequency_that_is_no_number_does_not_pass_for_one(
     at: Any, lost: float, interleaved: bool, backend: str
 ) -> None:
-    """A training that diverged must show: the pair becomes NaN, the others stay."""
+    """Diverged training must be visible: the pair becomes NaN, the others do not change."""
     spec = RopeSpec(16, rotary_dim=14, start=1, interleaved=interleaved)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         x = noise(2, 2, 5, 16, dtype=dtype)
@@ -284,7 +284,7 @@ def test_given_frequencies_are_those_of_a_given_rule() -> None:
 def test_gradients_against_the_formula(
     spec: RopeSpec, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> None:
-    """Within what the rounding of the output to its own dtype leaves."""
+    """Gradients are exact up to the rounding of the output to its dtype."""
     x, cotangent = noise(2, 2, 40, 8, dtype=dtype), noise(2, 2, 40, 8, seed=1, dtype=dtype)
     for rows, narrow in itertools.product((1, 2), (torch.float32, torch.float64)):
         theta = leaf(*shape, seed=2, dtype=narrow)
@@ -343,7 +343,7 @@ def test_gradcheck_at_whole_positions(at: Any) -> None:
     spec = RopeSpec(8, rotary_dim=6, start=1)
     assert gradcheck(lambda x, t: rotate(x, spec, at, inv_freq=t), (x, theta), fast_mode=True)
     assert gradgradcheck(lambda x, t: rotate(x, spec, at, inv_freq=t), (x, theta), fast_mode=True)
-    # θ as a function of something else, beyond the half turn too.
+    # θ as a function of another tensor, also beyond half a turn.
     assert gradcheck(lambda t: rotate(x, spec, at, inv_freq=t.exp() * 4), (theta,), fast_mode=True)
 
 
@@ -420,7 +420,7 @@ def test_compiled(
     spec: RopeSpec, shape: tuple[int, ...], backend: str, function: Callable[..., torch.Tensor]
 ) -> None:
     if backend == "inductor" and (spec is not PLANE or len(shape) < 3):
-        backend = "aot_eager"  # one of each is enough, at half a minute
+        backend = "aot_eager"  # each takes half a minute, so one of each kind is enough
     torch._dynamo.reset()
     x = leaf(2, 2, 5, 8, dtype=torch.float32)
     theta, at = leaf(*shape, seed=1, dtype=torch.float32), where(spec).float().requires_grad_()
@@ -468,7 +468,7 @@ def test_checkpoint_and_accumulation(
 @pytest.mark.parametrize("used", ["q", "k", "both"])
 @pytest.mark.parametrize("needing", ["q", "k", "neither", "both"])
 def test_one_of_two(needing: str, used: str, function: Callable[..., Any]) -> None:
-    """With a gradient of its own or without, with a part in the loss or without."""
+    """Either tensor requires grad or not, and is used in the loss or not."""
     q, k = noise(2, 4, 5, 8), noise(2, 2, 5, 8, seed=1)
     q.requires_grad_(needing in ("q", "both"))
     k.requires_grad_(needing in ("k", "both"))
@@ -553,7 +553,7 @@ def test_only_what_is_wanted_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_changes_frequencies_in_place_and_no_word_is_stale() -> None:
-    """From one step to the next θ is the same tensor with other numbers."""
+    """An optimizer step changes the values of θ but not the tensor object."""
     goal, x = torch.tensor([0.3, 0.2, 0.1]).double(), noise(4, 2, 9, 8)
     target = rotate(x, SPEC, inv_freq=goal)
     theta = (goal + 0.02).requires_grad_()
@@ -592,11 +592,11 @@ def test_threads_change_no_bit_of_a_gradient() -> None:
     assert_same_bits(grads[2], grads[0])
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- phase words ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_words_of_every_dtype(dtype: torch.dtype) -> None:
+def test_phase_words_of_every_dtype(dtype: torch.dtype) -> None:
     theta = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.140625, -3.140625, 100.0, -1e-4]).to(dtype)
     words, turns = angles.words_from(theta)
     bound = tolerances.value("word of a float64")
@@ -607,7 +607,7 @@ def test_words_of_every_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e300, -1e300, 2.0**62 * 7])
-def test_words_of_no_number(lost: float) -> None:
+def test_phase_words_of_invalid_frequencies(lost: float) -> None:
     words, turns = angles.words_from(torch.tensor([1.0, lost, -2.0], dtype=torch.float64))
     assert turns[1] == -(2**63)
     assert words[1] == 0
@@ -618,7 +618,7 @@ def test_words_of_no_number(lost: float) -> None:
     assert turns[0] > 2**60
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 X = torch.zeros(2, 4, 5, 8)
 K = torch.zeros(2, 2, 5, 8)

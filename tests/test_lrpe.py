@@ -1,4 +1,4 @@
-"""LRPE rotate 1-D: every act, θ, dtype and offset beside the truth, gradients, and what is refused."""
+"""LRPE rotate 1-D: every act, θ, dtype and offset compared with exact values, gradients and errors."""
 
 import itertools
 import math
@@ -32,12 +32,12 @@ CALLS: list[tuple[str, int | None]] = [
     ("softmax", 1),
 ]
 every_act = pytest.mark.parametrize("act, dim", CALLS)
-# One row for each that works along a line or alone: what shapes and strides could change.
+# For tests of shapes and strides: one elementwise act, and each act that sums over a dimension.
 some_acts = pytest.mark.parametrize(
     "act, dim", [("none", None), ("silu", None), ("softmax", -1), ("softmax", 1)]
 )
 
-#: Shapes of θ, and what says them where the shape alone does not.
+#: Name -> shape of θ, theta_axis.
 THETAS: dict[str, tuple[tuple[int, ...], str]] = {
     "(H, D/2)": ((HEADS, PAIRS), "auto"),
     "(H, E)": ((HEADS, 4), "auto"),
@@ -59,7 +59,7 @@ def angles(kind: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def spread(kind: str, theta: torch.Tensor, heads: int = HEADS, pairs: int = PAIRS) -> torch.Tensor:
-    """θ of every head and pair, element by element."""
+    """Expand θ to every head and pair, element by element."""
     full = torch.zeros(heads, pairs, dtype=torch.float64)
     per_head = kind in ("(H,)", "(H, 1)")
     for head, pair in itertools.product(range(heads), range(pairs)):
@@ -72,7 +72,7 @@ def spread(kind: str, theta: torch.Tensor, heads: int = HEADS, pairs: int = PAIR
 
 
 def gathered(kind: str, each: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """What was found for every head and pair, summed to the shape of θ."""
+    """Sum values of every head and pair to the shape of θ."""
     if kind in ("(H,)", "(H, 1)"):
         return each.sum(1).reshape(shape)
     if len(shape) == 1 or shape[0] == 1:
@@ -85,7 +85,7 @@ def where(offset: int | list[int], tokens: int = TOKENS) -> list[list[int]]:
     return [[row + t for t in range(tokens)] for row in rows]
 
 
-def said(offset: int | list[int]) -> int | torch.Tensor:
+def as_argument(offset: int | list[int]) -> int | torch.Tensor:
     return torch.tensor(offset) if isinstance(offset, list) else offset
 
 
@@ -93,15 +93,15 @@ def said(offset: int | list[int]) -> int | torch.Tensor:
 
 
 def reach_of(act: str, x: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    """How far f(x) may be off, in units of the relative error of a float: its own size, and what a
-    rounding of its argument changes."""
+    """Return the allowed error of f(x), in units of the relative error of a float: the size of f(x),
+    plus the effect of rounding x."""
     if act == "softmax":
         return inner.abs() * (1 + x.double().abs())
     return inner.abs() + (x.double() * truth.slope(act, x)).abs()
 
 
 def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> None:
-    """Within a bound and, for 16-bit results, half a step that the store rounds by."""
+    """Assert an error within a bound, plus half a step of rounding for 16-bit results."""
     assert got.shape == exact.shape
     if got.dtype not in (torch.float32, torch.float64):
         bound = bound + oracle.step_sizes(exact, got.dtype) / 2
@@ -124,12 +124,12 @@ def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> Non
         grad = noise(ROWS, TOKENS, HEADS, WIDTH, seed=seed + 100, dtype=dtype)
         theta = angles(kind).requires_grad_()
         leaf = x.clone().requires_grad_()
-        y = lrpe_rotate_1d(leaf, theta, said(offset), act, dim, theta_axis=THETAS[kind][1])
+        y = lrpe_rotate_1d(leaf, theta, as_argument(offset), act, dim, theta_axis=THETAS[kind][1])
         dx, dtheta = torch.autograd.grad(y, (leaf, theta), grad)
         assert (y.dtype, dx.dtype, dtheta.dtype) == (dtype, dtype, theta.dtype)
         exact = truth.rotated(x, spread(kind, theta.detach()), where(offset), grad, act, dim)
 
-        # What the angle is off by turns a pair by as much.
+        # An error of the angle rotates the pair by that error.
         angle = 2 * tolerances.value("word") * exact.distance
         off = truth.pair_lengths(reach_of(act, x, exact.inner), PAIRS)
         bound = unit * off + angle * truth.pair_lengths(exact.inner, PAIRS)
@@ -142,7 +142,7 @@ def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> Non
         else:
             off = off * truth.slope(act, x).abs().clamp(min=1)
         assert_within(dx, exact.dx, unit * off)
-        # Of a narrow result of the operator the sums are over what was stored, which is checked above.
+        # For narrow dtypes the operator sums over the stored result, which is checked above.
         over_stored = narrow and dim != 1
         stored = y.detach().double() if over_stored else exact.y
         sums = truth.angle_sums(stored, grad, where(offset), PAIRS)
@@ -166,20 +166,19 @@ def test_narrow_theta_is_the_number_that_it_is(kind: str, dtype: torch.dtype) ->
     grads = [
         torch.autograd.grad(y.square()[0].sum(), t)[0] for y, t in ((one, narrow), (other, wide))
     ]
-    # Rounded once, after all sums.
+    # The gradient is rounded once, after all sums.
     assert_same_bits(grads[0], grads[1].to(dtype))
 
 
-# --- a transcription of the seed ------------------------------------------------------------------
+# --- a transcription of the original ---------------------------------------------------------------
 
 
 def seed(
     x: torch.Tensor, theta: torch.Tensor, offset: int, act: str, dim: int | None
 ) -> torch.Tensor:
-    """o_t = W_t x̄_t for x (n, d), one head: block-diagonal 2 × 2 matrices, on X = [X_1, X_2].
+    """Compute o_t = W_t x̄_t for x (n, d), one head: block-diagonal 2 × 2 matrices, on X = [X_1, X_2].
 
-    The seed writes x̄_tᵀ W_t, with the matrix whose products it then spells out as W_t x̄_t: those are
-    its final equations, and these.
+    The original text writes x̄_tᵀ W_t, but its final equations are the products W_t x̄_t, as here.
     """
     n, d = x.shape
     bar = {
@@ -250,7 +249,7 @@ def test_pairs_beyond_theta_keep_their_value(act: str, dim: int | None, dtype: t
 
 @some_acts
 def test_only_some_channels(act: str, dim: int | None) -> None:
-    """The activation acts on all of them."""
+    """The activation applies to all channels."""
     x, theta = noise(2, 5, 3, 14), noise(3, 4, seed=1)
     got = lrpe_rotate_1d(x, theta, act=act, dim=dim, start=3, rotary_dim=8)
     still = lrpe_rotate_1d(x, torch.zeros(7), act=act, dim=dim)
@@ -299,7 +298,7 @@ def test_any_strides(kind: str, act: str, dim: int | None) -> None:
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_generated_shapes(data: st.DataObject) -> None:
-    """Beside the truth: sizes, which channels, which θ, which offset, heads or none."""
+    """Compare with exact values: sizes, channels, shapes of θ, offsets, with and without heads."""
     draw = data.draw
     rows, tokens, heads = (
         draw(st.integers(1, 3), label=name) for name in ("rows", "tokens", "heads")
@@ -324,7 +323,7 @@ def test_generated_shapes(data: st.DataObject) -> None:
     leaf = x[:, :, 0] if headless else x
     leaf, angle = leaf.clone().requires_grad_(), theta.clone().requires_grad_()
     y = lrpe_rotate_1d(
-        *(leaf, angle, said(offset), act, dim),
+        *(leaf, angle, as_argument(offset), act, dim),
         start=start,
         rotary_dim=2 * pairs,
         theta_axis="head" if kind in ("(H,)", "(H, 1)") else "pair",
@@ -457,18 +456,18 @@ def test_one_graph_for_all_offsets(act: str, dim: int | None) -> None:
         assert_same_bits(
             call(x, theta, offset, act, dim), lrpe_rotate_1d(x, theta, offset, act, dim)
         )
-        # With a gradient, too.
+        # The same with a gradient.
         y = call(x.requires_grad_(), theta, offset, act, dim)
         wanted = lrpe_rotate_1d(x, theta, offset, act, dim)
         for got, other in zip(*(torch.autograd.grad(z.square()[0].sum(), (x, theta)) for z in (y, wanted)),
                               strict=True):  # fmt: skip
             assert_near(got / offset, other / offset, "float64 ways")
-    # One for x without a gradient, one for x with it.
+    # One graph for x without a gradient, one for x with a gradient.
     assert counter.frame_count <= 2
     torch.compiler.reset()
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 X = torch.zeros(2, 5, 4, 16)
 
@@ -476,7 +475,7 @@ X = torch.zeros(2, 5, 4, 16)
 def test_a_theta_that_could_be_both_must_be_said() -> None:
     x, theta = noise(2, 5, 6, 12), noise(6, seed=1)
     with pytest.raises(ValueError, match=re.escape(
-        "[lrpe_rotate_1d] theta may mean one angle for each of 6 heads or of 6 pairs; say "
+        "[lrpe_rotate_1d] theta may mean one angle for each of 6 heads or of 6 pairs; pass "
         "theta_axis='head' or theta_axis='pair' (x: float64[2, 5, 6, 12], theta: float64[6])."
     )):  # fmt: skip
         lrpe_rotate_1d(x, theta)
@@ -484,7 +483,7 @@ def test_a_theta_that_could_be_both_must_be_said() -> None:
     by_pair = lrpe_rotate_1d(x, theta, theta_axis="pair")
     assert_same_bits(by_head, lrpe_rotate_1d(x, theta[:, None].expand(6, 6)))
     assert_same_bits(by_pair, lrpe_rotate_1d(x, theta[None].expand(6, 6)))
-    # One head with one pair means the same both ways.
+    # With one head and one pair, both meanings agree.
     one = noise(2, 5, 1, 2)
     assert_same_bits(lrpe_rotate_1d(one, theta[:1]), lrpe_rotate_1d(one, theta[:1, None]))
 
@@ -500,7 +499,7 @@ def test_as_many_numbers_as_heads_are_one_for_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "error, words, change",
+    "error, message, change",
     [
         (TypeError, "x must be a tensor but got 3", {"x": 3}),
         (TypeError, "x must be float32, float64, bfloat16 or float16 but got int64",
@@ -560,10 +559,10 @@ def test_as_many_numbers_as_heads_are_one_for_each() -> None:
         (ValueError, "offset must be an int or have shape (2,)", {"offset": torch.tensor(3)}),
     ],
 )  # fmt: skip
-def test_what_is_refused(error: type[Exception], words: str, change: dict[str, Any]) -> None:
+def test_what_is_refused(error: type[Exception], message: str, change: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"x": X, "theta": torch.zeros(8)} | change
     for call in (lrpe_rotate_1d, lrpe_rotate_1d_):
-        with pytest.raises(error, match=re.escape(words)) as caught:
+        with pytest.raises(error, match=re.escape(message)) as caught:
             call(**arguments)
         assert str(caught.value).startswith(f"[{call.__name__}]")
     assert not X.any()
@@ -625,7 +624,7 @@ def test_gradients_of_the_oracle_are_those_of_its_results() -> None:
 
 
 def kept(x: torch.Tensor, theta: torch.Tensor, act: str, dim: int | None) -> tuple[bool, int]:
-    """Whether the backward pass keeps x, and how many tensors of its size."""
+    """Return whether autograd saves x, and how many tensors of its size it saves."""
     found: list[torch.Tensor] = []
 
     def note(t: torch.Tensor) -> torch.Tensor:
@@ -643,5 +642,5 @@ def test_x_is_kept_only_where_a_slope_needs_it(act: str, dim: int | None) -> Non
     x, theta = noise(2, 50, 3, 12).requires_grad_(), noise(3, 4, seed=1)
     needed = act != "none"
     assert kept(x, theta, act, dim) == (needed, int(needed))
-    # The gradient by θ needs the result, and not x.
+    # The gradient by θ needs the result, not x.
     assert kept(x, theta.requires_grad_(), act, dim) == (needed, 1 + needed)

@@ -1,4 +1,4 @@
-"""The module: which channels, which dimension, what it shows, and what must not change it."""
+"""RotaryPositionalEmbedding: channels, sequence dimension, cached attributes, casts and saving."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ noise = partial(helpers.noise, dtype=torch.float32)
 
 
 def seed_formula(x: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tensor:
-    """The seed's mathematics in float64 for x (..., seq, channels)."""
+    """Rotate x (..., seq, channels) by the original formulas in float64."""
     inv_freq = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * inv_freq
     cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)

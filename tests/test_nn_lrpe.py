@@ -1,4 +1,4 @@
-"""The module with a learnable θ: its shapes, what it begins as, saving, and what is refused."""
+"""LrpeRotate1d, the module with a learnable θ: shapes, initial values, saving and errors."""
 
 import copy
 import pickle
@@ -40,8 +40,8 @@ def test_it_is_the_function_with_its_theta(options: dict[str, Any], shape: tuple
     x = noise(2, 5, module.num_heads or 3, 12)
     per_head = options.get("per") == "head"
     call = {"start": module.start, "rotary_dim": module.rotary_dim}
-    said = "head" if per_head else "pair"
-    wanted = lrpe_rotate_1d(x, module.theta, 7, "silu", theta_axis=said, **call)
+    axis = "head" if per_head else "pair"
+    wanted = lrpe_rotate_1d(x, module.theta, 7, "silu", theta_axis=axis, **call)
     got = module(x, offset=7)
     assert_same_bits(got, wanted)
     got.square()[0].sum().backward()
@@ -100,7 +100,7 @@ def test_saving_copying_and_building_without_memory(
 @pytest.mark.parametrize("fake", [False, True])
 @pytest.mark.parametrize("per", ["pair", "head", "head and pair"])
 @pytest.mark.parametrize("act", ACTS[:RMS_NORM])
-def test_it_is_built_and_runs_without_numbers(act: str, per: str, fake: bool) -> None:
+def test_meta_and_fake_tensors(act: str, per: str, fake: bool) -> None:
     options: dict[str, Any] = {"num_heads": 3, "per": per, "act": act, "start": 2, "rotary_dim": 6}
     if act == "softmax":
         options["dim"] = 1
@@ -128,7 +128,7 @@ def test_frozen_and_of_another_dtype() -> None:
 
 
 def test_it_learns_the_angles_that_it_is_shown() -> None:
-    """Gradient descent on θ alone finds how far tokens were turned."""
+    """Gradient descent on θ alone recovers the angles of a rotation."""
     x = noise(4, 8, 2, 4)
     wanted = lrpe_rotate_1d(x, torch.tensor([[0.9, 0.012], [1.1, 0.009]]))
     module = LrpeRotate1d(4, 2)
@@ -164,7 +164,7 @@ def test_what_it_prints() -> None:
 
 
 @pytest.mark.parametrize(
-    "error, words, options",
+    "error, message, options",
     [
         (ValueError, "rotary_dim must be even but got 7", {"head_dim": 7}),
         (TypeError, "head_dim must be an int but got 'wide'", {"head_dim": "wide"}),
@@ -172,7 +172,7 @@ def test_what_it_prints() -> None:
         (TypeError, "num_heads must be an int but got 2.0", {"num_heads": 2.0}),
         (ValueError, "per must be one of head and pair, pair, head but got 'token'", {"per": "token"}),
         (ValueError, "num_heads must be given for per='head' but is None", {"per": "head"}),
-        (ValueError, "pairs must be None for per='head', where all turn, but got 3",
+        (ValueError, "pairs must be None for per='head', where all rotate, but got 3",
          {"per": "head", "num_heads": 2, "pairs": 3}),
         (ValueError, "pairs must be at most 6 but got 7", {"pairs": 7}),
         (ValueError, "pairs must be positive but got 0", {"pairs": 0}),
@@ -190,19 +190,19 @@ def test_what_it_prints() -> None:
         (TypeError, "learnable must be a bool but got 'no'", {"learnable": "no"}),
     ],
 )  # fmt: skip
-def test_what_is_refused(error: type[Exception], words: str, options: dict[str, Any]) -> None:
-    with pytest.raises(error, match=re.escape(f"[LrpeRotate1d] {words}")):
+def test_what_is_refused(error: type[Exception], message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(error, match=re.escape(f"[LrpeRotate1d] {message}")):
         LrpeRotate1d(**({"head_dim": 12} | options))
 
 
 def test_what_the_call_refuses() -> None:
     module = LrpeRotate1d(12, 3)
-    words = "x must have shape (batch, tokens, 3, 12) or, without heads, (batch, tokens, 12)"
+    message = "x must have shape (batch, tokens, 3, 12) or, without heads, (batch, tokens, 12)"
     with pytest.raises(
-        ValueError, match=re.escape(f"[LrpeRotate1d] {words} (x: float32[2, 5, 3, 8])")
+        ValueError, match=re.escape(f"[LrpeRotate1d] {message} (x: float32[2, 5, 3, 8])")
     ):
         module(noise(2, 5, 3, 8))
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         module(noise(5, 12))
     with pytest.raises(TypeError, match=re.escape("[LrpeRotate1d] x must be a tensor but got 3")):
         module(3)

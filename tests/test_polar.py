@@ -1,4 +1,4 @@
-"""Polar attention beside the seed's equations, its cache beside the full pass, and its errors."""
+"""Polar attention compared with the original equations, its cache with a full pass, and its errors."""
 
 import copy
 import itertools
@@ -25,7 +25,7 @@ from tolerances import assert_near
 F64 = torch.float64
 
 
-# --- the seed's equations, in float64 -------------------------------------------------------------
+# --- the original equations, in float64 -----------------------------------------------------------
 
 
 def seed_tables(tokens: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +47,7 @@ def seed_head(
     g: Any = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(M_t q_t · M_i k_i / √d) v_i of head i, with keys and values of head `first`."""
+    """Compute softmax(M_t q_t · M_i k_i / √d) v_i of head i, with keys and values of head `first`."""
     q, k, v = (
         x @ p[f"heads.{h}.{name}_proj.weight"].T
         for h, name in ((i, "q"), (first, "k"), (first, "v"))
@@ -74,7 +74,7 @@ def seed_attention(
 
 
 def made(*args: Any, seed: int = 0, **options: Any) -> PolarRoPEAttention:
-    """An attention whose gates are not 1."""
+    """Return an attention module whose gates are not 1."""
     torch.manual_seed(seed)
     attention = PolarRoPEAttention(*args, **options, dtype=F64).eval()
     for name, p in attention.named_parameters():
@@ -166,7 +166,7 @@ def test_rotary_apply_has_gradients() -> None:
     assert torch.autograd.gradgradcheck(rotary_apply, every)
 
 
-# --- the seed's modules ---------------------------------------------------------------------------
+# --- the original modules -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_spd", [True, False])
@@ -238,7 +238,7 @@ WITHOUT_NUMBERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fake", [False, True])
 @pytest.mark.parametrize("case", WITHOUT_NUMBERS)
-def test_it_is_built_and_runs_without_numbers(case: str, fake: bool) -> None:
+def test_meta_and_fake_tensors(case: str, fake: bool) -> None:
     options = WITHOUT_NUMBERS[case]
     with FakeTensorMode() if fake else torch.device("meta"):
         empty = PolarRoPEAttention(12, 4, 8, **options)
@@ -316,7 +316,7 @@ def test_a_tied_gate_keeps_attention_relative_and_one_per_channel_does_not() -> 
 def test_a_gate_with_opposite_exponents_decays_with_the_distance() -> None:
     attention = made(12, 4, 8, gate=XPos(centre=500, scale_base=64.0), tied="pair", causal=True)
     assert torch.allclose(attention(X), attention(X, positions=1000), atol=1e-10)
-    # Only with all gates in q and k opposite: the slope's are equal.
+    # This needs opposite gates on q and k; the gates of "slope" are equal.
     slope = made(12, 4, 8, gate="slope", tied="pair", causal=True)
     assert not torch.allclose(slope(X), slope(X, positions=10), atol=1e-6)
 
@@ -423,7 +423,7 @@ def test_what_is_refused_does_not_grow_the_cache() -> None:
 
 @pytest.mark.parametrize("learns", ["gamma", "slope", "q_proj", "out"])
 def test_only_some_parameters_learn(learns: str) -> None:
-    """Their gradients are those that they have where all do."""
+    """Their gradients are the same as when all parameters learn."""
     attention = made(12, 4, 8, num_kv_heads=2, causal=True, gate="slope")
     attention(X).square().sum().backward()
     wanted = {name: p.grad for name, p in attention.named_parameters()}
@@ -498,29 +498,29 @@ def half_empty(values: Any = None) -> KVCache:
 
 
 CASES = {
-    "parameters without numbers": (
+    "parameters on meta": (
         lambda: PolarRoPEAttention(12, 4, 8, use_spd=False, device="meta")(X),
         ValueError,
         "[PolarRoPEAttention] x is on cpu but the parameters are on meta.",
     ),
-    "a head without numbers": (
+    "a head on meta": (
         lambda: PolarRoPEHead(12, 8, device="meta")(X, *build_freqs_cis(X.shape[1], 8)),
         ValueError,
         "[PolarRoPEHead] x is on cpu but the parameters are on meta.",
     ),
-    "x without numbers": (
+    "x on meta": (
         lambda: PolarRoPEAttention(12, 4, 8)(X.to("meta")),
         ValueError,
         "[PolarRoPEAttention] x is on meta but the parameters are on cpu.",
     ),
-    "padding without numbers": (
+    "padding on meta": (
         lambda: PolarRoPEAttention(12, 4, 8, dtype=X.dtype)(
             X, padding_mask=torch.ones(X.shape[:2], dtype=torch.bool, device="meta")
         ),
         ValueError,
         "[PolarRoPEAttention] padding_mask is on meta but x is on cpu.",
     ),
-    "a mask without numbers": (
+    "a mask on meta": (
         lambda: PolarRoPEAttention(12, 4, 8, dtype=X.dtype)(
             X, attn_mask=torch.ones(X.shape[1], X.shape[1], device="meta")
         ),
@@ -542,7 +542,7 @@ CASES = {
         TypeError,
         "[build_freqs_cis] seq_len must be an int but got 1.5.",
     ),
-    "fewer channels of tables than none": (
+    "negative channels of tables": (
         lambda: build_freqs_cis(4, -2),
         ValueError,
         "[build_freqs_cis] d must not be negative but got -2.",
@@ -604,7 +604,7 @@ CASES = {
         ValueError,
         "[PolarRoPEAttention] gate must be None, 'slope' or a gate of tightrope.gates but got 'tanh'.",
     ),
-    "gate that is none": (
+    "an invalid gate": (
         lambda: PolarRoPEAttention(12, 4, 8, gate=3),
         TypeError,
         "[PolarRoPEAttention] gate must be None, a gate of tightrope.gates, or a pair of them for q and "
@@ -620,7 +620,7 @@ CASES = {
         ValueError,
         "[PolarRoPEAttention] dropout must lie in [0, 1) but got 1.0.",
     ),
-    "dropout that is no number": (
+    "dropout that is not a number": (
         lambda: PolarRoPEAttention(12, 4, 8, dropout="0.1"),
         TypeError,
         "[PolarRoPEAttention] dropout must be a number but got '0.1'.",
@@ -630,7 +630,7 @@ CASES = {
         TypeError,
         "[PolarRoPEAttention] num_heads must be an int but got 4.0.",
     ),
-    "heads of keys that are no number": (
+    "heads of keys that are not a number": (
         lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2.0),
         TypeError,
         "[PolarRoPEAttention] num_kv_heads must be an int but got 2.0.",
@@ -645,12 +645,12 @@ CASES = {
         ValueError,
         "[PolarRoPEAttention] d_head must be positive but got 0.",
     ),
-    "fewer channels than none": (
+    "negative channels": (
         lambda: PolarRoPEHead(12, -2),
         ValueError,
         "[PolarRoPEHead] d_head must be positive but got -2.",
     ),
-    "a model of no channels": (
+    "a model without channels": (
         lambda: PolarRoPEHead(-12, 2),
         ValueError,
         "[PolarRoPEHead] d_model must be positive but got -12.",
@@ -694,13 +694,13 @@ CASES = {
     "a cache of other heads": (
         lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2, causal=True)(Y, cache=filled(2)),
         ValueError,
-        "[PolarRoPEAttention] cache must hold what this module makes, float32[2, 2, tokens, 8] on cpu "
+        "[PolarRoPEAttention] cache must match this module, float32[2, 2, tokens, 8] on cpu "
         "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "a cache of another dtype": (
         lambda: copy.deepcopy(C).double()(Y.double(), cache=filled(2)),
         ValueError,
-        "[PolarRoPEAttention] cache must hold what this module makes, float64[2, 4, tokens, 8] on cpu "
+        "[PolarRoPEAttention] cache must match this module, float64[2, 4, tokens, 8] on cpu "
         "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "x of another width": (
@@ -708,7 +708,7 @@ CASES = {
         ValueError,
         "[PolarRoPEAttention] x must have shape (batch, tokens, 12) (x: float32[2, 5, 8]).",
     ),
-    "x that is no tensor": (
+    "x that is not a tensor": (
         lambda: A(None),
         TypeError,
         "[PolarRoPEAttention] x must be a tensor but got None.",
@@ -716,7 +716,7 @@ CASES = {
     "positions of another spec": (
         lambda: A(Y, positions=RopeSpec(8).at(0)),
         ValueError,
-        "[PolarRoPEAttention] positions must be of RopeSpec(head_dim=8, interleaved=True) but got "
+        "[PolarRoPEAttention] positions must be prepared by RopeSpec(head_dim=8, interleaved=True) but got "
         "RopeSpec(head_dim=8).",
     ),
     "mask of another length": (
@@ -744,12 +744,12 @@ CASES = {
         ValueError,
         "[PolarRoPEAttention] padding_mask must be bool[2, 5], true for tokens, but got int64[2, 5].",
     ),
-    "cache that is none": (
+    "an invalid cache": (
         lambda: C(Y, cache={}),
         TypeError,
         "[PolarRoPEAttention] cache must be a KVCache but got {}.",
     ),
-    "cache where all see all": (
+    "cache without causal": (
         lambda: A(Y, cache=KVCache()),
         ValueError,
         "[PolarRoPEAttention] causal must be True with a cache, whose keys see no later tokens.",

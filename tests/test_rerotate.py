@@ -1,4 +1,4 @@
-"""Keys that are rotated already, moved to other positions or other frequencies in one pass."""
+"""`rerotate`: rotated keys moved to other positions or other frequencies in one pass."""
 
 import math
 from collections.abc import Callable
@@ -32,12 +32,12 @@ TOKENS = 4
 
 
 def spec_of(scaling: Any = None, base: float = 1e4, axes: Axes | None = None) -> RopeSpec:
-    """Twelve channels of sixteen rotate: two pass on either side."""
+    """Twelve of sixteen channels rotate; two on either side do not."""
     return RopeSpec(16, base, 12, 2, scaling=scaling, axes=axes)
 
 
 def rates(spec: RopeSpec, length: int | None) -> list[list[Any]]:
-    """ω of each [axis][pair], by the papers."""
+    """Return ω of each [axis][pair], by the formulas of the papers."""
     rule, base = spec.scaling, spec.base
     if isinstance(rule, YaRN):
         row = truth.yarn(12, base, rule.factor, TRAINED)
@@ -74,7 +74,7 @@ def amplitude(spec: RopeSpec, length: int | None) -> float:
 
 
 class Move(NamedTuple):
-    """A rotation and another; ids are [axes, rows|1, TOKENS], and lengths what rows are told."""
+    """The old and the new rotation; ids are [axes, rows|1, TOKENS], lengths the two seq_len."""
 
     before: RopeSpec
     after: RopeSpec
@@ -147,12 +147,12 @@ def with_pairing(move: Move, interleaved: bool) -> Move:
     return move._replace(before=before, after=after)
 
 
-def told(move: Move) -> dict[str, int | None]:
+def lengths_of(move: Move) -> dict[str, int | None]:
     return {"from_seq_len": move.lengths[0], "to_seq_len": move.lengths[1]}
 
 
 def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Keys as they are, turned by the exact difference of two angles; lengths of pairs; reach."""
+    """Return the keys rotated by the exact difference of two angles; lengths of pairs; reach."""
     old = written(move.old)
     new = old if move.new is None else written(move.new)
     rows = k.shape[0]
@@ -182,7 +182,7 @@ def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, floa
 def assert_ways(
     got: torch.Tensor, wanted: torch.Tensor, lengths: torch.Tensor, rotations: int, reach: float
 ) -> None:
-    """Two ways to one result, of which one rounds once more than the other."""
+    """Assert that two computations of one result agree; one of them rounds once more."""
     assert got.dtype == wanted.dtype
     if got.dtype in (torch.float32, torch.float64):
         assert_rotations(got, wanted, lengths, rotations, reach)
@@ -202,22 +202,22 @@ def assert_ways(
 def test_keys_lose_one_rounding(
     name: str, dtype: torch.dtype, interleaved: bool, backend: str
 ) -> None:
-    """What is stored is turned by the exact difference of two angles, and rounded once."""
+    """Stored keys are rotated by the exact difference of two angles and rounded once."""
     move = with_pairing(MOVES[name], interleaved)
     heads = 2 if dtype in (torch.float32, torch.float64) else math.ceil(ENOUGH / (2 * TOKENS * 16))
     k = torch.randn(2, heads, TOKENS, 16).to(dtype)
-    moved = rerotate(k, *move[:4], **told(move), backend=backend)
+    moved = rerotate(k, *move[:4], **lengths_of(move), backend=backend)
     wanted, lengths, reach = exact(k, move)
     if dtype == torch.float64:
-        # Words of two specs are off, and two fractions are cut.
+        # Two specs have rounded phase words, and two fractions are truncated.
         lengths = lengths * 2
     assert_rotated([Case(moved, wanted, lengths, reach)])
     still = [0, 1, 14, 15]
     assert_same_bits(moved[..., still], k[..., still])
-    again = rerotate_(k.clone(), *move[:4], **told(move), backend=backend)
+    again = rerotate_(k.clone(), *move[:4], **lengths_of(move), backend=backend)
     assert_same_bits(again, moved)
     out = torch.empty_like(k)
-    assert rerotate(k, *move[:4], **told(move), out=out, backend=backend) is out
+    assert rerotate(k, *move[:4], **lengths_of(move), out=out, backend=backend) is out
     assert_same_bits(out, moved)
 
 
@@ -226,7 +226,7 @@ def test_keys_lose_one_rounding(
 def test_it_is_the_inverse_and_then_the_rotation(name: str, dtype: torch.dtype) -> None:
     move = MOVES[name]
     k = torch.randn(2, 3, TOKENS, 16).to(dtype)
-    moved = rerotate(k, *move[:4], **told(move))
+    moved = rerotate(k, *move[:4], **lengths_of(move))
     plain = rotate(k, move.before, move.old, inverse=True, seq_len=move.lengths[0])
     new = move.old if move.new is None else move.new
     wanted = rotate(plain, move.after, new, seq_len=move.lengths[1])
@@ -237,7 +237,7 @@ def test_it_is_the_inverse_and_then_the_rotation(name: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("after", [spec_of(), spec_of(base=5e5)], ids=repr)
 def test_angles_wrap_as_those_of_a_rotation_do(after: RopeSpec) -> None:
-    """Beyond 2^31 words are not exact, but both ways take the same ones."""
+    """Beyond 2^31 phase words are not exact, but both computations use the same ones."""
     k = torch.randn(2, 3, TOKENS, 16)
     moved = rerotate(k, spec_of(), after, 2**62, -(2**62) - 7)
     wanted = rotate(rotate(k, spec_of(), 2**62, inverse=True), after, -(2**62) - 7)
@@ -246,7 +246,7 @@ def test_angles_wrap_as_those_of_a_rotation_do(after: RopeSpec) -> None:
 
 @every_dtype
 def test_keys_around_a_million(dtype: torch.dtype) -> None:
-    """No more error than a fresh rotation, and one rounding for having been rotated before."""
+    """The error is that of a fresh rotation plus one rounding for the earlier rotation."""
     spec = RopeSpec(64, 500_000.0)
     old = [MILLION + 7 * token for token in range(8)]
     new = [position - 524_287 for position in old]
@@ -263,9 +263,9 @@ def test_keys_around_a_million(dtype: torch.dtype) -> None:
     else:
         step = oracle.step_sizes(lengths, dtype)
         error = (moved.double() - wanted).abs()
-        # Half a step for each of two roundings, the first turned: less than the two ways apart.
+        # Two roundings by half a step each, the first of them rotated: below the "16-bit ways" bound.
         assert bool((error <= value("16-bit ways") * step).all())
-        # And of what was stored it is the rounding itself.
+        # Relative to the stored keys, only one rounding remains.
         difference = [after - before for before, after in zip(old, new, strict=True)]
         turned = oracle.rotate(cached, difference, omegas)
         assert_rotated([Case(moved, turned, oracle.pair_lengths(cached, 64), float(2 * MILLION))])
@@ -340,7 +340,7 @@ def test_group_law_and_inverse(a: Any, b: Any, c: Any, dtype: torch.dtype, seed:
     onwards = rerotate(there, specs[1], specs[2], at[1], at[2])
     direct = rerotate(k, specs[0], specs[2], at[0], at[2])
     lengths = oracle.pair_lengths(k, 12, start=2)
-    # Between YaRN's 1.28 and the other's 0.7.
+    # The amplitudes range from 1.28 (YaRN) to 0.7 (the other spec).
     largest = max(spec.amplitude for spec in specs) / min(spec.amplitude for spec in specs)
     assert_ways(onwards, direct, lengths * largest, 3, 4 * 2.0**31)
     back = rerotate(there, specs[1], specs[0], at[1], at[0])
@@ -363,7 +363,7 @@ def test_layouts(layout: str) -> None:
 
 
 def test_a_slice_of_a_cache_in_place() -> None:
-    """A context shift: some tokens at the beginning stay, some after them go, the rest move up."""
+    """A context shift: the first tokens stay, some after them are dropped, the rest move up."""
     spec = RopeSpec(16, 500_000.0)
     keys = torch.randn(1, 2, 100, 16)
     cache = rotate(keys, spec)
@@ -446,7 +446,7 @@ def test_gradients_by_positions(after: RopeSpec, backend: str) -> None:
         return rerotate(k, spec_of(), after, old, new, backend=backend)
 
     assert torch.autograd.gradcheck(turn, (k, old, new))
-    # Where they stay, an angle is p · (ω' − ω): nothing, if the frequencies are the same.
+    # Without new positions an angle is p · (ω' − ω), which is 0 for equal frequencies.
     y = rerotate(k, spec_of(), after, old, backend=backend)
     (grad,) = torch.autograd.grad((y**3).sum(), old)
     assert bool(grad.any()) == (after != spec_of())
@@ -479,7 +479,7 @@ def test_one_graph_for_all_offsets(change: Callable[..., torch.Tensor], after: R
 
 
 def test_a_shift_makes_no_positions() -> None:
-    """An offset by an offset is an offset: the kernel needs one angle per pair for all tokens."""
+    """Moving from one offset to another is one offset: all tokens share one angle per pair."""
     from tightrope.functional.rerotate import _Move, _prepared
     from tightrope.ops.layouts import BY_NAME
 
@@ -489,12 +489,12 @@ def test_a_shift_makes_no_positions() -> None:
     assert rope.words is spec.at().words
 
 
-# --- sentences ------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 K = torch.zeros(2, 3, TOKENS, 16)
 SPEC = spec_of()
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "no tensor": (
+    "not a tensor": (
         lambda: rerotate(None, SPEC, SPEC, 5, 0),  # type: ignore[arg-type]
         TypeError,
         "[rerotate] k must be a tensor but got None.",
@@ -516,7 +516,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "[rerotate] from_spec must be a RopeSpec but got PreparedRotation.",
     ),
-    "no spec": (
+    "not a spec": (
         lambda: rerotate_(K, SPEC, 5, 0),  # type: ignore[arg-type]
         TypeError,
         "[rerotate_] to_spec must be a RopeSpec but got int.",
@@ -525,19 +525,19 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: rerotate(K, SPEC, RopeSpec(16, rotary_dim=8, start=2), 5, 0),
         ValueError,
         "[rerotate] from_spec and to_spec must have the same rotary_dim but have 12 and 8; rotate "
-        "with inverse=True by the one and then by the other.",
+        "with inverse=True by from_spec and then by to_spec.",
     ),
     "another start": (
         lambda: rerotate(K, SPEC, RopeSpec(16, rotary_dim=12, start=4), 5, 0),
         ValueError,
         "[rerotate] from_spec and to_spec must have the same start but have 2 and 4; rotate with "
-        "inverse=True by the one and then by the other.",
+        "inverse=True by from_spec and then by to_spec.",
     ),
     "another pairing": (
         lambda: rerotate(K, SPEC, RopeSpec(16, 1e4, 12, 2, True), 5, 0),
         ValueError,
         "[rerotate] from_spec and to_spec must have the same interleaved but have False and True; "
-        "rotate with inverse=True by the one and then by the other.",
+        "rotate with inverse=True by from_spec and then by to_spec.",
     ),
     "too few positions": (
         lambda: rerotate(K, SPEC, SPEC, torch.arange(3), 0),
@@ -593,7 +593,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "[rerotate] from_seq_len must be one length, or one for each of 2 rows, but is 3 "
         "(k: float32[2, 3, 4, 16]).",
     ),
-    "a layout that is none": (
+    "an unknown layout": (
         lambda: rerotate(K, SPEC, SPEC, 5, layout="bdsh"),
         ValueError,
         "[rerotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bdsh'.",

@@ -1,4 +1,4 @@
-"""The linear scan: three forms of one recurrence, beside the double sum that defines it."""
+"""The linear scan: three forms of one recurrence, compared with the double sum that defines it."""
 
 import fractions
 import itertools
@@ -22,7 +22,7 @@ SPEC = RopeSpec(8, interleaved=True)
 
 
 def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """The seed's rotation, in float64."""
+    """Rotate by the original formula, in float64."""
     d = x.shape[-1]
     omega = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = (first + torch.arange(x.shape[-2], dtype=torch.float64))[:, None] * omega
@@ -34,7 +34,7 @@ def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
 def double_sum(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i term by term, and the same of |terms|."""
+    """Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i term by term, and the sum of |terms|."""
     group = q.shape[1] // k.shape[1]
     k, v, decay = (x.repeat_interleave(group, 1) for x in (k, v, decay))
     out, size = (torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64) for _ in range(2))
@@ -86,7 +86,7 @@ def test_each_form_is_the_double_sum(kind: str, form: str) -> None:
     assert state.tokens == 37
     decay = DECAYS[kind]
     narrow = decay.float() if isinstance(decay, torch.Tensor) else decay
-    # What is rounded on the way in is not the scan's.
+    # Round the inputs first: their rounding is not an error of the scan.
     q, k, v = (x.float().double() for x in (q, k, v))
     wide = narrow.double() if isinstance(narrow, torch.Tensor) else narrow
     exact, size = double_sum(rotated(q), rotated(k), v, spread(wide))
@@ -99,7 +99,7 @@ def scan_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, g: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Output and gradients by q, k, v and decay ``(2, 2, 37, 8)``, term by term in float64, and the sums
-    of the sizes of these terms."""
+    of the sizes of their terms."""
     turned = rotated(q).unflatten(1, (2, 2)), rotated(k)
     since = decay.cumsum(2)
     later = torch.ones(37, 37, dtype=torch.bool).tril()[..., None]
@@ -114,7 +114,7 @@ def scan_gradients(
         of_k = torch.einsum("rhgtc,rhtic,rhid,rhgtd->rhic", q, weight, v, g)
         of_v = torch.einsum("rhgtc,rhtic,rhic,rhgtd->rhid", q, weight, k, g)
         terms = torch.einsum("rhgtc,rhtic,rhic,rhid,rhgtd->rhtic", q, weight, k, v, g)
-        # The decay of token j weighs what tokens from j on make of those before it.
+        # The decay of token j is a factor of all terms with t >= j > i.
         of_decay = [terms[:, :, j:, :j].sum((2, 3)) for j in range(37)]
         return out.flatten(1, 2), of_q.flatten(1, 2), of_k, of_v, torch.stack(of_decay, 2)
 
@@ -136,7 +136,7 @@ def scan_gradients(
 def test_16_bits_are_rounded_at_the_end_and_nowhere_else(
     kind: str, form: str, dtype: torch.dtype, narrow_decay: bool
 ) -> None:
-    """Sums that cancel show whether something on the way to them was rounded."""
+    """Sums with cancellation reveal whether an intermediate result was rounded."""
     q, k, v = inputs(dtype=dtype)
     decay = DECAYS[kind].to(dtype if narrow_decay else torch.float32)  # type: ignore[union-attr]
     g = noise(2, 4, 37, 5, seed=4, dtype=dtype)
@@ -157,7 +157,7 @@ def test_16_bits_are_rounded_at_the_end_and_nowhere_else(
 
 
 def test_the_form_of_the_seed() -> None:
-    """q_tᵀ P R_{i−t} P k_i, with one gate for both channels of a pair and no decay."""
+    """Scores are q_tᵀ P R_{i−t} P k_i, with one gate for both channels of a pair and no decay."""
     q, k, v = inputs(2, 2, 9)
     gamma = noise(2, 4)
     gate = gamma.exp().repeat_interleave(2, -1)
@@ -261,7 +261,7 @@ def test_the_strongest_decay_is_finite_at_32k(strongest: float, width: int) -> N
     for x in every:
         assert x.grad is not None
         assert x.grad.isfinite().all()
-    # Nothing but a token itself is left.
+    # Each output depends only on its own token.
     alone = (rotated(q.detach().double()) * rotated(k.detach().double())).sum(-1, keepdim=True)
     torch.testing.assert_close(out.double(), alone * v.double(), rtol=1e-4, atol=1e-4)
 
@@ -279,10 +279,10 @@ def test_a_strong_decay_does_not_take_the_digits_of_weak_ones(form: str) -> None
 
 
 def most_bytes(tokens: int) -> int:
-    """The most bytes that tensors hold at a time, forward and backward, by torch's own account.
+    """Peak memory of tensors in bytes, forward and backward, from torch's profiler.
 
-    That of the process has in it what malloc keeps between them, and pages of libraries that are read on
-    the way: with a build for CUDA that is more than what all of these tensors take.
+    The memory of the process would include freed blocks that malloc keeps and pages of libraries, which
+    in a CUDA build take more than all of these tensors.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -296,13 +296,13 @@ def most_bytes(tokens: int) -> int:
 
 @pytest.mark.slow
 def test_memory_grows_linearly() -> None:
-    """One score of each pair of tokens would be 512 tensors like q at the greater length."""
-    most_bytes(64)  # what is made once
+    """At the greater length, one score for each pair of tokens would take 512 times the memory of q."""
+    most_bytes(64)  # allocations that are made only once
     half, whole = most_bytes(2048), most_bytes(4096)
     tensor = 2 * 4096 * 32 * 4  # bytes of q
-    # q, k, v, decay, their gradients, the rotated and a block's own: 11.3 were seen.
+    # q, k, v, decay, their gradients, rotated q and k, and one block: 11.3 measured.
     assert 8 * tensor <= whole <= 14 * tensor, whole / tensor
-    # Twice the tokens: twice the memory, not four times.
+    # Twice the tokens take twice the memory, not four times.
     assert whole <= 2.1 * half, whole / half
 
 
@@ -315,7 +315,7 @@ def test_memory_grows_linearly() -> None:
 def test_autocast_changes_nothing(
     kind: str, form: str, narrow: torch.dtype, wide: torch.dtype
 ) -> None:
-    """A memory that is rounded to 16 bits at every block forgets; only what goes in may be narrow."""
+    """Rounding the memory to 16 bits at every block would lose it; only the inputs may be narrow."""
     every = [x.to(wide) for x in inputs()]
     decay = DECAYS[kind]
     if isinstance(decay, torch.Tensor):
@@ -367,7 +367,7 @@ def test_narrow_types_and_no_tokens() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("empty", ["rows", "heads", "tokens", "values"])
-def test_nothing_has_gradients_too(empty: str, form: str) -> None:
+def test_empty_inputs_have_gradients(empty: str, form: str) -> None:
     sizes = {"rows": 2, "heads": 2, "tokens": 5, "values": 3} | {empty: 0}
     rows, heads, tokens, values = sizes.values()
     q, k = (noise(rows, heads, tokens, 8).requires_grad_() for _ in range(2))
@@ -405,17 +405,17 @@ CASES = {
         TypeError,
         "[polar_scan] k must be a tensor but got None.",
     ),
-    "keys of no heads": (
+    "keys without heads": (
         lambda: polar_scan(Q, K[:, :0], V[:, :0], SPEC),
         ValueError,
         "[polar_scan] q must have a multiple of the 0 heads of k but got 4.",
     ),
-    "decay elsewhere": (
+    "decay on another device": (
         lambda: polar_scan(Q, K, V, SPEC, torch.zeros(2, 1, device="meta")),
         ValueError,
         "[polar_scan] log_decay is on meta but k is on cpu (log_decay: float32[2, 1]).",
     ),
-    "state elsewhere": (
+    "state on another device": (
         lambda: polar_scan(
             *(Q, K, V, SPEC),
             state=PolarState(torch.zeros(2, 2, 8, 5, dtype=torch.float64, device="meta"), 1),
@@ -423,15 +423,15 @@ CASES = {
         ValueError,
         "[polar_scan] state is on meta but k is on cpu (memory: float64[2, 2, 8, 5]).",
     ),
-    "a memory that is none": (
+    "an invalid memory": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(None, 1)),
         TypeError,
-        "[polar_scan] state must be what polar_scan returned but got PolarState(memory=None, tokens=1).",
+        "[polar_scan] state must be one that polar_scan returned but got PolarState(memory=None, tokens=1).",
     ),
-    "tokens that are none": (
+    "invalid tokens": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 5), 1.5)),
         TypeError,
-        "[polar_scan] state must be what polar_scan returned but got a PolarState.",
+        "[polar_scan] state must be one that polar_scan returned but got a PolarState.",
     ),
     "form": (
         lambda: polar_scan(Q, K, V, SPEC, form="parallel"),
@@ -461,7 +461,7 @@ CASES = {
         ValueError,
         "[polar_scan] chunk must be positive but got 0.",
     ),
-    "a chunk that is none": (
+    "an invalid chunk": (
         lambda: polar_scan(Q, K, V, SPEC, chunk=1.5),
         TypeError,
         "[polar_scan] chunk must be an int but got 1.5.",
@@ -552,7 +552,7 @@ CASES = {
     "state of something": (
         lambda: polar_scan(Q, K, V, SPEC, state=3),
         TypeError,
-        "[polar_scan] state must be what polar_scan returned but got 3.",
+        "[polar_scan] state must be one that polar_scan returned but got 3.",
     ),
     "state of another shape": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 4), 1)),

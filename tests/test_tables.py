@@ -1,4 +1,4 @@
-"""Tables of cosines and sines as the angle source: `apply_rotary_pos_emb` and its twin in place."""
+"""Rotation by tables of cosines and sines: `apply_rotary_pos_emb` and its in-place form."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ FORMS = ("cat", "repeat", "half")
 
 
 def written(values: torch.Tensor, form: str, junk: float = 0.0) -> torch.Tensor:
-    """One value per pair, as a table of that form; what is a duplicate differs by `junk`."""
+    """Convert one value per pair to a table of this format; duplicates differ by `junk`."""
     if form == "half":
         return values
     if form == "cat":
@@ -30,7 +30,7 @@ def written(values: torch.Tensor, form: str, junk: float = 0.0) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """The formula in float64; c and s broadcast to the pairs of x."""
+    """Rotate by the formula in float64; c and s broadcast to the pairs of x."""
     pairs = c.shape[-1]
     x, c, s = x.double().clone(), c.double(), s.double()
     first = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
@@ -69,7 +69,7 @@ def test_shapes(q, k, dim, values, broadcast, form, interleaved, backend) -> Non
             for table_dtype in DTYPES:
                 x, y = noise(*q, dtype=dtype), noise(*k, seed=1, dtype=dtype)
                 c, s = (noise(*values, pairs, seed=n, dtype=table_dtype) for n in (2, 3))
-                # Only of learned tables may duplicates differ.
+                # Duplicates may differ only in learned tables.
                 cos, sin = (
                     written(c, form, junk=7.0).requires_grad_(),
                     written(s, form, junk=9.0).requires_grad_(),
@@ -241,7 +241,7 @@ def test_transforms() -> None:
 
 
 def test_bitwise_invariance() -> None:
-    """Strides of tables and of x, q alone or with k, and threads change no bit."""
+    """Strides of tables and of x, q alone or with k, and the number of threads change no bit."""
     for dtype in DTYPES:
         x, y = noise(2, 4, 300, 24, dtype=dtype), noise(2, 2, 300, 24, seed=1, dtype=dtype)
         cos, sin = (written(noise(2, 300, 12, seed=n, dtype=dtype), "cat") for n in (2, 3))
@@ -315,13 +315,13 @@ ERRORS = {
         lambda: apply_rotary_pos_emb(X, None, C[:4], C[:4]),
         ValueError,
         "[apply_rotary_pos_emb] cos and sin must have one row for each of 5 tokens but got 4; give "
-        "position_ids to say which rows (q: float32[2, 3, 5, 8], cos: float32[4, 8]).",
+        "position_ids to select rows (q: float32[2, 3, 5, 8], cos: float32[4, 8]).",
     ),
     "another head dimension": (
         lambda: apply_rotary_pos_emb(X, None, C, C, 2),
         ValueError,
         "[apply_rotary_pos_emb] cos and sin must have one row for each of 3 tokens but got 5; give "
-        "position_ids to say which rows (q: float32[2, 3, 5, 8], cos: float32[5, 8]).",
+        "position_ids to select rows (q: float32[2, 3, 5, 8], cos: float32[5, 8]).",
     ),
     "batch": (
         lambda: apply_rotary_pos_emb(X, None, C.expand(3, -1, -1), C.expand(3, -1, -1)),

@@ -1,4 +1,4 @@
-"""The public functions: each is a value on the axes of one operator; none keeps state."""
+"""Public functions: each is one configuration of the same operator; none keeps state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LRPE rotate 1-D: given angles per head and pair, and an activation before they turn."""
+"""LRPE rotate 1-D: an activation, then a rotation by the caller's θ for each head and pair."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ops.run import run
 from ..positions import Positions, PositionsLike
 from ..spec import RopeSpec
 
-#: How the one dimension of a θ may be meant.
+#: Meanings of the dimension of a one-dimensional θ.
 THETA_AXES = ("auto", "head", "pair")
 
 _LAYOUTS = {3: "bsd", 4: "bshd"}
@@ -38,38 +38,39 @@ def lrpe_rotate_1d(
     """Rotate pairs of channels by position · θ, after an activation.
 
     With R = rotary_dim / 2, channel ``start + i`` is paired with channel ``start + R + i``, and pair i
-    of head h turns by ``(t + offset) · θ[h, i]``. The activation acts on all channels of a head, also
-    on those that do not turn.
+    of head h rotates by ``(t + offset) · θ[h, i]``. The activation applies to all channels of a head,
+    rotated or not.
 
     Args:
         x: float32, float64, bfloat16 or float16 ``(batch, tokens, heads, channels)``, or ``(batch,
-            tokens, channels)`` where there are no heads. Any strides.
+            tokens, channels)`` without heads. Any strides.
         theta: radians per position, of any floating dtype, on the device of x; may require grad.
-            ``(heads|1, E)`` or ``(E,)`` with E <= R: pairs from E on keep the value that the activation
-            gives them. ``(heads,)`` or ``(heads, 1)``: one angle for all pairs of a head.
+            ``(heads|1, E)`` or ``(E,)`` with E <= R: pairs from E on do not rotate. ``(heads,)`` or
+            ``(heads, 1)``: one θ for all pairs of a head.
         offset: position of the first token: an int, one for each row of the batch ``(batch,)``, or a
-            :class:`tightrope.positions.Positions`, for sequences that are packed, say.
+            :class:`tightrope.positions.Positions`, for packed sequences for example.
         act: "none" or None, "relu", "sigmoid", "silu", "gelu" (exact), "elu", "relu2", "softplus",
             "exp", "leaky_relu", "tanh", "sin", "cos", "softmax", or an
             :class:`tightrope.activations.RMSNorm`.
-        dim: along what softmax sums: -1 for the channels of a head, 1 for the tokens. None for all
-            others.
-        start: the first channel that turns.
-        rotary_dim: how many channels turn; even; all from ``start`` on if None.
-        theta_axis: what the dimension of a θ of one dimension is: "head", "pair", or "auto" for what
-            fits. Of what fits both, one number for each head is taken as that; where there are as many
-            heads as pairs, it must be said. For ``(heads, 1)``, "pair" turns the first pair alone.
+        dim: the dimension of softmax: -1 for the channels of a head, 1 for the tokens. None for all
+            other activations.
+        start: the first channel that rotates.
+        rotary_dim: number of channels that rotate; even; all from ``start`` on if None.
+        theta_axis: meaning of a one-dimensional θ: "head", "pair", or "auto" for the one that fits.
+            If both fit, "auto" takes one number per head as "head", and raises an error if there are
+            as many heads as pairs. For ``(heads, 1)``, "pair" rotates only the first pair.
 
     Returns:
-        A new tensor of the shape and dtype of x. Differentiable by x and by theta, to any order.
+        A new tensor of the shape and dtype of x. Differentiable with respect to x and theta, to any
+        order.
 
     Raises:
-        ValueError: shapes that do not fit, a θ that could be meant both ways, a name or dim that does
-            not exist; a softmax over the tokens with an offset, which would need those before.
-        TypeError: what is of a wrong type or dtype.
+        ValueError: shapes that do not fit, an ambiguous θ, an unknown name or dim; a softmax over the
+            tokens with an offset, which would need the tokens before it.
+        TypeError: an argument of a wrong type or dtype.
 
     Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270), the unitary case;
-    rotation as Su et al., RoFormer (arXiv 2104.09864), equation 34.
+    rotation: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
     >>> x, theta = torch.randn(2, 5, 4, 16), torch.rand(4, 8)
     >>> lrpe_rotate_1d(x, theta, act="silu").shape
@@ -78,10 +79,10 @@ def lrpe_rotate_1d(
     over_tokens = _check(x, act, dim, offset)
     arguments = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
     if not over_tokens:
-        return _turned(x, *arguments, act)
-    # Rounded once, at the end.
+        return _rotated(x, *arguments, act)
+    # Compute in a wide dtype and round once, at the end.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return _turned(torch.softmax(x.to(wide), 1), *arguments, None).to(x.dtype)
+    return _rotated(torch.softmax(x.to(wide), 1), *arguments, None).to(x.dtype)
 
 
 @public("lrpe_rotate_1d_")
@@ -96,10 +97,10 @@ def lrpe_rotate_1d_(
     rotary_dim: int | None = None,
     theta_axis: str = "auto",
 ) -> torch.Tensor:
-    """:func:`lrpe_rotate_1d` in place.
+    """Rotate in place: :func:`lrpe_rotate_1d` without a new tensor.
 
-    Args: as of :func:`lrpe_rotate_1d`, x as of :func:`tightrope.functional.rotate_`. A softmax over the
-    tokens needs all of them at once and is refused.
+    Args: see :func:`lrpe_rotate_1d`; for x, :func:`tightrope.functional.rotate_`. A softmax over the
+    tokens needs all of them at once and raises ValueError.
 
     Returns:
         x itself.
@@ -117,7 +118,7 @@ def lrpe_rotate_1d_(
     return x
 
 
-def _turned(
+def _rotated(
     x: torch.Tensor, spec: RopeSpec, where: PositionsLike, angles: torch.Tensor, act: Act
 ) -> torch.Tensor:
     layout, around = _LAYOUTS[x.dim()], around_of(act, None, 1)
@@ -127,10 +128,10 @@ def _turned(
 
 
 def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
-    """Check what is not about θ.
+    """Check all arguments except θ.
 
     Returns:
-        Whether a softmax goes over the tokens, which is no function of single heads.
+        True for a softmax over the tokens, which the kernels cannot apply head by head.
     """
     check_floating("x", x)
     if x.dim() not in _LAYOUTS:
@@ -169,26 +170,26 @@ def _arguments(
     rotary_dim: int | None,
     theta_axis: str,
 ) -> tuple[RopeSpec, PositionsLike, torch.Tensor]:
-    """What is rotated, where, and by which frequencies ``(heads|1, pairs)``."""
+    """Return the spec, the positions and the frequencies ``(heads|1, pairs)`` of the rotation."""
     channels = Channels.checked(x.shape[-1], rotary_dim, start, False)
-    # The compiler cannot see into a cache, and needs none.
-    make = _spec if torch.compiler.is_compiling() else _kept_spec
+    # Dynamo cannot trace a cache, and needs none.
+    make = _spec if torch.compiler.is_compiling() else _cached_spec
     spec = make(channels.head_dim, channels.rotary_dim, channels.start)
     heads = x.shape[2] if x.dim() == 4 else None
-    angles = _spread(x, theta, heads, channels.rotary_dim // 2, theta_axis)
-    return spec, _where(x, offset), angles
+    angles = _expand_theta(x, theta, heads, channels.rotary_dim // 2, theta_axis)
+    return spec, _positions(x, offset), angles
 
 
 def _spec(head_dim: int, rotary_dim: int, start: int) -> RopeSpec:
-    """A spec of these channels. Its frequencies are not used, so they are given as a constant: torch
-    2.10's Dynamo would make a symbol of a default."""
+    """Return a spec of these channels. Its frequencies are not used; the base is spelled out because
+    Dynamo of torch 2.10 makes a symbol of a default value."""
     return RopeSpec(head_dim, 10000.0, rotary_dim, start)
 
 
-_kept_spec = lru_cache(maxsize=64)(_spec)
+_cached_spec = lru_cache(maxsize=64)(_spec)
 
 
-def _where(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:
+def _positions(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:
     if isinstance(offset, Positions):
         return offset
     if not isinstance(offset, torch.Tensor):
@@ -204,13 +205,13 @@ def _where(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> Positions
     return positions.per_row(offset)
 
 
-def _spread(
+def _expand_theta(
     x: torch.Tensor, theta: object, heads: int | None, pairs: int, theta_axis: str
 ) -> torch.Tensor:
-    """θ as float64 ``(heads|1, pairs)``, with 0 for pairs that keep their value.
+    """Return θ as float64 ``(heads|1, pairs)``, with 0 for pairs that do not rotate.
 
     Args:
-        heads: None where x has none.
+        heads: number of heads of x; None if x has no heads dimension.
     """
     if theta_axis not in THETA_AXES:
         raise bad_value(
@@ -223,7 +224,7 @@ def _spread(
     if theta.device != x.device:
         raise bad_value(f"theta is on {theta.device} but x is on {x.device}")
     count = 1 if heads is None else heads
-    by_head, by_pair = _readings(theta.shape, count, pairs)
+    by_head, by_pair = _meanings(theta.shape, count, pairs)
     if theta_axis == "head":
         by_pair = False
     elif theta_axis == "pair":
@@ -231,15 +232,15 @@ def _spread(
     elif by_head and by_pair:
         if theta.dim() == 1 and heads == pairs != 1:
             raise bad_value(
-                f"theta may mean one angle for each of {heads} heads or of {pairs} pairs; say "
+                f"theta may mean one angle for each of {heads} heads or of {pairs} pairs; pass "
                 "theta_axis='head' or theta_axis='pair'",
                 x=x,
                 theta=theta,
             )
         by_head = heads is not None
     if not by_head and not by_pair:
-        raise bad_value(_rule(count, pairs, theta_axis), x=x, theta=theta)
-    # One sum in float64, of what one number turns, is behind each gradient.
+        raise bad_value(_shape_rule(count, pairs, theta_axis), x=x, theta=theta)
+    # Widen before expanding: the gradient of a shared number is then one sum in float64.
     wide = theta.to(torch.float64)
     if by_head:
         return wide.reshape(-1, 1).expand(-1, pairs)
@@ -247,8 +248,8 @@ def _spread(
     return torch.nn.functional.pad(wide, (0, pairs - wide.shape[1]))
 
 
-def _readings(shape: torch.Size, heads: int, pairs: int) -> tuple[bool, bool]:
-    """Whether a θ of that shape may have one angle for each head, and one for each pair."""
+def _meanings(shape: torch.Size, heads: int, pairs: int) -> tuple[bool, bool]:
+    """Return whether a θ of this shape can hold one angle per head, and one per pair."""
     if len(shape) == 1:
         return shape[0] == heads, shape[0] <= pairs
     if len(shape) == 2:
@@ -256,7 +257,7 @@ def _readings(shape: torch.Size, heads: int, pairs: int) -> tuple[bool, bool]:
     return False, False
 
 
-def _rule(heads: int, pairs: int, theta_axis: str) -> str:
+def _shape_rule(heads: int, pairs: int, theta_axis: str) -> str:
     by_head = [f"({heads},)", f"({heads}, 1)"]
     by_pair = [f"({pairs},)", f"({heads}, {pairs})", f"(1, {pairs})"]
     if theta_axis == "head":

@@ -1,11 +1,11 @@
-"""From one rotation to another: the difference of two angles, as one rotation.
+"""Move rotated keys to new positions or frequencies, by one rotation by the difference of angles.
 
-Phases of several axes add up before any cosine is taken. So the new angle minus the old one is a
-rotation with twice the axes: the new frequencies at the new positions, and the old ones at the old
-positions with their sign changed. It is exact modulo a turn, like each of the two.
+The phases of all axes are added before any cosine is computed. So the new angle minus the old one is
+a rotation with twice the axes: the new frequencies at the new positions, and the old frequencies at
+the negated old positions. It is exact modulo a turn, like each of the two.
 
-Where both have the same frequencies and integer positions, as in a context shift, that is a rotation
-by the difference of the positions; an offset, if that is what they differ by.
+If both rotations have the same frequencies and integer positions, as in a context shift, it is a
+rotation by the difference of the positions, or by an offset if that difference is constant.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ def rerotate(  # noqa: PLR0913  (one argument for each axis)
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Move rotated keys to other positions, to other frequencies, or to both, in one pass.
+    """Move rotated keys to other positions, other frequencies or both, in one pass.
 
-    For caches: a context that shifts, a rule that depends on the length when the length has changed
-    (dynamic NTK, LongRoPE), caches that are merged. The angle of each pair is the difference of the
-    new and the old one, exact at any position, so one rounding is all that keys lose; where nothing
-    changes, finite keys keep their bits (a zero may lose its sign). See docs/rerotate.md.
+    For key caches: context shifts, merged caches, and rules that depend on the length when the length
+    changes (dynamic NTK, LongRoPE). Each pair rotates by the new angle minus the old one, exact at any
+    position, so keys are rounded only once. If nothing changes, finite keys keep their bits (a zero
+    may lose its sign). See docs/rerotate.md.
 
     Args:
-        k: rotated keys, as x of :func:`rotate`.
-        from_spec: what they were rotated by.
-        to_spec: what they shall be rotated by; the same channels and pairing.
-        positions: where they are, as of :func:`rotate`.
-        new_positions: where they shall be; where they are if None.
-        from_seq_len, to_seq_len: the lengths under which they were rotated and shall be, for rules
-            that depend on it, as of :meth:`RopeSpec.at`; by default the last of the positions + 1.
-        layout, out, backend: as of :func:`rotate`.
+        k: rotated keys, like x of :func:`rotate`.
+        from_spec: the spec that rotated them.
+        to_spec: the new spec, with the same channels and pairing.
+        positions: the current positions, see :func:`rotate`.
+        new_positions: the new positions; unchanged if None.
+        from_seq_len, to_seq_len: the old and the new sequence length, for rules that depend on it;
+            see :meth:`RopeSpec.at`. By default the last position + 1.
+        layout, out, backend: see :func:`rotate`.
 
     Returns:
-        ``out`` if given, else a new tensor. Differentiable by k and by floating positions.
+        ``out`` if given, else a new tensor. Differentiable with respect to k and floating positions.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, each with its sentence.
+        TypeError, ValueError: invalid arguments; the message names the argument.
 
     >>> from tightrope import RopeSpec
     >>> from tightrope.functional import rotate
@@ -89,9 +89,9 @@ def rerotate_(  # noqa: PLR0913  (one argument for each axis)
     layout: str = "bhsd",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """:func:`rerotate` in place: the path for a cache, or for a slice of one.
+    """Move rotated keys in place: :func:`rerotate` for a key cache or a slice of one.
 
-    Args: as of :func:`rerotate`, and k as x of :func:`rotate_`.
+    Args: see :func:`rerotate`; k like x of :func:`rotate_`.
 
     Returns:
         k itself.
@@ -107,7 +107,7 @@ def rerotate_(  # noqa: PLR0913  (one argument for each axis)
 
 
 class _Move(NamedTuple):
-    """What keys are moved by, by the names of :func:`rerotate`."""
+    """The old and the new rotation; fields as in :func:`rerotate`."""
 
     from_spec: RopeSpec
     to_spec: RopeSpec
@@ -118,7 +118,7 @@ class _Move(NamedTuple):
 
 
 def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
-    """The rotation that takes what one spec rotated to what another would have."""
+    """Prepare the rotation by the difference between the new and the old angles."""
     from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len = move
     tokens = shape_of("k", k, layout)[layout.token]
     _check_specs(from_spec, to_spec)
@@ -138,10 +138,10 @@ def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
     )
     if same and (stays or not (_is_fractional(after) or _is_fractional(before))):
         words, turns = after.words, after.turns
-        ids, offset = _moved(after, before, tokens)
+        ids, offset = _shift(after, before, tokens)
     else:
         words, turns = _side_by_side(after, before)
-        ids, offset = _opposed(_explicit(after, tokens), _explicit(before, tokens)), 0
+        ids, offset = _difference(_explicit(after, tokens), _explicit(before, tokens)), 0
     return PreparedRotation(
         to_spec.channels, words, turns, ids, offset, False, k.device, Memo(), amplitude
     )
@@ -156,7 +156,7 @@ def _check_specs(from_spec: RopeSpec, to_spec: RopeSpec) -> None:
         if one != other:
             raise bad_value(
                 f"from_spec and to_spec must have the same {field} but have {one} and {other}; "
-                "rotate with inverse=True by the one and then by the other"
+                "rotate with inverse=True by from_spec and then by to_spec"
             )
 
 
@@ -164,26 +164,26 @@ def _is_fractional(rotation: PreparedRotation) -> bool:
     return rotation.ids is not None and rotation.ids.is_floating_point()
 
 
-def _moved(
+def _shift(
     after: PreparedRotation, before: PreparedRotation, tokens: int
 ) -> tuple[torch.Tensor | None, int]:
-    """By how much each token moves: ids, or none, and an offset."""
-    ramps = after.ramp and before.ramp
-    if ramps and after.ids is None and before.ids is None:
+    """Return the distance that each token moves: ids or None, and an offset."""
+    both_count = after.ramp and before.ramp
+    if both_count and after.ids is None and before.ids is None:
         offset = after.offset - before.offset
         if not torch.compiler.is_compiling():
             # Angles are the same modulo 2^64, and an offset has 64 bits.
             offset = (offset + 2**63) % 2**64 - 2**63
         return None, offset
-    # What both count from, or each token of each.
-    one, other = (_explicit(each, 1 if ramps else tokens) for each in (after, before))
-    return (one - other).expand(-1, -1, tokens), 0
+    # If both add the token index, it cancels: the first tokens suffice.
+    new, old = (_explicit(each, 1 if both_count else tokens) for each in (after, before))
+    return (new - old).expand(-1, -1, tokens), 0
 
 
 def _side_by_side(
     after: PreparedRotation, before: PreparedRotation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Words and turns of both, one after the other along the axes."""
+    """Concatenate the phase words and turns of both along the axes."""
     shape = torch.broadcast_shapes(after.words.shape[1:], before.words.shape[1:])
     both = (after, before)
     words = torch.cat([each.words.expand(-1, *shape) for each in both])
@@ -194,7 +194,7 @@ def _side_by_side(
 
 
 def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
-    """Positions in 64 bits, one for each token."""
+    """Return 64-bit positions, one for each token."""
     where = Positions(rotation.ids, rotation.offset, rotation.ramp)
     ids = positions_.explicit(where, tokens, device=rotation.device).ids
     if ids is None:
@@ -202,8 +202,8 @@ def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
     return ids
 
 
-def _opposed(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """New positions and the negative of the old ones, ``[axes of both, rows|1, tokens]``."""
+def _difference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Concatenate the new positions and the negated old ones, ``[axes of both, rows|1, tokens]``."""
     if new.is_floating_point() or old.is_floating_point():
         new, old = new.to(torch.float64), old.to(torch.float64)
     rows = max(new.shape[1], old.shape[1])

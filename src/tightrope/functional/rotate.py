@@ -1,4 +1,4 @@
-"""Rotations by phase words: of one tensor or of queries and keys, new or in place."""
+"""Rotation of one tensor, or of queries and keys, out of place or in place."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..ops.run import run, run_prepared
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 
-# A gate for all, or one for queries and one for keys.
+# One gate for queries and keys, or one for each.
 GateLike: TypeAlias = Gate | tuple[Gate | None, Gate | None] | None
 
-# A key, or None where there is none: what comes in is what comes out.
+# The type of k: a tensor or None; the function returns the same type.
 _K = TypeVar("_K", bound=torch.Tensor | None)
 
-# What errors call the tensors.
+# Names of the tensors in error messages.
 _X, _QK = ("x",), ("q", "k")
 
 
@@ -42,35 +42,36 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
     """Rotate the channel pairs of a tensor by the angles of its positions.
 
     Args:
-        x: float32, float64, bfloat16 or float16, shaped as ``layout`` says. Any strides are read as
-            they are, without a copy; fast where the channels of a head lie side by side.
-        spec: the rotation, or what :meth:`RopeSpec.at` prepared, which brings its positions.
+        x: float32, float64, bfloat16 or float16, in the given ``layout``. Any strides are read
+            without a copy; fastest if the channels of a head are contiguous.
+        spec: the rotation; or one prepared by :meth:`RopeSpec.at`, which includes its positions.
         positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows, tokens)`` of int32,
             int64, float32 or float64; or a :class:`tightrope.positions.Positions`.
         layout: "bhsd" (batch, heads, tokens, channels), "bshd", "sbhd", "thd" (packed tokens, heads,
             channels), "bsd" or "sd".
-        inv_freq: frequencies in place of the spec's own, in radians per position: floating
+        inv_freq: frequencies that replace the spec's, in radians per position: floating
             ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
-            pairs)``; given or learned. Their phase words are made on the device at each call; see
+            pairs)``; fixed or learned. Each call converts them to phase words on the device; see
             docs/numerics.md.
-        seq_len: length of the sequences, for rules that depend on it; as of :meth:`RopeSpec.at`.
-        act: f, applied to the whole head vector before the rotation: a name of
+        seq_len: length of the sequences, for rules that depend on it; see :meth:`RopeSpec.at`.
+        act: the prologue f, applied to the whole head vector before the rotation: a name from
             :data:`tightrope.activations.ACTS`, such as "silu", or a
             :class:`tightrope.activations.RMSNorm`.
-        gate: P, multiplied on the whole head vector after it: a gate of :mod:`tightrope.gates`.
-        inverse: undo the rotation, and the gate, instead. An act cannot be undone.
-        out: where the result goes, without another pass: of the shape, dtype and device of x, any
-            strides (a slot of a key cache, say), sharing no memory with x. It has no gradient.
-        backend: None for the fastest; "cpu", "triton" or "reference" to insist on one.
+        gate: the epilogue P, a gate of :mod:`tightrope.gates` that multiplies the whole head vector
+            after the rotation.
+        inverse: undo the rotation and the gate instead. An activation cannot be undone.
+        out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides (a
+            slot of a key cache, for example), no memory shared with x. It gets no gradient.
+        backend: None to choose the fastest; "cpu", "triton" or "reference" to force one.
 
     Returns:
-        ``out`` if given, else a new tensor of the shape, dtype and (where they are dense) strides of
-        x. Channels outside the rotated slice are copied. Differentiable by x, by floating positions, by inv_freq and by
-        the tensors of act and gate, to any order.
+        ``out`` if given, else a new tensor of the shape, dtype and (if x is dense) strides of x.
+        Channels outside the rotated slice are copied. Differentiable with respect to x, floating
+        positions, inv_freq and the tensors of act and gate, to any order.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, each with its sentence.
-        NotImplementedError: the backend that was insisted on cannot run, with the reason.
+        TypeError, ValueError: invalid arguments; the message names the argument.
+        NotImplementedError: the forced backend cannot run this call; the message gives the reason.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
@@ -107,14 +108,14 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
     inverse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Rotate a tensor in place: :func:`rotate` without the new tensor.
+    """Rotate a tensor in place: :func:`rotate` without a new tensor.
 
-    The path that an attention layer should take, on a slice or a transposed view of its fused
-    projection too. Autograd follows exactly: the rotation needs nothing of its input, and an act that
-    does keeps a copy of it.
+    Recommended for attention layers; x may be a slice or a transposed view of a fused projection.
+    Gradients are exact: the backward pass of a rotation does not need its input, and an activation
+    that needs it saves a copy.
 
-    Args: as of :func:`rotate`. No two elements of x may share memory, and under grad x must not come
-    from chunk, split or unbind: slice instead.
+    Args: see :func:`rotate`. No two elements of x may share memory. With grad enabled, x must not
+    come from chunk, split or unbind: slice instead.
 
     Returns:
         x itself.
@@ -156,16 +157,16 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
     """Rotate queries and keys in one launch, with their angles computed once.
 
     Args:
-        q, k: as x of :func:`rotate`; the same rows, tokens and dtype; any numbers of heads (GQA,
-            MQA). k may be None.
-        spec, positions, layout, inv_freq, seq_len, inverse, backend: as of :func:`rotate`. With frequencies
-            per head q and k have the same number of them.
-        act, gate: as of :func:`rotate`, or a pair, one for q and one for k. A gate for both is xPos's
-            opposite for keys. Where the two differ in kind this is two launches.
-        out: as of :func:`rotate`, a pair for q and k; None for a k that is None.
+        q, k: like x of :func:`rotate`; the same rows, tokens and dtype; numbers of heads may differ
+            (GQA, MQA). k may be None.
+        spec, positions, layout, inv_freq, seq_len, inverse, backend: see :func:`rotate`. With
+            frequencies per head, q and k must have the same number of heads.
+        act, gate: see :func:`rotate`; or a pair, one for q and one for k. As one gate for both,
+            xPos is inverted for keys. If the two differ in kind, this takes two launches.
+        out: a pair of tensors for q and k, see :func:`rotate`; None for k if k is None.
 
     Returns:
-        Rotated q and k; None for a k that was None.
+        Rotated q and k; None for k if k is None.
 
     >>> from tightrope import RopeSpec
     >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
@@ -186,7 +187,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
 
 
 def _outs(out: object) -> list[torch.Tensor]:
-    """The tensors of ``out=``, that of q first."""
+    """Check ``out=`` and return its tensors, q first."""
     if not isinstance(out, (tuple, list)) or (len(out) and out[0] is None):
         raise bad_type(
             "out must be a pair of tensors for q and k, with None for a k that is None, but got "
@@ -212,8 +213,8 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in place: :func:`rotate_qk` without new tensors.
 
-    Args: as of :func:`rotate_qk`; q and k must not overlap in memory, but may be slices of one
-    projection. Without grad this is one launch; under grad it is one for each.
+    Args: see :func:`rotate_qk`. q and k must not overlap in memory, but may be slices of one
+    projection. One launch without grad; with grad enabled, one for each tensor.
 
     Returns:
         q and k themselves.
@@ -252,8 +253,8 @@ def rotary_pos_embedding(
         A new tensor of the same shape and dtype.
 
     Raises:
-        ValueError: an odd ``embed_dim``, fewer than two dimensions, or ids that do not fit.
-        TypeError: an input or ids of a dtype that cannot rotate or count.
+        ValueError: an odd ``embed_dim``, fewer than two dimensions, or ids of another shape.
+        TypeError: an input or ids of an unsupported dtype.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), equations 15, 16 and 34.
 
@@ -274,7 +275,7 @@ def rotary_pos_embedding(
             f"position_ids must have shape ({tokens},)", position_ids=position_ids, input_=input_
         )
     spec = RopeSpec(width, interleaved=interleaved)
-    # No position differs between leading dimensions, so any of them may serve as rows and heads.
+    # All leading dimensions share the positions, so any of them can act as rows and heads.
     layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
     (y,) = run(build(Request(("input_",), x, None, spec, position_ids, layout)))
@@ -289,12 +290,12 @@ def rotate_first(
     layout: str,
     inverse: bool,
 ) -> torch.Tensor:
-    """:func:`rotate` of a tensor that may have more channels than its spec: the rest are copied.
+    """Rotate a tensor that may have more channels than the spec; the others are copied.
 
-    For modules, which learn the width of their input when they see it.
+    For modules, which learn the width of their input only in ``forward``.
 
     Args:
-        x, spec, positions, layout, inverse: as of :func:`rotate`.
+        x, spec, positions, layout, inverse: see :func:`rotate`.
 
     >>> rotate_first(torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
     tensor([1., 1., 1., 1.])

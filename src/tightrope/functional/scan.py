@@ -1,12 +1,12 @@
-"""Attention without softmax as a gated recurrence, on queries and keys that are rotated already.
+"""Attention without softmax as a gated recurrence over rotated queries and keys.
 
     S_t = diag(exp(a_t)) S_{t−1} + k_t v_tᵀ        o_t = S_tᵀ q_t        a <= 0
 
 so that o_t = Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i.
 
-A block of tokens is computed at once from the state before it. Every exponential is of a sum of
-decays, each sum added up on its own and never as a difference of two: none overflows, and a strong
-decay does not take the digits of the weak ones around it. −∞ forgets everything before a token.
+A block of tokens is computed at once from the state before it. Every exponential is that of a sum of
+decays. Each sum is added up by itself, never taken as the difference of two sums: none overflows, and
+a strong decay does not cost its weak neighbours their precision. −∞ forgets everything before a token.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from ..spec import PreparedRotation, RopeSpec, SeqLen
 
 _QK = ("q", "k")
 
-# Tokens whose decays differ by channel are weighed pair by pair, in (block, block, channels) numbers.
+# Decays per channel weigh each pair of tokens, which takes (block, block, channels) numbers per block.
 BLOCK = 16
 
 FORMS = ("chunked", "quadratic", "step")
 
 
 class PolarState(NamedTuple):
-    """What a scan carries from one call to the next.
+    """The state that a scan passes from one call to the next.
 
     Attributes:
         memory: S, float32 or float64 ``(rows, kv_heads, channels, values)``.
-        tokens: how many tokens it has seen: the position of the next, unless positions say another.
+        tokens: number of tokens seen, which is the default position of the next one.
     """
 
     memory: torch.Tensor
@@ -81,32 +81,32 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
         o_t = Σ_{i<=t} score(t, i) · v_i
         score(t, i) = (P_t R_t q_t)ᵀ diag(exp(G_t − G_i)) (P_i R_i k_i)
 
-    Scores are not scaled: scale q. A decay, or a gate, that gives both channels of a pair one value
-    commutes with the rotation, and then scores depend on the distance only.
+    Scores are not scaled: scale q. A decay or gate with the same value for both channels of a pair
+    commutes with the rotation; scores then depend only on the distance.
 
     Args:
-        q, k: as of :func:`rotate_qk`; the heads of q a multiple of those of k.
-        v: as k; heads of v may have any number of channels.
-        spec, positions, seq_len: as of :func:`rotate`. Positions continue those of ``state``.
-        log_decay: logarithms <= 0 of what memory is multiplied by at each token: None, a number, or
-            a floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1,
-            tokens|1, channels|1)``, whatever the layout. −∞ forgets all before the token.
-        gate: a gate of :mod:`tightrope.gates` for q and k, or one for each.
-        state: what the call on the tokens before returned; nothing before these if None.
-        form: "chunked" for training; "step", one token after the other, for decoding; "quadratic",
-            the definition, in memory that grows with the square of the tokens.
-        chunk: how many tokens lie between two states that the chunked form keeps for the backward
-            pass. It changes memory and time, not the result.
+        q, k: see :func:`rotate_qk`; the heads of q are a multiple of those of k.
+        v: like k, with any number of channels per head.
+        spec, positions, seq_len: see :func:`rotate`. By default positions continue from ``state``.
+        log_decay: logarithms <= 0 of the factor on the memory at each token: None, a number, or a
+            floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1, tokens|1,
+            channels|1)``, in this order for every layout. −∞ forgets everything before the token.
+        gate: a gate of :mod:`tightrope.gates` for q and k, or a pair, one for each.
+        state: the state returned by the call on the preceding tokens; None to start a sequence.
+        form: "chunked" for training; "step", token by token, for decoding; "quadratic", the
+            definition, with memory quadratic in the number of tokens.
+        chunk: number of tokens between two states that the chunked form saves for the backward pass.
+            It changes memory and time, not the result.
         layout: "bhsd", "bshd" or "sbhd".
 
     Returns:
-        The outputs, shaped as q with the channels of v, in the dtype of q; and the state after the
-        last token, float32 (float64 for float64). Differentiable by q, k, v, log_decay, the tensors
-        of gates and the state. ``torch.autocast`` changes neither, as long as ``backward`` is called
-        outside of it: what goes in may be 16 bits wide, the memory never is.
+        The outputs, shaped like q with the channels of v, in the dtype of q; and the state after the
+        last token, float32 (float64 for float64). Differentiable with respect to q, k, v, log_decay,
+        the tensors of gates and the state. ``torch.autocast`` changes neither result if ``backward``
+        is called outside it: inputs may have 16 bits, the memory never does.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, each with its sentence.
+        TypeError, ValueError: invalid arguments; the message names the argument.
 
     Source: chunks of a gated recurrence: Yang et al., Gated Linear Attention (arXiv 2312.06635),
     section 4; rotated: Sun et al., Retentive Network (arXiv 2307.08621), section 2.1.
@@ -124,8 +124,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
     chunk = integer("chunk", chunk)
     if chunk < 1:
         raise bad_value(f"chunk must be positive but got {chunk}")
-    where = layout_named(layout)
-    if where.dims != 4:
+    order = layout_named(layout)
+    if order.dims != 4:
         raise bad_value(f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
     if not isinstance(k, torch.Tensor):
         raise bad_type(f"k must be a tensor but got {describe(k)}")
@@ -140,23 +140,23 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
         positions = state.tokens if positions is None else positions
     given_q, given_k = q, k
     if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
-        # In 16 bits rotated queries and keys would be rounded before sums that cancel.
-        spec = prepare(Place(_QK, (q, k), where), spec, positions, seq_len)
+        # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
+        spec = prepare(Place(_QK, (q, k), order), spec, positions, seq_len)
         q, k, positions, seq_len = q.float(), k.float(), None, None
     around = around_of(None, gate)
     request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, around=around)
     q, k = run(build(request))
-    given_q, given_k = where.to_bhsd(given_q), where.to_bhsd(given_k)
-    v = values_of(given_q, given_k, v, where.to_bhsd)
-    q, k = where.to_bhsd(q), where.to_bhsd(k)
+    given_q, given_k = order.to_bhsd(given_q), order.to_bhsd(given_k)
+    v = values_of(given_q, given_k, v, order.to_bhsd)
+    q, k = order.to_bhsd(q), order.to_bhsd(k)
     out, state = scanned(q, k, v, log_decay, state, form, chunk)
-    return where.from_bhsd(out), state
+    return order.from_bhsd(out), state
 
 
 def quadratic(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: each token against all before it.
+    """Compute the scan by its definition: each token against all tokens up to it.
 
     Args:
         q: ``(rows, kv_heads, group, tokens, channels)``.
@@ -182,7 +182,7 @@ def quadratic(
         weighed = weight * k[:, :, None]
         scores = (q.transpose(2, 3) @ weighed.mT).transpose(2, 3)
     out = out + scores @ v[:, :, None]
-    # What each token has lost by the end: the decays after it.
+    # The decay of each token's contribution by the end: the sum of the decays after it.
     rest = decay[:, :, 1:].flip(2).cumsum(2).flip(2)
     rest = torch.nn.functional.pad(rest, (0, 0, 0, 1)).exp()
     return out, since[:, :, -1:].mT.exp() * state + (k * rest).mT @ v
@@ -196,21 +196,21 @@ def chunked(
     state: torch.Tensor,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks one after the other, in time and memory that grow with the number of tokens.
+    """Scan block by block, in time and memory linear in the number of tokens.
 
-    Args: as of :func:`quadratic`, and how many tokens there are between two states that are kept for
-    the backward pass, which computes what lies between them again.
+    Args: see :func:`quadratic`; ``chunk`` is the number of tokens between two states saved for the
+    backward pass, which recomputes the steps between them.
     """
-    again = (
+    recompute = (
         torch.is_grad_enabled()
         and any(x.requires_grad for x in (q, k, v, decay, state))
-        # Transforms cannot save by recomputing, and a compiler decides for itself.
+        # torch.func transforms do not support checkpointing, and a compiler decides for itself.
         and mode() in ("eager", "forward")
     )
     outs = []
-    # Split rather than sliced: the gradient of all parts is then put together once.
+    # Split rather than slice: the backward pass then assembles the gradient once.
     for part in _parts(chunk, q, k, v, decay):
-        if again:
+        if recompute:
             out, state = checkpoint(
                 _blocks, *part, state, use_reentrant=False, preserve_rng_state=False
             )
@@ -240,9 +240,9 @@ def _parts(
 def stepped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence as it stands, token by token: for decoding.
+    """Scan token by token, as the recurrence is written: for decoding.
 
-    Args: as of :func:`quadratic`.
+    Args: see :func:`quadratic`.
     """
     outs = []
     for q_t, k_t, v_t, a_t in zip(*(x.unbind(-2) for x in (q, k, v, decay))):
@@ -252,7 +252,7 @@ def stepped(
 
 
 def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
-    """Decays of each token as the forms above take them.
+    """Check decays and expand them over the tokens, as the functions above take them.
 
     Args:
         given: None for no decay; a number; or a tensor ``()``, ``(kv_heads|1, channels|1)`` or
@@ -300,12 +300,12 @@ def values_of(
     v: object,
     to_bhsd: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """v in the order of q and k, which are checked already, after a look at all three.
+    """Check v against q and k and return it in their layout.
 
     Args:
-        q, k: ``(rows, heads, tokens, channels)``.
-        v: what the user gave.
-        to_bhsd: brings it to the order of q and k.
+        q, k: ``(rows, heads, tokens, channels)``, already checked.
+        v: the caller's argument.
+        to_bhsd: converts v to the layout of q and k.
     """
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise bad_value(
@@ -332,9 +332,9 @@ def scanned(
     form: str,
     chunk: int,
 ) -> tuple[torch.Tensor, PolarState]:
-    """Scan, from tensors ``(rows, heads, tokens, channels)`` of any floating type.
+    """Scan tensors ``(rows, heads, tokens, channels)`` of any floating dtype.
 
-    Those of 16 bits are computed with in float32, and the result rounded once, to the type of v.
+    16-bit tensors are computed in float32, and the result is rounded once, to the dtype of v.
     """
     inside = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows, heads, tokens, channels = q.shape
@@ -350,7 +350,7 @@ def scanned(
     groups = q.unflatten(1, (kv_heads, heads // max(kv_heads, 1)))
     with _without_autocast(q.device):
         if tokens == 0:
-            # What nothing gives still has gradients.
+            # An empty result still needs gradients.
             out = groups @ memory[:, :, None]
             memory = each.sum(2)[..., None].exp() * memory + k.mT @ v
         elif form == "chunked":
@@ -363,10 +363,10 @@ def scanned(
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """What keeps autocast from products of the memory.
+    """Return a context that disables autocast for products with the memory.
 
-    They are sums over all tokens so far, which torch keeps in float32 under autocast elsewhere
-    (``cumsum``, ``sum``). In 16 bits each block would round what all before it left.
+    They are sums over all tokens so far, and autocast itself keeps sums in float32 (``cumsum``,
+    ``sum``). In 16 bits each block would round the sum of all blocks before it.
     """
     kind = device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
@@ -374,7 +374,7 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-# Asked once, as torch 2.10 cannot compile the question.
+# Evaluated once, at import: torch 2.10 cannot compile this query.
 _AUTOCAST = frozenset(
     kind
     for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
@@ -383,7 +383,7 @@ _AUTOCAST = frozenset(
 
 
 def check_state(state: object) -> None:
-    """Refuse what is neither None nor a state."""
+    """Raise unless the argument is None or a state."""
     if state is None:
         return
     if (
@@ -391,12 +391,12 @@ def check_state(state: object) -> None:
         or not isinstance(state.memory, torch.Tensor)
         or not isinstance(state.tokens, (int, torch.SymInt))
     ):
-        raise bad_type(f"state must be what {OPERATION} returned but got {describe(state)}")
+        raise bad_type(f"state must be one that {OPERATION} returned but got {describe(state)}")
     _check_plain("the memory of state", state.memory)
 
 
 def _check_plain(name: str, x: torch.Tensor) -> None:
-    """Refuse what is no dense tensor of this process."""
+    """Raise unless x is a dense tensor of this process."""
     check_dense(name, x)
     check_local(name, x)
 

@@ -1,4 +1,4 @@
-"""Rotations by tables of cosines and sines that a caller brings, in every shape that the field uses."""
+"""Rotation by the caller's tables of cosines and sines, in all the shapes in common use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..ops.layouts import BY_NAME, Layout
 from ..ops.run import run
 from ..spec import RopeSpec
 
-# A key, or None where there is none: what comes in is what comes out.
+# The type of k: a tensor or None; the function returns the same type.
 _K = TypeVar("_K", bound=torch.Tensor | None)
 
 
@@ -45,34 +45,36 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
     position_ids: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
-    """Rotate queries and keys by tables of cosines and sines: the field's usual signature.
+    """Rotate queries and keys by tables of cosines and sines, with the signature in common use.
 
-    For code that has its tables already. :func:`rotate_qk` needs none, and is exact at any position.
+    For code that already has tables. :func:`rotate_qk` needs none and is exact at any position.
 
     Args:
-        q, k: floating, as of :func:`rotate_qk`; four dimensions, or three without a batch or heads.
+        q, k: floating, see :func:`rotate_qk`; four dimensions, or three without a batch or heads.
             k may be None.
         cos, sin: float32, float64, bfloat16 or float16, on the device of q: ``(tokens, width)``,
-            ``(rows, tokens, width)``, or with as many dimensions as q. Channels past what the tables
-            rotate pass.
-        unsqueeze_dim: where the heads of q are: 1 for (batch, heads, seq, dim), 2 for
+            ``(rows, tokens, width)``, or with as many dimensions as q. Channels that the tables do
+            not cover are copied.
+        unsqueeze_dim: the heads dimension of q: 1 for (batch, heads, seq, dim), 2 for
             (batch, seq, heads, dim).
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
-        tables: how the width holds the pairs: "cat", halves duplicated; "repeat", pairs duplicated;
-            "half", one entry per pair. Of duplicates the first is read; tables whose last row holds
-            others are refused, unless they require grad, or are on a device or traced.
+        tables: the format of the last dimension: "half", one entry per pair; "cat", all these
+            entries and then all again; "repeat", each entry twice in a row. Only the first of two
+            duplicates is read. Tables whose last row contradicts the format raise an error, unless
+            they require grad, are on a GPU or are being traced.
         start: the first channel that rotates.
-        inverse: rotate by the negative angles. Lengths in the tables multiply, as they do forward.
-        position_ids: int32 or int64 ``(tokens,)`` or ``(rows, tokens)``: which rows of the tables.
-        backend: as of :func:`rotate`.
+        inverse: rotate by the negative angles. If the tables also scale, the result is scaled as in
+            the forward rotation.
+        position_ids: rows of the tables to use, int32 or int64 ``(tokens,)`` or ``(rows, tokens)``.
+        backend: see :func:`rotate`.
 
     Returns:
-        Rotated q and k. Differentiable by q, k, cos and sin.
+        Rotated q and k. Differentiable with respect to q, k, cos and sin.
 
     Raises:
-        IndexError: ids outside the tables, on the CPU. Where a look would cost a synchronisation, or
-            in compiled code, such tokens become NaN.
-        TypeError, ValueError: arguments that do not fit, each with its sentence.
+        IndexError: ids outside the tables, on the CPU. On a GPU, where the check would synchronise,
+            and in compiled code, such tokens become NaN.
+        TypeError, ValueError: invalid arguments; the message names the argument.
 
     Source: the formula of Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
@@ -102,7 +104,7 @@ def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each axis)
 ) -> tuple[torch.Tensor, _K]:
     """Rotate in place: :func:`apply_rotary_pos_emb` without new tensors.
 
-    Args: as of :func:`apply_rotary_pos_emb`, and q and k as of :func:`rotate_qk_`.
+    Args: see :func:`apply_rotary_pos_emb`; for q and k, :func:`rotate_qk_`.
 
     Returns:
         q and k themselves.
@@ -125,22 +127,22 @@ def build_freqs_cis(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables of cosines and sines of positions 0..seq_len-1, one entry per pair.
+    """Return tables of the cosines and sines of positions 0..seq_len-1, one entry per pair.
 
-    For :func:`rotary_apply`, and for code that wants to see them: nothing else here needs tables.
+    For :func:`rotary_apply` and for inspection; functions that take a spec need no tables.
 
     Args:
-        seq_len: how many positions.
+        seq_len: number of positions.
         d: channels of a head; even.
         base: base of the frequencies.
         dtype: float32 or float64. Entries are exact to 1.2e-7, or 1e-12, at any position.
-        device: where the tables shall be; by default where torch makes new tensors.
+        device: the device of the tables; torch's default device if None.
 
     Returns:
         Cosines and sines, ``(seq_len, d / 2)``.
 
     Raises:
-        TypeError, ValueError: a length or a width that cannot be.
+        TypeError, ValueError: an invalid length, width or dtype.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2.2.
 
@@ -149,14 +151,14 @@ def build_freqs_cis(
     torch.Size([16, 32])
     """
     seq_len, d = integer("seq_len", seq_len), integer("d", d)
-    for what, size in (("seq_len", seq_len), ("d", d)):
+    for name, size in (("seq_len", seq_len), ("d", d)):
         if size < 0:
-            raise bad_value(f"{what} must not be negative but got {size}")
+            raise bad_value(f"{name} must not be negative but got {size}")
     if isinstance(d, int) and d % 2:
         raise bad_value(f"d must be even but got {d}")
     if dtype not in (torch.float32, torch.float64):
         raise bad_type(f"dtype must be float32 or float64 but got {dtype}")
-    # As torch's own factories: a device that somebody set as the default is heeded.
+    # Like torch's factory functions, respect torch.set_default_device.
     device = torch.empty(0).device if device is None else device
     rotation = RopeSpec(d, base).at(None, device)
     phase = angles.phases(rotation.words, rotation.turns, None, 0, True, seq_len)
@@ -170,14 +172,15 @@ def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
     Args:
         x: floating ``(..., d)``, d even: ``(batch, heads, seq, d)`` usually.
-        cos, sin: floating, of one shape that broadcasts against ``(..., d / 2)``, such as
+        cos, sin: floating, of the same shape, which broadcasts against ``(..., d / 2)``, such as
             ``(seq, d / 2)`` or ``(1, 1, seq, d / 2)``.
 
     Returns:
-        A new tensor of the broadcast shape and the dtype of x. Differentiable by x, cos and sin.
+        A new tensor of the broadcast shape and the dtype of x. Differentiable with respect to x, cos
+        and sin.
 
     Raises:
-        TypeError, ValueError: tensors that do not fit, each with its sentence.
+        TypeError, ValueError: tensors that do not fit; the message names them.
 
     Source: the formula of Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
@@ -185,18 +188,18 @@ def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     >>> rotary_apply(x, *build_freqs_cis(16, 64)).shape
     torch.Size([2, 8, 16, 64])
     """
-    x, cos, sin, shape = _against(x, cos, sin)
+    x, cos, sin, shape = _broadcast(x, cos, sin)
     (y,) = run(_build(x, None, Tables(cos, sin, interleaved=True, tables="half")))
     return y.reshape(shape)
 
 
-def _against(
+def _broadcast(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
-    """Broadcast x and tables of its pairs.
+    """Broadcast x and its tables to four dimensions.
 
     Returns:
-        x of four dimensions, tables of four that fit it, and the shape of the result.
+        x, cos and sin, each with four dimensions, and the shape of the result.
     """
     for name, value in (("x", x), ("cos", cos), ("sin", sin)):
         check_floating(name, value)
@@ -220,8 +223,8 @@ def _against(
     shape = torch.Size((*lead, width))
     tokens = lead[-1] if lead else 1
 
-    def four(value: torch.Tensor, full: bool) -> torch.Tensor:
-        # Dimensions of size 1 in front, then what is too many becomes rows.
+    def to_4d(value: torch.Tensor, full: bool) -> torch.Tensor:
+        # Add leading dimensions of size 1, then merge those beyond four into rows.
         missing = max(len(lead), 3) + 1 - value.dim()
         value = value[(None,) * missing]
         front = lead[:-3] if len(lead) > 3 else ()
@@ -232,15 +235,15 @@ def _against(
 
     if len(lead) <= 3:
         x = x.expand(shape)
-    return four(x, True), four(cos, False), four(sin, False), shape
+    return to_4d(x, True), to_4d(cos, False), to_4d(sin, False), shape
 
 
-# Rank of q and which of its dimensions is heads -> layout.
+# (Rank of q, its heads dimension) -> layout.
 _LAYOUTS = {(4, 1): "bhsd", (4, 2): "bshd", (3, 1): "thd", (3, 0): "bsd"}
 
 
 class Tables(NamedTuple):
-    """A caller's tables and how they are meant, by the names of :func:`apply_rotary_pos_emb`."""
+    """The caller's tables and their format; fields as in :func:`apply_rotary_pos_emb`."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -259,7 +262,7 @@ def _build(
     verb: str = "new",
     backend: str | None = None,
 ) -> list[Call]:
-    """Check all arguments against each other and build the call."""
+    """Check the arguments against each other and build the call."""
     cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids = given
     check_flag("interleaved", interleaved)
     check_flag("inverse", inverse)
@@ -284,7 +287,7 @@ def _build(
     elif length != tokens:
         raise bad_value(
             f"cos and sin must have one row for each of {tokens} tokens but got {length}; "
-            "give position_ids to say which rows",
+            "give position_ids to select rows",
             q=q,
             cos=cos,
         )
@@ -353,7 +356,7 @@ def _check_tables(
 def _canonical(
     table: torch.Tensor, q: torch.Tensor, unsqueeze_dim: int, layout: Layout
 ) -> torch.Tensor:
-    """A view [rows|1, heads|1, length, width]."""
+    """Return a view of the table, [rows|1, heads|1, length, width]."""
     dims, own, view = q.dim(), table.dim(), table
     if own == 2 and dims == 4:
         own, view = 3, view[None]
@@ -392,16 +395,16 @@ def _check_fit(
             )
 
 
-# All layers of a forward pass share their tables, so each is looked at once.
+# The layers of a model share their tables, so each table is checked only once.
 _checked = TensorMemo(trusts_inference=True)
 
 
 def _check_duplicates(name: str, table: torch.Tensor, tables: str) -> None:
-    """Refuse tables of another format than is said: they would turn pairs by each other's angles.
+    """Raise if a table contradicts its format: pairs would rotate by the angles of other pairs.
 
-    Of every row of the batch the last token is looked at: its angles are the largest, so formats differ
-    most. Callers leave out what nothing may read, and learned tables: of duplicates one is read, so only
-    that one learns.
+    Only the last token of each row of the batch is checked: its angles are the largest, so there the
+    formats differ most. The caller skips tables whose data cannot be read, and learned tables: only
+    one of two duplicates is read, so only that one learns and they drift apart.
     """
     if not table.numel():
         return
@@ -413,7 +416,7 @@ def _check_duplicates(name: str, table: torch.Tensor, tables: str) -> None:
         one, other = last[..., 0::2], last[..., 1::2]
     if torch.equal(one, other):
         return
-    # Two ways to compute one cosine may differ in a last bit; NaN is no difference.
+    # Two ways to compute a cosine may differ in the last bit; NaN is not a difference.
     gap = float((one - other).abs().nan_to_num(0.0, 0.0, 0.0).amax())
     size = float(one.abs().nan_to_num(0.0, 0.0, 0.0).amax())
     if gap > 0.01 * max(size, 1e-3):
@@ -421,7 +424,7 @@ def _check_duplicates(name: str, table: torch.Tensor, tables: str) -> None:
         others = " or ".join(repr(kind) for kind in schema.TABLES if kind != tables)
         raise bad_value(
             f"{name} must hold every number twice, as equal {held}, for tables={tables!r}, but its "
-            f"last row does not; tables={others} would say another format",
+            f"last row does not; for another format pass tables={others}",
             **{name: table},
         )
 
@@ -454,7 +457,7 @@ def _ids(
 
 
 def _check_inside(ids: torch.Tensor, length: int) -> None:
-    """Where a look costs no synchronisation; elsewhere such rows become NaN."""
+    """Check ids if reading them needs no synchronisation; elsewhere bad ids give NaN."""
     if ids.numel() == 0 or not is_readable(ids):
         return
     low, high = (int(end) for end in torch.aminmax(ids))

@@ -1,4 +1,4 @@
-"""Modules: they hold a spec and parameters, and call the functions."""
+"""Modules, which hold a spec and parameters and call :mod:`tightrope.functional`."""
 
 from __future__ import annotations
 

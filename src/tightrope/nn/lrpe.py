@@ -1,4 +1,4 @@
-"""The module that rotates by angles which it learns."""
+"""LRPE rotate 1-D as a module, with learnable angles."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from ..channels import Channels
 from ..ops.checks import check_count, check_dtype, check_flag
 from ..positions import Positions
 
-# What θ has one number for.
+# Values of `per`: θ has one number for each of these.
 _PER = ("head and pair", "pair", "head")
 
 
 class LrpeRotate1d(torch.nn.Module):
     """LRPE rotate 1-D with a learnable θ: see :func:`tightrope.functional.lrpe_rotate_1d`.
 
-    θ begins as the frequencies of an ordinary rotation, ``base^(-2k / rotary_dim)`` for pair k, the
-    same for all heads; one angle for each head begins as ``base^(-h / num_heads)`` for head h.
+    θ is initialised to the frequencies of standard RoPE, ``base^(-2k / rotary_dim)`` for pair k, equal
+    for all heads; with one θ per head, to ``base^(-h / num_heads)`` for head h.
 
-    θ is a parameter, so ``.to(torch.bfloat16)`` rounds it, by up to 2^-9 of itself, and what is rounded
-    is multiplied by the position: keep it in float32 or wider where positions are far. Weight decay
-    would slow every pair down; give θ a group of the optimiser without it.
+    θ is a parameter, so ``.to(torch.bfloat16)`` rounds it, by a relative error of up to 2^-9, which
+    the position multiplies: keep θ in float32 or wider for large positions. Weight decay would slow
+    every pair down; put θ in an optimiser group without it.
 
     Args:
         head_dim: channels of a head.
-        num_heads: how many heads; None where x has none, or where all share one θ for each pair.
-        per: what θ has one number for: "head and pair" ``(num_heads, pairs)``, "pair" ``(pairs,)`` or
-            "head" ``(num_heads,)``. By default the first of them that ``num_heads`` allows.
-        pairs: how many pairs turn; rotary_dim / 2 if None. The others keep their value.
-        act, dim, start, rotary_dim: as of :func:`tightrope.functional.lrpe_rotate_1d`; act by name.
-        base: of the θ to begin with; positive.
+        num_heads: number of heads; None if x has none, or if all heads share θ.
+        per: θ has one number per "head and pair" ``(num_heads, pairs)``, per "pair" ``(pairs,)`` or
+            per "head" ``(num_heads,)``. By default the first of these that ``num_heads`` allows.
+        pairs: number of pairs that rotate; rotary_dim / 2 if None.
+        act, dim, start, rotary_dim: see :func:`tightrope.functional.lrpe_rotate_1d`; act must be a
+            name.
+        base: base of the initial θ; positive.
         learnable: whether θ requires grad.
-        device, dtype: of θ.
+        device, dtype: device and dtype of θ.
 
     Attributes:
         theta: the parameter, radians per position.
 
     Raises:
-        TypeError, ValueError: options that do not fit, each with its sentence.
+        TypeError, ValueError: invalid options; the message names the option.
 
-    Source: as of :func:`tightrope.functional.lrpe_rotate_1d`.
+    Source: see :func:`tightrope.functional.lrpe_rotate_1d`.
 
     >>> rotate = LrpeRotate1d(64, num_heads=8, act="silu")
     >>> rotate(torch.randn(2, 16, 8, 64)).shape, rotate.theta.shape
@@ -91,7 +92,7 @@ class LrpeRotate1d(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set θ to what it began as; after ``to_empty``, say."""
+        """Set θ to its initial values, for example after ``to_empty``."""
         count = self.num_heads if self.per == "head" else self.rotary_dim // 2
         steps = torch.arange(self.theta.shape[-1], dtype=torch.float64) / (count or 1)
         with torch.no_grad():
@@ -103,16 +104,16 @@ class LrpeRotate1d(torch.nn.Module):
 
         Args:
             x: floating ``(batch, tokens, num_heads, head_dim)``, or ``(batch, tokens, head_dim)``
-                where there are no heads.
-            offset: position of the first token, as of
+                without heads.
+            offset: position of the first token, see
                 :func:`tightrope.functional.lrpe_rotate_1d`.
 
         Returns:
             A new tensor of the same shape and dtype.
 
         Raises:
-            ValueError: another number of channels or heads, an offset that does not fit.
-            TypeError: a tensor or offset of a dtype that cannot rotate or count.
+            ValueError: a wrong number of channels or heads, or an offset that does not fit.
+            TypeError: a tensor or offset of an unsupported dtype.
         """
         if not isinstance(x, torch.Tensor):
             raise bad_type(f"x must be a tensor but got {describe(x)}")
@@ -135,7 +136,7 @@ class LrpeRotate1d(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What stands in the parentheses of the repr."""
+        """Return the arguments shown in the repr."""
         parts: dict[str, Any] = {"num_heads": self.num_heads, "per": self.per, "act": self.act}
         if self.dim is not None:
             parts["dim"] = self.dim
@@ -143,9 +144,9 @@ class LrpeRotate1d(torch.nn.Module):
             parts |= {"start": self.start, "rotary_dim": self.rotary_dim}
         if self.pairs != self.rotary_dim // 2:
             parts["pairs"] = self.pairs
-        said = ", ".join(f"{key}={value!r}" for key, value in parts.items())
+        options = ", ".join(f"{key}={value!r}" for key, value in parts.items())
         frozen = "" if self.theta.requires_grad else ", learnable=False"
-        return f"{self.head_dim}, {said}, base={self.base:g}{frozen}"
+        return f"{self.head_dim}, {options}, base={self.base:g}{frozen}"
 
 
 def _check_options(
@@ -165,7 +166,7 @@ def _check_options(
         raise bad_value(f"num_heads must be given for per={per!r} but is None")
     if pairs is not None:
         if per == "head":
-            raise bad_value(f"pairs must be None for per='head', where all turn, but got {pairs}")
+            raise bad_value(f"pairs must be None for per='head', where all rotate, but got {pairs}")
         check_count("pairs", pairs)
         if isinstance(pairs, int) and pairs > every:
             raise bad_value(f"pairs must be at most {every} but got {pairs}")

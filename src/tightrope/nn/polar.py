@@ -1,4 +1,4 @@
-"""Polar attention: queries and keys are rotated by a position, and scaled by a positive gate."""
+"""Polar attention: queries and keys are rotated by position and scaled by a positive gate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GateOption: TypeAlias = str | Gate | tuple[Gate | None, Gate | None] | None
 
 
 class KVCache:
-    """Rotated and gated keys, and values, of the tokens so far: for decoding.
+    """Cache of keys (rotated and gated) and values of the tokens so far, for decoding.
 
     Attributes:
         k, v: ``(batch, kv_heads, tokens, d_head)``; None before the first token.
@@ -37,23 +37,23 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it holds."""
+        """Number of cached tokens."""
         return 0 if self.k is None else self.k.shape[2]
 
     def append_(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the keys and values of new tokens, and return all."""
+        """Append the keys and values of new tokens and return all of them."""
         self.k, self.v = self.followed_by(k, v)
         return self.k, self.v
 
     def followed_by(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values with those of new tokens, which it does not keep."""
+        """Return the cached and the new keys and values, without storing the new ones."""
         if self.k is None or self.v is None:
             return k, v
         return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
 
 
 class _QueryHead(torch.nn.Module):
-    """The parameters of a head that uses the keys and values of another."""
+    """Parameters of a head that uses the keys and values of another head."""
 
     gamma: torch.Tensor
     slope: torch.Tensor
@@ -68,14 +68,14 @@ class _QueryHead(torch.nn.Module):
 
 
 class PolarRoPEHead(_QueryHead):
-    """One head of polar attention, not causal: rotation by tables, and a gate exp(γ) per channel.
+    """One head of non-causal polar attention: rotation by tables and a gate exp(γ) per channel.
 
     Args:
         d_model: channels of the input.
         d_head: channels of the head; even.
-        use_spd: whether there is a gate; it begins as 1.
-        tied: "pair" gives both channels of a pair one γ, so that scores depend on distances only.
-        device, dtype: of the parameters.
+        use_spd: whether the head has a gate; it is initialised to 1.
+        tied: "pair" gives both channels of a pair the same γ, so scores depend on distances only.
+        device, dtype: device and dtype of the parameters.
 
     Source: RoFormer (arXiv 2104.09864) for the rotation; the gate is the positive factor of the polar
     decomposition of a position operator.
@@ -107,11 +107,11 @@ class PolarRoPEHead(_QueryHead):
 
     @public()
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Attend.
+        """Attend over the tokens of x.
 
         Args:
             x: ``(batch, tokens, d_model)``.
-            cos, sin: ``(tokens, d_head / 2)``, as of :func:`functional.build_freqs_cis`.
+            cos, sin: ``(tokens, d_head / 2)``, see :func:`functional.build_freqs_cis`.
 
         Returns:
             ``(batch, tokens, d_head)``.
@@ -131,34 +131,36 @@ class PolarRoPEHead(_QueryHead):
 
 
 class PolarRoPEAttention(torch.nn.Module):
-    """Multi-head polar attention: softmax of rotated and gated products, not causal by default.
+    """Multi-head polar attention: softmax attention with rotated and gated queries and keys.
 
-    Parameters stay one per head, ``heads.{i}.q_proj.weight``, ``heads.{i}.gamma``, and
-    ``out.weight``; the projections of all heads are computed as one. What replaces or hooks the
-    ``q_proj`` of a head is not called: only its weight is read.
+    Parameters are stored per head, ``heads.{i}.q_proj.weight``, ``heads.{i}.gamma``, and
+    ``out.weight``; the projections of all heads are computed as one product. Only the weights of
+    ``q_proj``, ``k_proj`` and ``v_proj`` are read: hooks on these modules, or modules put in their
+    place, are not called.
 
     Args:
         d_model: channels of the input and of the output.
-        num_heads: how many heads.
-        d_head: channels of each; even.
-        use_spd: whether each head has a gate exp(γ) per channel, ``heads.{i}.gamma``; it begins as 1.
-        num_kv_heads: groups of heads that share keys and values; each has those, and the gate of its
-            keys, of its first head. ``num_heads`` by default.
-        causal: whether a token sees only itself and those before it.
-        dropout: share of attention weights dropped while training.
+        num_heads: number of heads.
+        d_head: channels of each head; even.
+        use_spd: whether each head has a gate exp(γ) per channel, ``heads.{i}.gamma``, initialised
+            to 1.
+        num_kv_heads: number of groups of heads that share keys and values; the first head of a group
+            has its keys, values and key gate. ``num_heads`` by default.
+        causal: whether a token attends only to itself and to earlier tokens; False by default.
+        dropout: fraction of attention weights dropped in training.
         spec: the rotation; by default interleaved, over all channels, with base 10000.
-        gate: what multiplies queries and keys besides: None; "slope", a learnable
-            ``heads.{i}.slope`` with exp(slope · p), which begins as 1; or a gate of
-            :mod:`tightrope.gates`, or one each for queries and keys. Tensors of such a gate are no
-            parameters of this module.
-        tied: "pair" gives γ and slope one value per pair that rotates, so that they commute with the
+        gate: an additional gate on queries and keys: None; "slope", the factor exp(slope · p) with a
+            learnable ``heads.{i}.slope``, initialised to 1; a gate of :mod:`tightrope.gates`; or a
+            pair, one for queries and one for keys. Tensors of such a gate are not parameters of this
+            module.
+        tied: "pair" gives γ and slope one value per rotated pair, so that they commute with the
             rotation.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
-        TypeError, ValueError: options that do not fit, each with its sentence.
+        TypeError, ValueError: invalid options; the message names the option.
 
-    Source: as of :class:`PolarRoPEHead`; grouped heads: Ainslie et al. (arXiv 2305.13245).
+    Source: see :class:`PolarRoPEHead`; grouped heads: Ainslie et al. (arXiv 2305.13245).
 
     >>> attention = PolarRoPEAttention(32, 4, 8)
     >>> attention(torch.randn(2, 5, 32)).shape
@@ -215,7 +217,7 @@ class PolarRoPEAttention(torch.nn.Module):
         width = d_head if tied is None else spec.rotary_dim // 2
         self.heads = torch.nn.ModuleList()
         for i in range(num_heads):
-            # The order of the seed, so that one random state gives its parameters.
+            # Parameters in the order of the original code: the same random seed gives the same values.
             head: _QueryHead
             if i % (num_heads // kv_heads):
                 head = _QueryHead(d_model, d_head, use_spd, tied, factory)
@@ -239,26 +241,28 @@ class PolarRoPEAttention(torch.nn.Module):
         gate: Gate | tuple[Gate | None, Gate | None] | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Attend over the tokens of x and of the cache.
 
         Args:
             x: ``(batch, tokens, d_model)``.
-            positions: where the tokens are, as of :func:`functional.rotate`, or what ``spec.at``
-                prepared; by default they go on from the tokens of the cache.
-            attn_mask: ``(tokens, keys)`` or ``(batch|1, heads|1, tokens|1, keys)``, keys those of the
-                cache and of x: bool, true where a token may look, or floating, added to scores.
-            padding_mask: bool ``(batch, keys)``: true for tokens, false for padding. A token that
-                may look nowhere gets 0.
-            gate: another gate, for this call, such as a :class:`tightrope.gates.Given` of its tokens.
-            cache: the tokens before; those of x are appended to it. Needs ``causal``.
+            positions: positions of the tokens, see :func:`functional.rotate`, or a rotation prepared
+                by ``spec.at``; by default they continue from the tokens of the cache.
+            attn_mask: ``(tokens, keys)`` or ``(batch|1, heads|1, tokens|1, keys)``, with the keys of
+                the cache before those of x: bool, true where a token may attend, or floating, added
+                to the scores.
+            padding_mask: bool ``(batch, keys)``: true for tokens, false for padding. The attention
+                output of a token that may not attend to any key is 0.
+            gate: an additional gate for this call, such as a :class:`tightrope.gates.Given` for its
+                tokens.
+            cache: the preceding tokens; the call appends those of x. Needs ``causal``.
 
         Returns:
             ``(batch, tokens, d_model)``.
 
         Raises:
-            TypeError, ValueError: arguments that do not fit, each with its sentence.
+            TypeError, ValueError: invalid arguments; the message names the argument.
         """
-        _check_input(x, self._every()[0].q_proj.weight)
+        _check_input(x, self._all_heads()[0].q_proj.weight)
         if cache is not None:
             self._check_cache(x, cache)
             if positions is None:
@@ -268,13 +272,15 @@ class PolarRoPEAttention(torch.nn.Module):
         if isinstance(positions, PreparedRotation):
             rope = positions
             if rope.made_from != self.spec:
-                raise bad_value(f"positions must be of {self.spec!r} but got {rope.made_from!r}")
+                raise bad_value(
+                    f"positions must be prepared by {self.spec!r} but got {rope.made_from!r}"
+                )
         else:
             where = positions
         q, k, v = self._project(x)
         gates = self._all_gates(gate)
         fused = Around((None, None), gates) if any(gates) else None
-        # Nothing else sees the projections.
+        # In place is safe: the projections are used nowhere else.
         verb = "new" if torch.is_grad_enabled() else "in place"
         done = None if where is not None else run_prepared(verb, rope, q, k, "bhsd", False, fused)
         if done is not None:
@@ -296,16 +302,16 @@ class PolarRoPEAttention(torch.nn.Module):
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         if cache is not None:
-            # Last, so that what is refused does not grow it.
+            # Last, so that a call that raises leaves the cache unchanged.
             cache.k, cache.v = k, v
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of all heads, ``(batch, heads, tokens, d_head)``, in one product."""
-        firsts = self._firsts()
+        """Project to queries, keys and values ``(batch, heads, tokens, d_head)`` in one product."""
+        firsts = self._kv_heads()
         weight = torch.cat(
             [
-                *(head.q_proj.weight for head in self._every()),
+                *(head.q_proj.weight for head in self._all_heads()),
                 *(head.k_proj.weight for head in firsts),
                 *(head.v_proj.weight for head in firsts),
             ]
@@ -314,17 +320,17 @@ class PolarRoPEAttention(torch.nn.Module):
         ends = self.num_heads, self.num_heads + self.num_kv_heads
         return every[:, : ends[0]], every[:, ends[0] : ends[1]], every[:, ends[1] :]
 
-    def _every(self) -> list[Any]:
+    def _all_heads(self) -> list[Any]:
         return list(self.heads)
 
-    def _firsts(self) -> list[Any]:
-        """The heads that have keys and values."""
-        return self._every()[:: self.num_heads // self.num_kv_heads]
+    def _kv_heads(self) -> list[Any]:
+        """Return the heads that have keys and values, the first of each group."""
+        return self._all_heads()[:: self.num_heads // self.num_kv_heads]
 
     def _all_gates(self, gate: Any) -> tuple[list[Gate], list[Gate]]:
-        """The gates of queries and those of keys."""
-        for_q, for_k = ([one, other] for one, other in zip(self._gates, self._pair(gate)))
-        for heads, gates in ((self._every(), for_q), (self._firsts(), for_k)):
+        """Return the gates of the queries and the gates of the keys."""
+        for_q, for_k = ([own, extra] for own, extra in zip(self._gates, self._pair(gate)))
+        for heads, gates in ((self._all_heads(), for_q), (self._kv_heads(), for_k)):
             if self.use_spd:
                 gates.append(Exp(torch.stack([head.gamma for head in heads]), self.tied))
             if self.has_slope:
@@ -341,7 +347,7 @@ class PolarRoPEAttention(torch.nn.Module):
         given: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, bool]:
-        """One mask of all, or None; and whether it is causal and nothing else."""
+        """Combine the masks into one, or None; and return whether only causality masks."""
         rows, heads, tokens, _ = q.shape
         keys = k.shape[2]
         if given is None and padding is None and (not self.causal or keys == tokens):
@@ -407,14 +413,14 @@ class PolarRoPEAttention(torch.nn.Module):
             if not same or held.shape != (rows, heads, cache.tokens, width):
                 dtype = str(new.dtype).removeprefix("torch.")
                 raise bad_value(
-                    f"cache must hold what this module makes, {dtype}[{rows}, {heads}, tokens, "
+                    f"cache must match this module, {dtype}[{rows}, {heads}, tokens, "
                     f"{width}] on {new.device}",
                     **{"cache.k": cache.k, "cache.v": cache.v},
                 )
         return cache.followed_by(k, v)
 
     def extra_repr(self) -> str:
-        """What stands in the parentheses of the repr."""
+        """Return the arguments shown in the repr."""
         return (
             f"d_model={self.d_model}, num_heads={self.num_heads}, d_head={self.d_head}, "
             f"use_spd={self.use_spd}, num_kv_heads={self.num_kv_heads}, causal={self.causal}"
@@ -444,13 +450,13 @@ def _check_input(x: object, weight: torch.Tensor) -> None:
         raise bad_type(f"x must be a tensor but got {describe(x)}")
     if x.dim() != 3 or x.shape[-1] != width:
         raise bad_value(f"x must have shape (batch, tokens, {width})", x=x)
-    # Torch multiplies by what has no numbers, without a word.
+    # torch silently accepts a meta tensor (which has no data) here.
     _check_place("x", x, "the parameters are", weight.device)
 
 
-def _check_place(what: str, x: torch.Tensor, other: str, device: torch.device) -> None:
+def _check_place(name: str, x: torch.Tensor, other: str, device: torch.device) -> None:
     if x.device != device:
-        raise bad_value(f"{what} is on {x.device} but {other} on {device}")
+        raise bad_value(f"{name} is on {x.device} but {other} on {device}")
 
 
 def _check_mask(mask: object, full: tuple[int, int, int, int]) -> None:

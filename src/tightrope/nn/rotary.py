@@ -1,4 +1,4 @@
-"""The module that rotates, and shows what its seed showed."""
+"""RoPE as a module, with the attributes of the original implementation."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .._errors import bad_type, bad_value, class_of, describe, public, sentence
 from ..positions import PositionsLike
 from ..spec import RopeSpec
 
-# Growing what `max_seq_len_cached` reports is a read and a write; one lock for all modules keeps
-# modules free of anything that cannot be copied or pickled.
+# Updating `max_seq_len_cached` is a read and a write. All modules share one lock, since a module that
+# holds a lock could not be copied or pickled.
 _GROWING = threading.Lock()
 
-# Names under which other implementations save what a spec already says.
+# Keys under which other implementations save frequencies and tables; a spec already defines both.
 _LEGACY_FREQUENCIES = ("inv_freq", "freqs")
 _LEGACY_TABLES = ("cos_cached", "sin_cached")
 
 
 class RotaryPositionalEmbedding(torch.nn.Module):
-    """Rotary position embedding of the first ``dim`` channels; the rest pass unchanged.
+    """Rotary position embedding of the first ``dim`` channels; the others are copied.
 
-    There is no table to outgrow and no buffer to cast: ``.to(torch.bfloat16)``, meta-device
-    construction, copying and saving leave the rotation as it is, and it adds no key to a
-    ``state_dict``.
+    The module has no table that a sequence could outgrow and no buffer that a cast could round.
+    ``.to(torch.bfloat16)``, construction on the meta device, copying and saving do not change the
+    rotation, and the module adds no key to a ``state_dict``.
 
     Args:
-        dim: how many channels rotate; even.
-        max_seq_len: kept for reference; longer sequences just work.
+        dim: number of channels that rotate; even.
+        max_seq_len: stored, but not a limit: longer sequences work as well.
         base: base of the frequencies.
         interleaved: pair channels (0, 1), (2, 3), … instead of i with i + dim / 2.
 
@@ -39,7 +39,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         spec: the :class:`tightrope.RopeSpec` of the ``dim`` rotated channels.
 
     Raises:
-        ValueError, TypeError: values that describe no rotation.
+        ValueError, TypeError: invalid arguments; the message names the argument.
 
     Source: Su et al., RoFormer (arXiv 2104.09864).
 
@@ -78,8 +78,8 @@ class RotaryPositionalEmbedding(torch.nn.Module):
 
         Args:
             x: floating, at least 2-D, channels last, at least ``dim`` of them.
-            seq_dim: which dimension is the sequence, for any rank of x: (batch, heads, seq, dim)
-                means -2 or 2, (batch, seq, heads, dim) means 1, (seq, batch, heads, dim) means 0.
+            seq_dim: the sequence dimension, for any rank of x: -2 or 2 for (batch, heads, seq, dim),
+                1 for (batch, seq, heads, dim), 0 for (seq, batch, heads, dim).
             positions: None for 0..n-1, an int offset, ids ``(seq,)``, or ids ``(rows, seq)`` with
                 one row for each index of the first other dimension.
             inverse: undo the rotation instead.
@@ -88,8 +88,8 @@ class RotaryPositionalEmbedding(torch.nn.Module):
             A new tensor of the same shape and dtype.
 
         Raises:
-            ValueError: a ``seq_dim`` that x has not, too few channels, ids that do not fit.
-            TypeError: a tensor or ids of a dtype that cannot rotate or count.
+            ValueError: an invalid ``seq_dim``, too few channels, or ids that do not fit.
+            TypeError: a tensor or ids of an unsupported dtype.
         """
         if not isinstance(x, torch.Tensor):
             raise bad_type(f"x must be a tensor but got {describe(x)}")
@@ -110,7 +110,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         known = layout.get((dims, seq))
         if known is not None:
             return self._rotate(x, positions, known, inverse)
-        # Any other rank: the first other dimension is rows, what is left is heads.
+        # Any other rank: the first other dimension becomes rows, the remaining ones heads.
         view = x.movedim(seq, -2)
         lead = view.shape[1:-2]
         view = view.flatten(1, -3) if lead else view
@@ -123,7 +123,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         return functional.rotate_first(x, self.spec, positions, layout=layout, inverse=inverse)
 
     def _note(self, length: int, device: torch.device) -> None:
-        # Shapes without data, and lengths that are symbols, are not sequences that were seen.
+        # Tensors without data and symbolic lengths do not count as sequences seen.
         if torch.compiler.is_compiling() or device.type == "meta" or type(length) is not int:
             return
         if length > self._seen:
@@ -135,7 +135,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
     def inv_freq(self) -> torch.Tensor:
         """Frequencies in radians per position, float32 ``(dim / 2,)``, made on each read.
 
-        What rotates is more exact: see :meth:`tightrope.RopeSpec.frequencies`.
+        The rotation uses more exact ones: see :meth:`tightrope.RopeSpec.frequencies`.
         """
         return self.spec.frequencies().inv_freq.to(torch.float32)
 
@@ -147,12 +147,12 @@ class RotaryPositionalEmbedding(torch.nn.Module):
     @property
     def cos_cached(self) -> torch.Tensor | None:
         """Cosines as float32 ``(1, 1, max_seq_len_cached, dim)``, made on each read; None before
-        first use. To look at: the rotation does not use it."""
+        first use. For inspection: the rotation does not use them."""
         return self._cached(0)
 
     @property
     def sin_cached(self) -> torch.Tensor | None:
-        """Sines, as :attr:`cos_cached`."""
+        """Sines, like :attr:`cos_cached`."""
         return self._cached(1)
 
     def _cached(self, which: int) -> torch.Tensor | None:
@@ -187,23 +187,23 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _agrees(self, saved: object) -> bool:
-        """Whether saved frequencies are the spec's, to the precision that they were saved in."""
+        """Return whether saved frequencies equal the spec's, to the precision of their dtype."""
         exact = self.spec.frequencies().inv_freq
         if not isinstance(saved, torch.Tensor) or not saved.is_floating_point():
             return False
         if saved.shape != exact.shape:
             return False
         if saved.device.type == "meta":
-            return True  # a shape without values disagrees with nothing
+            return True  # a meta tensor has no data to compare
         limits = torch.finfo(saved.dtype)
-        # Two roundings of the storing type, one of the base's power and one of the cast; and what
-        # lies below its smallest number.
+        # Allow two roundings of the saved dtype, of the base's power and of the cast, and underflow
+        # below its smallest number.
         relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
         read = saved.detach().to("cpu", torch.float64)
         return torch.allclose(read, exact, rtol=relative, atol=absolute)
 
     def extra_repr(self) -> str:
-        """What stands in the parentheses of the repr."""
+        """Return the arguments shown in the repr."""
         return (
             f"dim={self.dim}, max_seq_len={self.max_seq_len}, base={self.base}, "
             f"interleaved={self.spec.interleaved}"
