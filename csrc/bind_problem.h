@@ -157,7 +157,7 @@ inline void read_tables(const Arguments& a, Problem& p) {
 inline void read_words(const Arguments& a, Problem& p) {
   const View w(a.primary);
   STD_TORCH_CHECK(w.dims == 4 && w.size[0] >= 1 && is_words(a.primary),
-                  "tightrope: words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
+                  "tightrope: phase words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
   p.words = static_cast<const int64_t*>(a.primary.const_data_ptr());
   p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
   if (!a.secondary.has_value()) return;
