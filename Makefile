@@ -55,6 +55,8 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/codespell . .ci/*
+	$(BIN)/python tests/prose.py
 	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 

@@ -499,7 +499,7 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         "dtype of turns": {"turns": words.float()},
         "strided turns": {"turns": torch.ones(1, 1, 1, 6, dtype=torch.int64)[..., ::2]},
         "tokens of ids": {"positions": torch.zeros(1, 1, 4), "form": ids},
-        "tokens of a ramp": {"positions": torch.zeros(1, 1, 5)},
+        "tokens without ids": {"positions": torch.zeros(1, 1, 5)},
         "rows of ids": {"positions": torch.zeros(1, 3, 5), "form": ids},
         "axes of ids": {"positions": torch.zeros(2, 1, 5), "form": ids},
         "dimensions of ids": {"positions": torch.zeros(1, 5), "form": ids},

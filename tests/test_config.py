@@ -127,7 +127,7 @@ ABSENCE: dict[str, str] = {
     "rotary_percent": "all channels",
     "rotary_dim": "all channels, for vLLM and families that rotate them all",
     "partial_rotary_factor": "all channels, in Phi-3; families with another default require it",
-    "multi_latent_attention": "told by qk_pos_emb_head_dim",
+    "multi_latent_attention": "from qk_pos_emb_head_dim",
     "beta_fast": "the paper's 32",
     "beta_slow": "the paper's 1",
     "truncate": "the paper's true",
@@ -140,7 +140,7 @@ ABSENCE: dict[str, str] = {
     "original_max_position_embeddings": "the length of the context for yarn and dynamic",
     "max_position_embeddings": "where dynamic begins, and the ratio of LongRoPE; both required there",
     "rope_type": "a section of nothing but a base scales by no rule",
-    "general.architecture": "told by the prefix of the other keys",
+    "general.architecture": "from the prefix of the other keys",
 }
 
 
@@ -383,13 +383,13 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         {**LLAMA, "partial_rotary_factor": "half"}, {}, ValueError,
         "[from_config] partial_rotary_factor must be above 0 and at most 1 but got 'half'.",
     ),
-    "a part that is not said": (
+    "a missing fraction": (
         {**LLAMA, "model_type": "phi"}, {}, ValueError,
         "[from_config] model_type 'phi' rotates a part of each head, so the config must give one of "
         "partial_rotary_factor, rotary_pct, rope_pct, rotary_percent, rotary_emb_fraction, "
         "rotary_dim.",
     ),
-    "a head that is not said": (
+    "a missing head width": (
         {**LLAMA, "model_type": "gemma"}, {}, ValueError,
         "[from_config] model_type 'gemma' has heads of another width than hidden size / heads, so the "
         "config must give head_dim.",

@@ -253,7 +253,7 @@ CASES = {
         ValueError,
         "[Positions] ids must have shape (axes, rows, tokens) (ids: int64[2, 5]).",
     ),
-    "Positions with ids and a ramp": (
+    "Positions with ids and ramp=True": (
         lambda: positions.Positions(ids(1, 2, 5)),
         ValueError,
         "[Positions] ids must have shape (axes, rows, 1) with ramp=True (ids: int64[1, 2, 5]).",

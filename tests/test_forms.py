@@ -103,7 +103,7 @@ SUGGESTED: dict[str, tuple[str, list[str]]] = {
     ),
     "gptj": ("tensor, sin, cos", ["x, sin, cos", "x, cos, sin"]),
     "meta": ("xq, xk, freqs_cis", ["q, k, cis", "q, k, sin_cos"]),
-    "ids that nobody reads": ("x, cos, sin, position_ids=None", ["x, cos, sin", "x, sin, cos"]),
+    "ids that are not read": ("x, cos, sin, position_ids=None", ["x, cos, sin", "x, sin, cos"]),
     "rows": (
         "q, k, cos, sin, position_ids",
         ["q, k, cos, sin, positions", "q, k, sin, cos, positions"],

@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def within(self) -> bool:
-        """Whether both are within the bounds; False for NaN."""
+        """True if both are within the bounds; False for NaN."""
         return self.output <= OUTPUT_BOUND and self.gradient <= GRADIENT_BOUND
 
 

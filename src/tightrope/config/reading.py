@@ -164,7 +164,7 @@ def _is_rope_section(value: object) -> bool:
 
 
 def _read_outside(source: Source) -> set[str]:
-    """Outer keys that are read in this configuration, or known not to affect the rotation."""
+    """Keys of the outer level that are read in this configuration, or known not to affect the rotation."""
     known = {
         *keys.BASE, *keys.SECTION, *keys.FRACTION, *keys.ROTARY_DIM, *keys.PAIRING, *keys.ROPE_DIM,
         *keys.SECTIONS, *keys.SECTIONS_INTERLEAVED, *keys.SWITCHES, *keys.INERT_OUTSIDE,

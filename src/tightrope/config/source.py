@@ -63,7 +63,7 @@ class Part:
     Attributes:
         name: the layer type; None if the layers do not differ.
         entries: its rope section.
-        base: the outer keys that may give its base.
+        base: the keys of the outer level that may give its base.
         head_dim: its head width, if layers differ in it.
         rope: whether these layers have RoPE.
     """

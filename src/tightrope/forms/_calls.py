@@ -1,4 +1,4 @@
-"""How to call one function: its form, and the role of each parameter."""
+"""A call of one function: its form, and the role of each parameter."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Call:
 
     @cached_property
     def says_its_form(self) -> bool:
-        """Whether the table parameters have the names of the form's roles."""
+        """True if the table parameters have the names of the form's roles."""
         names = {each.role: each.name for each in self.arguments}
         return all(names[role] is None or role in str(names[role]) for role in self.form.roles)
 

@@ -43,7 +43,7 @@ class Form:
 
     @property
     def takes_tables(self) -> bool:
-        """Whether the caller passes cosines and sines, in whatever form."""
+        """True if the caller passes cosines and sines, in whatever form."""
         return self.read is not None
 
     def built(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, ...]:

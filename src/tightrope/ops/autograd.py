@@ -83,7 +83,7 @@ class InPlace(torch.autograd.Function):
 
 
 class _Wants(NamedTuple):
-    """Which tensors other than q and k need a gradient.
+    """Tensors other than q and k need a gradient.
 
     Attributes:
         positions, frequencies, tables: whether these do.

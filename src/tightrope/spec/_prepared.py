@@ -189,7 +189,7 @@ class PreparedRotation:
 
     @property
     def is_stale(self) -> bool:
-        """Whether ids changed in place after lengths were read from them."""
+        """True if ids changed in place after lengths were read from them."""
         if self.snapshot is None or is_tracing():
             return False
         return not self.snapshot.is_of(self.ids)

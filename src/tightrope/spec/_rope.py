@@ -206,7 +206,7 @@ class RopeSpec:
 
     @property
     def by_length(self) -> bool:
-        """Whether the frequencies depend on the length of the sequence."""
+        """True if the frequencies depend on the length of the sequence."""
         return self._words.by_length
 
     @property
