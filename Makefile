@@ -3,7 +3,7 @@
 #   make demo     train a small model with the library, on real text, and show what it costs
 #   make test     the tests, except slow ones that rarely fail alone
 #   make test-all all tests
-#   make check    formatting, lint, types, documentation
+#   make check    formatting, lint, types, wording, spelling, documentation
 #   make wheel    dist/tightrope-*.whl
 #   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
 #   make clean    remove everything that the other targets made
