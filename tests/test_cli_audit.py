@@ -168,7 +168,7 @@ def test_a_function_that_crashes_is_a_finding() -> None:
     assert done.returncode == 1
     (finding,) = Report.from_dict(json.loads(done.stdout)).findings
     assert finding.code == "crashes"
-    assert finding.sentence == "The process of the audit was ended by signal 6."
+    assert finding.sentence == "The audit process was ended by signal 6."
     assert "Traceback" not in done.stderr
 
 

@@ -47,7 +47,7 @@ def test_what_it_says(
     assert run_here(monkeypatch, *arguments) == 0
     words, progress = capsys.readouterr()
     for text in (
-        "half (says model_type 'llama') to interleaved",
+        "half (stated by model_type 'llama') to interleaved",
         "model.layers.{0-1}.self_attn.q_proj.weight  (2)",
         "model.layers.{0-1}.self_attn.k_norm.weight  (2)",
         "model.layers.{0-1}.self_attn.o_proj.weight  (2)",
@@ -176,8 +176,8 @@ def test_names_from_a_file_cannot_steer_the_terminal(
     "interleaved, code, about",
     [
         (False, 0, "half, confidence above 0.99999"),
-        (True, 1, "the weights speak against the files"),
-        (None, 1, "it cannot be known from them"),
+        (True, 1, "the weights contradict the files"),
+        (None, 1, "they do not show the pairing"),
     ],
 )
 def test_detect(

@@ -1,4 +1,4 @@
-"""`tightrope inspect` end to end: words, JSON, pictures, exit codes, and files that are none."""
+"""`tightrope inspect` end to end: text, JSON, pictures, exit codes, and invalid files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAGIC = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two models beside each other, as they are downloaded."""
+    """A folder with two models, as downloaded."""
     for name, config in (("llama-3.1", LLAMA31), ("llama-3", LLAMA3)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -43,14 +43,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
-    """Exit code, output and error stream of one call."""
+    """Run the command; return exit code, output and error stream."""
     words = [str(argument) for argument in arguments]
     result = CliRunner().invoke(app.app, ["inspect", *words], env={"COLUMNS": str(width)})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
 
 
-# --- what it says ---------------------------------------------------------------------------------
+# --- text output ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -79,8 +79,8 @@ def test_the_rows_that_matter_are_shown(folder: Path) -> None:
         for line in words.splitlines()
         if "÷" in line or "kept" in line
     }
-    # The last pair that is kept and the first that is not; the first that is divided by all of 8;
-    # the last that turns once within the context and the first that does not.
+    # The last pair that scaling keeps and the first that it changes; the first that is divided by
+    # the full 8; the last that completes a turn within the context and the first that does not.
     assert {"0", "28", "29", "34", "35", "38", "39", "63"} <= set(rows)
     assert rows["28"][5] == "kept"
     assert rows["35"][5:7] == ["÷", "8"]
@@ -116,7 +116,7 @@ def test_two_configurations_in_words(folder: Path) -> None:
     code, words, _ = run(folder / "llama-3.1", folder / "llama-3")
     assert code == 1
     whole = " ".join(words.split())
-    assert "35 of 64 pairs turn at another speed" in whole
+    assert "35 of 64 pairs have different frequencies" in whole
     assert "disagree by up to 3.142 rad over 131,072 positions" in whole
     assert "They differ." in whole
     assert "original_max_position" in whole
@@ -218,7 +218,7 @@ def test_pictures_of_several_parts_and_models(folder: Path) -> None:
     still = folder / "still.json"
     still.write_text(json.dumps({**RopeSpec(4).to_dict(), "rotary_dim": 0}))
     path = folder / "picture.png"
-    assert "every rotation must turn some pair but base 10000 has none" in one_line(
+    assert "every rotation must have a pair that turns but base 10000 has none" in one_line(
         [still, "--plot", path]
     )
     for inputs in ([config], [small], [folder / "llama-3"], [folder / "llama-3.1", small]):
@@ -245,7 +245,7 @@ def test_a_picture_that_cannot_be_written(folder: Path, place: str, about: str) 
 
 
 def one_line(arguments: list[object]) -> str:
-    """The error of a call that must end with exit code 2 and one line."""
+    """Run a call that must end with exit code 2 and one line; return that line."""
     code, words, error = run(*arguments)
     assert code == 2, error
     assert words == ""
@@ -297,7 +297,7 @@ def test_a_url_is_not_taken_for_a_path(url: str, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(f"the configuration {about}")):
         convert(tmp_path, tmp_path / "out", to="half", said=Said(config=url))
-    # A folder may be called so.
+    # A folder may have such a name.
     there = tmp_path / "odd:" / "config.json"
     there.parent.mkdir()
     there.write_text(json.dumps(LLAMA3), encoding="utf-8")
@@ -322,7 +322,7 @@ def test_places_that_are_no_configuration(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tests may run as a user who may read everything.
+    # Tests may run as a user with access to every file.
     def refuse(self: Path, *_: object, **__: object) -> Iterator[bytes]:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -427,7 +427,7 @@ def test_a_file_does_not_steer_the_terminal(tmp_path: Path) -> None:
             assert not set(evil) & set("\x1b\x07\u009b") & set(words + error), options
 
 
-# Whatever a configuration can hold that a program did not expect.
+# Values that a configuration may hold and that programs do not expect.
 ODD: list[Any] = [
     None, 0, -1, 1, 2, 3, -0.0, 1.5, 1e308, -1e308, 10**30, 2**63, 10**6, 65537, float("nan"),
     float("inf"), True, False, "", "x", "1e4", [], [1], [[1]], [None], {}, {"a": 1}, "rope", "yarn",
@@ -437,7 +437,7 @@ TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something stands in a configuration: keys and indices."""
+    """Return all paths into a configuration, as keys and indices."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())
@@ -501,7 +501,7 @@ def test_damaged_files_are_one_line_or_a_report(
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-# On a terminal: help, a table with bold words, and a bar of progress.
+# On a terminal: help, a table with bold text, and a progress bar.
 ON_A_TERMINAL = """
 import sys, time
 from tightrope.cli import app
@@ -526,7 +526,7 @@ def test_no_escape_codes_when_asked(folder: Path, no_colour: str, plain: bool) -
     with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         said = b""
-        # A terminal whose last writer has left gives an error on Linux, and nothing elsewhere.
+        # After its last writer closes, reading a terminal fails on Linux and returns nothing elsewhere.
         with contextlib.suppress(OSError):
             while part := os.read(ours, 4096):
                 said += part
@@ -561,7 +561,7 @@ def test_a_narrow_terminal_gets_a_list(folder: Path, width: int) -> None:
     assert code == 0
     lines = [line.rstrip() for line in words.splitlines()]
     assert "  value: 128" == lines[lines.index("field: rotary_dim") + 1]
-    assert "  said by: rope_theta" in lines
+    assert "  source: rope_theta" in lines
     at = lines.index("pair: 0")
     assert lines[at + 1 : at + 4] == ["  channels: 0, 64", "  wavelength: 6.28", "  unscaled: 6.28"]
     assert "…" not in words
@@ -587,7 +587,7 @@ def test_help_has_an_example_and_the_exit_codes() -> None:
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # The shell is that which started the process; a make that started it runs none with completion.
+    # Completion detects the shell that started the process; under make there is none that it knows.
     monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "/bin/bash"))
     monkeypatch.setattr(sys, "argv", ["tightrope", "--show-completion", "bash"])
     with pytest.raises(SystemExit, match="0"):
