@@ -1,4 +1,4 @@
-"""`tightrope audit`: exit codes, JSON, what it prints, and code that crashes it."""
+"""`tightrope audit`: exit codes, JSON, output, and functions that crash."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code, in this process."""
+    """Run the command in this process; return the exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", "audit", "--no-isolate", *arguments])
     return app.run()
 
 
 def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as a user runs it."""
+    """Run the command as a user does."""
     command = [sys.executable, "-m", "tightrope.cli", "audit", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -79,7 +79,7 @@ def test_nothing_found_is_0(
     assert "geometric, base 10000" in out
     assert "No findings; " in out
     assert "\x1b" not in out
-    # What the module prints goes elsewhere.
+    # The module's own output goes to the error stream.
     assert "imported" not in out
     assert "imported" in err
 
@@ -197,7 +197,7 @@ def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
         "import sys, time\nsys.stderr.write('begun\\n')\nsys.stderr.flush()\ntime.sleep(60)\n",
         encoding="utf-8",
     )
-    # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+    # A shell ignores SIGINT for background processes, and children inherit that.
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys; from tightrope.cli import main; sys.exit(main())"

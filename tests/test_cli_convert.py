@@ -1,4 +1,4 @@
-"""`tightrope convert` and `tightrope detect`: what they print, their exit codes, kills and soaks."""
+"""`tightrope convert` and `tightrope detect`: output, exit codes, kills and the soak test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """The exit code of the command line, run in this process as the entry point runs it."""
+    """Run the command line in this process, as the entry point does; return the exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", *map(str, arguments)])
     return app.run()
 
@@ -40,7 +40,7 @@ def test_what_it_says(
     source: Path,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")  # a long name of a folder must not break the lines below
+    monkeypatch.setenv("COLUMNS", "300")  # so that long folder names do not wrap the lines below
     (source / "model.gguf").write_bytes(b"")
     out = tmp_path / "out"
     arguments = ["convert", source, out, "--to", "interleaved", "--verify"]
@@ -51,7 +51,7 @@ def test_what_it_says(
         "model.layers.{0-1}.self_attn.q_proj.weight  (2)",
         "model.layers.{0-1}.self_attn.k_norm.weight  (2)",
         "model.layers.{0-1}.self_attn.o_proj.weight  (2)",
-        "model.gguf: other weights, which stay as they are paired",
+        "model.gguf: other weights, which are not converted",
         "scores of 2 layers differ by ",
         "interleaved=True",
         ", 5 files",
@@ -107,8 +107,8 @@ def test_all_that_can_be_said(
         (["convert", "{gone}", "{out}", "--to", "half"], "the checkpoint must exist but"),
         (["convert", "{model}", "{out}", "--to", "sideways"], "but got 'sideways'"),
         (["convert", "{model}", "{out}"], "--to"),
-        (["convert", "{model}", "{model}", "--to", "interleaved"], "another place than"),
-        (["convert", "{model}", "{out}", "--to", "half"], "paired so already: half"),
+        (["convert", "{model}", "{model}", "--to", "interleaved"], "must differ from"),
+        (["convert", "{model}", "{out}", "--to", "half"], "is already half"),
         (["convert", "{model}", "{out}", "--to", "half", "--heads", "x"], "--heads"),
         (["detect", "{gone}"], "the checkpoint must exist but"),
         (["detect", "{model}", "--naming", "x"], "naming must be one of"),
@@ -229,9 +229,9 @@ def test_help_fits(
 
 @pytest.mark.slow
 def test_ctrl_c_removes_what_was_written(source: Path, tmp_path: Path) -> None:
-    # The copy waits, so that the signal comes while it is under way.
+    # The copy waits, so that the signal arrives during it.
     script = (
-        # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+        # A shell ignores SIGINT for background processes, and children inherit that.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, time; from tightrope.workbench.convert import rewrite\n"
         "real = rewrite._Copy._write\n"

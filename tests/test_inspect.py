@@ -543,10 +543,10 @@ def test_the_record_of_a_conversion_says_the_pairing(
         there.mkdir()
         convert(source / "model.safetensors", there / "model.safetensors", to="interleaved")
         (there / "config.json").write_bytes((source / "config.json").read_bytes())
-        who = "the record of a conversion in model.safetensors"
+        who = "the conversion record in model.safetensors"
     else:
         convert(source, there, to="interleaved")
-        who = "tightrope_convert.json, which a conversion left"
+        who = "the conversion record tightrope_convert.json"
     target = there if asked == "folder" else there / "config.json"
     (part,) = inspect(target).parts
     assert part.spec.interleaved
@@ -580,5 +580,7 @@ def test_records_beside_several_sections_and_records_that_disagree(tmp_path: Pat
         assert not any(part.spec.interleaved for part in inspect(there).parts)
     assert inspect(there, section="text_config").parts[0].spec.interleaved
     (tmp_path / "b/tightrope_convert.json").write_text('{"pairing": "sideways"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="must state 'half' or 'interleaved' but states 'sideways'"):
+    with pytest.raises(
+        ValueError, match="must state 'half' or 'interleaved' but states 'sideways'"
+    ):
         inspect(tmp_path / "b")

@@ -58,11 +58,14 @@ def audit(
         typer.Option(help="Its arguments, such as 'x, positions' or 'q, k, cos, sin'."),
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="bhsd, bshd, sbhd, thd, bsd or sd; by default found by trying.")
+        str | None,
+        typer.Option(help="bhsd, bshd, sbhd, thd, bsd or sd; by default found by trying."),
     ] = None,
     tables: Annotated[
         str | None,
-        typer.Option(help="Layout of its cosines: cat, repeat or half; by default found by trying."),
+        typer.Option(
+            help="Layout of its cosines: cat, repeat or half; by default found by trying."
+        ),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Channels of one head.")] = None,
     meant: Annotated[
@@ -76,7 +79,9 @@ def audit(
     ] = None,
     make: Annotated[
         bool,
-        typer.Option("--make", help="FUNCTION takes no arguments and returns the function to audit."),
+        typer.Option(
+            "--make", help="FUNCTION takes no arguments and returns the function to audit."
+        ),
     ] = False,
     layer_type: Annotated[
         str | None, typer.Option(help="The layer type to audit, where layers differ.")
