@@ -90,7 +90,7 @@ def test_findings_are_1(
 ) -> None:
     assert call(monkeypatch, "audited_rope:bad", *QUICK) == 1
     out = capsys.readouterr().out
-    assert "warning sign\n  All pairs turn the other way round than RoPE does: " in out
+    assert "warning sign\n  All pairs turn in the opposite direction to RoPE: " in out
     program = out[out.index("    import math") : out.index("1 warning; ")]
     lines = "\n".join(line.removeprefix("    ") for line in program.splitlines())
     with pytest.raises(AssertionError):
@@ -234,7 +234,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["audited_rope:good", "--timeout", "nan"],
         "timeout must be positive and below 1e6 seconds but got nan",
     ),
-    "device": (["audited_rope:good", "--device", "mars"], "device must be one that torch has here"),
+    "device": (["audited_rope:good", "--device", "mars"], "device must be available to torch"),
     "short": (["audited_rope:good", "--longest", "-5"], "longest must be at least 128 but got -5"),
     "long": (["audited_rope:good", "--longest", str(10**30)], "longest must be at most 2147483648"),
     "no GGUF": (["audited_rope:good", "--meant", "binary.gguf"], "must be a GGUF file"),
