@@ -95,11 +95,11 @@ def rope(
     omega = inv_freq(rotary_dim, base, over) / divide
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        told = dict(types or {})
+        dtypes = dict(types or {})
         if by_x:
-            told[by_x] = x.dtype
+            dtypes[by_x] = x.dtype
         p = positions if where is None else where(positions)
-        angle = angles(p + shift, omega, **told)[:, None]
+        angle = angles(p + shift, omega, **dtypes)[:, None]
         cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
         if swap:
             cos, sin = sin, cos

@@ -45,7 +45,7 @@ def test_what_it_says(
     out = tmp_path / "out"
     arguments = ["convert", source, out, "--to", "interleaved", "--verify"]
     assert run_here(monkeypatch, *arguments) == 0
-    words, progress = capsys.readouterr()
+    output, progress = capsys.readouterr()
     for text in (
         "half (stated by model_type 'llama') to interleaved",
         "model.layers.{0-1}.self_attn.q_proj.weight  (2)",
@@ -56,8 +56,8 @@ def test_what_it_says(
         "interleaved=True",
         ", 5 files",
     ):
-        assert text in words, words
-    assert "\x1b" not in words + progress
+        assert text in output, output
+    assert "\x1b" not in output + progress
     assert "convert 100%" in progress
     assert (out / "model.safetensors.index.json").exists()
 
@@ -70,12 +70,16 @@ def test_json_and_dry_run(
 ) -> None:
     arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json", "--dry-run"]
     assert run_here(monkeypatch, *arguments) == 0
-    words, progress = capsys.readouterr()
-    told = json.loads(words)
+    output, progress = capsys.readouterr()
+    document = json.loads(output)
     assert progress == ""
-    assert (told["source"], told["to"], told["written"]) == ("half", "interleaved", False)
-    assert len(told["changed"]) == 12
-    assert len(told["left"]) == 7
+    assert (document["source"], document["to"], document["written"]) == (
+        "half",
+        "interleaved",
+        False,
+    )
+    assert len(document["changed"]) == 12
+    assert len(document["left"]) == 7
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -124,8 +128,8 @@ def test_a_mistake_is_one_line(
 ) -> None:
     paths = {"gone": tmp_path / "gone", "model": source, "out": tmp_path / "out"}
     assert run_here(monkeypatch, *(each.format(**paths) for each in arguments)) == 2
-    words, error = capsys.readouterr()
-    assert words == ""
+    output, error = capsys.readouterr()
+    assert output == ""
     assert error.startswith("Error: ")
     assert about in error
     assert error.count("\n") == 1
@@ -154,8 +158,8 @@ def test_what_the_machine_cannot(
     monkeypatch.setattr(rewrite._Copy, "_write", fails)
     arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json"]
     assert run_here(monkeypatch, *arguments) == code
-    words, error = capsys.readouterr()
-    assert (words, error) == ("", f"Error: somewhere: {about}.\n")
+    output, error = capsys.readouterr()
+    assert (output, error) == ("", f"Error: somewhere: {about}.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -191,14 +195,14 @@ def test_detect(
     weights = llama_tensors() if interleaved is None else trained(interleaved)
     source = write(tmp_path / "a", weights, LLAMA if interleaved is None else TRAINED)
     assert run_here(monkeypatch, "detect", source) == code
-    words = capsys.readouterr().out
-    assert about in words
-    assert "half (model_type 'llama')" in words
+    output = capsys.readouterr().out
+    assert about in output
+    assert "half (model_type 'llama')" in output
     assert run_here(monkeypatch, "detect", source, "--json") == code
-    told = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     names = {None: None, False: "half", True: "interleaved"}
-    assert told["pairing"] == names[interleaved]
-    assert told["contradicts"] == (interleaved is True)
+    assert document["pairing"] == names[interleaved]
+    assert document["contradicts"] == (interleaved is True)
 
 
 # --- long lists -----------------------------------------------------------------------------------
@@ -219,9 +223,9 @@ def test_help_fits(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     assert run_here(monkeypatch, command, "--help") == 0
-    words = capsys.readouterr().out
-    assert f"tightrope {command} llama-3-8b" in words
-    assert max(map(len, words.splitlines())) <= width
+    output = capsys.readouterr().out
+    assert f"tightrope {command} llama-3-8b" in output
+    assert max(map(len, output.splitlines())) <= width
 
 
 # --- killed, and measured -------------------------------------------------------------------------
@@ -273,8 +277,8 @@ def test_the_soak_at_64_mb(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(numbers.read_text(encoding="utf-8"))
-    assert told["bytes"] > 60e6
-    assert told["shards"] > 2
-    assert told["round_trip_same"] == {"shards": True, "torch file": True}
-    assert told["killed"]["broken"] == []
+    document = json.loads(numbers.read_text(encoding="utf-8"))
+    assert document["bytes"] > 60e6
+    assert document["shards"] > 2
+    assert document["round_trip_same"] == {"shards": True, "torch file": True}
+    assert document["killed"]["broken"] == []

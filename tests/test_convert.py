@@ -600,9 +600,9 @@ def test_nobody_is_told_to_load_a_pickle_that_runs_code(
 
 def edit_index(folder: Path, **changes: str) -> None:
     path = folder / "model.safetensors.index.json"
-    told = json.loads(path.read_text(encoding="utf-8"))
-    told["weight_map"].update(changes)
-    path.write_text(json.dumps(told), encoding="utf-8")
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["weight_map"].update(changes)
+    path.write_text(json.dumps(index), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -727,8 +727,8 @@ def test_marking_changes_as_little_as_it_can() -> None:
     added = marked(text, (), "rope_interleave", False)
     assert added == '{\n  "rope_interleave": false,\n  "a": [1,2]\n}\n'
     nested = '{"text_config": {"x": 1}, "rope_interleave": null}'
-    told = json.loads(marked(nested, ("text_config",), "rope_interleave", False))
-    assert told == {"text_config": {"x": 1, "rope_interleave": False}, "rope_interleave": None}
+    document = json.loads(marked(nested, ("text_config",), "rope_interleave", False))
+    assert document == {"text_config": {"x": 1, "rope_interleave": False}, "rope_interleave": None}
     assert json.loads(marked("{}", (), "is_neox_style", True)) == {"is_neox_style": False}
 
 
@@ -920,18 +920,18 @@ def test_damaged_files_are_told_and_lose_nothing(tmp_path: Path, kind: str) -> N
     checkpoint = file if kind == "torch" else source
     data, out = file.read_bytes(), tmp_path / ("b.pt" if kind == "torch" else "b")
     chance = random.Random(kind)
-    told = []
+    messages = []
     for _ in range(150):
         bad = mutated(data, chance)
         file.write_bytes(bad)
         try:
             convert(checkpoint, out, to="interleaved", force=True)
         except (ValueError, TypeError) as error:
-            told.append(str(error))
+            messages.append(str(error))
         assert file.read_bytes() == bad
         assert not any(place.SUFFIX in path.name for path in tmp_path.iterdir())
-    assert len(told) > 40  # most damage to weights leaves the format valid
-    assert [text for text in told if not text.startswith("[") or "\n" in text] == []
+    assert len(messages) > 40  # most damage to weights leaves the format valid
+    assert [text for text in messages if not text.startswith("[") or "\n" in text] == []
 
 
 # --- detection ------------------------------------------------------------------------------------
@@ -1084,8 +1084,8 @@ def test_a_single_file_carries_its_pairing(tmp_path: Path, kind: str, metadata: 
     if kind == "safetensors":
         with safetensors.safe_open(b, framework="pt") as opened:
             kept = {"format": "pt", "tightrope": 'a "note"'} if metadata == "own" else {}
-            told = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
-            assert opened.metadata() == {**kept, **told}
+            record = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
+            assert opened.metadata() == {**kept, **record}
         assert int.from_bytes(b.read_bytes()[:8], "little") % 8 == 0
     else:
         with zipfile.ZipFile(b) as archive:
@@ -1117,7 +1117,7 @@ def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
     first = shards / "model-00001-of-00002.safetensors"
     header = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
     save_file(load_file(first), first, metadata=header)
-    with refused("must agree but say .*00001-of-00002.safetensors: interleaved, .*: nothing: say"):
+    with refused("must agree but state .*00001-of-00002.safetensors: interleaved, .*: nothing: pass"):
         detect(shards)
     save_file(load_file(first), first, metadata={"tightrope.pairing": "sideways"})
     with refused("must state a pairing in its metadata .tightrope.pairing. but states 'sideways'"):

@@ -222,9 +222,9 @@ def test_axes_are_walked_together() -> None:
 
 def test_fields_and_their_sources() -> None:
     part = only(LLAMA31)
-    said = {each.name: each for each in part.part.fields}
-    assert said["base"][1:] == (500000.0, "rope_theta")
-    assert said["scaling.factor"][1:] == (8.0, "rope_scaling.factor")
+    fields = {each.name: each for each in part.part.fields}
+    assert fields["base"][1:] == (500000.0, "rope_theta")
+    assert fields["scaling.factor"][1:] == (8.0, "rope_scaling.factor")
     assert part.part.context == ("max_position_embeddings", 131072)
     assert (part.context, part.trained) == (131072, 8192)
     assert only(LLAMA31, context=4096).context == 4096

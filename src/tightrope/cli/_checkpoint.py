@@ -50,6 +50,6 @@ Start = Annotated[int | None, typer.Option("--start", help="First channel that r
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def said(**options: object) -> Said:
+def collect(**options: object) -> Said:
     """Return the options as one object."""
     return Said(**options)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..workbench.convert import Conversion, convert as convert_checkpoint
-from . import _checkpoint as given
+from . import _checkpoint as option
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
 from ._names import grouped, size
@@ -19,7 +19,7 @@ _MOST_LEFT = 12
 
 
 def convert(
-    checkpoint: given.Checkpoint,
+    checkpoint: option.Checkpoint,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Path of the result.")],
     to: Annotated[
         str, typer.Option("--to", metavar="half|interleaved", help="The pairing of the result.")
@@ -32,18 +32,18 @@ def convert(
         bool,
         typer.Option("--verify", help="Check on random activations that scores are unchanged."),
     ] = False,
-    as_json: given.AsJson = False,
-    config: given.Config = None,
-    section: given.Section = None,
-    source: given.Source = None,
-    naming: given.Naming = None,
-    prefix: given.Prefix = None,
-    packing: given.Packing = None,
-    heads: given.Heads = None,
-    kv_heads: given.KvHeads = None,
-    head_dim: given.HeadDim = None,
-    rotary_dim: given.RotaryDim = None,
-    start: given.Start = None,
+    as_json: option.AsJson = False,
+    config: option.Config = None,
+    section: option.Section = None,
+    source: option.Source = None,
+    naming: option.Naming = None,
+    prefix: option.Prefix = None,
+    packing: option.Packing = None,
+    heads: option.Heads = None,
+    kv_heads: option.KvHeads = None,
+    head_dim: option.HeadDim = None,
+    rotary_dim: option.RotaryDim = None,
+    start: option.Start = None,
 ) -> None:
     """Rewrite query and key projections for the other pairing of channels.
 
@@ -63,7 +63,7 @@ def convert(
             checkpoint,
             out,
             to=to,
-            said=given.said(
+            said=option.collect(
                 config=config,
                 section=section,
                 source=source,

@@ -6,25 +6,25 @@ import json
 import typer
 
 from ..workbench.convert import Detection, detect as detect_pairing
-from . import _checkpoint as given
+from . import _checkpoint as option
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
 from ._tables import facts
 
 
 def detect(
-    checkpoint: given.Checkpoint,
-    as_json: given.AsJson = False,
-    config: given.Config = None,
-    section: given.Section = None,
-    naming: given.Naming = None,
-    prefix: given.Prefix = None,
-    packing: given.Packing = None,
-    heads: given.Heads = None,
-    kv_heads: given.KvHeads = None,
-    head_dim: given.HeadDim = None,
-    rotary_dim: given.RotaryDim = None,
-    start: given.Start = None,
+    checkpoint: option.Checkpoint,
+    as_json: option.AsJson = False,
+    config: option.Config = None,
+    section: option.Section = None,
+    naming: option.Naming = None,
+    prefix: option.Prefix = None,
+    packing: option.Packing = None,
+    heads: option.Heads = None,
+    kv_heads: option.KvHeads = None,
+    head_dim: option.HeadDim = None,
+    rotary_dim: option.RotaryDim = None,
+    start: option.Start = None,
 ) -> None:
     """Detect from its weights how a checkpoint pairs channels, and with what confidence.
 
@@ -37,7 +37,7 @@ def detect(
     with as_mistakes({"[detect] ": ""}), Ticker(make_console(stderr=True), "detect") as ticker:
         found = detect_pairing(
             checkpoint,
-            said=given.said(
+            said=option.collect(
                 config=config,
                 section=section,
                 naming=naming,

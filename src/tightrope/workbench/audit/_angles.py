@@ -181,13 +181,13 @@ def _near(log: Log, subject: Subject, model: Model, dtype: torch.dtype) -> None:
     if not causes and log.found(*_PLACES):
         return
     # Without a known cause report the wrong angles as such.
-    for code, words in causes or [("far-angles", "Angles are wrong")]:
+    for code, fault in causes or [("far-angles", "Angles are wrong")]:
         pair, position, wanted = _worst(log, model, positions, seen, exact)
         size = float(error[:, positions.index(position)].max())
         log.add(
             code,
             "error",
-            f"{words}{'' if dtype is torch.float32 else f', for {_short(dtype)} x'}.",
+            f"{fault}{'' if dtype is torch.float32 else f', for {_short(dtype)} x'}.",
             f"at position {position:,} a cosine or sine is off by {size:.3g}",
             angle_body(
                 log,
@@ -287,8 +287,8 @@ def _rounding(
             # A hypothesis with more roundings must fit much better than a simpler one.
             if error <= max(tolerance, 1e-3) and error < 0.5 * best[0]:
                 chosen = [
-                    (code, words.format(name))
-                    for bit, (code, words) in enumerate(steps)
+                    (code, fault.format(name))
+                    for bit, (code, fault) in enumerate(steps)
                     if mask & (1 << bit)
                 ]
                 best = (error, chosen)

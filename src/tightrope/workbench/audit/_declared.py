@@ -175,14 +175,14 @@ def _frequencies(log: Log, spec: RopeSpec) -> bool:
     # Declared frequencies rounded to 16 bits pass here: angles at odd positions show what was rounded.
     if off[worst] <= _CLOSE or is_rounded(measured, meant):
         return True
-    code, words, extra = _cause(log, spec, measured, meant)
+    code, sentence, extra = _cause(log, spec, measured, meant)
     u = spec.start + worst * (2 if spec.interleaved else 1)
     v = u + (1 if spec.interleaved else spec.rotary_dim // 2)
     position = _visible(abs(measured[worst] - meant[worst]))
     log.add(
         code,
         "error",
-        words,
+        sentence,
         f"pair {worst} (channels {u} and {v}) turns by {measured[worst]:.6g} rad per position, "
         f"{meant[worst]:.6g} declared{extra}",
         angle_body(

@@ -95,9 +95,9 @@ def read(
     if section is not None or len(rotating) == 1:
         if beside is not None:
             options["interleaved"] = beside[0]
-        told = reader.provenance(config, section=section, **options)
-        parts = _parts_of(told, section or "")
-        return Subject(str(name), told.name, tuple(_recorded(part, beside) for part in parts))
+        provenance = reader.provenance(config, section=section, **options)
+        parts = _parts_of(provenance, section or "")
+        return Subject(str(name), provenance.name, tuple(_recorded(part, beside) for part in parts))
     if beside is not None:
         warnings.warn(
             f"the weights beside it are {pairing_name(beside[0])} ({beside[1]}), but it is not known in "
@@ -109,12 +109,12 @@ def read(
     forms: list[str] = []
     for one in rotating:
         try:
-            told = reader.provenance(config, section=one, **options)
+            provenance = reader.provenance(config, section=one, **options)
         except (ValueError, TypeError) as error:
             found.append(Part(one or "outer level", None, why_not=str(error)))
         else:
-            forms.append(told.name)
-            found += _parts_of(told, one or "outer level")
+            forms.append(provenance.name)
+            found += _parts_of(provenance, one or "outer level")
     if not forms:
         raise ValueError(found[0].why_not)
     return Subject(str(name), ", ".join(forms), tuple(found))
@@ -149,16 +149,16 @@ def _of_spec(spec: RopeSpec, source: str) -> Part:
     return Part("", spec, tuple(rows))
 
 
-def _parts_of(told: Provenance, section: str) -> tuple[Part, ...]:
-    specs = told.spec
+def _parts_of(provenance: Provenance, section: str) -> tuple[Part, ...]:
+    specs = provenance.spec
     if not isinstance(specs, LayerSpecs):
-        rows = tuple(Field(*row[1:]) for row in told.rows)
-        why_not = None if specs is not None else f"{told.name}: these layers do not rotate"
-        return (Part(section, specs, rows, told.context, why_not=why_not),)
+        rows = tuple(Field(*row[1:]) for row in provenance.rows)
+        why_not = None if specs is not None else f"{provenance.name}: these layers do not rotate"
+        return (Part(section, specs, rows, provenance.context, why_not=why_not),)
     parts = []
     for layer, spec in specs.items():
-        rows = tuple(Field(*row[1:]) for row in told.rows if row.layer == layer)
-        part = Part(layer, spec, rows, told.context)
+        rows = tuple(Field(*row[1:]) for row in provenance.rows if row.layer == layer)
+        part = Part(layer, spec, rows, provenance.context)
         if specs.layers is not None:
             part = replace(part, layers=specs.layers.count(layer))
         if spec is None:
