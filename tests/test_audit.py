@@ -622,9 +622,11 @@ def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.Monke
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
 
-    said = inspect.signature(call)
+    signature = inspect.signature(call)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    Func.forward.__signature__ = said.replace(parameters=[itself, *said.parameters.values()])  # type: ignore[attr-defined]
+    Func.forward.__signature__ = signature.replace(
+        parameters=[itself, *signature.parameters.values()]
+    )  # type: ignore[attr-defined]
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", Func())
     report = audit("llama", dtypes=[torch.float32])
     assert report.ok, str(report)

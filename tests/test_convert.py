@@ -1117,7 +1117,9 @@ def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
     first = shards / "model-00001-of-00002.safetensors"
     header = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
     save_file(load_file(first), first, metadata=header)
-    with refused("must agree but state .*00001-of-00002.safetensors: interleaved, .*: nothing: pass"):
+    with refused(
+        "must agree but state .*00001-of-00002.safetensors: interleaved, .*: nothing: pass"
+    ):
         detect(shards)
     save_file(load_file(first), first, metadata={"tightrope.pairing": "sideways"})
     with refused("must state a pairing in its metadata .tightrope.pairing. but states 'sideways'"):

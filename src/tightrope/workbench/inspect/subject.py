@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Configuration:
     """An inspected configuration: its name, the kind of configuration, and its parts."""
 
     name: str
@@ -61,7 +61,7 @@ def read(
     section: str | None = None,
     strict: bool = True,
     interleaved: bool | None = None,
-) -> Subject:
+) -> Configuration:
     """Read a configuration and split it into its parts.
 
     Args:
@@ -77,7 +77,7 @@ def read(
     name = os.fspath(config) if isinstance(config, str | os.PathLike) else type(config).__name__
     beside: tuple[bool, str] | None = None
     if isinstance(config, RopeSpec):
-        return Subject("RopeSpec", "a RopeSpec", (_of_spec(config, "given"),))
+        return Configuration("RopeSpec", "a RopeSpec", (_of_spec(config, "given"),))
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         config = files.load(path)
@@ -85,7 +85,7 @@ def read(
             beside = pairing_beside(path if path.is_dir() else path.parent)
     if _is_saved_spec(config):
         spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
-        return Subject(str(name), "RopeSpec JSON", (_of_spec(spec, "the file"),))
+        return Configuration(str(name), "RopeSpec JSON", (_of_spec(spec, "the file"),))
     options: dict[str, Any] = {
         "layer_type": layer_type,
         "strict": strict,
@@ -97,7 +97,9 @@ def read(
             options["interleaved"] = beside[0]
         provenance = reader.provenance(config, section=section, **options)
         parts = _parts_of(provenance, section or "")
-        return Subject(str(name), provenance.name, tuple(_recorded(part, beside) for part in parts))
+        return Configuration(
+            str(name), provenance.name, tuple(_recorded(part, beside) for part in parts)
+        )
     if beside is not None:
         warnings.warn(
             f"the weights beside it are {pairing_name(beside[0])} ({beside[1]}), but it is not known in "
@@ -117,7 +119,7 @@ def read(
             found += _parts_of(provenance, one or "outer level")
     if not forms:
         raise ValueError(found[0].why_not)
-    return Subject(str(name), ", ".join(forms), tuple(found))
+    return Configuration(str(name), ", ".join(forms), tuple(found))
 
 
 def _recorded(part: Part, beside: tuple[bool, str] | None) -> Part:
