@@ -1,16 +1,16 @@
 """Soak the conversion of checkpoints: `python -m benchmarks.convert_soak`.
 
-Makes a checkpoint of many shards (a random Llama in bfloat16), then shows that the command
+Makes a checkpoint of many shards (a random Llama in bfloat16), then checks that the command
 
-1. stays below 1.5 times the largest tensor + 200 MB of memory: the peak of the process as the kernel
-   reports it when it ends. From 1 GB on that is all of its memory; below, where the largest tensor is
-   nothing beside torch itself, it is what `--help` does not need, and that may not be more than 64 MB
-   (with torch 2.10, a torch file takes up to 128 MB more: what tells where its tensors lie is imported);
+1. stays below 1.5 times the largest tensor + 200 MB of memory, as the kernel reports the peak of the
+   process. For checkpoints from 1 GB on this is all of its memory. For smaller ones, where torch itself
+   needs far more than the largest tensor, it is the memory above that of `--help`, at most 64 MB (with
+   torch 2.10, a torch file takes up to 128 MB more for imports that read its offsets);
 2. converts there and back to the same bytes, for safetensors shards and for a torch file;
-3. loses nothing when it is killed (signal 9) at random moments, with an older result in place every
-   second time: the checkpoint keeps its bytes, and under the result's name there is nothing or all of it.
+3. loses nothing when it is killed (signal 9) at random moments, with an older result in place for the
+   second half of the kills: the checkpoint keeps its bytes, and OUT is missing or complete.
 
-Exit code 1 where one of them does not hold.
+Exit code 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from typing import Any
 MB = 1_000_000
 ALLOWED = 200 * MB
 ABOVE_IMPORTS = 64 * MB
-FAKE_TENSORS = 128 * MB  # what torch 2.10 imports to read a torch file without its data
+FAKE_TENSORS = 128 * MB  # imports of torch 2.10 to read a torch file without its data
 COMMAND = [sys.executable, "-m", "tightrope.cli"]
 MARKER = ".tightrope-partial"
 
 
 def make(folder: Path, size: int, seed: int = 0) -> int:
-    """Write a checkpoint of about ``size`` bytes; returns the bytes of its largest tensor."""
-    import torch  # here, in a process of its own: see `run`
+    """Write a checkpoint of about ``size`` bytes; return the bytes of its largest tensor."""
+    import torch  # here, as this runs in a child process: see `run`
     from safetensors.torch import save_file
 
     hidden = 2048 if size >= 1e9 else 512
@@ -92,7 +92,7 @@ def make(folder: Path, size: int, seed: int = 0) -> int:
 
 
 def digest(path: Path) -> str:
-    """A hash of a file's bytes."""
+    """Return a hash of a file's bytes."""
     sha = hashlib.sha256()
     with open(path, "rb") as stream:
         while part := stream.read(1 << 20):
@@ -101,33 +101,33 @@ def digest(path: Path) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """File -> hash of its bytes, for all files below a folder."""
+    """Return file -> hash of its bytes, for all files below a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): digest(path) for path in paths}
 
 
 def run(arguments: Sequence[object]) -> tuple[float, int]:
-    """Run the command line; (seconds, peak bytes of memory).
+    """Run the command line; return (seconds, peak bytes of memory).
 
-    The kernel counts for a process what its parent had when it started it. So this one stays small:
-    torch is imported where the checkpoint is made, which is another process.
+    The kernel's peak of a process includes the memory of its parent at the start. So this process stays
+    small: only a child process, which makes the checkpoint, imports torch.
     """
     start = time.perf_counter()
     process = subprocess.Popen(
         [*COMMAND, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    said = process.stderr.read() if process.stderr is not None else b""
+    errors = process.stderr.read() if process.stderr is not None else b""
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"{' '.join(map(str, arguments))}: {said.decode()[-500:]}")
+        raise SystemExit(f"{' '.join(map(str, arguments))}: {errors.decode()[-500:]}")
     return time.perf_counter() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def kill_at_random(
     source: Path, out: Path, expected: dict[str, str], kills: int, seconds: float, seed: int
 ) -> dict[str, Any]:
-    """Kill conversions at random moments and look at what is there."""
+    """Kill conversions at random moments and check the files that remain."""
     before, stamps = digests(source), _stamps(source)
     moments = random.Random(seed)
     seen = {"nothing": 0, "an older result": 0, "the result": 0, "left partial files": 0}
@@ -155,9 +155,9 @@ def kill_at_random(
                 broken.append(f"kill {number}: the older result is gone")
         else:
             seen["an older result" if out.stat().st_ino == inode else "the result"] += 1
-            # Bytes that were compared and not written since need not be read again.
+            # Files that were compared and not written since need not be read again.
             if _stamps(out) != whole and digests(out) != expected:
-                broken.append(f"kill {number}: the result is not whole")
+                broken.append(f"kill {number}: the result is incomplete")
             whole = _stamps(out)
         seen["left partial files"] += any(MARKER in path.name for path in out.parent.iterdir())
     if digests(source) != before:
@@ -165,7 +165,7 @@ def kill_at_random(
     run(["convert", source, out, "--to", "interleaved", "--force"])
     left = [path.name for path in out.parent.iterdir() if MARKER in path.name]
     if left:
-        broken.append(f"a run that ended well left {', '.join(left)}")
+        broken.append(f"a successful run left {', '.join(left)}")
     return {"kills": kills, "found": seen, "broken": broken}
 
 
@@ -177,7 +177,7 @@ def _stamps(folder: Path) -> list[tuple[str, int, int]]:
 def soak(
     folder: Path, size: int, kills: int, seed: int, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Make a checkpoint in a folder and do all three; the numbers, with what does not hold."""
+    """Make a checkpoint in a folder and run all three checks; return the numbers and failures."""
     source, there, back = folder / "source", folder / "there", folder / "back"
     making = [sys.executable, "-m", "benchmarks.convert_soak", "--make", source]
     done = subprocess.run(
@@ -194,7 +194,7 @@ def soak(
     allowed = int(1.5 * largest) + ALLOWED
     say(
         f"converted in {seconds:.1f} s, peak memory {peak / MB:.0f} MB of {allowed / MB:.0f} MB allowed "
-        f"({baseline / MB:.0f} MB before it does anything)"
+        f"({baseline / MB:.0f} MB for --help)"
     )
     _, peak_back = run(["convert", there, back, "--to", "half", "--verify"])
     say(f"back with --verify: peak memory {peak_back / MB:.0f} MB")
@@ -234,25 +234,25 @@ def soak(
 
 
 def main() -> int:
-    """Run the soak; 0 if all of it holds."""
+    """Run the soak; return 0 if all checks pass."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--bytes", type=float, default=2.1e9, help="size of the checkpoint")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where to work; a temporary folder by default")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--folder", type=Path, help="work folder; by default a temporary one")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.make is not None:
-        print(make(given.make, int(given.bytes), given.seed))
+    options = parser.parse_args()
+    if options.make is not None:
+        print(make(options.make, int(options.bytes), options.seed))
         return 0
-    with tempfile.TemporaryDirectory(dir=given.folder, prefix="convert-soak-") as folder:
-        result = soak(Path(folder), int(given.bytes), given.kills, given.seed)
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print("all of it holds" if result["holds"] else "NOT ALL OF IT HOLDS")
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="convert-soak-") as folder:
+        result = soak(Path(folder), int(options.bytes), options.kills, options.seed)
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print("all checks pass" if result["holds"] else "SOME CHECKS FAILED")
     return 0 if result["holds"] else 1
 
 

@@ -1,7 +1,7 @@
-"""Small checkpoints for the tests of conversion, and what a conversion must make of them.
+"""Small checkpoints for the tests of conversion, and the expected results.
 
-The order of rows is written out here from the definition of the two pairings, without the code that is
-tested: an interleaved head has channel i of the first half at 2i and that of the second at 2i + 1.
+The order of rows is computed here from the definition of the two pairings, without the code under
+test: an interleaved head has channel i of the first half at 2i and that of the second at 2i + 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LLAMA: dict[str, Any] = {
 
 
 def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> list[Any]:
-    """Rows of heads paired by halves, put in the order of neighbours."""
+    """Reorder rows of heads from halves to neighbours."""
     made = list(rows)
     for start in starts:
         for i in range(width // 2):
@@ -37,7 +37,7 @@ def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> 
 def llama_tensors(
     config: dict[str, Any] = LLAMA, *, dtype: torch.dtype = torch.float32, bias: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Random weights in the names of Llama, with biases and norms of queries and keys."""
+    """Make random weights with the names of Llama, with biases and norms of queries and keys."""
     generator = torch.Generator().manual_seed(0)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = config.get("head_dim", hidden // heads)
@@ -66,7 +66,7 @@ def write(
     *,
     shards: int = 1,
 ) -> Path:
-    """A checkpoint of safetensors in a folder, in shards with an index where several are asked for."""
+    """Write a safetensors checkpoint to a folder; several shards get an index."""
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -86,7 +86,7 @@ def write(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path."""
+    """Read every file below a folder: path -> bytes."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -104,10 +104,10 @@ def trained(
     strength: float = 0.5,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Weights such as training leaves: pairs of different frequency have rows of different size.
+    """Make weights like those of a trained model: row sizes differ by the frequency of the pair.
 
-    The size falls with the frequency, jumps at one pair, differs by layer and has a head's own noise; the
-    pairs of every head are turned by random angles, which attention does not notice.
+    The size falls with the frequency, jumps at one pair, differs by layer and has noise per head; pairs
+    are turned by random angles, which do not change attention.
     """  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     made = {"model.embed_tokens.weight": torch.randn(7, 64, generator=generator)}

@@ -1,7 +1,8 @@
 """Rotary functions with one fault each, and the same functions without it, written from scratch.
 
-Nothing here comes from the library under test. Everything hangs on `rope`, a plain float32 rotation
-whose keyword arguments each spoil one step; what needs memory or another call has its own function.
+Nothing here uses the library under test. Most faults are keyword arguments of `rope`, a plain float32
+rotation, each of which breaks one step; faults with state or another signature have functions of their
+own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DIM = 64
 
 
 def inv_freq(dim: int = DIM, base: float = 10000.0, over: int | None = None) -> torch.Tensor:
-    """base^(−2k / over), in float64, rounded to float32."""
+    """Return base^(−2k / over), computed in float64, rounded to float32."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / (over or dim)
     return (base**-exponents).float()
 
@@ -35,7 +36,7 @@ def turn(
     detach: str = "",
     in_place: bool = False,
 ) -> torch.Tensor:
-    """x rotated by tables of one value per pair, which broadcast against the pairs of x."""
+    """Rotate x by tables with one value per pair, which broadcast against the pairs of x."""
     if interleaved:
         u, v = x[..., ::2], x[..., 1::2]
     else:
@@ -66,7 +67,7 @@ def angles(
     w_type: torch.dtype | None = None,
     a_type: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """position · ω as float32, each step rounded to a type where one is named."""
+    """Return position · ω as float32, with steps rounded to the given dtypes."""
     p = positions.float() if p_type is None else positions.to(p_type).float()
     w = omega if w_type is None else omega.to(w_type).float()
     angle = p[..., None] * w
@@ -90,15 +91,15 @@ def rope(
     types: dict[str, torch.dtype] | None = None,
     **rest: Any,
 ) -> Fn:
-    """A function of x (rows, heads, tokens, channels) and positions (rows, tokens)."""
+    """Return a function of x (rows, heads, tokens, channels) and positions (rows, tokens)."""
     omega = inv_freq(rotary_dim, base, over) / divide
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        told = dict(types or {})
+        dtypes = dict(types or {})
         if by_x:
-            told[by_x] = x.dtype
+            dtypes[by_x] = x.dtype
         p = positions if where is None else where(positions)
-        angle = angles(p + shift, omega, **told)[:, None]
+        angle = angles(p + shift, omega, **dtypes)[:, None]
         cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
         if swap:
             cos, sin = sin, cos
@@ -116,11 +117,11 @@ def rope(
     return fn
 
 
-# --- functions with a memory, a table, or another signature ------------------------------------------
+# --- functions with state, a table, or another signature ---------------------------------------------
 
 
 def table_of(size: int, past: str) -> Fn:
-    """A table for `size` positions, and one of the ways to go wrong behind its end."""
+    """Return a function with a table of `size` positions and a fault behind its end."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -145,7 +146,7 @@ def table_of(size: int, past: str) -> Fn:
 def dynamic_ntk(
     *, original: int = 1024, remembers: bool = False, by_batch: bool = True, fixed: bool = False
 ) -> Fn:
-    """Frequencies from the longest position, of the batch or of the row, perhaps kept for later."""
+    """Frequencies from the largest position, of the batch or of the row, perhaps cached."""
     longest = [original]
 
     def row(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,7 @@ def dynamic_ntk(
 
 
 class GrowingCache(nn.Module):
-    """Counts tokens by itself; its table grows, and where it is stale the new part starts again at 0."""
+    """Counts tokens itself; its table grows, and with `stale` the new part starts again at 0."""
 
     def __init__(self, stale: bool) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ class GrowingCache(nn.Module):
 
 
 def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
-    """A function of q, k and positions."""
+    """Return a function of q, k and positions."""
 
     def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
         return q_side(q, positions), k if k_side is None else k_side(k, positions)
@@ -202,7 +203,7 @@ def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
 def with_tables(
     *, swap: bool = False, interleaved: bool = False, in_place: bool = False, **rest: Any
 ) -> Fn:
-    """A function of q, k, cos and sin (rows, tokens, channels), duplicated as its pairing needs."""
+    """Return a function of q, k, cos and sin (rows, tokens, channels), in full width for its pairing."""
 
     def fn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if swap:
@@ -218,7 +219,7 @@ def with_tables(
 
 
 def wrong_halves() -> Fn:
-    """Interleaved pairs, tables laid out as two halves."""
+    """Interleaved pairs with tables laid out for halves."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -231,7 +232,7 @@ def wrong_halves() -> Fn:
 
 
 def per_head(bug: bool) -> Fn:
-    """Head 1 and every fourth after it one position behind."""
+    """Heads 1, 5, 9, … are rotated one position behind."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -245,7 +246,7 @@ def per_head(bug: bool) -> Fn:
 
 
 def by_storage(x: torch.Tensor) -> torch.Tensor:
-    """What reads memory as if it were contiguous sees."""
+    """Reads memory as if x were contiguous."""
     return torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset())
 
 
@@ -262,7 +263,7 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 
 def other_columns(bug: bool) -> Fn:
-    """What does not rotate is halved."""
+    """Halves the channels that do not rotate."""
     plain = rope(rotary_dim=32)
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -280,7 +281,7 @@ def detached(what: str) -> Fn:
 
 
 class ForwardAgain(torch.autograd.Function):
-    """Rotates what comes in the same way again on the way back."""
+    """Rotates the incoming gradient forwards instead of back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -293,7 +294,7 @@ class ForwardAgain(torch.autograd.Function):
 
 
 def by_sizes(bug: bool) -> Fn:
-    """Guesses the layout: where there are as many heads as tokens, it guesses wrong."""
+    """Guesses the layout, and guesses wrong if there are as many heads as tokens."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -305,7 +306,7 @@ def by_sizes(bug: bool) -> Fn:
 
 
 def by_id_type(bug: bool) -> Fn:
-    """Positions in int32 are taken for counts from 1."""
+    """Treats int32 positions as counted from 1."""
     plain = rope()
     return lambda x, positions: plain(x, positions - int(bug and positions.dtype is torch.int32))
 
@@ -336,7 +337,7 @@ def xpos() -> Fn:
 
 
 def mixed() -> Fn:
-    """A Hadamard-like mix of all channels before the rotation."""
+    """Mixes all channels before the rotation, like a Hadamard transform."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -346,7 +347,7 @@ def mixed() -> Fn:
 
 
 def lengths_differ() -> Fn:
-    """The second channel of each pair misses its cosine."""
+    """Omits the cosine of the second channel of each pair."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -359,7 +360,7 @@ def lengths_differ() -> Fn:
 
 
 def turned_at_0() -> Fn:
-    """Every pair a fifth of a radian ahead."""
+    """Turns every pair a fifth of a radian too far."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -370,7 +371,7 @@ def turned_at_0() -> Fn:
 
 
 def drifting() -> Fn:
-    """Positions that grow a little faster than they should."""
+    """Positions that grow slightly too fast."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -398,14 +399,14 @@ SPEC: dict[str, Any] = {"head_dim": DIM}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, what the audit must call it, and the function without it.
+    """A fault, the code of its finding, and the function without it.
 
     Attributes:
         code: the code of the finding.
-        bad, good: make the function with and without the fault.
-        also: codes of other findings that are true as well.
-        spec: fields of the spec that is declared; None: nothing is.
-        options: of the audit.
+        bad, good: factories of the function with and without the fault.
+        also: codes of other findings that are correct as well.
+        spec: fields of the declared spec; None declares none.
+        options: options of the audit.
     """
 
     code: str
@@ -419,7 +420,7 @@ class Fault:
 BF16, FP16 = torch.bfloat16, torch.float16
 
 FAULTS: dict[str, Fault] = {
-    # what turns with what
+    # pairing
     "interleaved where half was declared": Fault(
         "pairing", lambda: rope(interleaved=True), spec=SPEC
     ),
@@ -440,7 +441,7 @@ FAULTS: dict[str, Fault] = {
         "pass-through", lambda: other_columns(True), lambda: other_columns(False)
     ),
     "a norm before the rotation": Fault("not-linear", lambda: rope(touch=normed)),
-    # which way round
+    # direction
     "sine with the wrong sign": Fault("sign", lambda: rope(sign=-1.0)),
     "both sines positive": Fault("sign-missing", lambda: rope(both_plus=True)),
     "cosine and sine swapped": Fault("swapped-tables", lambda: rope(swap=True)),
@@ -450,7 +451,7 @@ FAULTS: dict[str, Fault] = {
     "positions from 1": Fault("position-offset", lambda: rope(shift=1)),
     "amplitude 1.2": Fault("amplitude", lambda: rope(amplitude=1.2)),
     "does nothing": Fault("does-nothing", lambda: lambda x, _: x.clone()),
-    # how fast
+    # frequencies
     "base 500000 where 10000 was declared": Fault("base", lambda: rope(base=500_000.0), spec=SPEC),
     "linear scaling ignored": Fault(
         "scaling-ignored", rope, lambda: rope(divide=4.0), spec=SPEC | {"linear": 4.0}
@@ -465,7 +466,7 @@ FAULTS: dict[str, Fault] = {
     "partial slice, fractions of head_dim, undeclared": Fault(
         "denominator", lambda: rope(rotary_dim=32, over=DIM), lambda: rope(rotary_dim=32)
     ),
-    # in which type
+    # dtypes of steps
     "frequencies in bfloat16": Fault("frequency-dtype", lambda: rope(types={"w_type": BF16})),
     "frequencies in float16": Fault(
         "frequency-dtype", lambda: rope(types={"w_type": FP16}), spec=SPEC
@@ -476,7 +477,7 @@ FAULTS: dict[str, Fault] = {
     "angles in bfloat16": Fault("angle-dtype", lambda: rope(types={"a_type": BF16})),
     "angles in the type of x": Fault("angle-dtype", lambda: rope(by_x="a_type")),
     "tables in bfloat16": Fault("table-dtype", lambda: rope(table_type=BF16)),
-    # where
+    # positions
     "positions ignored": Fault(
         "positions-ignored", lambda: rope(where=lambda p: torch.arange(p.shape[1]).expand_as(p))
     ),
@@ -486,7 +487,7 @@ FAULTS: dict[str, Fault] = {
     "identity past the table": Fault("table-identity", lambda: table_of(2048, "identity")),
     "zeros past the table": Fault("table-zero", lambda: table_of(70_000, "zero")),
     "NaN past the table": Fault("table-nan", lambda: table_of(33_000, "nan")),
-    # memory
+    # dependence on other calls and rows
     "dynamic NTK that remembers": Fault(
         "history",
         lambda: dynamic_ntk(remembers=True),
@@ -504,7 +505,7 @@ FAULTS: dict[str, Fault] = {
         "history", lambda: GrowingCache(True), lambda: GrowingCache(False)
     ),
     "another result each time": Fault("nondeterminism", lambda: rope(touch=noise)),
-    # what it does to its input
+    # inputs and outputs
     "overwrites x": Fault("mutates", lambda: rope(in_place=True)),
     "overwrites its tables": Fault(
         "mutates-tables",

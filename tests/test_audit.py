@@ -1,4 +1,4 @@
-"""The audit: every planted fault is found and named, nothing is found where nothing is wrong."""
+"""The audit: it finds and names every planted fault, and nothing in correct functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tightrope.workbench.audit._exact import cos_sin
 from tightrope.workbench.audit._guard import Guard
 from tightrope.workbench.audit._identify import identify
 
-# Where a call is refused the program raises what the function raises.
+# Findings whose programs raise the function's own error: a call is refused.
 REFUSED = {
     "strides-refused": RuntimeError,
     "grouped": (AssertionError, ValueError),
@@ -46,7 +46,7 @@ def declared(fields: dict[str, Any] | None) -> RopeSpec | None:
 
 
 def run(text: str, fn: planted.Fn | None = None) -> None:
-    """Runs a program of a finding; raises where the fault is."""
+    """Run a finding's program, which raises if the fault is there."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         space: dict[str, Any] = {"__name__": "snippet"}
@@ -71,7 +71,7 @@ def test_a_planted_fault_is_named(name: str) -> None:
             run(finding.snippet, fault.bad())
         run(finding.snippet, fault.good())
     else:
-        # Which of two rows of frequencies is meant cannot be run.
+        # This finding has no program: two sets of frequencies are possible.
         assert fault.code == "denominator"
 
 
@@ -100,12 +100,12 @@ def test_dynamic_ntk_of_transformers_remembers() -> None:
     assert report.codes == ("history", "batch"), str(report)
     history, batch = report.findings[:2]
     assert "longer one" in history.sentence
-    # Complete programs: they import what they need.
+    # Complete programs, with imports.
     for finding in (history, batch):
         with pytest.raises(AssertionError):
             run(finding.snippet)
     assert "dynamic" in history.snippet
-    # Told nothing, it sees the same, and that frequencies depend on the length.
+    # Without a spec it finds the same, and that frequencies depend on the length.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     blind = audit(LlamaRotaryEmbedding(config))
@@ -123,7 +123,7 @@ def test_bfloat16_positions_of_rotary_embedding_torch() -> None:
     for finding in (positions, history):
         with pytest.raises(AssertionError):
             run(finding.snippet, package.RotaryEmbedding(64).rotate_queries_or_keys)
-    # Where only float32 is used there is nothing to find.
+    # With float32 alone there is nothing to find.
     assert audit(rope.rotate_queries_or_keys, **ONLY_FLOAT32).ok
 
 
@@ -140,7 +140,7 @@ MODELS = {
     "cohere": "interleaved (2i, 2i + 1), 0 to 127 of 128",
     "gpt_neox": "half (i, i + rotary_dim / 2), 0 to 23 of 96",
     "glm": "interleaved (2i, 2i + 1), 0 to 63 of 128",
-    # The model cuts the slice out before it calls.
+    # The model cuts the slice out before the call.
     "phi": "half (i, i + rotary_dim / 2), 0 to 31 of 32",
     "deepseek_v3": "interleaved (2i, 2i + 1), 0 to 63 of 64",
     "gpt_oss": "half (i, i + rotary_dim / 2), 0 to 63 of 64",
@@ -153,7 +153,7 @@ def test_no_false_alarm_on_a_model_of_transformers(model: str) -> None:
     report = audit(model)
     assert report.codes == (), str(report)
     assert f"{report.facts['pairing']}, {report.facts['channels']}" == MODELS[model]
-    # Angles in float32 are worth a note, with their size.
+    # float32 angles give a note with the size of the error.
     (note,) = (each for each in report.findings if each.code == "angle-error")
     assert note.severity == "note"
     last = report.angle_errors[-1]
@@ -238,7 +238,7 @@ def test_no_false_alarm_on_tightrope(name: str) -> None:
         assert each.float32 <= 2 * tolerances.TABLE["float32 angle"].value
 
 
-# --- what it is -------------------------------------------------------------------------------------
+# --- identification ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=25, deadline=None)
@@ -283,13 +283,13 @@ def test_arbitrary_frequencies_have_no_rule() -> None:
     omegas = torch.rand(32, generator=generator).sort(descending=True).values.tolist()
     found = identify(omegas, 1.0, head_dim=64, rotary_dim=64, start=0, interleaved=False)
     assert found.spec is None
-    assert found.words == "no rule that the audit knows"
+    assert found.text == "no rule that the audit knows"
 
 
 def test_pairs_that_never_turn() -> None:
     omegas = [1e4 ** (-2 * k / 64) if k < 8 else 0.0 for k in range(32)]
     found = identify(omegas, 1.0, head_dim=64, rotary_dim=64, start=0, interleaved=False)
-    assert found.words == "8 of 32 pairs turn; these are geometric, base 10000 over 64 channels"
+    assert found.text == "8 of 32 pairs turn; these are geometric, base 10000 over 64 channels"
 
 
 def test_exact_angles_beside_the_oracle() -> None:
@@ -302,7 +302,7 @@ def test_exact_angles_beside_the_oracle() -> None:
         assert float(difference) <= tolerances.TABLE["float64 rounding"].value
 
 
-# --- how it is called -------------------------------------------------------------------------------
+# --- forms of calls ---------------------------------------------------------------------------------
 
 
 def bshd(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -353,7 +353,7 @@ def meta(
 
 
 class Tables(nn.Module):
-    """What a model's rotary module does."""
+    """A model's rotary module."""
 
     def __init__(self, width: str) -> None:
         super().__init__()
@@ -400,7 +400,7 @@ def test_the_call_is_found(name: str) -> None:
     assert report.facts["layout"] == layout
     assert report.facts["frequencies"] in (
         "geometric, base 10000",
-        "the caller's: it is given cosines and sines",
+        "provided by the caller, as cosines and sines",
     )
 
 
@@ -434,7 +434,7 @@ def test_every_check_is_reported() -> None:
 def test_what_cannot_be_checked_is_said() -> None:
     report = audit(planted.with_tables())
     outcomes = {check.name: check.outcome for check in report.checks}
-    assert outcomes["angles near and far"] == "skipped: they are the caller's"
+    assert outcomes["angles near and far"] == "skipped: the caller provides them"
 
 
 def test_a_table_that_ends_is_a_note() -> None:
@@ -463,7 +463,7 @@ def test_a_name_that_says_in_place_may_write() -> None:
 IN_PLACE = planted.rope(in_place=True)
 
 
-# --- code that does not behave ----------------------------------------------------------------------
+# --- functions that hang, raise or print ------------------------------------------------------------
 
 
 def hangs(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -480,7 +480,7 @@ def test_a_call_that_does_not_return() -> None:
 
 
 def test_the_thread_of_the_calls_has_ended() -> None:
-    # In a process that ends while a thread frees tensors, C++ calls abort().
+    # If the process ends while a thread frees tensors, C++ calls abort().
     class Slow:
         def __del__(self) -> None:
             time.sleep(0.2)
@@ -488,7 +488,7 @@ def test_the_thread_of_the_calls_has_ended() -> None:
     def call(slow: Slow) -> None:
         pass
 
-    before = threading.enumerate()  # with the one that another test left hanging
+    before = threading.enumerate()  # includes a thread that another test left hanging
     with Guard(5.0) as guard:
         guard.run(functools.partial(call, Slow()))
     assert set(threading.enumerate()) <= set(before)
@@ -609,7 +609,7 @@ def test_a_config_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", [False, True])
 def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers makes of its functions where the kernels package is installed."""
+    """The wrapper that transformers puts around its functions if the kernels package is installed."""
     pytest.importorskip("transformers")
     from transformers.models.llama import modeling_llama
 
@@ -622,9 +622,11 @@ def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.Monke
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
 
-    said = inspect.signature(call)
+    signature = inspect.signature(call)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    Func.forward.__signature__ = said.replace(parameters=[itself, *said.parameters.values()])  # type: ignore[attr-defined]
+    Func.forward.__signature__ = signature.replace(
+        parameters=[itself, *signature.parameters.values()]
+    )  # type: ignore[attr-defined]
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", Func())
     report = audit("llama", dtypes=[torch.float32])
     assert report.ok, str(report)
@@ -632,7 +634,7 @@ def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.Monke
 
 
 def test_a_config_that_the_library_reads_otherwise() -> None:
-    # The sine is right, the base is not: the audit takes the config's word for what is meant.
+    # The base is wrong: the audit takes the config as the intended rotation.
     pytest.importorskip("transformers")
     from transformers import LlamaConfig
 
@@ -663,7 +665,7 @@ WRONG_USE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"dtypes must be of float32, bfloat16, float16",
     ),
-    "no float32": ({"dtypes": [torch.bfloat16]}, ValueError, r"dtypes must have float32"),
+    "no float32": ({"dtypes": [torch.bfloat16]}, ValueError, r"dtypes must include float32"),
     "longest": ({"longest": 3}, ValueError, r"longest must be at least 128 but got 3"),
     "timeout": (
         {"timeout": 0.0},
@@ -709,16 +711,16 @@ def test_a_report_survives_json() -> None:
     again = Report.from_dict(json.loads(json.dumps(report.to_dict())))
     assert again == report
     text = str(report)
-    assert "WARNING sign: All pairs turn the other way round" in text
+    assert "WARNING sign: All pairs turn in the opposite direction" in text
     assert text.endswith("checks passed.")
-    # Worst first.
+    # The worst come first.
     assert [finding.severity for finding in report.findings] == sorted(
         (finding.severity for finding in report.findings), key=["error", "warning", "note"].index
     )
 
 
 def test_a_program_runs_again_and_again() -> None:
-    # A finding's program draws random vectors: whatever they are, it must tell.
+    # A finding's program draws random vectors: it must fail for all of them.
     for name in ("sine part detached", "row 0 for all rows", "reads memory as contiguous"):
         fault = planted.FAULTS[name]
         (finding,) = (each for each in audit(fault.bad()).findings if each.code == fault.code)

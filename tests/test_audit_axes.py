@@ -98,12 +98,12 @@ def test_a_model_with_sections_is_audited_against_them(outer: bool) -> None:
     [
         (
             RopeSpec(8, scaling=Given(((1.0,) * 4, (0.5,) * 4))),
-            "spec must have the same frequencies for all heads, as one head tells those of all, but got",
+            "spec must have the same frequencies for all heads, as the audit measures one head, but got",
         ),
         (
             RopeSpec(16, scaling=YaRN(4.0, 4096), axes=Axes.blocks((4, 4))),
-            "spec must have no scaling where its axes count their frequencies from 0 each, as they are "
-            "no one row that could be scaled, but got",
+            "spec must have no scaling if its frequencies restart with each axis, as text then has no "
+            "spec of one axis to compare with, but got",
         ),
     ],
 )

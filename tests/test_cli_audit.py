@@ -1,4 +1,4 @@
-"""`tightrope audit`: exit codes, JSON, what it prints, and code that crashes it."""
+"""`tightrope audit`: exit codes, JSON, output, and functions that crash."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code, in this process."""
+    """Run the command in this process; return the exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", "audit", "--no-isolate", *arguments])
     return app.run()
 
 
 def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as a user runs it."""
+    """Run the command as a user does."""
     command = [sys.executable, "-m", "tightrope.cli", "audit", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -79,7 +79,7 @@ def test_nothing_found_is_0(
     assert "geometric, base 10000" in out
     assert "No findings; " in out
     assert "\x1b" not in out
-    # What the module prints goes elsewhere.
+    # The module's own output goes to the error stream.
     assert "imported" not in out
     assert "imported" in err
 
@@ -90,7 +90,7 @@ def test_findings_are_1(
 ) -> None:
     assert call(monkeypatch, "audited_rope:bad", *QUICK) == 1
     out = capsys.readouterr().out
-    assert "warning sign\n  All pairs turn the other way round than RoPE does: " in out
+    assert "warning sign\n  All pairs turn in the opposite direction to RoPE: " in out
     program = out[out.index("    import math") : out.index("1 warning; ")]
     lines = "\n".join(line.removeprefix("    ") for line in program.splitlines())
     with pytest.raises(AssertionError):
@@ -168,7 +168,7 @@ def test_a_function_that_crashes_is_a_finding() -> None:
     assert done.returncode == 1
     (finding,) = Report.from_dict(json.loads(done.stdout)).findings
     assert finding.code == "crashes"
-    assert finding.sentence == "The process of the audit was ended by signal 6."
+    assert finding.sentence == "The audit process was ended by signal 6."
     assert "Traceback" not in done.stderr
 
 
@@ -197,7 +197,7 @@ def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
         "import sys, time\nsys.stderr.write('begun\\n')\nsys.stderr.flush()\ntime.sleep(60)\n",
         encoding="utf-8",
     )
-    # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+    # A shell ignores SIGINT for background processes, and children inherit that.
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys; from tightrope.cli import main; sys.exit(main())"
@@ -234,7 +234,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["audited_rope:good", "--timeout", "nan"],
         "timeout must be positive and below 1e6 seconds but got nan",
     ),
-    "device": (["audited_rope:good", "--device", "mars"], "device must be one that torch has here"),
+    "device": (["audited_rope:good", "--device", "mars"], "device must be available to torch"),
     "short": (["audited_rope:good", "--longest", "-5"], "longest must be at least 128 but got -5"),
     "long": (["audited_rope:good", "--longest", str(10**30)], "longest must be at most 2147483648"),
     "no GGUF": (["audited_rope:good", "--meant", "binary.gguf"], "must be a GGUF file"),

@@ -1,4 +1,4 @@
-"""`tightrope convert` and `tightrope detect`: what they print, their exit codes, kills and soaks."""
+"""`tightrope convert` and `tightrope detect`: output, exit codes, kills and the soak test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """The exit code of the command line, run in this process as the entry point runs it."""
+    """Run the command line in this process, as the entry point does; return the exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", *map(str, arguments)])
     return app.run()
 
@@ -40,24 +40,24 @@ def test_what_it_says(
     source: Path,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")  # a long name of a folder must not break the lines below
+    monkeypatch.setenv("COLUMNS", "300")  # so that long folder names do not wrap the lines below
     (source / "model.gguf").write_bytes(b"")
     out = tmp_path / "out"
     arguments = ["convert", source, out, "--to", "interleaved", "--verify"]
     assert run_here(monkeypatch, *arguments) == 0
-    words, progress = capsys.readouterr()
+    output, progress = capsys.readouterr()
     for text in (
-        "half (says model_type 'llama') to interleaved",
+        "half (stated by model_type 'llama') to interleaved",
         "model.layers.{0-1}.self_attn.q_proj.weight  (2)",
         "model.layers.{0-1}.self_attn.k_norm.weight  (2)",
         "model.layers.{0-1}.self_attn.o_proj.weight  (2)",
-        "model.gguf: other weights, which stay as they are paired",
+        "model.gguf: other weights, which are not converted",
         "scores of 2 layers differ by ",
         "interleaved=True",
         ", 5 files",
     ):
-        assert text in words, words
-    assert "\x1b" not in words + progress
+        assert text in output, output
+    assert "\x1b" not in output + progress
     assert "convert 100%" in progress
     assert (out / "model.safetensors.index.json").exists()
 
@@ -70,12 +70,16 @@ def test_json_and_dry_run(
 ) -> None:
     arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json", "--dry-run"]
     assert run_here(monkeypatch, *arguments) == 0
-    words, progress = capsys.readouterr()
-    told = json.loads(words)
+    output, progress = capsys.readouterr()
+    document = json.loads(output)
     assert progress == ""
-    assert (told["source"], told["to"], told["written"]) == ("half", "interleaved", False)
-    assert len(told["changed"]) == 12
-    assert len(told["left"]) == 7
+    assert (document["source"], document["to"], document["written"]) == (
+        "half",
+        "interleaved",
+        False,
+    )
+    assert len(document["changed"]) == 12
+    assert len(document["left"]) == 7
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -107,8 +111,8 @@ def test_all_that_can_be_said(
         (["convert", "{gone}", "{out}", "--to", "half"], "the checkpoint must exist but"),
         (["convert", "{model}", "{out}", "--to", "sideways"], "but got 'sideways'"),
         (["convert", "{model}", "{out}"], "--to"),
-        (["convert", "{model}", "{model}", "--to", "interleaved"], "another place than"),
-        (["convert", "{model}", "{out}", "--to", "half"], "paired so already: half"),
+        (["convert", "{model}", "{model}", "--to", "interleaved"], "must differ from"),
+        (["convert", "{model}", "{out}", "--to", "half"], "is already half"),
         (["convert", "{model}", "{out}", "--to", "half", "--heads", "x"], "--heads"),
         (["detect", "{gone}"], "the checkpoint must exist but"),
         (["detect", "{model}", "--naming", "x"], "naming must be one of"),
@@ -124,8 +128,8 @@ def test_a_mistake_is_one_line(
 ) -> None:
     paths = {"gone": tmp_path / "gone", "model": source, "out": tmp_path / "out"}
     assert run_here(monkeypatch, *(each.format(**paths) for each in arguments)) == 2
-    words, error = capsys.readouterr()
-    assert words == ""
+    output, error = capsys.readouterr()
+    assert output == ""
     assert error.startswith("Error: ")
     assert about in error
     assert error.count("\n") == 1
@@ -154,8 +158,8 @@ def test_what_the_machine_cannot(
     monkeypatch.setattr(rewrite._Copy, "_write", fails)
     arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json"]
     assert run_here(monkeypatch, *arguments) == code
-    words, error = capsys.readouterr()
-    assert (words, error) == ("", f"Error: somewhere: {about}.\n")
+    output, error = capsys.readouterr()
+    assert (output, error) == ("", f"Error: somewhere: {about}.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -176,8 +180,8 @@ def test_names_from_a_file_cannot_steer_the_terminal(
     "interleaved, code, about",
     [
         (False, 0, "half, confidence above 0.99999"),
-        (True, 1, "the weights speak against the files"),
-        (None, 1, "it cannot be known from them"),
+        (True, 1, "the weights contradict the files"),
+        (None, 1, "they do not show the pairing"),
     ],
 )
 def test_detect(
@@ -191,14 +195,14 @@ def test_detect(
     weights = llama_tensors() if interleaved is None else trained(interleaved)
     source = write(tmp_path / "a", weights, LLAMA if interleaved is None else TRAINED)
     assert run_here(monkeypatch, "detect", source) == code
-    words = capsys.readouterr().out
-    assert about in words
-    assert "half (model_type 'llama')" in words
+    output = capsys.readouterr().out
+    assert about in output
+    assert "half (model_type 'llama')" in output
     assert run_here(monkeypatch, "detect", source, "--json") == code
-    told = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     names = {None: None, False: "half", True: "interleaved"}
-    assert told["pairing"] == names[interleaved]
-    assert told["contradicts"] == (interleaved is True)
+    assert document["pairing"] == names[interleaved]
+    assert document["contradicts"] == (interleaved is True)
 
 
 # --- long lists -----------------------------------------------------------------------------------
@@ -219,9 +223,9 @@ def test_help_fits(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     assert run_here(monkeypatch, command, "--help") == 0
-    words = capsys.readouterr().out
-    assert f"tightrope {command} llama-3-8b" in words
-    assert max(map(len, words.splitlines())) <= width
+    output = capsys.readouterr().out
+    assert f"tightrope {command} llama-3-8b" in output
+    assert max(map(len, output.splitlines())) <= width
 
 
 # --- killed, and measured -------------------------------------------------------------------------
@@ -229,9 +233,9 @@ def test_help_fits(
 
 @pytest.mark.slow
 def test_ctrl_c_removes_what_was_written(source: Path, tmp_path: Path) -> None:
-    # The copy waits, so that the signal comes while it is under way.
+    # The copy waits, so that the signal arrives during it.
     script = (
-        # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+        # A shell ignores SIGINT for background processes, and children inherit that.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, time; from tightrope.workbench.convert import rewrite\n"
         "real = rewrite._Copy._write\n"
@@ -273,8 +277,8 @@ def test_the_soak_at_64_mb(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(numbers.read_text(encoding="utf-8"))
-    assert told["bytes"] > 60e6
-    assert told["shards"] > 2
-    assert told["round_trip_same"] == {"shards": True, "torch file": True}
-    assert told["killed"]["broken"] == []
+    document = json.loads(numbers.read_text(encoding="utf-8"))
+    assert document["bytes"] > 60e6
+    assert document["shards"] > 2
+    assert document["round_trip_same"] == {"shards": True, "torch file": True}
+    assert document["killed"]["broken"] == []

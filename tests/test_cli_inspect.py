@@ -1,4 +1,4 @@
-"""`tightrope inspect` end to end: words, JSON, pictures, exit codes, and files that are none."""
+"""`tightrope inspect` end to end: text, JSON, pictures, exit codes, and invalid files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAGIC = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two models beside each other, as they are downloaded."""
+    """A folder with two models, as downloaded."""
     for name, config in (("llama-3.1", LLAMA31), ("llama-3", LLAMA3)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -43,23 +43,23 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
-    """Exit code, output and error stream of one call."""
-    words = [str(argument) for argument in arguments]
-    result = CliRunner().invoke(app.app, ["inspect", *words], env={"COLUMNS": str(width)})
+    """Run the command; return exit code, output and error stream."""
+    strings = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(app.app, ["inspect", *strings], env={"COLUMNS": str(width)})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
 
 
-# --- what it says ---------------------------------------------------------------------------------
+# --- text output ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_one_configuration_in_words(folder: Path, width: int) -> None:
-    code, words, error = run(folder / "llama-3.1", width=width)
+    code, output, error = run(folder / "llama-3.1", width=width)
     assert (code, error) == (0, "")
-    assert max(map(len, words.splitlines())) <= max(width, len(str(folder / "llama-3.1")))
-    assert "\x1b" not in words
-    whole = " ".join(words.split())
+    assert max(map(len, output.splitlines())) <= max(width, len(str(folder / "llama-3.1")))
+    assert "\x1b" not in output
+    whole = " ".join(output.split())
     for text in (
         "model_type 'llama'",
         "scaling.original_max_position 8192",
@@ -73,14 +73,14 @@ def test_one_configuration_in_words(folder: Path, width: int) -> None:
 
 
 def test_the_rows_that_matter_are_shown(folder: Path) -> None:
-    words = run(folder / "llama-3.1")[1]
+    output = run(folder / "llama-3.1")[1]
     rows = {
         line.split()[0]: line.split()
-        for line in words.splitlines()
+        for line in output.splitlines()
         if "÷" in line or "kept" in line
     }
-    # The last pair that is kept and the first that is not; the first that is divided by all of 8;
-    # the last that turns once within the context and the first that does not.
+    # The last pair that scaling keeps and the first that it changes; the first that is divided by
+    # the full 8; the last that completes a turn within the context and the first that does not.
     assert {"0", "28", "29", "34", "35", "38", "39", "63"} <= set(rows)
     assert rows["28"][5] == "kept"
     assert rows["35"][5:7] == ["÷", "8"]
@@ -88,74 +88,74 @@ def test_the_rows_that_matter_are_shown(folder: Path) -> None:
 
 
 def test_every_pair_on_request(folder: Path) -> None:
-    words = run(folder / "llama-3", "--all")[1]
-    assert "Pairs (64 pairs)" in words
-    assert all(f"\n{pair:4}" in words for pair in range(64))
+    output = run(folder / "llama-3", "--all")[1]
+    assert "Pairs (64 pairs)" in output
+    assert all(f"\n{pair:4}" in output for pair in range(64))
 
 
 def test_without_a_length_turns_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(RopeSpec(8).to_dict()))
-    words = run(path)[1]
-    assert "RopeSpec JSON" in words
-    assert "turns in" not in words
+    output = run(path)[1]
+    assert "RopeSpec JSON" in output
+    assert "turns in" not in output
     assert "turns in 100" in run(path, "--context", 100)[1]
 
 
 def test_parts_and_what_does_not_rotate(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN3_VL))
-    words = run(path)[1]
-    assert "\ntext_config\n" in words
-    assert "\nvision_config\n" in words
-    assert "With all coordinates of a position equal." in words
+    output = run(path)[1]
+    assert "\ntext_config\n" in output
+    assert "\nvision_config\n" in output
+    assert "With all coordinates of a position equal." in output
     assert "vision_config" not in run(path, "--section", "text_config")[1]
 
 
 def test_two_configurations_in_words(folder: Path) -> None:
-    code, words, _ = run(folder / "llama-3.1", folder / "llama-3")
+    code, output, _ = run(folder / "llama-3.1", folder / "llama-3")
     assert code == 1
-    whole = " ".join(words.split())
-    assert "35 of 64 pairs turn at another speed" in whole
+    whole = " ".join(output.split())
+    assert "35 of 64 pairs have different frequencies" in whole
     assert "disagree by up to 3.142 rad over 131,072 positions" in whole
     assert "They differ." in whole
     assert "original_max_position" in whole
-    code, words, _ = run(folder / "llama-3", folder / "llama-3")
+    code, output, _ = run(folder / "llama-3", folder / "llama-3")
     assert code == 0
-    assert "Every angle is the same." in words
-    assert "Alike." in words
+    assert "Every angle is the same." in output
+    assert "Alike." in output
 
 
 def test_several_are_compared_with_the_first(folder: Path) -> None:
-    code, words, _ = run(folder / "llama-3", folder / "llama-3", folder / "llama-3.1")
+    code, output, _ = run(folder / "llama-3", folder / "llama-3", folder / "llama-3.1")
     assert code == 1
-    assert words.count("Alike.") == 1
-    assert words.count("They differ.") == 1
+    assert output.count("Alike.") == 1
+    assert output.count("They differ.") == 1
 
 
 def test_numbers_of_pairs_that_differ(tmp_path: Path, folder: Path) -> None:
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(RopeSpec(64).to_dict()))
-    words = run(path, folder / "llama-3")[1]
-    assert "Their angles cannot be compared pair by pair." in words
+    output = run(path, folder / "llama-3")[1]
+    assert "Their angles cannot be compared pair by pair." in output
 
 
 def test_a_warning_is_exit_code_1(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     lost = {key: value for key, value in LLAMA31.items() if key != "rope_scaling"}
     path.write_text(json.dumps({**lost, "rope_theta": 10000.0}))
-    code, words, _ = run(path)
+    code, output, _ = run(path)
     assert code == 1
-    assert "warning  base 10000 without scaling at 131,072 positions" in words
+    assert "warning  base 10000 without scaling at 131,072 positions" in output
 
 
 def test_unknown_keys_are_warned_of_on_request(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA3, "rope_tetha": 1.0}))
-    code, words, error = run(path)
-    assert (code, words) == (2, "")
+    code, output, error = run(path)
+    assert (code, output) == (2, "")
     assert "rope_tetha; --lenient warns and ignores" in error
-    code, words, error = run(path, "--lenient")
+    code, output, error = run(path, "--lenient")
     assert code == 0
     assert error.startswith("Warning: [from_config] every key about RoPE must be known")
 
@@ -175,9 +175,9 @@ def test_the_pairing_can_be_said(tmp_path: Path) -> None:
 
 
 def test_json_and_nothing_else(folder: Path) -> None:
-    code, words, error = run(folder / "llama-3.1", "--json")
+    code, output, error = run(folder / "llama-3.1", "--json")
     assert (code, error) == (0, "")
-    (config,) = json.loads(words)["configs"]
+    (config,) = json.loads(output)["configs"]
     (part,) = config["parts"]
     assert RopeSpec.from_dict(part["spec"]) == RopeSpec.from_config(LLAMA31)
     assert len(part["pairs"]) == 64
@@ -187,9 +187,9 @@ def test_json_and_nothing_else(folder: Path) -> None:
 
 
 def test_json_of_two(folder: Path) -> None:
-    code, words, _ = run(folder / "llama-3.1", folder / "llama-3", "--json")
+    code, output, _ = run(folder / "llama-3.1", folder / "llama-3", "--json")
     assert code == 1
-    found = json.loads(words)
+    found = json.loads(output)
     assert len(found["configs"]) == 2
     (comparison,) = found["comparisons"]
     assert comparison["alike"] is False
@@ -203,9 +203,9 @@ def test_json_of_two(folder: Path) -> None:
 @pytest.mark.parametrize("form", MAGIC)
 def test_a_picture(folder: Path, form: str) -> None:
     path = folder / f"picture.{form}"
-    code, words, _ = run(folder / "llama-3.1", "--plot", path)
+    code, output, _ = run(folder / "llama-3.1", "--plot", path)
     assert code == 0
-    assert words.splitlines()[-1] == f"picture  {path}"
+    assert output.splitlines()[-1] == f"picture  {path}"
     assert path.read_bytes().startswith(MAGIC[form])
 
 
@@ -218,7 +218,7 @@ def test_pictures_of_several_parts_and_models(folder: Path) -> None:
     still = folder / "still.json"
     still.write_text(json.dumps({**RopeSpec(4).to_dict(), "rotary_dim": 0}))
     path = folder / "picture.png"
-    assert "every rotation must turn some pair but base 10000 has none" in one_line(
+    assert "every rotation must have a pair that turns but base 10000 has none" in one_line(
         [still, "--plot", path]
     )
     for inputs in ([config], [small], [folder / "llama-3"], [folder / "llama-3.1", small]):
@@ -236,8 +236,8 @@ def test_pictures_of_several_parts_and_models(folder: Path) -> None:
     ],
 )
 def test_a_picture_that_cannot_be_written(folder: Path, place: str, about: str) -> None:
-    code, words, error = run(folder / "llama-3", "--plot", folder / place)
-    assert (code, words) == (2, "")
+    code, output, error = run(folder / "llama-3", "--plot", folder / place)
+    assert (code, output) == (2, "")
     assert about in error
 
 
@@ -245,10 +245,10 @@ def test_a_picture_that_cannot_be_written(folder: Path, place: str, about: str) 
 
 
 def one_line(arguments: list[object]) -> str:
-    """The error of a call that must end with exit code 2 and one line."""
-    code, words, error = run(*arguments)
+    """Run a call that must end with exit code 2 and one line; return that line."""
+    code, output, error = run(*arguments)
     assert code == 2, error
-    assert words == ""
+    assert output == ""
     assert error.startswith("Error: ")
     assert error.count("\n") == 1
     return error
@@ -297,7 +297,7 @@ def test_a_url_is_not_taken_for_a_path(url: str, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(f"the configuration {about}")):
         convert(tmp_path, tmp_path / "out", to="half", said=Said(config=url))
-    # A folder may be called so.
+    # A folder may have such a name.
     there = tmp_path / "odd:" / "config.json"
     there.parent.mkdir()
     there.write_text(json.dumps(LLAMA3), encoding="utf-8")
@@ -322,7 +322,7 @@ def test_places_that_are_no_configuration(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tests may run as a user who may read everything.
+    # Tests may run as a user with access to every file.
     def refuse(self: Path, *_: object, **__: object) -> Iterator[bytes]:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -423,11 +423,11 @@ def test_a_file_does_not_steer_the_terminal(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(config))
         for options in ([], ["--lenient", "--half"], ["--json"], [path]):
-            _, words, error = run(path, *options)
-            assert not set(evil) & set("\x1b\x07\u009b") & set(words + error), options
+            _, output, error = run(path, *options)
+            assert not set(evil) & set("\x1b\x07\u009b") & set(output + error), options
 
 
-# Whatever a configuration can hold that a program did not expect.
+# Values that a configuration may hold and that programs do not expect.
 ODD: list[Any] = [
     None, 0, -1, 1, 2, 3, -0.0, 1.5, 1e308, -1e308, 10**30, 2**63, 10**6, 65537, float("nan"),
     float("inf"), True, False, "", "x", "1e4", [], [1], [[1]], [None], {}, {"a": 1}, "rope", "yarn",
@@ -437,7 +437,7 @@ TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something stands in a configuration: keys and indices."""
+    """Return all paths into a configuration, as keys and indices."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())
@@ -501,7 +501,7 @@ def test_damaged_files_are_one_line_or_a_report(
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-# On a terminal: help, a table with bold words, and a bar of progress.
+# On a terminal: help, a table with bold text, and a progress bar.
 ON_A_TERMINAL = """
 import sys, time
 from tightrope.cli import app
@@ -525,16 +525,16 @@ def test_no_escape_codes_when_asked(folder: Path, no_colour: str, plain: bool) -
     environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": no_colour, "COLUMNS": "80"}
     with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
-        said = b""
-        # A terminal whose last writer has left gives an error on Linux, and nothing elsewhere.
+        screen = b""
+        # After its last writer closes, reading a terminal fails on Linux and returns nothing elsewhere.
         with contextlib.suppress(OSError):
             while part := os.read(ours, 4096):
-                said += part
+                screen += part
     os.close(ours)
     assert process.returncode == 0
-    for words in (b"Exit codes", b"rope_theta", b"work"):
-        assert words in said
-    assert (b"\x1b" not in said) == plain
+    for text in (b"Exit codes", b"rope_theta", b"work"):
+        assert text in screen
+    assert (b"\x1b" not in screen) == plain
 
 
 @pytest.mark.parametrize("size", ["0", "00", "", "-1", "x", "²", "9" * 5000])
@@ -550,23 +550,23 @@ def test_a_width_that_no_terminal_has(
     for name in ("COLUMNS", "LINES"):
         monkeypatch.setenv(name, size)
     assert app.run() == 0
-    words = capsys.readouterr().out
-    assert len(words.splitlines()) > 20
-    assert max(map(len, words.splitlines())) <= 120
+    output = capsys.readouterr().out
+    assert len(output.splitlines()) > 20
+    assert max(map(len, output.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("width", [24, 40])
 def test_a_narrow_terminal_gets_a_list(folder: Path, width: int) -> None:
-    code, words, _ = run(folder / "llama-3.1", width=width)
+    code, output, _ = run(folder / "llama-3.1", width=width)
     assert code == 0
-    lines = [line.rstrip() for line in words.splitlines()]
+    lines = [line.rstrip() for line in output.splitlines()]
     assert "  value: 128" == lines[lines.index("field: rotary_dim") + 1]
-    assert "  said by: rope_theta" in lines
+    assert "  source: rope_theta" in lines
     at = lines.index("pair: 0")
     assert lines[at + 1 : at + 4] == ["  channels: 0, 64", "  wavelength: 6.28", "  unscaled: 6.28"]
-    assert "…" not in words
-    _, words, _ = run(folder / "llama-3.1", folder / "llama-3", width=width)
-    assert "  A: Llama3" in [line.rstrip() for line in words.splitlines()]
+    assert "…" not in output
+    _, output, _ = run(folder / "llama-3.1", folder / "llama-3", width=width)
+    assert "  A: Llama3" in [line.rstrip() for line in output.splitlines()]
 
 
 @pytest.mark.parametrize("columns, width", [("72", 72), (None, 110)])
@@ -580,14 +580,14 @@ def test_a_pipe_has_a_width(
 
 
 def test_help_has_an_example_and_the_exit_codes() -> None:
-    code, words, _ = run("--help")
+    code, output, _ = run("--help")
     assert code == 0
-    assert "tightrope inspect Llama-3.1-8B/config.json --plot llama.png" in words
-    assert "Exit codes: 0 nothing to report, 1 a warning or a difference" in words
+    assert "tightrope inspect Llama-3.1-8B/config.json --plot llama.png" in output
+    assert "Exit codes: 0 nothing to report, 1 a warning or a difference" in output
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # The shell is that which started the process; a make that started it runs none with completion.
+    # Completion detects the shell that started the process; under make there is none that it knows.
     monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "/bin/bash"))
     monkeypatch.setattr(sys, "argv", ["tightrope", "--show-completion", "bash"])
     with pytest.raises(SystemExit, match="0"):

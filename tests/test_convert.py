@@ -1,6 +1,7 @@
-"""Conversion of checkpoints: which rows move, that nothing else does, and what is refused.
+"""Conversion of checkpoints: which rows move, that all else stays, and what is refused.
 
-That models compute the same is in test_convert_families.py; the command line in test_cli_convert.py.
+That models compute the same is tested in test_convert_families.py, the command line in
+test_cli_convert.py.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def test_rows_of_every_packing(
         starts = [
             n for n, (kind, _, channel) in enumerate(rows) if kind in "qk" and channel == start
         ]
-        # From halves to neighbours, or the same read backwards.
+        # From halves to neighbours, or in the other direction.
         old, new = (before, after) if interleaved else (after, before)
         wanted = interleaved_rows(old[name].tolist(), starts, width)
         assert new[name].tolist() == wanted
@@ -208,7 +209,7 @@ def test_parts_of_a_model(tmp_path: Path) -> None:
     assert "mtp.layers.0.self_attn.q_proj.weight" in done.changed
     assert done.verified is not None
     assert done.verified.layers == 3
-    # A tower of the same shape is another matter: the user says which one is meant.
+    # A vision tower with layers of the same names is ambiguous: the user chooses the prefix.
     tensors = {name.replace("mtp.", "vision.encoder."): w for name, w in tensors.items()}
     source, said = write(tmp_path / "c", tensors), Said(prefix="model")
     done = convert(source, tmp_path / "d", to="interleaved", said=said)
@@ -345,7 +346,7 @@ def test_memory_is_one_head_and_a_buffer(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def quantised(tensors: dict[str, torch.Tensor], **extra: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same with tensors beside each query projection."""
+    """Return a copy with tensors added beside each query projection."""
     return {
         **tensors,
         **{
@@ -386,7 +387,7 @@ def test_scales_by_block(tmp_path: Path, block: int, sound: bool) -> None:
 
 def test_scales_by_a_block_that_nobody_says(tmp_path: Path) -> None:
     tensors = quantised(llama_tensors(bias=False), weight_scale_inv=torch.rand(4, 2))
-    with refused("does not say which block"):
+    with refused("states no block size"):
         convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved")
 
 
@@ -409,11 +410,13 @@ def test_quantised_formats_are_named(tmp_path: Path, name: str, kind: str) -> No
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
     tensors = quantised(llama_tensors(bias=False), secret=torch.ones(4))
-    with refused("in a format that is not known here"):
+    with refused("in an unknown format"):
         convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved")
     tensors = llama_tensors(bias=False)
     tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(32, 32, dtype=torch.int8)
-    with refused(r"must be of floating point but is I8\[32, 32\]: quantised weights are converted"):
+    with refused(
+        r"must have a floating-point dtype but is I8\[32, 32\]: convert the checkpoint before"
+    ):
         convert(write(tmp_path / "b", tensors), tmp_path / "c", to="interleaved")
 
 
@@ -457,9 +460,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no rows": (tensor(Q0, (0, 32)), "must have rows but is"),
     "two towers": (
         tensor("vision.layers.0.self_attn.q_proj.weight", (32, 32)),
-        "several prefixes, 'model.', 'vision.': say which with --prefix",
+        "several prefixes, 'model.', 'vision.': choose with --prefix",
     ),
-    "a family that is not known": (put(model_type="mystery"), "not known what mystery calls"),
+    "a family that is not known": (put(model_type="mystery"), "the names of the projections of mystery are not known"),
     "keys as values": (put(attention_k_eq_v=True), "uses its keys as values"),
     "no RoPE": (put(model_type="gpt2"), "has no spec: it adds learned positions"),
     "heads that are no number": (put(num_attention_heads="4"), "num_attention_heads must be an int"),
@@ -486,8 +489,8 @@ def test_refused_and_nothing_written(tmp_path: Path, case: str) -> None:
         ({"naming": "mystery"}, "naming must be one of llama, meta"),
         ({"prefix": "tower."}, "prefix must be one of 'model.' but got 'tower.'"),
         ({"packing": "mixed"}, "packing must be one of blocks, grouped, quarters but got 'mixed'"),
-        ({"heads": 8}, "--heads is 8 but the configuration says num_attention_heads = 4"),
-        ({"head_dim": 16}, "--head-dim is 16 but the configuration says 8"),
+        ({"heads": 8}, "--heads is 8 but the configuration states num_attention_heads = 4"),
+        ({"head_dim": 16}, "--head-dim is 16 but the configuration states 8"),
         ({"rotary_dim": 3}, "rotary_dim must be even"),
         ({"naming": "gpt2"}, "naming must be one of"),
         ({"naming": "meta"}, "must hold projections called …layers.N.attention.{wq, wk}"),
@@ -502,11 +505,11 @@ def test_what_the_user_says_wrong(tmp_path: Path, said: dict[str, Any], match: s
 
 def test_a_checkpoint_without_configuration(tmp_path: Path) -> None:
     source = write(tmp_path / "a", llama_tensors(), None)
-    with refused("no config.json beside the checkpoint: say --config, or --head-dim and --naming"):
+    with refused("no config.json beside the checkpoint: pass --config, or --head-dim and --naming"):
         convert(source, tmp_path / "b", to="interleaved")
     said = Said(head_dim=8, naming="llama")
     with refused(
-        "must be known how the checkpoint is paired, and the command line does not say it"
+        "the pairing of the checkpoint must be known, and the command line does not state it"
     ):
         convert(source, tmp_path / "b", to="interleaved", said=said)
     said = Said(head_dim=8, naming="llama", source="half")
@@ -515,12 +518,12 @@ def test_a_checkpoint_without_configuration(tmp_path: Path) -> None:
 
 def test_paired_so_already(tmp_path: Path) -> None:
     source = write(tmp_path / "a", llama_tensors())
-    with refused("paired so already: half, says model_type 'llama'"):
+    with refused("is already half .stated by model_type 'llama'."):
         convert(source, tmp_path / "b", to="half")
     convert(source, tmp_path / "b", to="interleaved")
-    with refused("paired so already: interleaved, says tightrope_convert.json"):
+    with refused("is already interleaved .stated by the conversion record tightrope_convert.json."):
         convert(tmp_path / "b", tmp_path / "c", to="interleaved")
-    with refused("paired so already: interleaved, says tightrope_convert.json"):
+    with refused("is already interleaved .stated by the conversion record tightrope_convert.json."):
         convert(tmp_path / "b" / "model.safetensors", tmp_path / "c.safetensors", to="interleaved")
     with refused("to must be 'half' or 'interleaved' but got 'both'"):
         convert(source, tmp_path / "c", to="both")
@@ -528,14 +531,14 @@ def test_paired_so_already(tmp_path: Path) -> None:
 
 def test_weights_that_speak_against_their_configuration(tmp_path: Path) -> None:
     source = write(tmp_path / "a", trained(interleaved=True), TRAINED)
-    with refused("is half, says model_type 'llama', but its weights speak for interleaved"):
+    with refused("is half .stated by model_type 'llama'. but its weights show interleaved"):
         convert(source, tmp_path / "b", to="interleaved")
     convert(source, tmp_path / "b", to="interleaved", said=Said(source="half"))
 
 
 def test_training_state_is_refused(tmp_path: Path) -> None:
     torch.save({"model": llama_tensors(), "optimizer": {}}, tmp_path / "a.pt")
-    with refused("holds 'optimizer', whose moments belong to the weights as they are"):
+    with refused("holds 'optimizer', whose state would not match the converted weights"):
         convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", said=Said(config=LLAMA))
 
 
@@ -597,9 +600,9 @@ def test_nobody_is_told_to_load_a_pickle_that_runs_code(
 
 def edit_index(folder: Path, **changes: str) -> None:
     path = folder / "model.safetensors.index.json"
-    told = json.loads(path.read_text(encoding="utf-8"))
-    told["weight_map"].update(changes)
-    path.write_text(json.dumps(told), encoding="utf-8")
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["weight_map"].update(changes)
+    path.write_text(json.dumps(index), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -608,10 +611,10 @@ def edit_index(folder: Path, **changes: str) -> None:
         ("../model.safetensors", "names '../model.safetensors', which lies outside the folder"),
         ("below/../../x.safetensors", "lies outside the folder"),
         ("/etc/passwd", "names '/etc/passwd', which lies outside the folder"),
-        ("gone.safetensors", "names 'gone.safetensors', which is not there"),
-        ("link.safetensors", "names 'link.safetensors', which is no file inside the folder"),
-        ("loop.safetensors", "names 'loop.safetensors', which is no file inside the folder"),
-        ("model.safetensors.index.json", "which is no file of weights"),
+        ("gone.safetensors", "names 'gone.safetensors', which does not exist"),
+        ("link.safetensors", "names 'link.safetensors', which is not a file inside the folder"),
+        ("loop.safetensors", "names 'loop.safetensors', which is not a file inside the folder"),
+        ("model.safetensors.index.json", "which is not a file of weights"),
         ("", "must name a file for x but names ''"),
         ("model-00001-of-00002.safetensors", "names tensors that are not in their files: x"),
     ],
@@ -704,14 +707,14 @@ def test_other_files_are_no_checkpoints(tmp_path: Path, name: str, match: str) -
 def test_the_way_back_takes_the_record_away_and_no_other(tmp_path: Path) -> None:
     source, again = write(tmp_path / "a", llama_tensors()), Said(source="half")
     convert(source, tmp_path / "b", to="interleaved")
-    # Somebody knows better than the record, so this is not the way back.
+    # The user overrides the record, so this is not the way back.
     done = convert(tmp_path / "b", tmp_path / "c", to="interleaved", said=again)
     assert "tightrope_convert.json" in done.files
     assert (tmp_path / "c" / "tightrope_convert.json").exists()
     done = convert(tmp_path / "b", tmp_path / "d", to="half")
     assert "tightrope_convert.json" not in done.files
     assert set(done.files) == set(contents(tmp_path / "d")) == set(contents(source))
-    # A result that has no record replaces one that has.
+    # A result without a record replaces one with a record.
     convert(tmp_path / "b", tmp_path / "c", to="half", force=True)
     assert contents(tmp_path / "c") == contents(source)
 
@@ -724,19 +727,19 @@ def test_marking_changes_as_little_as_it_can() -> None:
     added = marked(text, (), "rope_interleave", False)
     assert added == '{\n  "rope_interleave": false,\n  "a": [1,2]\n}\n'
     nested = '{"text_config": {"x": 1}, "rope_interleave": null}'
-    told = json.loads(marked(nested, ("text_config",), "rope_interleave", False))
-    assert told == {"text_config": {"x": 1, "rope_interleave": False}, "rope_interleave": None}
+    document = json.loads(marked(nested, ("text_config",), "rope_interleave", False))
+    assert document == {"text_config": {"x": 1, "rope_interleave": False}, "rope_interleave": None}
     assert json.loads(marked("{}", (), "is_neox_style", True)) == {"is_neox_style": False}
 
 
-# --- where the result comes to lie ----------------------------------------------------------------
+# --- the path of the result -----------------------------------------------------------------------
 
 
 def test_an_older_result_is_replaced_only_with_force(tmp_path: Path) -> None:
     source, out = write(tmp_path / "a", llama_tensors()), tmp_path / "b"
     convert(source, out, to="interleaved")
     first = contents(out)
-    with refused("OUT is there already: .*b; --force replaces it"):
+    with refused("OUT already exists: .*b; --force replaces it"):
         convert(source, out, to="interleaved")
     (out / "model.safetensors").write_bytes(b"damaged")
     convert(source, out, to="interleaved", force=True)
@@ -758,7 +761,7 @@ def test_force_on_a_file(tmp_path: Path) -> None:
     source, out = write(tmp_path / "a", llama_tensors()), tmp_path / "b.safetensors"
     file = source / "model.safetensors"
     out.write_bytes(b"older")
-    with refused("OUT is there already"):
+    with refused("OUT already exists"):
         convert(file, out, to="interleaved")
     assert out.read_bytes() == b"older"
     convert(file, out, to="interleaved", force=True)
@@ -772,12 +775,12 @@ def test_targets_that_would_lose_something(tmp_path: Path, which: str) -> None:
     (tmp_path / "link").symlink_to(source)
     (tmp_path / "file").write_bytes(b"")
     target, match = {
-        "itself": (source, "must be another place than the checkpoint"),
-        "inside": (source / "below", "must not be in the checkpoint's folder, nor around it"),
-        "around": (tmp_path / "home", "must not be in the checkpoint's folder, nor around it"),
-        "link": (tmp_path / "link", "must be another place than the checkpoint"),
+        "itself": (source, "must differ from the checkpoint"),
+        "inside": (source / "below", "must not lie inside the checkpoint's folder or contain it"),
+        "around": (tmp_path / "home", "must not lie inside the checkpoint's folder or contain it"),
+        "link": (tmp_path / "link", "must differ from the checkpoint"),
         "file": (tmp_path / "file", "must be a folder, as the checkpoint is"),
-        "no parent": (tmp_path / "x" / "y", "must be in a folder that is there but"),
+        "no parent": (tmp_path / "x" / "y", "must be in an existing folder but"),
     }[which]
     with refused(match):
         convert(source, target, to="interleaved", force=True)
@@ -789,7 +792,7 @@ def test_a_file_cannot_replace_itself(tmp_path: Path) -> None:
     file = write(tmp_path / "a", llama_tensors()) / "model.safetensors"
     os.link(file, tmp_path / "hard.safetensors")
     for target in (file, tmp_path / "hard.safetensors"):
-        with refused("must be another place than the checkpoint"):
+        with refused("must differ from the checkpoint"):
             convert(file, target, to="interleaved", force=True)
 
 
@@ -830,7 +833,7 @@ def test_a_proof_that_fails_gives_no_result(
 ) -> None:
     source = write(tmp_path / "a", llama_tensors())
     monkeypatch.setattr(rewrite, "source_row", lambda row, *_: row)
-    with refused("scores must stay as they are but those of model.layers.0.self_attn differ by"):
+    with refused("scores must stay the same but those of model.layers.0.self_attn differ by"):
         convert(source, tmp_path / "b", to="interleaved", verify=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -838,7 +841,7 @@ def test_a_proof_that_fails_gives_no_result(
 def test_a_proof_of_infinite_weights_fails(tmp_path: Path) -> None:
     tensors = llama_tensors()
     tensors[Q0][0, 0] = float("inf")
-    with refused("or are no numbers"):
+    with refused("or are NaN"):
         convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved", verify=True)
 
 
@@ -879,9 +882,9 @@ def test_folders_change_places(
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """A file of which something was cut, overwritten, doubled or replaced."""
+    """Return a file with a part cut, overwritten, doubled or replaced."""
     made, size = bytearray(data), len(data)
-    # Half of the damage goes to the part that says what the rest is.
+    # Half of the damage goes to the headers.
     where = chance.randrange(min(size, 900) if chance.random() < 0.5 else size)
     kind = chance.randrange(6)
     if kind == 0:
@@ -917,18 +920,18 @@ def test_damaged_files_are_told_and_lose_nothing(tmp_path: Path, kind: str) -> N
     checkpoint = file if kind == "torch" else source
     data, out = file.read_bytes(), tmp_path / ("b.pt" if kind == "torch" else "b")
     chance = random.Random(kind)
-    told = []
+    messages = []
     for _ in range(150):
         bad = mutated(data, chance)
         file.write_bytes(bad)
         try:
             convert(checkpoint, out, to="interleaved", force=True)
         except (ValueError, TypeError) as error:
-            told.append(str(error))
+            messages.append(str(error))
         assert file.read_bytes() == bad
         assert not any(place.SUFFIX in path.name for path in tmp_path.iterdir())
-    assert len(told) > 40  # most damage to weights is no damage to the format
-    assert [text for text in told if not text.startswith("[") or "\n" in text] == []
+    assert len(messages) > 40  # most damage to weights leaves the format valid
+    assert [text for text in messages if not text.startswith("[") or "\n" in text] == []
 
 
 # --- detection ------------------------------------------------------------------------------------
@@ -982,7 +985,7 @@ def test_chance_is_a_bound(tmp_path: Path) -> None:
     for heads, width in ((16, 8), (96, 32)):
         chances = []
         for _ in range(300):
-            # Heads of unequal noise, and channels too.
+            # Heads and channels with unequal noise.
             noise = torch.randn(heads, width, generator=generator, dtype=torch.float64)
             scale = torch.rand(heads, 1, generator=generator) * torch.rand(
                 width, generator=generator
@@ -1027,11 +1030,11 @@ def test_fused_projections_are_read(tmp_path: Path) -> None:
     assert (found.pairing, found.said) == ("interleaved", None)
 
 
-# --- what a single file says of itself -----------------------------------------------------------
+# --- the record in a single file ------------------------------------------------------------------
 
 
 def _one(path: Path, kind: str, metadata: str) -> Path:
-    """One file of weights: safetensors with metadata of its own, empty or none; or a zip of torch."""
+    """Write one file: safetensors with its own, empty or no metadata; or a torch zip."""
     tensors = llama_tensors()
     if kind == "torch":
         torch.save(tensors, path)
@@ -1062,14 +1065,14 @@ def test_a_single_file_carries_its_pairing(tmp_path: Path, kind: str, metadata: 
     done = convert(a, b, to="interleaved", verify=True)
     assert done.verified is not None
     found = detect(b)
-    assert (found.said, found.who) == ("interleaved", f"the record of a conversion in {b.name}")
-    with refused("paired so already: interleaved, says the record of a conversion in b"):
+    assert (found.said, found.who) == ("interleaved", f"the conversion record in {b.name}")
+    with refused("is already interleaved .stated by the conversion record in b"):
         convert(b, c, to="interleaved")
-    # Back without a word of the user's, and to the bytes that there were.
-    assert convert(b, c, to="half", verify=True).source_from.startswith("the record")
+    # Back without options, to the original bytes.
+    assert convert(b, c, to="half", verify=True).source_from.startswith("the conversion record")
     assert c.read_bytes() == a.read_bytes()
     assert detect(c).who == "model_type 'llama'"
-    # The tensors of the copy are those that a file without any record would hold, for all readers.
+    # All readers see the same tensors as in a file without a record.
     before = load_file(a) if kind == "safetensors" else torch.load(a)
     for after in (
         [load_file(b)] if kind == "safetensors" else [torch.load(b), torch.load(b, mmap=True)]
@@ -1081,14 +1084,14 @@ def test_a_single_file_carries_its_pairing(tmp_path: Path, kind: str, metadata: 
     if kind == "safetensors":
         with safetensors.safe_open(b, framework="pt") as opened:
             kept = {"format": "pt", "tightrope": 'a "note"'} if metadata == "own" else {}
-            told = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
-            assert opened.metadata() == {**kept, **told}
+            record = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
+            assert opened.metadata() == {**kept, **record}
         assert int.from_bytes(b.read_bytes()[:8], "little") % 8 == 0
     else:
         with zipfile.ZipFile(b) as archive:
             assert archive.testzip() is None
             assert archive.comment.startswith(b"mine\n" if metadata == "own" else b"tightrope")
-    # What a user says counts more, and the record follows what was done.
+    # The user's statement overrides the record, and the new record states what was done.
     convert(b, d, to="interleaved", said=Said(source="half"))
     assert detect(d).said == "interleaved"
 
@@ -1101,19 +1104,23 @@ def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     assert detect(folder).said == "interleaved"
     done = convert(folder, tmp_path / "c", to="half")
-    assert done.source_from == "the record of a conversion in model.safetensors"
+    assert done.source_from == "the conversion record in model.safetensors"
     assert (tmp_path / "c/model.safetensors").read_bytes() == (
         source / "model.safetensors"
     ).read_bytes()
     (folder / "tightrope_convert.json").write_text('{"pairing": "half"}', encoding="utf-8")
-    with refused("must agree but say model.safetensors: interleaved, tightrope_convert.json: half"):
+    with refused(
+        "must agree but state model.safetensors: interleaved, tightrope_convert.json: half"
+    ):
         convert(folder, tmp_path / "d", to="half")
     shards = write(tmp_path / "e", llama_tensors(), shards=2)
     first = shards / "model-00001-of-00002.safetensors"
     header = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
     save_file(load_file(first), first, metadata=header)
-    with refused("must agree but say .*00001-of-00002.safetensors: interleaved, .*: nothing: say"):
+    with refused(
+        "must agree but state .*00001-of-00002.safetensors: interleaved, .*: nothing: pass"
+    ):
         detect(shards)
     save_file(load_file(first), first, metadata={"tightrope.pairing": "sideways"})
-    with refused("must say a pairing in its metadata .tightrope.pairing. but says 'sideways'"):
+    with refused("must state a pairing in its metadata .tightrope.pairing. but states 'sideways'"):
         detect(shards)

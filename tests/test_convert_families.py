@@ -1,4 +1,4 @@
-"""The table of names and packings against the models of transformers themselves.
+"""The table of names and packings against the models of transformers.
 
 A small random model of each family is saved, its checkpoint converted, and the converted weights run
 in the same model with its rotary function switched to the other pairing: the same hidden states must
@@ -72,7 +72,7 @@ _BY_NEED: list[tuple[str, dict[str, Any]]] = [
         {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 3, 3], "mrope_interleaved": False}},
     ),
 ]
-# What a family needs beside the sizes, and what its switches turn on; `...` takes a size away.
+# Further keys that a family needs, and switches that turn features on; `...` removes a size.
 OWN: dict[str, dict[str, Any]] = {
     **{family: need for families, need in _BY_NEED for family in families.split()},
     "glm4v_text": {
@@ -117,14 +117,14 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def small(family: str) -> Any:
-    """The smallest configuration of a family that its model can be built from."""
+    """Return the smallest configuration from which a family's model can be built."""
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
     sizes = {**SIZES, **OWN.get(family, {})}
     return kind(**{key: value for key, value in sizes.items() if value is not ...})
 
 
 def reordered(spec: RopeSpec, neighbours: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Channels of a head, or of its rotated slice, put in pairs of neighbours or of halves."""
+    """Reorder the channels of a head, or of its rotated slice, to neighbours or halves."""
 
     def back(x: torch.Tensor) -> torch.Tensor:
         width = spec.rotary_dim
@@ -141,14 +141,14 @@ def reordered(spec: RopeSpec, neighbours: bool) -> Callable[[torch.Tensor], torc
 
 @contextmanager
 def switched(family: str, spec: RopeSpec) -> Iterator[None]:
-    """While entered, the rotary function of a family takes and gives the other pairing."""
+    """Context manager: the rotary function of a family uses the other pairing."""
     folder, _, name = FAMILIES[family].source.partition(": ")
     owner: Any = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     *path, last = name.split(".")
     for part in path:
         owner = getattr(owner, part)
     own = getattr(owner, last)
-    first = 1 if path else 0  # RoFormer's takes the angles first
+    first = 1 if path else 0  # RoFormer's function takes the angles first
 
     def change(x: Any, to: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         head = isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point()
@@ -174,16 +174,15 @@ def switched(family: str, spec: RopeSpec) -> Iterator[None]:
 
 
 def check(before: torch.Tensor, after: torch.Tensor, forgotten: torch.Tensor) -> None:
-    """The same with the rotary function switched, and something else without."""
+    """The logits are the same with the rotary function switched, and differ without."""
     wrong = (before - forgotten).abs().max()
     assert wrong > TABLE["other pairing"].value * before.abs().max()
     assert (before - after).abs().max() <= TABLE["channels reordered"].value * wrong
 
 
-# No model of theirs is in transformers, or none that can be made small; their packings have tests of
-# their own.
+# Families without a model in transformers, or without a small one; their packings are tested elsewhere.
 ELSEWHERE = {"meta", "megatron", "internlm2", "kimi_k2", "minicpm", "solar", "mllama_text_model"}
-ELSEWHERE |= {"qwen2_vl", "qwen2_5_vl"}  # these hold the text models that are tested
+ELSEWHERE |= {"qwen2_vl", "qwen2_5_vl"}  # their text models are tested
 
 
 @pytest.mark.one_in(3)
@@ -192,7 +191,7 @@ def test_a_converted_model_computes_the_same(family: str, tmp_path: Path) -> Non
     torch.manual_seed(1)
     model = transformers.AutoModel.from_config(small(family)).eval()
     for name, parameter in model.named_parameters():
-        # Fresh norms are ones and fresh biases zeros: their order would not matter.
+        # Fresh norms are ones and fresh biases zeros: a wrong order would not show.
         if "norm" in name:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
         elif name.endswith("bias"):

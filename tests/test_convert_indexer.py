@@ -1,4 +1,4 @@
-"""Sparse indexers beside an attention, and norms of queries and keys that a naming does not know."""
+"""Sparse indexers, and norms of queries and keys that a naming does not list."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def glm5_tensors() -> dict[str, torch.Tensor]:
 
 
 def test_an_indexer_moves_with_its_attention_where_it_is_paired_like_it(tmp_path: Path) -> None:
-    """GLM-5's is; DeepSeek V3.2's is paired by halves whatever the attention is."""
+    """GLM-5's indexer is; DeepSeek V3.2's always pairs halves."""
     tensors = glm5_tensors()
     own = {
         "indexer.wq_b.weight": [0, 14, 28], "indexer.wk.weight": [0],
@@ -76,7 +76,7 @@ def test_a_proof_looks_at_the_indexer_too(tmp_path: Path) -> None:
     tensors[PLACE + "indexer.wk.weight"][0, 0] = torch.inf
     source = write(tmp_path / "source", tensors, GLM5)
     with pytest.raises(
-        ValueError, match=r"scores must stay as they are but those of .*indexer differ"
+        ValueError, match=r"scores must stay the same but those of .*indexer differ"
     ):
         convert(source, tmp_path / "out", to="half", verify=True)
 
@@ -91,24 +91,24 @@ INDEXERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
         {"indexer.wk.weight": (16, 24), "indexer.k_norm.weight": (16,), "indexer.k_norm.bias": (16,)},
         "wq_b.weight must have whole heads of 16 rows but is",
     ),
-    "two keys": ({}, {"indexer.wk.weight": (28, 24)}, "must have the 14 rows of one key but is"),
+    "two keys": ({}, {"indexer.wk.weight": (28, 24)}, "must have the 14 rows of one key head but is"),
     "narrow heads": (
         {"index_head_dim": 6}, {},
         "the heads of .* must have 8 rotated rows but have 6 .index_head_dim.",
     ),
-    "nobody says their size": (
-        {"index_head_dim": None}, {}, "the head_dim of the indexer of .* must be known: say --config",
+    "size not stated": (
+        {"index_head_dim": None}, {}, "the head_dim of the indexer of .* must be known: pass --config",
     ),
     "a key that the code does not follow": (
         {"indexer_rope_interleave": False}, {},
-        "indexer_rope_interleave is False, and the code of model_type 'glm_moe_dsa' pairs its indexer by "
-        "neighbours whatever it says: --naming glm_moe_dsa converts the indexer along with the "
+        "indexer_rope_interleave is False, but the code of model_type 'glm_moe_dsa' ignores it and pairs "
+        "its indexer by neighbours: --naming glm_moe_dsa converts the indexer along with the "
         "attention, --naming deepseek leaves it as it is",
     ),
     "nor does the other": (
         {"model_type": "deepseek_v32", "index_rope_interleave": True}, {},
-        "index_rope_interleave is True, and the code of model_type 'deepseek_v32' pairs its indexer by "
-        "halves whatever it says",
+        "index_rope_interleave is True, but the code of model_type 'deepseek_v32' ignores it and pairs its "
+        "indexer by halves",
     ),
 }  # fmt: skip
 
@@ -136,13 +136,13 @@ def test_indexers_that_do_not_fit(tmp_path: Path, case: str) -> None:
 def test_norms_that_the_naming_does_not_know_are_refused(
     tmp_path: Path, own: str, known: str
 ) -> None:
-    """Left as they were, they would scale channels that others have taken the places of."""
+    """If they stayed, their weights would apply to other channels than before."""
     tensors = llama_tensors(bias=False)
     there = f"model.layers.1.self_attn.{own}.weight"
     source = write(tmp_path / "source", tensors | {there: torch.rand(8)})
     text = (
-        f"[convert] {there} is a norm of queries or keys by its name, and the naming that was said or "
-        f"read does not know it{known}."
+        f"[convert] {there} is a norm of queries or keys by its name, but the given or detected naming "
+        f"does not list it{known}."
     )
     for said in (Said(), Said(naming="llama")):
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):

@@ -1,4 +1,4 @@
-"""The head of GGUF files: written by the format's own package, and taken apart byte by byte."""
+"""The header of GGUF files: written by the format's own package, and parsed byte by byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIVISORS = np.linspace(1.0, 8.0, 64, dtype=np.float32)
 
 
 def write(path: Path, arch: str = "llama", **more: Any) -> Path:
-    """A small model as the reference writer writes it."""
+    """Write a small model with the reference writer."""
     writer = gguf.GGUFWriter(str(path), arch, endianess=more.pop("order", gguf.GGUFEndian.LITTLE))
     writer.add_embedding_length(4096)
     writer.add_head_count(32)
@@ -94,7 +94,7 @@ def test_two_sets_of_divisors(tmp_path: Path) -> None:
     assert scaling.long_factor == (2.0,) * 48
 
 
-# --- files that are none --------------------------------------------------------------------------
+# --- invalid files --------------------------------------------------------------------------------
 
 
 def head(version: int = 3, tensors: int = 0, entries: int = 0) -> bytes:
@@ -154,7 +154,7 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, data: bytes, about: str) 
 
 
 def complaint(path: Path) -> str | None:
-    """The sentence that refuses a file; None if it is read."""
+    """Return the error sentence for a file, or None if it is read."""
     try:
         RopeSpec.from_config(path)
     except (ValueError, TypeError) as error:
@@ -164,7 +164,7 @@ def complaint(path: Path) -> str | None:
 
 def test_files_cut_off_and_damaged_anywhere(tmp_path: Path) -> None:
     whole = write(tmp_path / "model.gguf", tokens=3, rope_freqs__weight=DIVISORS).read_bytes()
-    # Without the scores, so that what matters is hit often.
+    # Without the token scores, so that damage often hits bytes that matter.
     start = whole.index(b"tokenizer.ggml.scores")
     path = tmp_path / "damaged.gguf"
     rng = random.Random(0)

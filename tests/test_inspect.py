@@ -1,4 +1,4 @@
-"""What `inspect` says of a rotation, against many-digit arithmetic and counting position by position."""
+"""`inspect` against many-digit arithmetic and against counting position by position."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ RULES: dict[str, tuple[Rule | None, Any]] = {
 
 
 def only(config: object, **options: Any) -> PartReport:
-    """The one part of a configuration."""
+    """Inspect a configuration with one part; return that part."""
     (part,) = inspect(config, **options).parts
     return part
 
@@ -141,7 +141,7 @@ def exact_tables(omegas: list[Any], position: int) -> tuple[torch.Tensor, torch.
 
 
 def test_errors_are_those_of_the_way_itself() -> None:
-    # Each way is written down once more here, and compared with 60 digits at single positions.
+    # Each method is implemented again here, and compared with 60 digits at single positions.
     where = torch.tensor(POSITIONS_SEEN)
     got = errors_at(RopeSpec(64), where, None)
     with mp.workdps(60):
@@ -173,13 +173,13 @@ def test_the_largest_exact_context() -> None:
     assert [method.name for method in found.methods] == list(MEANING)
     assert found.method(WORDS).reach == dict.fromkeys(ROUNDINGS, EXACT)
     assert found.method(TABLE).reach == {}
-    # bfloat16 has 8 bits: 256 is the last whole number before gaps, and 257 becomes 256.
+    # bfloat16 has 8 bits: 257 is the first integer that it cannot represent, and becomes 256.
     assert found.method(POSITIONS).reach["bfloat16"] == 257
     for kind, limit in ROUNDINGS.items():
         reach = found.method(FLOAT32).reach[kind]
         all_of_them = errors_at(RopeSpec(128), torch.arange(reach + 1), None)[FLOAT32]
         assert float(all_of_them[reach]) > limit
-        # A sample may pass over the first position that is beyond the limit, but not by far.
+        # A sample may miss the first position beyond the limit, but not by far.
         assert float(all_of_them[: reach // 2].max()) <= limit
     for method in found.methods:
         assert list(method.errors) == sorted(method.errors)
@@ -222,9 +222,9 @@ def test_axes_are_walked_together() -> None:
 
 def test_fields_and_their_sources() -> None:
     part = only(LLAMA31)
-    said = {each.name: each for each in part.part.fields}
-    assert said["base"][1:] == (500000.0, "rope_theta")
-    assert said["scaling.factor"][1:] == (8.0, "rope_scaling.factor")
+    fields = {each.name: each for each in part.part.fields}
+    assert fields["base"][1:] == (500000.0, "rope_theta")
+    assert fields["scaling.factor"][1:] == (8.0, "rope_scaling.factor")
     assert part.part.context == ("max_position_embeddings", 131072)
     assert (part.context, part.trained) == (131072, 8192)
     assert only(LLAMA31, context=4096).context == 4096
@@ -292,8 +292,8 @@ def test_every_published_model_is_told_whole(model: Model) -> None:
     for part, written in zip(found.parts, document["parts"], strict=True):
         assert RopeSpec.from_dict(written["spec"]) == part.spec
         assert len(written["pairs"]) == len(part.spec.frequencies().exact)
-    # Nothing published is called a mistake. But some of these say no length of the context, and
-    # tests/model_configs.py then says 8192, which is where the scaling of Llama 3.1 begins.
+    # No published model gets a warning. But some of these state no context length, for which
+    # tests/model_configs.py then gives 8192, where the scaling of Llama 3.1 begins.
     for part in found.parts:
         codes = {note.code for note in part.notes if note.warning}
         untold = part.part.context is not None and part.part.context[1] == 8192
@@ -309,7 +309,7 @@ def codes(spec: RopeSpec, context: int | None = 4096, *, warning: bool | None = 
 
 
 def stated(config: dict[str, Any], **more: Any) -> set[str]:
-    """The warnings of a Llama that says its context."""
+    """Return the warnings of a Llama whose configuration states its context."""
     return {note.code for note in inspect({**config, **more}).warnings}
 
 
@@ -353,7 +353,7 @@ def test_what_looks_like_a_mistake(config: dict[str, Any], wanted: set[str]) -> 
 
 
 def test_a_rule_that_quickens() -> None:
-    """A configuration with such a factor is refused; a rule made by hand may have it."""
+    """A configuration with such a factor is refused; a rule built in code may have it."""
     assert codes(RopeSpec(128, scaling=Linear(0.5)), warning=True) == {"factor"}
 
 
@@ -405,7 +405,7 @@ def test_what_is_worth_knowing(spec: RopeSpec, context: int, code: str, about: s
 
 
 def test_angles_that_training_has_not_shown() -> None:
-    # Llama 3.1: divided by 8, and 16 times as long; YaRN by as much as it grows.
+    # Llama 3.1: frequencies divided by 8, context 16 times as long; YaRN: the same factor for both.
     (note,) = [note for note in only(LLAMA31).notes if note.code == "unseen-angles"]
     assert "up to 2 times as far" in note.text
     yarn = RopeSpec(128, scaling=YaRN(4, 4096))
@@ -454,7 +454,7 @@ def test_the_largest_disagreement_is_that_of_counting(other: RopeSpec) -> None:
         ]
         largest = max(angle for angle, _ in everywhere)
         assert near(apart.largest, distance(apart.position, apart.pair))
-        # Once some pair is half a turn off, a later position may come nearer to it by little.
+        # Once some pair is half a turn off, a later position may be slightly nearer to half a turn.
         assert apart.largest >= min(largest * (1 - value("reported number")), mp.pi * 0.9)
         for limit, first in ((0.01, apart.noticed), (1.0, apart.lost)):
             wanted = min((p for angle, p in everywhere if angle >= limit), default=None)
@@ -472,15 +472,21 @@ def test_equal_rotations_are_alike_whatever_they_are_called() -> None:
 @pytest.mark.parametrize(
     "other, why",
     [
-        (RopeSpec(16, interleaved=True), "channels are paired otherwise"),
-        (RopeSpec(16, rotary_dim=8), "16 channels rotate, or 8"),
-        (RopeSpec(18, rotary_dim=16, start=2), "the channels that rotate are others"),
-        (RopeSpec(16, 5e5), "7 of 8 pairs turn at another speed"),
-        (RopeSpec(16, axes=Axes.sections((4, 4))), "positions have other coordinates"),
-        (RopeSpec(16, scaling=YaRN(1, 64, attention_factor=2.0)), "scaled by 1, or by 2"),
+        (RopeSpec(16, interleaved=True), "the pairings differ: half and interleaved"),
+        (RopeSpec(16, rotary_dim=8), "16 channels rotate in one and 8 in the other"),
+        (RopeSpec(18, rotary_dim=16, start=2), "different channels rotate"),
+        (RopeSpec(16, 5e5), "7 of 8 pairs have different frequencies"),
+        (
+            RopeSpec(16, axes=Axes.sections((4, 4))),
+            "the coordinates of positions, or the pairs that they turn, differ",
+        ),
+        (
+            RopeSpec(16, scaling=YaRN(1, 64, attention_factor=2.0)),
+            "scaled by 1 in one and 2 in the other",
+        ),
         (
             RopeSpec(16, scaling=YaRN(40, 64, mscale=1.0, mscale_all_dim=1.0)),
-            "softmax scale is multiplied by 1, or by",
+            "softmax scale is multiplied by 1 in one and",
         ),
     ],
 )
@@ -522,7 +528,7 @@ def test_comparisons_are_json() -> None:
     assert json.loads(json.dumps(made.to_dict(), allow_nan=False))["alike"] is False
 
 
-# --- beside weights that a conversion wrote -------------------------------------------------------
+# --- configurations beside converted weights ------------------------------------------------------
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -530,22 +536,22 @@ def test_comparisons_are_json() -> None:
 def test_the_record_of_a_conversion_says_the_pairing(
     tmp_path: Path, asked: str, single: bool
 ) -> None:
-    """Without it the family would: Llama's channels are halves, and those of the copy are not."""
+    """The record decides, not the family: Llama pairs halves, and the converted copy does not."""
     source = convert_cases.write(tmp_path / "a", convert_cases.llama_tensors())
     there = tmp_path / "b"
     if single:
         there.mkdir()
         convert(source / "model.safetensors", there / "model.safetensors", to="interleaved")
         (there / "config.json").write_bytes((source / "config.json").read_bytes())
-        who = "the record of a conversion in model.safetensors"
+        who = "the conversion record in model.safetensors"
     else:
         convert(source, there, to="interleaved")
-        who = "tightrope_convert.json, which a conversion left"
+        who = "the conversion record tightrope_convert.json"
     target = there if asked == "folder" else there / "config.json"
     (part,) = inspect(target).parts
     assert part.spec.interleaved
     assert {row.name: row.source for row in part.part.fields}["interleaved"] == who
-    # What the user says counts more; without a record, or without weights, it is the family.
+    # The user's choice has priority; without a record, or without weights, the family decides.
     assert not inspect(target, interleaved=False).parts[0].spec.interleaved
     (there / "model.safetensors").unlink()
     (there / "tightrope_convert.json").unlink(missing_ok=True)
@@ -567,12 +573,14 @@ def test_records_beside_several_sections_and_records_that_disagree(tmp_path: Pat
     there = tmp_path / "b/config.json"
     there.write_text(json.dumps(sections), encoding="utf-8")
     text = (
-        "the weights beside it are interleaved (tightrope_convert.json, which a conversion left), and it "
-        "is not known in which of text_config, vision_config: say the section"
+        "the weights beside it are interleaved (the conversion record tightrope_convert.json), but it is "
+        "not known in which of text_config, vision_config: give the section"
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
         assert not any(part.spec.interleaved for part in inspect(there).parts)
     assert inspect(there, section="text_config").parts[0].spec.interleaved
     (tmp_path / "b/tightrope_convert.json").write_text('{"pairing": "sideways"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="must say a pairing but says 'sideways'"):
+    with pytest.raises(
+        ValueError, match="must state 'half' or 'interleaved' but states 'sideways'"
+    ):
         inspect(tmp_path / "b")

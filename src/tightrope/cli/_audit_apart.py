@@ -1,4 +1,4 @@
-"""The other process of `tightrope audit`: it may crash without taking the command with it."""
+"""The child process of `tightrope audit`: it may crash without ending the command."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from .audit import here
 
 
 def main() -> None:
-    """Reads the work from standard input and writes the report to the file named as argument."""
+    """Read target and options from standard input; write the report to the file given as argument."""
     out = Path(sys.argv[1])
     target, options = json.load(sys.stdin)
     try:

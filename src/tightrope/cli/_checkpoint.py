@@ -1,4 +1,4 @@
-"""The options by which a user says what a checkpoint's configuration does not."""
+"""Command-line options for facts that a checkpoint's configuration does not state."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,23 +16,23 @@ Checkpoint = Annotated[
 Config = Annotated[
     str | None,
     typer.Option(
-        "--config", metavar="PATH", help="The configuration; else that beside the weights."
+        "--config", metavar="PATH", help="The configuration; by default that beside the weights."
     ),
 ]
 Section = Annotated[
     str | None,
-    typer.Option("--section", help="Which part of a nested configuration, such as text_config."),
+    typer.Option("--section", help="Part of a nested configuration, such as text_config."),
 ]
 Source = Annotated[
     str | None,
-    typer.Option("--from", metavar="half|interleaved", help="How the checkpoint is paired."),
+    typer.Option("--from", metavar="half|interleaved", help="The pairing of the checkpoint."),
 ]
 Naming = Annotated[
     str | None,
-    typer.Option("--naming", help="Whose names the projections have: llama, meta, gpt_neox, …"),
+    typer.Option("--naming", help="Naming scheme of the projections: llama, meta, gpt_neox, …"),
 ]
 Prefix = Annotated[
-    str | None, typer.Option("--prefix", help="What stands before the layers that are meant.")
+    str | None, typer.Option("--prefix", help="Name prefix of the layers to convert.")
 ]
 Packing = Annotated[
     str | None,
@@ -42,12 +42,14 @@ Packing = Annotated[
 ]
 Heads = Annotated[int | None, typer.Option("--heads", help="Number of query heads.")]
 KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Number of key heads.")]
-HeadDim = Annotated[int | None, typer.Option("--head-dim", help="Channels of a head.")]
-RotaryDim = Annotated[int | None, typer.Option("--rotary-dim", help="How many of them rotate.")]
-Start = Annotated[int | None, typer.Option("--start", help="The first that rotates.")]
+HeadDim = Annotated[int | None, typer.Option("--head-dim", help="Channels of one head.")]
+RotaryDim = Annotated[
+    int | None, typer.Option("--rotary-dim", help="Channels of a head that rotate.")
+]
+Start = Annotated[int | None, typer.Option("--start", help="First channel that rotates.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def said(**options: object) -> Said:
-    """What the options say together."""
+def collect(**options: object) -> Said:
+    """Return the options as one object."""
     return Said(**options)  # type: ignore[arg-type]

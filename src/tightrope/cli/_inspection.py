@@ -1,4 +1,4 @@
-"""The words and tables of `tightrope inspect`."""
+"""The text output of `tightrope inspect`."""
 
 import math
 
@@ -15,7 +15,7 @@ _SHOWN = 14
 
 
 def print_inspection(console: Console, found: Inspection, *, every: bool) -> None:
-    """Everything about one configuration."""
+    """Print the report on one configuration."""
     _line(console, found.name, style="bold")
     _line(console, found.form)
     for part in found.parts:
@@ -27,7 +27,7 @@ def print_inspection(console: Console, found: Inspection, *, every: bool) -> Non
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """What differs between two configurations, and by how much their angles do."""
+    """Print how two configurations and their angles differ."""
     one, other = comparison.one, comparison.other
     names = [
         (mark, printable(f"{each.name} ({each.form})")) for mark, each in zip("AB", (one, other))
@@ -55,17 +55,17 @@ def _print_part(console: Console, part: PartReport, *, every: bool) -> None:
     fields = titled("Fields")
     fields.add_column("field", no_wrap=True)
     fields.add_column("value", overflow="fold", max_width=28)
-    fields.add_column("said by", overflow="fold")
+    fields.add_column("source", overflow="fold")
     for each in part.part.fields:
         fields.add_row(printable(each.name), Text(_value(each.value)), Text(printable(each.source)))
     if part.part.context is not None:
         key, length = part.part.context
         fields.add_row("context", f"{length:,}", Text(printable(key)))
     console.print(fields)
-    said = [f"attention scaling {part.attention_scaling:.6g} on rotated channels"]
+    scales = [f"attention scaling {part.attention_scaling:.6g} on rotated channels"]
     if part.softmax_scaling != 1.0:
-        said.append(f"softmax scale times {part.softmax_scaling:.6g}, in the model")
-    _line(console, "; ".join(said) + ".")
+        scales.append(f"softmax scale times {part.softmax_scaling:.6g}, in the model")
+    _line(console, "; ".join(scales) + ".")
     console.print()
     _print_pairs(console, part, every=every)
     console.print()
@@ -117,11 +117,12 @@ def _print_pairs(console: Console, part: PartReport, *, every: bool) -> None:
 
 
 def _chosen(pairs: tuple[Pair, ...]) -> list[Pair]:
-    """Where something changes, the ends, and some between."""
+    """Choose pairs to show: both ends, where something changes, and some between."""
     if len(pairs) <= _SHOWN:
         return list(pairs)
     keep = {0, len(pairs) - 1}
-    # Shown on both sides: where scaling begins and ends, and where a turn is no longer completed.
+    # Show both sides of each change: where scaling begins and ends, and where pairs no longer
+    # complete a turn.
     for marks in (
         [_kind(pair) for pair in pairs],
         [pair.turns is not None and pair.turns < 1 for pair in pairs],
@@ -143,7 +144,7 @@ def _kind(pair: Pair) -> str:
 
 def _print_exactness(console: Console, part: PartReport) -> None:
     exactness = part.exactness
-    table = titled("Largest error of a cosine or sine, by how angles are made")
+    table = titled("Largest error of a cosine or sine, by how angles are computed")
     table.add_column("angles", overflow="fold")
     for length in exactness.lengths:
         table.add_column(f"to {length:,}", justify="right")
@@ -156,8 +157,8 @@ def _print_exactness(console: Console, part: PartReport) -> None:
     _line(
         console,
         f"Largest exact context: {EXACT:,} positions with phase words; with float32 angles "
-        f"{_reach(plain['bfloat16'])} to the rounding of a bfloat16, {_reach(plain['float16'])} to "
-        "that of a float16.",
+        f"{_reach(plain['bfloat16'])} within bfloat16 rounding, {_reach(plain['float16'])} within "
+        "float16 rounding.",
     )
     if part.spec.axis_count > 1:
         _line(console, "With all coordinates of a position equal.")
@@ -189,7 +190,7 @@ def _print_part_comparison(console: Console, part: PartComparison) -> None:
     for reason in part.why:
         _bullet(console, "differs", f"{reason}.", style="bold")
     if not part.why:
-        text = "Every angle is the same" + (", for all that." if part.differences else ".")
+        text = "Every angle is the same" + (" nevertheless." if part.differences else ".")
         _line(console, text)
     apart = part.disagreement
     if apart is None:
@@ -219,7 +220,7 @@ def _sides(difference: Difference) -> list[Text]:
     return cells
 
 
-# --- forms ----------------------------------------------------------------------------------------
+# --- formatting -----------------------------------------------------------------------------------
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

@@ -1,11 +1,11 @@
-"""Long lists of tensor names as a person reads them."""
+"""Short forms of tensor name lists and byte counts for output."""
 
 import re
 from collections.abc import Iterable
 
 
 def grouped(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Names that differ in one number, as one line each: ``layers.{0-31}.q_proj`` and how many.
+    """Merge names that differ in one number into one entry with a count: ``layers.{0-31}.q_proj``.
 
     >>> grouped(["a.0.w", "a.1.w", "a.3.w", "b"])
     [('a.{0-1,3}.w', 3), ('b', 1)]
@@ -39,7 +39,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in the unit that fits: ``2.15 GB``, ``64.0 MB``, ``812 bytes``."""
+    """Format a byte count with a fitting unit: ``2.15 GB``, ``64.0 MB``, ``812 bytes``."""
     for unit, value in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= value:
             amount = count / value

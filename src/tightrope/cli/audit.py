@@ -24,9 +24,9 @@ from ._mistakes import as_mistakes, stop
 from ._tables import StackedTable, facts
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-# What a process that runs out of all patience is allowed, as a multiple of what one call is.
+# The time limit of the whole child process, as a multiple of the time limit of one call.
 _PATIENCE = 30.0
-# The other process ends on Ctrl-C without a traceback: this one says that it was interrupted.
+# On Ctrl-C the child process ends without a traceback: the parent reports the interruption.
 _APART = """
 import signal
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -37,7 +37,7 @@ main()
 
 
 class Severity(str, Enum):
-    """What makes the exit code 1."""
+    """The mildest severity that makes the exit code 1."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -55,38 +55,46 @@ def audit(
     ],
     form: Annotated[
         str | None,
-        typer.Option(help="How it is called, such as 'x, positions' or 'q, k, cos, sin'."),
+        typer.Option(help="Its arguments, such as 'x, positions' or 'q, k, cos, sin'."),
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="bhsd, bshd, sbhd, thd, bsd or sd; found by trying.")
+        str | None,
+        typer.Option(help="bhsd, bshd, sbhd, thd, bsd or sd; by default found by trying."),
     ] = None,
     tables: Annotated[
-        str | None, typer.Option(help="The cosines it takes: cat, repeat or half; found by trying.")
+        str | None,
+        typer.Option(
+            help="Layout of its cosines: cat, repeat or half; by default found by trying."
+        ),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Channels of one head.")] = None,
     meant: Annotated[
         Path | None,
-        typer.Option(help="A config.json, or the JSON of a RopeSpec: what it should be."),
+        typer.Option(help="The intended rotation: a config.json, or the JSON of a RopeSpec."),
     ] = None,
-    base: Annotated[float | None, typer.Option(help="The base that it should have.")] = None,
+    base: Annotated[float | None, typer.Option(help="The intended base.")] = None,
     rotary_dim: Annotated[int | None, typer.Option(help="How many channels should rotate.")] = None,
     interleaved: Annotated[
-        bool | None, typer.Option("--interleaved/--half", help="The pairing that it should have.")
+        bool | None, typer.Option("--interleaved/--half", help="The intended pairing.")
     ] = None,
     make: Annotated[
         bool,
-        typer.Option("--make", help="FUNCTION makes what is to be audited, without arguments."),
+        typer.Option(
+            "--make", help="FUNCTION takes no arguments and returns the function to audit."
+        ),
     ] = False,
     layer_type: Annotated[
-        str | None, typer.Option(help="Which layers of the model, where they differ.")
+        str | None, typer.Option(help="The layer type to audit, where layers differ.")
     ] = None,
-    longest: Annotated[int, typer.Option(help="Ask no position above this one.")] = 2**20,
-    float16: Annotated[bool, typer.Option("--float16", help="Ask about float16 as well.")] = False,
+    longest: Annotated[int, typer.Option(help="The largest position to test.")] = 2**20,
+    float16: Annotated[bool, typer.Option("--float16", help="Test float16 as well.")] = False,
     only_float32: Annotated[
-        bool, typer.Option("--only-float32", help="Ask about no 16-bit type.")
+        bool, typer.Option("--only-float32", help="Test no 16-bit type.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Where its tensors are.")] = "cpu",
-    timeout: Annotated[float, typer.Option(help="Seconds after which a call hangs.")] = 20.0,
+    device: Annotated[str, typer.Option(help="The device of its tensors.")] = "cpu",
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a call counts as hanging.")
+    ] = 20.0,
     fail_on: Annotated[
         Severity, typer.Option(help="The mildest finding that makes the exit code 1.")
     ] = Severity.WARNING,
@@ -94,17 +102,17 @@ def audit(
         bool,
         typer.Option(
             "--isolate/--no-isolate",
-            help="Run it in a process of its own, so that a crash is a finding too.",
+            help="Run it in a child process, so that a crash becomes a finding.",
         ),
     ] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Test a rotary function as a black box: what it is, and what is wrong with it.
+    """Test a rotary function as a black box: identify its rotation and find its faults.
 
-    It is called with impulses and random vectors, never read. Each finding has a program that shows
-    it. Exit codes: 0 nothing found, 1 findings, 2 wrong use.
+    The audit calls it with impulses and random vectors and does not read its source. Findings come
+    with programs that reproduce them. Exit codes: 0 nothing found, 1 findings, 2 wrong use.
 
     Examples:
 
@@ -147,7 +155,7 @@ def _declared(
     rotary_dim: int | None,
     interleaved: bool | None,
 ) -> dict[str, Any] | None:
-    """The declared spec as its dictionary; None where nothing was declared."""
+    """Return the declared spec as its dictionary, or None if no option declares one."""
     given = {"base": base, "rotary_dim": rotary_dim, "interleaved": interleaved}
     given = {name: value for name, value in given.items() if value is not None}
     if meant is not None:
@@ -167,28 +175,28 @@ def _read(path: Path) -> RopeSpec:
         return RopeSpec.from_dict(values)
     spec = RopeSpec.from_config(values)
     if not isinstance(spec, RopeSpec):
-        raise ValueError(f"{path} has layers that differ: save the spec of one of them as JSON.")
+        raise ValueError(f"{path} has layers that differ: save the spec of one layer as JSON.")
     return spec
 
 
 def here(target: str, options: dict[str, Any]) -> Report:
-    """The audit in this process.
+    """Run the audit in this process.
 
     Raises:
-        ValueError, TypeError: the target or an option is not usable.
+        ValueError, TypeError: the target or an option cannot be used.
     """
     spec = options["spec"]
     chosen = options | {
         "dtypes": [getattr(torch, name) for name in options["dtypes"]],
         "spec": None if spec is None else RopeSpec.from_dict(spec),
     }
-    # What the function's module prints while it is imported must not get into the JSON.
+    # Output that the function's module prints on import must not get into the JSON.
     with redirect_stdout(sys.stderr):
         return run_audit(target, **chosen)
 
 
 def _apart(target: str, options: dict[str, Any]) -> Report:
-    """The audit in a process of its own, which may crash."""
+    """Run the audit in a child process, which may crash."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         command = [sys.executable, "-c", _APART, str(out)]
@@ -201,12 +209,12 @@ def _apart(target: str, options: dict[str, Any]) -> Report:
         except subprocess.TimeoutExpired:
             return _lost(target, "hangs", f"The audit did not end within {seconds:g} s.")
         if not out.is_file():
-            said = (
-                f"signal {-done.returncode}"
+            end = (
+                f"was ended by signal {-done.returncode}"
                 if done.returncode < 0
-                else f"exit code {done.returncode}"
+                else f"ended with exit code {done.returncode}"
             )
-            return _lost(target, "crashes", f"The process of the audit was ended by {said}.")
+            return _lost(target, "crashes", f"The audit process {end}.")
         saved = json.loads(out.read_text(encoding="utf-8"))
     if "wrong use" in saved:
         stop(saved["wrong use"])
@@ -214,12 +222,12 @@ def _apart(target: str, options: dict[str, Any]) -> Report:
 
 
 def _lost(target: str, code: str, sentence: str) -> Report:
-    evidence = "run it with --no-isolate under a debugger to see where"
+    evidence = "run with --no-isolate under a debugger to see where"
     return Report(target, {}, (Finding(code, "error", sentence, evidence),))
 
 
 def print_report(console: Console, report: Report) -> None:
-    """The report for a reader; programs are printed so that they can be copied."""
+    """Print the report as text, with programs that can be copied."""
     console.print(Text(f"audit of {report.target}", style="bold"))
     if report.facts:
         rows = facts(((name, str(value)) for name, value in report.facts.items()), "dim")
@@ -237,7 +245,7 @@ def print_report(console: Console, report: Report) -> None:
         if finding.evidence:
             evidence = Text(finding.evidence, style="dim")
             console.print(Padding(evidence, (0, 0, 0, 2), expand=False))
-        # The programs of notes are in the JSON: nobody has to act on them.
+        # Notes need no action: their programs are in the JSON only.
         if finding.snippet and finding.severity != "note":
             program = finding.snippet
             if shown:
@@ -262,7 +270,7 @@ def print_report(console: Console, report: Report) -> None:
 def _errors(report: Report) -> Table:
     table = StackedTable(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("error of cos and sin below", justify="right")
-    for name in ("float32 x", "bfloat16 x", "float32 costs at most"):
+    for name in ("float32 x", "bfloat16 x", "float32 bound"):
         table.add_column(name, justify="right")
     for each in report.angle_errors:
         row = (each.float32, each.bfloat16, each.float32_angle)

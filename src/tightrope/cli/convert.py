@@ -1,4 +1,4 @@
-"""`tightrope convert`: a checkpoint for the other pairing of channels."""
+"""`tightrope convert`: rewrite a checkpoint for the other pairing of channels."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..workbench.convert import Conversion, convert as convert_checkpoint
-from . import _checkpoint as given
+from . import _checkpoint as option
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
 from ._names import grouped, size
@@ -19,39 +19,39 @@ _MOST_LEFT = 12
 
 
 def convert(
-    checkpoint: given.Checkpoint,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the result shall be.")],
+    checkpoint: option.Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Path of the result.")],
     to: Annotated[
         str, typer.Option("--to", metavar="half|interleaved", help="The pairing of the result.")
     ],
     force: Annotated[bool, typer.Option("--force", help="Replace an older result.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would change; write nothing.")
+        bool, typer.Option("--dry-run", help="List the changes; write nothing.")
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Prove on random activations that scores are unchanged."),
+        typer.Option("--verify", help="Check on random activations that scores are unchanged."),
     ] = False,
-    as_json: given.AsJson = False,
-    config: given.Config = None,
-    section: given.Section = None,
-    source: given.Source = None,
-    naming: given.Naming = None,
-    prefix: given.Prefix = None,
-    packing: given.Packing = None,
-    heads: given.Heads = None,
-    kv_heads: given.KvHeads = None,
-    head_dim: given.HeadDim = None,
-    rotary_dim: given.RotaryDim = None,
-    start: given.Start = None,
+    as_json: option.AsJson = False,
+    config: option.Config = None,
+    section: option.Section = None,
+    source: option.Source = None,
+    naming: option.Naming = None,
+    prefix: option.Prefix = None,
+    packing: option.Packing = None,
+    heads: option.Heads = None,
+    kv_heads: option.KvHeads = None,
+    head_dim: option.HeadDim = None,
+    rotary_dim: option.RotaryDim = None,
+    start: option.Start = None,
 ) -> None:
     """Rewrite query and key projections for the other pairing of channels.
 
-    Everything else keeps its bytes, and converting back gives the same files.
+    All other tensors keep their bytes, and converting back gives the same files.
 
-    The result gets its name when it is whole; the checkpoint is only read.
+    The checkpoint is only read, and OUT appears only once it is complete.
 
-    Exit codes: 0 done, 1 the machine could not, 2 a mistake; then nothing is written.
+    Exit codes: 0 done, 1 a system error, 2 wrong use; on an error nothing is written.
 
     Example:
 
@@ -63,7 +63,7 @@ def convert(
             checkpoint,
             out,
             to=to,
-            said=given.said(
+            said=option.collect(
                 config=config,
                 section=section,
                 source=source,
@@ -92,12 +92,12 @@ def _show(console: Console, done: Conversion) -> None:
     rows = [
         ("checkpoint", f"{done.checkpoint}, {size(done.nbytes)} of weights"),
         ("model", done.model),
-        ("pairing", f"{done.source} (says {done.source_from}) to {done.to}"),
+        ("pairing", f"{done.source} (stated by {done.source_from}) to {done.to}"),
     ]
     rows += _named("changed", done.changed, None)
     rows += _named("left", done.left, _MOST_LEFT)
     if done.marked is not None:
-        rows.append(("config.json", f"{done.marked} says the pairing"))
+        rows.append(("config.json", f"{done.marked} states the pairing"))
     rows += [("not copied", f"{name}: {why}") for name, why in done.ignored.items()]
     if done.verified is not None:
         proof = done.verified
@@ -105,7 +105,7 @@ def _show(console: Console, done: Conversion) -> None:
             (
                 "verified",
                 f"scores of {proof.layers} layers differ by {proof.difference:.1e} of the largest "
-                f"(with the old pairing by {proof.unswitched:.2g})",
+                f"score (with the old pairing by {proof.unswitched:.2g})",
             )
         )
     rows += [("note", note) for note in done.notes]
@@ -124,5 +124,5 @@ def _named(what: str, names: tuple[str, ...], most: int | None) -> list[tuple[st
     lines = [name if count == 1 else f"{name}  ({count})" for name, count in grouped(names)]
     rows = [(what if n == 0 else "", line) for n, line in enumerate(lines[:most])]
     if most is not None and len(lines) > most:
-        rows.append(("", f"and {len(lines) - most} more kinds; --json names all {len(names)}"))
+        rows.append(("", f"and {len(lines) - most} more lines; --json names all {len(names)}"))
     return rows

@@ -1,4 +1,4 @@
-"""`tightrope detect`: which pairing a checkpoint's weights speak for."""
+"""`tightrope detect`: detect the pairing of a checkpoint from its weights."""
 
 import dataclasses
 import json
@@ -6,29 +6,29 @@ import json
 import typer
 
 from ..workbench.convert import Detection, detect as detect_pairing
-from . import _checkpoint as given
+from . import _checkpoint as option
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
 from ._tables import facts
 
 
 def detect(
-    checkpoint: given.Checkpoint,
-    as_json: given.AsJson = False,
-    config: given.Config = None,
-    section: given.Section = None,
-    naming: given.Naming = None,
-    prefix: given.Prefix = None,
-    packing: given.Packing = None,
-    heads: given.Heads = None,
-    kv_heads: given.KvHeads = None,
-    head_dim: given.HeadDim = None,
-    rotary_dim: given.RotaryDim = None,
-    start: given.Start = None,
+    checkpoint: option.Checkpoint,
+    as_json: option.AsJson = False,
+    config: option.Config = None,
+    section: option.Section = None,
+    naming: option.Naming = None,
+    prefix: option.Prefix = None,
+    packing: option.Packing = None,
+    heads: option.Heads = None,
+    kv_heads: option.KvHeads = None,
+    head_dim: option.HeadDim = None,
+    rotary_dim: option.RotaryDim = None,
+    start: option.Start = None,
 ) -> None:
-    """Tell from its weights how a checkpoint pairs channels, and how sure that is.
+    """Detect from its weights how a checkpoint pairs channels, and with what confidence.
 
-    Exit codes: 0 an answer, 1 it cannot be known or speaks against the files, 2 a mistake.
+    Exit codes: 0 detected, 1 not detectable or not what the files state, 2 wrong use.
 
     Example:
 
@@ -37,7 +37,7 @@ def detect(
     with as_mistakes({"[detect] ": ""}), Ticker(make_console(stderr=True), "detect") as ticker:
         found = detect_pairing(
             checkpoint,
-            said=given.said(
+            said=option.collect(
                 config=config,
                 section=section,
                 naming=naming,
@@ -53,8 +53,8 @@ def detect(
         )
     console = make_console()
     if as_json:
-        told = {**dataclasses.asdict(found), "contradicts": found.contradicts}
-        console.print(json.dumps(told, indent=2), markup=False, soft_wrap=True)
+        document = {**dataclasses.asdict(found), "contradicts": found.contradicts}
+        console.print(json.dumps(document, indent=2), markup=False, soft_wrap=True)
     else:
         console.print(facts(_rows(found)))
     if found.pairing is None or found.contradicts:
@@ -63,10 +63,10 @@ def detect(
 
 def _rows(found: Detection) -> list[tuple[str, str]]:
     rows = [("model", found.model)]
-    said = "nothing" if found.said is None else found.said
-    rows.append(("files say", f"{said} ({found.who})"))
+    stated = "nothing" if found.said is None else found.said
+    rows.append(("files say", f"{stated} ({found.who})"))
     if found.pairing is None:
-        rows.append(("weights say", "nothing that is beyond chance: it cannot be known from them"))
+        rows.append(("weights say", "nothing beyond chance: they do not show the pairing"))
     else:
         rows.append(("weights say", f"{found.pairing}, confidence {_confidence(found.confidence)}"))
     rows += [
@@ -77,7 +77,7 @@ def _rows(found: Detection) -> list[tuple[str, str]]:
         for n, each in enumerate(found.evidence)
     ]
     if found.contradicts:
-        rows.append(("warning", "the weights speak against the files"))
+        rows.append(("warning", "the weights contradict the files"))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""`tightrope inspect`: what a model's rotary embedding is, and how two of them differ."""
+"""`tightrope inspect`: show a model's rotary embedding, and how two of them differ."""
 
 import json
 import warnings
@@ -14,7 +14,7 @@ from . import _inspection as report
 from ._console import make_console
 from ._mistakes import FINDING, as_mistakes, stop
 
-# How the library's sentences spell what here are options.
+# Keyword arguments in the library's error sentences -> command-line options.
 _SPELLED = {
     "interleaved=False": "--half",
     "interleaved=True": "--interleaved",
@@ -35,28 +35,28 @@ def inspect(
     context: Annotated[
         int | None,
         typer.Option(
-            metavar="POSITIONS", help="Length to look at; by default what the configuration says."
+            metavar="POSITIONS", help="Context length; by default that of the configuration."
         ),
     ] = None,
     section: Annotated[
         str | None,
         typer.Option(
-            help="Part of a nested configuration, such as text_config; '' is the outside."
+            help="Part of a nested configuration, such as text_config; '' is the outer level."
         ),
     ] = None,
     layer_type: Annotated[
-        str | None, typer.Option(help="Which layers, where they differ, such as full_attention.")
+        str | None, typer.Option(help="Layer type, where layers differ, such as full_attention.")
     ] = None,
     interleaved: Annotated[
         bool | None,
         typer.Option(
             "--interleaved/--half",
             show_default=False,
-            help="How channels are paired, where the configuration does not tell.",
+            help="The pairing, where the configuration does not state it.",
         ),
     ] = None,
     lenient: Annotated[
-        bool, typer.Option("--lenient", help="Warn of unknown keys about RoPE; do not refuse them.")
+        bool, typer.Option("--lenient", help="Warn about unknown RoPE keys instead of failing.")
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="Show every pair of channels.")] = False,
     plot: Annotated[
@@ -71,13 +71,14 @@ def inspect(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Show what a model's rotary embedding is, and what to mind about it.
+    """Show a model's rotary embedding, with warnings about it.
 
-    The spec and the keys that said it, wavelengths, what scaling did, how far angles are exact.
+    Shows the spec and the keys it was read from, wavelengths, the effect of scaling, and the
+    largest context with exact angles.
 
-    With two configurations: what differs between them, and by how much their angles disagree.
+    With several configurations: how they differ, and by how much their angles disagree.
 
-    Exit codes: 0 nothing to report, 1 a warning or a difference, 2 a mistake in the call or a file.
+    Exit codes: 0 nothing to report, 1 a warning or a difference, 2 wrong use or an invalid file.
 
     Examples:
 
@@ -86,7 +87,7 @@ def inspect(
     `tightrope inspect model.gguf config.json --context 131072`
     """
     console = make_console()
-    with warnings.catch_warnings(record=True) as said, as_mistakes(_SPELLED):
+    with warnings.catch_warnings(record=True) as caught, as_mistakes(_SPELLED):
         warnings.simplefilter("always", UserWarning)
         options: dict[str, Any] = {
             "context": context, "section": section, "layer_type": layer_type,
@@ -97,7 +98,7 @@ def inspect(
             if not each.parts:
                 stop(f"{each.name} has no rotation here: {each.without[0].why_not}.")
         comparisons = [compare(found[0], other) for other in found[1:]]
-    for warning in said:
+    for warning in caught:
         text = f"Warning: {printable(str(warning.message))}"
         make_console(stderr=True).print(text, markup=False, soft_wrap=True)
     if plot is not None:

@@ -1,6 +1,6 @@
-"""Test somebody's rotary function as a black box: what it is, and what is wrong with it.
+"""Audit a rotary function as a black box: identify its rotation and find its faults.
 
-What is asked, what the codes of the findings mean, and what an audit cannot see: docs/audit.md.
+The checks, the codes of findings and the limits of an audit are in docs/audit.md.
 """
 
 from ._audit import audit as audit

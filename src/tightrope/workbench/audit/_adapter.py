@@ -1,9 +1,8 @@
-"""The adapter that one way to call a function makes of it.
+"""The adapter: source code that wraps a function in one common signature.
 
-The adapter is Python text. The audit runs that text, and its snippets show the same text, so what a
-reader runs is what the audit ran. It defines ``rotate(x, positions)`` with x ``(rows, heads, tokens,
-channels)`` and positions ``(rows, tokens)``, and ``rotate_qk(q, k, positions)`` where the function
-takes both.
+The audit runs this code and shows the same code in its snippets. It defines ``rotate(x, positions)``
+with x ``(rows, heads, tokens, channels)`` and positions ``(rows, tokens)``, and
+``rotate_qk(q, k, positions)`` if the function takes both.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ _BACK = {
     "bsd": "{}[:, None]",
     "sd": "{}[None, None]",
 }
-# Given tables that hold a row for each token of all rows, which of them each token takes.
+# Row indices into tables that hold one entry for each token of all rows.
 _ROW_IDS = "torch.arange(positions.numel(), device=positions.device).reshape(positions.shape)"
-# Roles of what the audit leaves to the function's own defaults.
+# Roles of arguments that the audit leaves at the function's defaults.
 _LEFT_OUT = ("more", "unsqueeze_dim")
 
 
 @dataclass(frozen=True)
 class Adapter(Call):
-    """One way to call a function, down to the shapes of what it is called with.
+    """One way to call a function, including layouts and shapes of the arguments.
 
     Attributes:
-        layout: how x, q and k are laid out.
+        layout: the layout of x, q and k.
         shared_positions: positions are ``(tokens,)`` and not ``(rows, tokens)``.
-        width: how the tables that it takes or gives hold their entries, of WIDTHS.
-        table_shape: which axes they have, of TABLE_SHAPES.
-        axes: how many coordinates a position has. With several, the adapter makes them all equal, as in
-            text, of positions ``(rows, tokens)``, and hands over those that have an axis in front.
+        width: the layout of entries in its tables, a key of WIDTHS.
+        table_shape: the axes of its tables, a key of TABLE_SHAPES.
+        axes: the number of coordinates of a position. With several, the adapter expands positions
+            ``(rows, tokens)`` to equal coordinates, as in text, and passes ``(axes, rows, tokens)`` on.
     """
 
     layout: str = "bhsd"
@@ -55,7 +54,7 @@ class Adapter(Call):
 
     @classmethod
     def of(cls, call: Call, axes: int = 1) -> Adapter | None:
-        """The adapter of a call; None where it needs more tensors than q and k."""
+        """Return the adapter of a call, or None if the call needs further tensors."""
         if any(each.role in _LEFT_OUT and not each.keyword for each in call.arguments):
             return None
         passed = tuple(each for each in call.arguments if each.role not in _LEFT_OUT)
@@ -64,17 +63,17 @@ class Adapter(Call):
 
     @property
     def takes_positions(self) -> bool:
-        """Whether it makes angles of given positions."""
+        """Whether it computes angles from positions."""
         return "positions" in self.form.roles
 
     @property
     def takes_rows(self) -> bool:
-        """Whether positions say which rows of given tables it takes."""
+        """Whether positions select rows of the tables that it takes."""
         return self.form.takes_tables and "positions" in self.roles
 
     @property
     def takes_ids(self) -> bool:
-        """Whether each token may be anywhere."""
+        """Whether tokens may have arbitrary positions."""
         return self.takes_positions or self.form.takes_tables
 
     @property
@@ -84,7 +83,7 @@ class Adapter(Call):
 
     @property
     def rows_differ(self) -> bool:
-        """Whether each row may have positions of its own in one call."""
+        """Whether rows may have different positions in one call."""
         if "b" not in self.layout:
             return False
         if self.form.takes_tables:
@@ -92,10 +91,10 @@ class Adapter(Call):
         return self.takes_positions and not self.shared_positions
 
     def source(self, *, inv_freq: str) -> str:
-        """The adapter; it needs ``torch`` and ``fn``.
+        """Return the source of the adapter; it needs ``torch`` and ``fn``.
 
         Args:
-            inv_freq: an expression for the frequencies, where the tables are ours to make.
+            inv_freq: an expression for the frequencies, for functions that take tables.
         """
         parts = []
         if self.form.takes_tables:
@@ -182,7 +181,7 @@ class Adapter(Call):
         return "def rotate(x, positions):\n" + "\n".join(lines)
 
     def _placed_source(self, call: str) -> str:
-        """It counts by itself, so tokens are put where they belong, and taken from there."""
+        """Scatter tokens to their positions and gather them, for functions that count tokens."""
         back = _BACK[self.layout]
         start = "int(positions.min())" if "offset" in self.roles else "0"
         plain = call.replace("int(positions.min())", "start")

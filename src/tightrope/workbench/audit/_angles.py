@@ -1,4 +1,4 @@
-"""How right the angles are, near and far: what was rounded on the way, and where tables end."""
+"""Check angles near and far: find which step was rounded, and where tables end."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from ._subject import Subject
 
 FAR = (4096, 32768, 131072, 1_048_576)
 _BELOW = (1, 2, 3, 5, 7, 11, 14, 20)
-# From 0 on, as functions that count by themselves do; positions that bfloat16 (above 256) or float16 (above 2048) cannot represent, and some neighbours.
+# Includes 0, for functions that count tokens themselves, positions that bfloat16 (above 256) or float16
+# (above 2048) cannot represent, and some neighbours.
 _ODD = (0, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
 _PLACES = ("far-angles", "table-clamp", "table-identity", "table-nan", "table-wrap", "table-zero")
 _NO_TABLE = 131_072
-"""A function that counts by itself is asked for no more tokens than this."""
+"""The most tokens in a call of a function that counts tokens itself."""
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Model:
-    """The angles that the function should have, from what it is.
+    """The expected angles of the function.
 
     Attributes:
-        omegas: exact frequency of each moving pair, signed as the function turns, short calls.
+        omegas: exact frequency of each moving pair in short calls, with the sign of the function's turn.
         intercepts: angle at position 0.
-        sure: whether the frequencies are known exactly, and not as measured.
-        longer: frequencies by the length of the call, where they depend on it.
+        sure: whether the frequencies are known exactly, not only measured.
+        longer: frequencies by the length of the call, if they depend on it.
     """
 
     omegas: tuple[Decimal, ...]
@@ -44,38 +45,40 @@ class Model:
     longer: Callable[[int], tuple[Decimal, ...]] | None = None
 
     def at(self, length: int) -> tuple[Decimal, ...]:
-        """The frequencies of a call of a length."""
+        """Return the frequencies of a call of this length."""
         return self.omegas if self.longer is None else self.longer(length)
 
     def table(self, positions: Sequence[int]) -> torch.Tensor:
-        """cos and sin of the positions of one call, float64 ``[2, positions, pairs]``."""
+        """Return cos and sin of the positions of one call, float64 ``[2, positions, pairs]``."""
         cos, sin = cos_sin(positions, self.at(max(positions) + 1))
         turn_cos, turn_sin = self.intercepts.cos(), self.intercepts.sin()
         return torch.stack((cos * turn_cos - sin * turn_sin, sin * turn_cos + cos * turn_sin))
 
 
 def model_of(log: Log, declared: bool) -> Model | None:
-    """The frequencies to judge by: the declared ones if the function has them, else recognised ones.
+    """Return the expected angles: from declared frequencies if the function has them, else recognised.
 
-    None where no angle can be judged, which is then said.
+    None if no angle can be judged; the check is then recorded as skipped.
     """
     shape = log.shape
     name = "angles near and far"
     if shape is None or log.subject.call.form.takes_tables:
-        log.skip(name, "they are the caller's")
+        log.skip(name, "the caller provides them")
         return None
     if log.found("history") and not log.subject.renew:
-        log.skip(name, "they depend on earlier calls, and no fresh copy can be had; say make=True")
+        log.skip(
+            name, "they depend on earlier calls, and copying gives no fresh one; use make=True"
+        )
         return None
     spec = log.spec if declared else (log.identity.spec if log.identity is not None else None)
     by_length = declared and spec is not None and spec.by_length
     if any(finding.code == "length" for finding in log.findings) and not by_length:
-        log.skip(name, "they depend on the length of the call, by a rule that nobody declared")
+        log.skip(name, "they depend on the length of the call, by an undeclared rule")
         return None
     signs = [int(direction(line)) for line in log.lines]
     intercepts = torch.tensor([line.intercept for line in log.lines], dtype=torch.float64)
     if log.shift is not None:
-        # Measured, the small ones would be no more exact than float32.
+        # Measured intercepts would be no more exact than float32.
         intercepts = torch.tensor([log.shift * line.slope for line in log.lines]).double()
     elif float(intercepts.abs().max()) < 1e-3:
         intercepts = torch.zeros_like(intercepts)
@@ -97,13 +100,13 @@ def model_of(log: Log, declared: bool) -> Model | None:
 def measure(
     subject: Subject, log: Log, positions: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """cos and sin that the function shows, float64 ``[2, positions, pairs]``, amplitude taken out.
+    """Measure cos and sin of the function, float64 ``[2, positions, pairs]``, without the amplitude.
 
     Raises:
-        CallFailed, Hangs: as of :meth:`Subject.rotate`.
+        CallFailed, Hangs: as in :meth:`Subject.rotate`.
     """
     if log.shape is None:
-        raise CallFailed("nothing is known about its channels")
+        raise CallFailed("its pairs of channels are unknown")
     firsts = [pair.first for pair in log.shape.pairs]
     ends = [[log.shape.comes_out(channel) for channel in each] for each in zip(*log.shape.channels)]
     x = torch.zeros(1, subject.heads(2), len(positions), subject.head_dim, dtype=dtype)
@@ -116,22 +119,22 @@ def measure(
 
 
 def bound_of(model: Model, position: int) -> float:
-    """What float32 costs at a position: frequency and product are each off by half a step."""
+    """Bound the error of a float32 angle: frequency and product are each off by half a step."""
     fastest = max(abs(float(omega)) for omega in model.omegas)
     return min(2.0, position * fastest * 2.0**-23 + 2.0**-22)
 
 
 def check_angles(log: Log, model: Model) -> None:
-    """Which 16-bit type had a hand in the angles, and where they end."""
+    """Check whether angles were rounded to 16 bits, and where they end."""
     for dtype in log.dtypes:
         name = str(dtype).removeprefix("torch.")
         with log.check(f"angles near by, {name} x") as fresh:
             _near(log, fresh, model, dtype)
     if torch.float32 not in log.dtypes:
-        log.skip("angles far away", "float32 was not asked for")
+        log.skip("angles far away", "float32 is not tested")
         return
     if log.found("amplitude-varies"):
-        log.skip("angles far away", "little is left of x there")
+        log.skip("angles far away", "the amplitude varies, so x may vanish there")
         return
     with log.check("angles far away") as fresh:
         _far(log, fresh, model)
@@ -145,9 +148,9 @@ def _most(log: Log) -> int:
 def _accepted(
     log: Log, subject: Subject, positions: Sequence[int], dtype: torch.dtype
 ) -> tuple[list[int], torch.Tensor]:
-    """The positions that the function takes, up to the first that it refuses, and what it shows."""
+    """Return the positions up to the first that the function refuses, and their cos and sin."""
     if "offset" in subject.call.roles:
-        # An offset and one token is another way through the code than many tokens: take the latter.
+        # One token with an offset may take another code path than many tokens: test many tokens.
         positions = [position for position in positions if position <= _NO_TABLE // 8]
     positions = [position for position in positions if position <= _most(log)]
     while positions:
@@ -155,7 +158,7 @@ def _accepted(
             return list(positions), measure(subject, log, positions, dtype)
         except CallFailed:
             positions = positions[:-1]
-    raise CallFailed(f"it takes no x of {dtype}")
+    raise CallFailed(f"it refuses x of {dtype}")
 
 
 def _near(log: Log, subject: Subject, model: Model, dtype: torch.dtype) -> None:
@@ -177,14 +180,14 @@ def _near(log: Log, subject: Subject, model: Model, dtype: torch.dtype) -> None:
         return
     if not causes and log.found(*_PLACES):
         return
-    # Nothing that is known explains it: say so, rather than nothing.
-    for code, words in causes or [("far-angles", "Angles are wrong")]:
+    # Without a known cause report the wrong angles as such.
+    for code, fault in causes or [("far-angles", "Angles are wrong")]:
         pair, position, wanted = _worst(log, model, positions, seen, exact)
         size = float(error[:, positions.index(position)].max())
         log.add(
             code,
             "error",
-            f"{words}{'' if dtype is torch.float32 else f', for {_short(dtype)} x'}.",
+            f"{fault}{'' if dtype is torch.float32 else f', for {_short(dtype)} x'}.",
             f"at position {position:,} a cosine or sine is off by {size:.3g}",
             angle_body(
                 log,
@@ -205,7 +208,7 @@ def _is_table_type(
     seen: torch.Tensor,
     exact: torch.Tensor,
 ) -> bool:
-    """Whether the angles are right and only cosine and sine were rounded to 16 bits."""
+    """Report angles that are right but whose cosines and sines were rounded to 16 bits."""
     angle = torch.tensor([3 * bound_of(model, p) + 1e-6 for p in positions])[:, None]
     for name, dtype in _TYPES.items():
         step = 0.51 * torch.finfo(dtype).eps * torch.maximum(seen.abs(), exact.abs())
@@ -242,7 +245,7 @@ assert not torch.equal(y, y.to(torch.{dtype}).float()), "every cosine and sine i
 def _worst(
     log: Log, model: Model, positions: Sequence[int], seen: torch.Tensor, exact: torch.Tensor
 ) -> tuple[tuple[int, int], int, str]:
-    """(channels, position, expression of the right angle) of the first clear error."""
+    """Return (channels, position, expression of the right angle) of the first clear error."""
     error = (seen - exact).abs().nan_to_num(math.inf).amax(0)
     clear = (error > 0.08).nonzero()
     if len(clear):
@@ -261,7 +264,7 @@ def _worst(
 def _rounding(
     model: Model, positions: Sequence[int], seen: torch.Tensor, tolerance: float
 ) -> list[tuple[str, str]]:
-    """Which steps of the angle were rounded to which 16-bit type, if that explains what was seen."""
+    """Return the steps of the angle whose rounding to 16 bits explains the measurement, if any do."""
     omegas = torch.tensor([float(omega) for omega in model.omegas], dtype=torch.float64)
     where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
     steps = (
@@ -281,11 +284,11 @@ def _rounding(
             error = float(
                 (torch.stack((angle.cos(), angle.sin())) - seen).abs().nan_to_num(2.0).max()
             )
-            # A hypothesis with more roundings must be better by far than a simpler one.
+            # A hypothesis with more roundings must fit much better than a simpler one.
             if error <= max(tolerance, 1e-3) and error < 0.5 * best[0]:
                 chosen = [
-                    (code, words.format(name))
-                    for bit, (code, words) in enumerate(steps)
+                    (code, fault.format(name))
+                    for bit, (code, fault) in enumerate(steps)
                     if mask & (1 << bit)
                 ]
                 best = (error, chosen)
@@ -304,7 +307,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _far(log: Log, subject: Subject, model: Model) -> None:
-    """The table of errors, and what happens where they are larger than float32 makes them."""
+    """Measure the table of errors; find the cause where they exceed the float32 bound."""
     large: AngleError | None = None
     wrong_at: int | None = None
     for position in FAR:
@@ -342,7 +345,7 @@ def _far(log: Log, subject: Subject, model: Model) -> None:
             "note",
             f"Below position {large.position:,} a cosine or sine is off by up to {large.float32:.2g}: "
             "the angles are products in float32.",
-            "half a step of bfloat16 is 3.9e-3; this is what float32 costs, and what most models do",
+            "half a step of bfloat16 is 3.9e-3; most models compute angles in this way",
         )
 
 
@@ -370,7 +373,7 @@ def _is_taken(log: Log, subject: Subject, position: int) -> bool:
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The last position where something holds that holds at `low` and not at `high`."""
+    """Return the last position where a condition holds that holds at `low` and not at `high`."""
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):
@@ -381,7 +384,7 @@ def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _where_it_ends(log: Log, subject: Subject, model: Model, wrong: int) -> None:
-    """Bisect for the last right position, and say what comes after it."""
+    """Bisect for the last right position and report what the function does after it."""
 
     def right(position: int) -> bool:
         seen = measure(subject, log, [position])
@@ -397,7 +400,7 @@ def _where_it_ends(log: Log, subject: Subject, model: Model, wrong: int) -> None
     first = last + 1
     after = [first + 1, first + 7, bad]
     name, sentence = _what_comes(log, subject, model, last, after)
-    # Position 0 is right even where all tokens come back unrotated or the table starts again.
+    # Some positions behind the end come out almost right: show one with a clear error.
     errors = {
         p: _error(measure(subject, log, [p]), model.table([p])) for p in (first, first + 7, bad)
     }
@@ -453,7 +456,7 @@ def _what_comes(
 
 
 def check_type_history(log: Log, model: Model) -> None:
-    """Whether a call in a coarser type spoils later ones, as a table that is kept would."""
+    """Check whether a call in bfloat16 makes later calls coarser, as a cached table would."""
     if torch.bfloat16 not in log.dtypes or log.found("history"):
         return
     with log.check("results do not depend on the type of earlier calls") as subject:
@@ -473,8 +476,8 @@ def check_type_history(log: Log, model: Model) -> None:
             "history",
             "error",
             "The result of a call depends on earlier calls: after one in bfloat16, float32 is coarser.",
-            f"at position {position} a cosine or sine is {_error(after, alone):.3g} from what it is in "
-            "a function that was never called in bfloat16",
+            f"at position {position} a cosine or sine differs by {_error(after, alone):.3g} from that of "
+            "a function never called in bfloat16",
             first
             + angle_body(log, pair=pair, position=position, wanted=wanted, tolerance=1e-2).strip(),
         )

@@ -1,4 +1,4 @@
-"""The audit itself: what is asked, in which order."""
+"""The entry point of an audit and the order of its checks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...frequencies import LONGEST
 from ...spec import RopeSpec
 from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
 from ._adapter import Adapter
-from ._guard import CallFailed, Guard, Hangs, said
+from ._guard import CallFailed, Guard, Hangs, describe_error
 from ._log import Log
-from ._probe import Hints, NoWay, check_layout, find_call
+from ._probe import Hints, NoCallFound, check_layout, find_call
 from ._report import Finding, Report
 from ._subject import Subject
 from ._targets import Target, resolve
@@ -43,42 +43,43 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     device: str = "cpu",
     progress: Callable[[str], None] | None = None,
 ) -> Report:
-    """Test a rotary function as a black box: what it is, and what is wrong with it.
+    """Test a rotary function as a black box: identify its rotation and find its faults.
 
-    It is called with impulses and random vectors, never read. Nothing that it raises is raised here,
-    and a call that does not return is given up: both are findings. What it prints is dropped.
+    The audit calls the function with impulses and random vectors and does not read its source. An
+    exception in the function, or a call that does not return, becomes a finding. Its output to
+    ``sys.stdout`` is dropped.
 
     Args:
         target: a function or module; ``"MODULE:FUNCTION"``, imported from the current directory; a
             config of transformers, its file or folder, or a model type, such as ``"llama"``: then the
-            rotary module and apply function that are installed are audited as a pair, against the
-            spec that the config describes.
-        spec: what it is meant to be. Without it the audit says what it is, and finds what is wrong
-            whatever was meant; with it, also what differs. With several axes (M-RoPE) positions are
-            ``(axes, rows, tokens)``; it is asked about text, whose coordinates are equal, and then
-            which coordinate turns which pairs.
-        form: how it is called, such as ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, seq_dim"``,
-            ``"x, positions -> cos, sin"``; by default from its signature, and by trying.
-        layout: how x, q and k are laid out: ``"bhsd"``, ``"bshd"``, ``"sbhd"``, ``"thd"``, ``"bsd"``,
+            installed rotary module and apply function are audited together, against the spec that the
+            config describes.
+        spec: the intended rotation. Without it the audit identifies the rotation and reports faults
+            that are faults of any rotation; with it, also deviations. With several axes (M-RoPE)
+            positions are ``(axes, rows, tokens)``; the audit tests text, whose coordinates are equal,
+            and then which coordinate turns which pairs.
+        form: the arguments of a call, such as ``"x, positions"``, ``"q, k, cos, sin"``,
+            ``"x, seq_dim"``, ``"x, positions -> cos, sin"``; by default from the signature, and by trying.
+        layout: the layout of x, q and k: ``"bhsd"``, ``"bshd"``, ``"sbhd"``, ``"thd"``, ``"bsd"``,
             ``"sd"``; by default found by trying.
-        tables: the width of the cosines and sines that it takes: ``"cat"`` (halves twice),
+        tables: the layout of the cosines and sines that it takes: ``"cat"`` (halves twice),
             ``"repeat"`` (each twice), ``"half"`` (one per pair); by default found by trying.
         head_dim: channels of one head; by default that of the spec, or found by trying.
-        dtypes: floating types of x to ask about, 16 and 32 bits.
-        longest: no position above this one is asked.
-        make: whether the target makes the function, without arguments. Each check then gets a new one;
-            otherwise a copy of it, which is no help if it keeps what it remembers somewhere else.
-        layer_type: which layers of a model, where they differ.
+        dtypes: 16- and 32-bit floating-point dtypes of x to test.
+        longest: the largest position to test.
+        make: whether the target is a factory without arguments. Each check then gets a new function;
+            otherwise a deep copy, which does not reset state that is kept outside the object.
+        layer_type: the layer type of a model to audit, if its layers differ.
         timeout: seconds after which one call counts as hanging.
-        device: where its tensors are.
-        progress: is told the name of each check before it starts; it must not print to
-            ``sys.stdout``, which is closed to everybody then.
+        device: the device of its tensors.
+        progress: called with the name of each check before it starts; it must not print to
+            ``sys.stdout``, which is redirected during the audit.
 
     Returns:
-        A :class:`Report`; ``report.ok`` says whether there is nothing but notes.
+        A :class:`Report`; ``report.ok`` is False if there are errors or warnings.
 
     Raises:
-        ValueError, TypeError: a target that does not exist or cannot be called, wrong options.
+        ValueError, TypeError: the target does not exist or cannot be called, or an option is wrong.
 
     >>> def rotate_half(x):
     ...     return torch.cat((-x[..., 32:], x[..., :32]), -1)
@@ -100,7 +101,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     if found.form is not None and call is None:
         form, layout = found.form, layout or found.layout
     head_dim = head_dim or found.head_dim or (None if spec is None else spec.head_dim)
-    # What it prints and warns about is its own affair, and the seed is not.
+    # Drop the function's output and warnings, and protect the caller's random state.
     with (
         redirect_stdout(io.StringIO()),
         warnings.catch_warnings(),
@@ -135,7 +136,7 @@ def _check_options(
     if not dtypes or any(dtype not in allowed for dtype in dtypes):
         raise bad_value(f"dtypes must be of float32, bfloat16, float16 but got {list(dtypes)}")
     if torch.float32 not in dtypes:
-        raise bad_value(f"dtypes must have float32, which measures most, but got {list(dtypes)}")
+        raise bad_value(f"dtypes must include float32 but got {list(dtypes)}")
     if longest < 128:
         raise bad_value(f"longest must be at least 128 but got {longest}")
     if longest > LONGEST:
@@ -148,7 +149,7 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise bad_value(f"device must be one that torch has here but: {said(error)}") from None
+        raise bad_value(f"device must be available to torch but: {describe_error(error)}") from None
 
 
 def _run(
@@ -188,7 +189,7 @@ def _run(
         elif found.unread:
             log.facts["declared"] = f"nothing: {found.unread}"
         _check_all(log, declared)
-    except NoWay as error:
+    except NoCallFound as error:
         return _not_called(found, error)
     except Hangs:
         finding = Finding(
@@ -204,7 +205,7 @@ def _run(
     except CallFailed as error:
         if log is None:
             raise
-        log.add("raises", "error", "A call that the audit could make at first raised.", str(error))
+        log.add("raises", "error", "A call that worked at first raised an error.", str(error))
     return log.report()
 
 
@@ -225,24 +226,24 @@ def _facts(call: Adapter, subject: Subject) -> dict[str, str]:
     return facts
 
 
-def _not_called(found: Target, error: NoWay) -> Report:
+def _not_called(found: Target, error: NoCallFound) -> Report:
     reasons: dict[str, str] = {}
     for call, why in error.tried:
-        # One reason is said once, whatever was tried.
+        # Each reason once, with the first call that gave it.
         reasons.setdefault(why.rpartition(": ")[2], f"fn({call}), {why}")
     tried = "; ".join([*reasons.values()][:4])
     finding = Finding(
         "cannot-call",
         "error",
-        "No way to call it was found that gives a rotated x of the same shape.",
-        f"{tried or 'its arguments have no names that say what they are'}; say how with form=, "
-        "layout= and head_dim=",
+        "No call was found that returns a rotated x of the same shape.",
+        f"{tried or 'the names of its arguments do not show their roles'}; specify form=, layout= and "
+        "head_dim=",
     )
     return Report(found.name, {}, (finding,), ())
 
 
 def _check_all(log: Log, meant: RopeSpec | None) -> None:
-    # First what would spoil all the rest: memory, while there is nothing to remember yet.
+    # Memory first, before any call has left state: a memory would falsify all other checks.
     _memory.check_memory(log)
     if log.found("nondeterminism", "not-finite"):
         return

@@ -1,4 +1,4 @@
-"""What the function does beside what it is meant to do: pairing, slice, frequencies."""
+"""Compare the measured rotation with the declared spec: pairing, slice, frequencies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ._rotation import angle_body, omegas_of
 from ._subject import Subject, like
 
 _CLOSE = 1e-4
-"""Relative: a frequency that is off by more is another one. float32 gives 1e-6."""
+"""Relative: a frequency off by more counts as different. float32 gives 1e-6."""
 _FAR = 2**16
-"""A position at which even slow pairs have turned."""
+"""A position at which even slow pairs have turned visibly."""
 
 
 def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
-    """Raise the sentence for a spec that the audit cannot compare with."""
+    """Refuse a spec that the audit cannot compare with."""
     if spec is None:
         return
     if not isinstance(spec, RopeSpec):
@@ -33,21 +33,21 @@ def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
         )
     if len(spec.frequencies().inv_freq.shape) > 1:
         raise bad_value(
-            "spec must have the same frequencies for all heads, as one head tells those of all, but "
+            "spec must have the same frequencies for all heads, as the audit measures one head, but "
             f"got {spec!r}"
         )
     if spec.axis_count > 1 and text_of(spec) is None:
         raise bad_value(
-            "spec must have no scaling where its axes count their frequencies from 0 each, as they "
-            f"are no one row that could be scaled, but got {spec!r}"
+            "spec must have no scaling if its frequencies restart with each axis, as text then has no "
+            f"spec of one axis to compare with, but got {spec!r}"
         )
 
 
 def text_of(spec: RopeSpec) -> RopeSpec | None:
-    """What a spec of several axes does to text, whose tokens have equal coordinates, as one of one axis.
+    """Return the one-axis spec that equals a spec of several axes on text (equal coordinates).
 
     Returns:
-        None where there is no such spec: frequencies that restart with each axis, and are scaled.
+        None if there is none: frequencies that restart with each axis and are scaled.
     """
     if spec.axes is None:
         return spec
@@ -59,7 +59,7 @@ def text_of(spec: RopeSpec) -> RopeSpec | None:
 
 
 def check_axes(log: Log, spec: RopeSpec) -> None:
-    """Whether each coordinate turns the pairs that are declared for it, and no others."""
+    """Check that each coordinate turns the pairs declared for it, and no others."""
     if spec.axes is None or log.shape is None:
         return
     name = "each coordinate turns its own pairs"
@@ -89,7 +89,7 @@ def _axes(log: Log, spec: RopeSpec, subject: Subject) -> None:
             log.add(
                 "axes",
                 "error",
-                "Coordinates turn other pairs than those that are declared for them.",
+                "Coordinates do not turn the pairs declared for them.",
                 f"coordinate {axis} {does} pair {k} (channels {u} and {v}), which is declared for "
                 f"coordinate {own}",
                 f"x = torch.ones(1, {subject.heads(2)}, {len(where)}, {subject.head_dim})\n"
@@ -102,7 +102,7 @@ def _axes(log: Log, spec: RopeSpec, subject: Subject) -> None:
 
 
 def check_declared(log: Log) -> bool:
-    """Compare with the declared spec; whether the frequencies are the declared ones."""
+    """Compare with the declared spec; return whether the frequencies are the declared ones."""
     spec, shape = log.spec, log.shape
     if spec is None or shape is None:
         return False
@@ -166,23 +166,23 @@ def _frequencies(log: Log, spec: RopeSpec) -> bool:
         abs(a - b) / max(abs(b), 1e-30) if b else abs(a)
         for a, b in zip(measured, meant, strict=True)
     ]
-    # A pair that turns by less than can be seen counts as turning right.
+    # A pair that turns too little to be measured counts as correct.
     off = [
         0.0 if a == 0 and b < 1e-8 else each
         for a, b, each in zip(measured, meant, off, strict=True)
     ]
     worst = max(range(len(off)), key=off.__getitem__)
-    # Frequencies that 16 bits made of the declared ones: angles at odd positions tell what was rounded.
+    # Declared frequencies rounded to 16 bits pass here: angles at odd positions show what was rounded.
     if off[worst] <= _CLOSE or is_rounded(measured, meant):
         return True
-    code, words, extra = _cause(log, spec, measured, meant)
+    code, sentence, extra = _cause(log, spec, measured, meant)
     u = spec.start + worst * (2 if spec.interleaved else 1)
     v = u + (1 if spec.interleaved else spec.rotary_dim // 2)
     position = _visible(abs(measured[worst] - meant[worst]))
     log.add(
         code,
         "error",
-        words,
+        sentence,
         f"pair {worst} (channels {u} and {v}) turns by {measured[worst]:.6g} rad per position, "
         f"{meant[worst]:.6g} declared{extra}",
         angle_body(
@@ -197,7 +197,7 @@ def _frequencies(log: Log, spec: RopeSpec) -> bool:
 
 
 def _visible(difference: float) -> int:
-    """A position where a difference of frequencies is a difference of angles that nobody misses."""
+    """Return a position where a difference of frequencies gives a clear difference of angles."""
     position = 1
     while position * difference < 2e-2 and position < 2**16:
         position *= 2
@@ -207,7 +207,7 @@ def _visible(difference: float) -> int:
 def _cause(
     log: Log, spec: RopeSpec, measured: Sequence[float], meant: Sequence[float]
 ) -> tuple[str, str, str]:
-    """(code, sentence, more evidence) for frequencies that are not the declared ones."""
+    """Return (code, sentence, more evidence) for frequencies that are not the declared ones."""
     plain = replace(spec, scaling=None)
     if spec.scaling is not None and _same(measured, plain.frequencies().inv_freq.tolist()):
         return (
@@ -246,7 +246,7 @@ def _same(measured: Sequence[float], row: Sequence[float]) -> bool:
 
 
 def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:
-    """Whether what was measured are the nearest values of `meant` in a 16-bit type."""
+    """Whether the measured values are those of `meant` rounded to a 16-bit dtype."""
     exact = torch.tensor(meant, dtype=torch.float64)
     seen = torch.tensor(measured, dtype=torch.float64)
     for dtype in (torch.bfloat16, torch.float16):
@@ -258,7 +258,7 @@ def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:
 
 
 def check_identity(log: Log) -> None:
-    """What is odd about the frequencies, where nobody declared them."""
+    """Report oddities of the frequencies if no spec was declared."""
     identity, shape = log.identity, log.shape
     if log.spec is not None or identity is None or shape is None or identity.spec is None:
         return
@@ -272,5 +272,5 @@ def check_identity(log: Log) -> None:
                 f"The base is {identity.spec.base:g}; or it is {identity.by_head_dim:g}, and the "
                 f"exponents are fractions of head_dim, {log.subject.head_dim}, not of rotary_dim, "
                 f"{shape.rotary_dim}.",
-                "say which is meant with spec=",
+                "declare the intended one with spec=",
             )

@@ -1,4 +1,4 @@
-"""Exact angles, from decimals: nothing here shares a step with the kernels."""
+"""Exact angles in decimal arithmetic, independent of the kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...frequencies import CONTEXT, TWO_PI
 def cos_sin(
     positions: Sequence[int], omegas: Sequence[Decimal]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of position · ω, float64 ``[positions, pairs]``, right to a rounding or two."""
+    """Return cos and sin of position · ω, float64 ``[positions, pairs]``, to a rounding or two."""
     with decimal.localcontext(CONTEXT):
         angles = [
             [float((omega * p).remainder_near(TWO_PI)) for omega in omegas] for p in positions
@@ -29,6 +29,6 @@ def cos_sin(
 
 
 def decimals(omegas: torch.Tensor | Sequence[float]) -> tuple[Decimal, ...]:
-    """The exact values of floats."""
+    """Convert floats to decimals exactly."""
     values = omegas.tolist() if isinstance(omegas, torch.Tensor) else omegas
     return tuple(Decimal(value) for value in values)

@@ -1,4 +1,4 @@
-"""Gradients: as rotation is linear, the right one is the transposed matrix times what comes in."""
+"""Check gradients: a rotation is linear, so the gradient is the transposed matrix times the incoming one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ assert torch.allclose((seen * z).sum(), wanted, rtol=1e-3, atol=1e-3), ((seen * 
 
 
 def check_gradients(log: Log) -> None:
-    """The gradient of q, or x, and that of k."""
+    """Check the gradient of x, or those of q and k."""
     if log.shape is None or log.found("not-linear", "nondeterminism"):
         log.skip("gradients", "what it computes is not a fixed linear map")
         return
@@ -45,7 +45,7 @@ def _gradient(log: Log, subject: Subject, *, keys: bool) -> None:
     ids = subject.ids(list(_WHERE), 1)
 
     def forward() -> torch.Tensor:
-        # Not the leaf itself: an in-place function may write to this one.
+        # A copy of the leaf, as an in-place function may write to it.
         x = leaf * 1.0
         if subject.renew:
             subject.space["fn"] = subject.fresh().fn
@@ -102,21 +102,21 @@ def _gradient(log: Log, subject: Subject, *, keys: bool) -> None:
     if apart(got, wanted) <= 1e-3:
         return
     diagonal = maps.diagonal(dim1=-2, dim2=-1)
-    why = "it is not the transposed rotation of what comes in"
+    why = "it is not the incoming gradient rotated back"
     if apart(got, diagonal * flat) <= 1e-3:
-        why = "only the cosine part has one: what is multiplied by the sine was detached"
+        why = "the term with the sine is detached and has none"
     elif apart(got, wanted - diagonal * flat) <= 1e-3:
-        why = "only the sine part has one: what is multiplied by the cosine was detached"
+        why = "the term with the cosine is detached and has none"
     elif apart(got, torch.einsum("tio,bhto->bhti", maps, flat)) <= 1e-3:
-        why = "what comes in is rotated forwards where it should be rotated back"
+        why = "the incoming gradient is rotated forwards instead of back"
     elif apart(got, flat) <= 1e-3:
-        why = "what comes in is passed on unrotated"
+        why = "the incoming gradient is passed on unrotated"
     elif not bool(got.any()):
         why = "it is zero"
     log.add(
         f"{code}-wrong",
         "error",
         f"The gradient of {name} is wrong: {why}.",
-        f"up to {apart(got, wanted):.3g} from the transposed rotation",
+        f"it differs by up to {apart(got, wanted):.3g} from the transposed rotation",
         body,
     )

@@ -1,4 +1,4 @@
-"""Running somebody else's code: what it raises is caught, and what does not return is left behind."""
+"""Run foreign code: catch what it raises, and abandon calls that do not return."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class CallFailed(Exception):
 
 
 class Hangs(Exception):
-    """The function did not return in time. Nothing more can be asked of it."""
+    """The function did not return in time. It cannot be called again."""
 
 
 class Guard:
-    """A thread that makes the calls, so that one which never returns can be given up.
+    """A thread that makes the calls, so that a call that never returns can be abandoned.
 
-    A thread cannot be ended from outside: one that hangs stays behind, as a daemon.
+    A thread cannot be killed: one that hangs remains as a daemon.
 
     Args:
-        seconds: how long one call may take.
+        seconds: time limit of one call.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -41,7 +41,7 @@ class Guard:
 
     def __exit__(self, *_: object) -> None:
         self._work.put(None)
-        # A daemon thread that still frees tensors while the interpreter ends aborts the process.
+        # A daemon thread that frees tensors while the interpreter shuts down aborts the process.
         if not self._hung:
             self._thread.join()
 
@@ -49,11 +49,11 @@ class Guard:
         while (call := self._work.get()) is not None:
             try:
                 self._done.put((True, call()))
-            except BaseException as error:  # noqa: BLE001  # SystemExit and all: it is not ours
+            except BaseException as error:  # noqa: BLE001  # foreign code may raise even SystemExit
                 self._done.put((False, error))
 
     def run(self, call: Callable[[], _T]) -> _T:
-        """The value of a call.
+        """Make a call and return its value.
 
         Raises:
             CallFailed: it raised.
@@ -70,11 +70,11 @@ class Guard:
             raise Hangs(f"a call did not return in {self.seconds:g} s") from None
         if fine:
             return value  # type: ignore[no-any-return]
-        raise CallFailed(said(value)) from value
+        raise CallFailed(describe_error(value)) from value
 
 
-def said(error: BaseException) -> str:
-    """The kind of an error and the first line of its text, shortened."""
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its text, shortened."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     text = text if len(text) <= 200 else text[:197] + "..."

@@ -1,4 +1,4 @@
-"""From measured frequencies to the rule that makes them."""
+"""Identify the frequency rule behind measured frequencies."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ...frequencies import Linear, Llama3, YaRN
 from ...spec import RopeSpec
 
 _CLOSE = 3e-5
-"""Relative: how well a rule must meet measured frequencies. float32 angles give 1e-6."""
+"""Relative tolerance of a match between a rule and measured frequencies. float32 angles give 1e-6."""
 _ORIGINALS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1024, 512)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What measured frequencies are.
+    """The rule behind measured frequencies.
 
     Attributes:
-        spec: the rotation in the library's own words; None where no rule meets the frequencies.
-        words: the same for a reader.
-        loose: whether they meet it only to about a percent.
-        by_head_dim: the base, if the exponent were a fraction of head_dim instead of rotary_dim.
+        spec: the rotation as a spec; None if no rule matches the frequencies.
+        text: the rule as text.
+        loose: whether it matches only to about one per cent.
+        by_head_dim: the base, if the exponent is a fraction of head_dim instead of rotary_dim.
     """
 
     spec: RopeSpec | None
-    words: str
+    text: str
     loose: bool = False
     by_head_dim: float | None = None
 
@@ -41,7 +41,7 @@ def identify(
     start: int,
     interleaved: bool,
 ) -> Identity:
-    """The rule behind frequencies, one per pair of the slice, in order, zeros where one never turns."""
+    """Identify the rule behind frequencies, one per pair of the slice, zeros for pairs that never turn."""
     where = {
         "head_dim": head_dim,
         "rotary_dim": rotary_dim,
@@ -63,7 +63,7 @@ def identify(
     base = ratio ** -(rotary_dim / 2)
     for close in (_CLOSE, 1e-2):
         if _meets(omegas, [ratio**k * factor for k in range(len(omegas))], close):
-            # From half the row the base is as sure as a few frequencies.
+            # The base is as accurate as the measured frequencies.
             nice = _nice(base, 1e-5 if close == _CLOSE else 20 * close)
             loose = close != _CLOSE
             if abs(factor - 1) <= 2 * close:
@@ -73,29 +73,29 @@ def identify(
                 return Identity(spec(nice), f"geometric, base {nice:g}", loose, by_head)
             if factor < 1:
                 linear = _nice(1 / factor, 2 * close)
-                words = f"geometric, base {nice:g}, linear scaling by {linear:g}"
-                return Identity(spec(nice, Linear(linear)), words, loose)
+                text = f"geometric, base {nice:g}, linear scaling by {linear:g}"
+                return Identity(spec(nice, Linear(linear)), text, loose)
     found = _scaled(omegas, amplitude, spec)
     return found or Identity(None, "no rule that the audit knows")
 
 
 def _partly(omegas: Sequence[float], moving: list[int], rotary_dim: int) -> Identity:
-    """Some pairs never turn: say what those that do look like."""
+    """Describe the pairs that turn if some never do."""
     turning = [omegas[k] for k in moving]
-    words = f"{len(moving)} of {len(omegas)} pairs turn"
+    text = f"{len(moving)} of {len(omegas)} pairs turn"
     if moving == list(range(len(moving))) and len(moving) > 1:
         ratio, factor = _geometric(turning)
         if abs(factor - 1) < 1e-4:
             base = _nice(ratio ** -(rotary_dim / 2), 1e-3)
-            words += f"; these are geometric, base {base:g} over {rotary_dim} channels"
-    return Identity(None, words)
+            text += f"; these are geometric, base {base:g} over {rotary_dim} channels"
+    return Identity(None, text)
 
 
 def _geometric(omegas: Sequence[float]) -> tuple[float, float]:
-    """Ratio and first term of the geometric row nearest to frequencies."""
+    """Fit a geometric sequence to frequencies; return its ratio and first term."""
     logs = [math.log(omega) for omega in omegas]
     count = len(logs)
-    # The step over half the row, taken from every start: insensitive to a few odd ones.
+    # Median of the steps over half the sequence: insensitive to a few outliers.
     half = count // 2
     ratio = math.exp(median((logs[k + half] - logs[k]) / half for k in range(count - half)))
     first = math.exp(median(log - k * math.log(ratio) for k, log in enumerate(logs)))
@@ -107,7 +107,7 @@ def _meets(measured: Sequence[float], wanted: Sequence[float], close: float = _C
 
 
 def _nice(value: float, close: float) -> float:
-    """The value with the fewest digits within a relative distance."""
+    """Return the value with the fewest digits within a relative distance."""
     for digits in range(1, 8):
         rounded = float(f"{value:.{digits - 1}e}")
         if abs(rounded - value) <= close * abs(value):
@@ -116,7 +116,7 @@ def _nice(value: float, close: float) -> float:
 
 
 def _scaled(omegas: Sequence[float], amplitude: float, spec: object) -> Identity | None:
-    """YaRN and Llama 3: fast pairs as they were, slow ones divided, a ramp between."""
+    """Match YaRN and Llama 3: fast pairs unchanged, slow pairs divided, a transition between."""
     make = spec
     for base in _bases(omegas):
         plain: RopeSpec = make(base)  # type: ignore[operator]
@@ -133,18 +133,18 @@ def _scaled(omegas: Sequence[float], amplitude: float, spec: object) -> Identity
                 continue
             if _meets(omegas, wanted):
                 name = {YaRN: "YaRN", Llama3: "Llama 3"}[type(rule)]
-                words = (
+                text = (
                     f"geometric, base {base:g}, {name} scaling by {factor:g} "
                     f"from {rule.original_max_position} positions"
                 )
                 if abs(candidate.amplitude - amplitude) > 1e-4:
-                    words += f" (its factor on the channels would be {candidate.amplitude:.4f})"
-                return Identity(candidate, words)
+                    text += f" (its factor on the channels would be {candidate.amplitude:.4f})"
+                return Identity(candidate, text)
     return None
 
 
 def _bases(omegas: Sequence[float]) -> Iterator[float]:
-    """What the base can be, from pairs that scaling leaves alone: the fast ones."""
+    """Yield candidates for the base, from fast pairs, which scaling leaves unchanged."""
     count = len(omegas)
     for k in (1, 2, max(1, count // 8), max(1, count // 4)):
         if k < count and omegas[k] < 1:

@@ -1,8 +1,7 @@
-"""What a rotary function does, from its answers to impulses: which channels mix, and by which angle.
+"""Measure a rotary function by impulses: which channels mix, and by which angle.
 
-For each channel i an x that is 1 there and 0 elsewhere; the answers are the columns of the matrix that
-the function multiplies by at a position. From matrices at a few positions follow pairs, direction,
-amplitude and frequencies.
+An x that is 1 in channel i and 0 elsewhere gives column i of the matrix that the function applies at a
+position. The matrices at a few positions give pairs, direction, amplitude and frequencies.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 from ._guard import CallFailed
 from ._subject import Subject
 
-# Powers of two, which every type represents, and a few others.
+# Powers of two, which all dtypes represent, and a few others.
 NEAR = (0, 1, 2, 3, 4, 5, 8, 16, 64)
 FAR = (512, 1024, 4096, 65536, 1_048_576)
 _ANGLE = 2e-4
-"""How far apart two angles must be, in radians, to count as different; float32 has 1e-7."""
+"""Tolerance of equal angles, in radians; float32 has 1e-7."""
 
 
 def matrices(
@@ -30,13 +29,13 @@ def matrices(
     dtype: torch.dtype = torch.float32,
     keys: bool = False,
 ) -> torch.Tensor:
-    """The matrix at each position, float64 ``[positions, out, in]``.
+    """Measure the matrix at each position, float64 ``[positions, out, in]``.
 
     Args:
-        keys: of the function's k instead of its q.
+        keys: measure the function's k instead of its q.
 
     Raises:
-        CallFailed, Hangs: as of :meth:`Subject.rotate`.
+        CallFailed, Hangs: as in :meth:`Subject.rotate`.
     """
     dim, count = subject.head_dim, len(positions)
     eye = torch.eye(dim, dtype=dtype)
@@ -53,15 +52,15 @@ def matrices(
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two channels that turn together, and what they do at each measured position.
+class MeasuredPair:
+    """Two channels that turn together, measured at each position.
 
     Attributes:
         first, second: the channels, first < second.
-        angle_first, angle_second: the angle that the rows of the first and of the second channel
-            show, radians, by position; equal for a rotation.
+        angle_first, angle_second: the angle of the first and of the second channel's matrix row,
+            radians, by position; equal for a rotation.
         amplitude: the mean length of the two rows, by position.
-        skew: how far the lengths of the rows are apart, at most.
+        skew: the largest difference of the lengths of the rows.
     """
 
     first: int
@@ -74,20 +73,20 @@ class Pair:
 
 @dataclass(frozen=True)
 class Shape:
-    """Which channels mix with which.
+    """The measured pairs of channels.
 
     Attributes:
-        positions: where it was measured.
-        pairs: ordered by their first channel.
-        alone: channels that mix with no other but do not stay what they are.
+        positions: the measured positions.
+        pairs: the pairs, ordered by their first channel.
+        alone: channels that mix with no other but change.
         tangled: channels that mix with more than one other.
-        rotary_dim: how many channels the pairing spans, with those between that never move.
-        order: where the channels come out at position 0, if not where they went in.
-        matrices: as measured.
+        rotary_dim: the number of channels that the pairing spans, including pairs that never turn.
+        order: the output channel of each input channel at position 0; None if all are the same.
+        matrices: the measured matrices.
     """
 
     positions: tuple[int, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[MeasuredPair, ...]
     alone: tuple[int, ...]
     tangled: tuple[int, ...]
     matrices: torch.Tensor = field(repr=False)
@@ -99,7 +98,7 @@ class Shape:
         return [(pair.first, pair.second) for pair in self.pairs]
 
     def comes_out(self, channel: int) -> int:
-        """Where the result has what x has in a channel."""
+        """Return the output channel of an input channel."""
         return channel if self.order is None else self.order[channel]
 
     @property
@@ -108,7 +107,7 @@ class Shape:
 
     @property
     def interleaved(self) -> bool | None:
-        """The pairing; None where it is neither."""
+        """The pairing; None if it is neither half nor interleaved."""
         if self.distances == {1}:
             return True if len(self.pairs) > 1 or self.rotary_dim > 2 else None
         if len(self.distances) == 1 and self.rotary_dim == 2 * min(self.distances):
@@ -124,24 +123,24 @@ class Shape:
         if not self.pairs:
             return 0
         if len(self.distances) == 1 and self.distances != {1}:
-            # Pairs that never turn lie behind those that do: they belong to the slice.
+            # Pairs that never turn, behind those that do, belong to the slice.
             return 2 * min(self.distances)
         return max(pair.second for pair in self.pairs) + 1 - self.start
 
     @property
     def pairing(self) -> str:
-        """The pairing in words."""
-        said = {True: "interleaved (2i, 2i + 1)", False: "half (i, i + rotary_dim / 2)"}
+        """The pairing as text."""
+        names = {True: "interleaved (2i, 2i + 1)", False: "half (i, i + rotary_dim / 2)"}
         if self.interleaved is None and self.distances == {1}:
             return "one pair of neighbours"
-        return said.get(self.interleaved, "neither half nor interleaved") if self.pairs else "none"  # type: ignore[arg-type]
+        return names.get(self.interleaved, "neither half nor interleaved") if self.pairs else "none"  # type: ignore[arg-type]
 
 
 def measure_shape(subject: Subject, *, keys: bool = False) -> Shape:
-    """The shape of a function, from impulses at as many positions as it takes.
+    """Measure the shape of a function with impulses, at as many positions as it accepts.
 
     Raises:
-        CallFailed, Hangs: not even the nearest positions can be asked.
+        CallFailed, Hangs: a call fails even at the near positions.
     """
     positions = list(NEAR)
     seen = matrices(subject, positions, keys=keys)
@@ -167,7 +166,7 @@ def measure_shape(subject: Subject, *, keys: bool = False) -> Shape:
 
 
 def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
-    """The shape that matrices ``[positions, out, in]`` have, the first of them at position 0."""
+    """Return the shape of matrices ``[positions, out, in]``, of which the first is at position 0."""
     dim = measured.shape[-1]
     order = _order(measured[0])
     seen = measured if order is None else measured[:, order]
@@ -176,7 +175,7 @@ def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
     mixes = off.any(0)
     mixes |= mixes.T.clone()
     partners = [mixes[i].nonzero().flatten().tolist() for i in range(dim)]
-    pairs: list[Pair] = []
+    pairs: list[MeasuredPair] = []
     alone: list[int] = []
     tangled: list[int] = []
     for i, others in enumerate(partners):
@@ -193,7 +192,7 @@ def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
 
 
 def _order(start: torch.Tensor) -> tuple[int, ...] | None:
-    """Where channels come out at position 0, if that is a mere change of places."""
+    """Return the permutation of channels at position 0; None if the identity or no permutation."""
     whole = start.round()
     ones = whole.sum(0).eq(1).all() and whole.sum(1).eq(1).all() and whole.min() >= 0
     if not ones or float((start - whole).abs().max()) > 1e-4:
@@ -202,10 +201,10 @@ def _order(start: torch.Tensor) -> tuple[int, ...] | None:
     return None if order == sorted(order) else tuple(order)
 
 
-def _pair(seen: torch.Tensor, u: int, v: int) -> Pair:
+def _pair(seen: torch.Tensor, u: int, v: int) -> MeasuredPair:
     uu, uv, vu, vv = seen[:, u, u], seen[:, u, v], seen[:, v, u], seen[:, v, v]
     first, second = torch.hypot(uu, uv), torch.hypot(vu, vv)
-    return Pair(
+    return MeasuredPair(
         u,
         v,
         tuple(torch.atan2(-uv, uu).tolist()),
@@ -216,13 +215,13 @@ def _pair(seen: torch.Tensor, u: int, v: int) -> Pair:
 
 
 def wrapped(angle: float) -> float:
-    """An angle in [-π, π]."""
+    """Reduce an angle to [-π, π]."""
     return math.remainder(angle, 2 * math.pi)
 
 
 @dataclass(frozen=True)
 class Line:
-    """The angle of a pair as a line over positions: intercept + slope · position.
+    """The angle of a pair as a linear function of position: intercept + slope · position.
 
     Attributes:
         slope: radians per position, signed.
@@ -234,9 +233,9 @@ class Line:
 
 
 def lines_of(shape: Shape) -> tuple[Line, ...]:
-    """The line of each pair, through angles that are known modulo a turn.
+    """Fit a line to the angles of each pair, which are known modulo a turn.
 
-    Slopes come from positions 2 and 3 and are sharpened at each power of two where all pairs agree.
+    Slopes come from positions 2 and 3 and are refined at larger positions while all pairs agree.
     """
     angles = [dict(zip(shape.positions, pair.angle_first, strict=True)) for pair in shape.pairs]
     slopes = [wrapped(at[3] - at[2]) for at in angles]

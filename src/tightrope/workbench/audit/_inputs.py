@@ -1,4 +1,4 @@
-"""Which inputs it takes, what it does to them, and what type it gives back."""
+"""Check inputs and outputs: mutation, strides, dtypes, shapes, linearity."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NUMBERS = 1e-5
 
 
 def check_inputs(log: Log) -> None:
-    """Strides, mutation, types and shapes."""
-    with log.check("the input is left as it was") as fresh:
+    """Run the checks of inputs and outputs."""
+    with log.check("the input is not modified") as fresh:
         _mutation(log, fresh)
-    with log.check("strides do not matter") as fresh:
+    with log.check("results do not depend on strides") as fresh:
         _strides(log, fresh)
     if log.subject.call.takes_positions:
-        with log.check("the type of positions does not matter") as fresh:
+        with log.check("results do not depend on the dtype of positions") as fresh:
             _position_types(log, fresh)
-    with log.check("the result has the type of x"):
+    with log.check("the result has the dtype of x"):
         _output_types(log)
-    with log.check("edge shapes are taken"):
+    with log.check("edge shapes are accepted"):
         _shapes(log)
     if log.subject.call.takes_keys and log.subject.most_heads is None:
         with log.check("k may have fewer heads than q") as fresh:
@@ -44,26 +44,26 @@ def _plain(subject: Subject) -> torch.Tensor:
 
 
 def _transposed(subject: Subject) -> torch.Tensor:
-    """The memory of the other common layout: tokens and heads change places."""
+    """Return x with the memory of the other common layout: tokens and heads exchanged."""
     x = _plain(subject)
     return x.transpose(1, 2).contiguous().transpose(1, 2) if x.is_contiguous() else x.contiguous()
 
 
 def _wide(subject: Subject) -> torch.Tensor:
-    """A slice of a wider row, as q is of a fused projection."""
+    """Return x as a slice of wider rows, like q in a fused projection."""
     x = _plain(subject)
     room = subject.laid_out(torch.cat((x, x, x), -1))
     return room[..., subject.head_dim : 2 * subject.head_dim]
 
 
 def _sparse(subject: Subject) -> torch.Tensor:
-    """Every other channel of memory."""
+    """Return x with a stride of 2 in its channels."""
     x = _plain(subject)
     return torch.stack((x, x), -1)[..., 0]
 
 
 def _expanded(subject: Subject) -> torch.Tensor:
-    """Heads that share their memory."""
+    """Return x with heads that share memory."""
     x = _plain(subject)
     return x[:, :1].expand(-1, x.shape[1], -1, -1)
 
@@ -142,7 +142,7 @@ assert all(torch.equal(*both) for both in zip(given, kept))
 
 
 def _remember_tables(subject: Subject, made: list[Any]) -> None:
-    """Keep the tables that the adapter makes, with copies, to see whether they were written to."""
+    """Record the adapter's tables with copies, to detect whether the function writes to them."""
     if not subject.call.form.takes_tables:
         return
     make = subject.space["tables"]
@@ -164,7 +164,7 @@ def _strides(log: Log, subject: Subject) -> None:
         if make is _expanded and log.found("mutates"):
             continue
         x = make(subject)
-        # Slices of one another's memory are what a function that writes would spoil: give it a copy.
+        # A clone, as an in-place function would overwrite shared memory.
         wanted = subject.rotate(subject.laid_out(x.clone()), list(_WHERE)).detach().clone()
         body = (
             f"x = torch.randn(1, {subject.heads(2)}, {len(_WHERE)}, {subject.head_dim})\n"
@@ -178,7 +178,7 @@ def _strides(log: Log, subject: Subject) -> None:
         except CallFailed as error:
             log.add(
                 "strides-refused",
-                # Nobody hands over channels with gaps; the other three are everyday.
+                # A stride in the channels is unusual; the other three cases are common.
                 "note" if make is _sparse else "warning",
                 f"An x {name} is refused.",
                 str(error),
@@ -191,7 +191,7 @@ def _strides(log: Log, subject: Subject) -> None:
                 "strides",
                 "error",
                 f"An x {name} is rotated wrongly.",
-                f"the result is up to {size:.3g} away from that of a contiguous copy",
+                f"the result differs by up to {size:.3g} from that of a contiguous copy",
                 body,
             )
 
@@ -223,8 +223,8 @@ def _position_types(log: Log, subject: Subject) -> None:
             log.add(
                 "position-type",
                 "error",
-                f"Positions in {name.removeprefix('torch.')} give another result than in int64.",
-                f"up to {size:.3g} apart for positions below 10",
+                f"Positions in {name.removeprefix('torch.')} give a different result from int64.",
+                f"the results differ by up to {size:.3g} for positions below 10",
                 body,
             )
 
@@ -251,7 +251,7 @@ def _output_types(log: Log) -> None:
                 "output-dtype",
                 severity,
                 f"An x of {name} comes back as {got}.",
-                "what follows computes in another type than the model, and pays for it",
+                "later operations then compute in that dtype, at its cost",
                 body,
             )
 
@@ -320,8 +320,8 @@ def _shapes(log: Log) -> None:
             log.add(
                 "shape-dependent",
                 "error",
-                f"An x with {name} is rotated differently than head by head and row by row.",
-                f"up to {apart(torch.cat(wanted).double(), y.double()):.3g} apart",
+                f"An x with {name} is rotated differently from its heads and rows one by one.",
+                f"the results differ by up to {apart(torch.cat(wanted).double(), y.double()):.3g}",
                 body,
             )
 
@@ -347,8 +347,8 @@ def _grouped(log: Log, subject: Subject) -> None:
         log.add(
             "grouped",
             "error",
-            "With fewer heads in k than in q the result is another.",
-            f"up to {size:.3g} apart from the same heads of a k as wide as q",
+            "The result is different if k has fewer heads than q.",
+            f"it differs by up to {size:.3g} from that of a k with repeated heads",
             body,
         )
 
@@ -365,7 +365,7 @@ def _linear(log: Log, subject: Subject) -> None:
             "not-linear",
             "error",
             "It does more to x than rotate it: it is not linear, as with a norm or an activation.",
-            f"f(3x − 2z) and 3f(x) − 2f(z) are up to {size:.3g} apart",
+            f"f(3x − 2z) and 3f(x) − 2f(z) differ by up to {size:.3g}",
             f"x, z = torch.randn(2, 1, {subject.heads(2)}, {len(_WHERE)}, {subject.head_dim})\n"
             f"where = torch.tensor([{list(_WHERE)}])\n"
             "seen = rotate(3 * x - 2 * z, where)\n"

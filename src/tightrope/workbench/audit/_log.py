@@ -1,4 +1,4 @@
-"""What an audit knows while it runs: the subject, what is meant, what was found so far."""
+"""The state of a running audit: the subject, the intended spec, and the findings so far."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Log:
     """The state of one audit.
 
     Attributes:
-        subject: the function; each check works on a fresh one where it can be had.
-        spec: what the function is meant to do; None where nobody said.
-        dtypes: the types of x to ask about.
-        longest: no position above this one is asked.
-        shape, lines, identity, amplitude, shift: what was measured, once it was; shift is what has
-            to be added to positions.
-        doing: the check that runs.
+        subject: the function; each check works on a fresh copy if possible.
+        spec: the intended rotation; None if not declared.
+        dtypes: the dtypes of x to test.
+        longest: the largest position to test.
+        shape, lines, identity, amplitude, shift: measurements so far; the function rotates position p
+            as p + shift.
+        doing: the current check.
     """
 
     target: str
@@ -51,14 +51,14 @@ class Log:
     def add(
         self, code: str, severity: str, sentence: str, evidence: str, body: str | None = None
     ) -> None:
-        """Add a finding, once per code; with the body of its snippet, if there is one to run."""
+        """Add a finding, once per code, with the body of its snippet if there is one."""
         if any(finding.code == code for finding in self.findings):
             return
         text = "" if body is None else snippet(self.subject, body)
         self.findings.append(Finding(code, severity, sentence, evidence, text))
 
     def found(self, *codes: str) -> bool:
-        """Whether there is a finding of one of these codes; of any error at all without codes."""
+        """Whether there is a finding with one of these codes; without codes, any error."""
         return any(
             finding.code in codes if codes else finding.severity == "error"
             for finding in self.findings
@@ -66,7 +66,7 @@ class Log:
 
     @contextmanager
     def check(self, name: str) -> Iterator[Subject]:
-        """A check on a fresh subject: records whether it found something, or could not be made."""
+        """Run a check on a fresh subject; record whether it passed, found something or was skipped."""
         before = len(self.findings)
         self.doing = name
         if self.progress is not None:
@@ -85,7 +85,7 @@ class Log:
         self.checks.append(Check(name, f"skipped: {why}"))
 
     def report(self) -> Report:
-        """The report, worst findings first."""
+        """Return the report, worst findings first."""
         worst_first = sorted(self.findings, key=lambda each: SEVERITIES.index(each.severity))
         return Report(
             self.target,
@@ -98,13 +98,13 @@ class Log:
 
 
 def snippet(subject: Subject, body: str) -> str:
-    """A program: what makes fn, the adapter, and the lines that show the fault."""
+    """Return a program: the preamble and the lines that show the fault."""
     names = [name for name in ("copy", "math") if f"{name}." in body]
     imports = "".join(f"import {name}\n" for name in names) + ("\n" if names else "")
     return f"{imports}{preamble(subject)}\n\n\n{body.strip()}\n"
 
 
 def preamble(subject: Subject) -> str:
-    """What makes fn, and the adapter."""
+    """Return the lines that define ``fn`` and its adapter."""
     header = subject.header or "import torch\n\n# fn is the function that the audit was given"
     return f"{header}\n\n\n{subject.source}"

@@ -1,4 +1,4 @@
-"""Does a result depend on what it should not: earlier calls, other rows, other tokens, itself."""
+"""Check that results depend on nothing else: earlier calls, other rows, later tokens, chance."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ._guard import CallFailed
 from ._log import Log
 from ._subject import Subject
 
-# A few tokens whose results are compared; the last one of a call says how long the call is.
+# Positions whose results are compared; one more token sets the length of a call.
 _FEW = (0, 1, 5, 7)
 _LENGTHS = (16, 100, 600, 2500, 5000, 12_000, 40_000)
 _SAME = 1e-5
 
 
 def lengths(log: Log) -> list[int]:
-    """Lengths of calls, rising; with some around the original length of a declared spec."""
+    """Return rising lengths of calls, some of them around the original length of a declared spec."""
     wanted = set(_LENGTHS)
     scaling = None if log.spec is None else log.spec.scaling
     original = getattr(scaling, "original_max_position", None)
@@ -28,13 +28,13 @@ def lengths(log: Log) -> list[int]:
 
 
 def check_memory(log: Log) -> None:
-    """Determinism and history; first of all, while nothing has been asked yet."""
+    """Check determinism and history; runs first, before other calls have left state."""
     with log.check("two equal calls give equal results") as fresh:
         _deterministic(log, fresh)
     if log.found("nondeterminism", "not-finite"):
         return
     if log.subject.call.form.takes_tables:
-        log.skip("results do not depend on earlier calls", "its angles are the caller's")
+        log.skip("results do not depend on earlier calls", "the caller provides the angles")
         return
     with log.check("results do not depend on earlier calls") as fresh:
         _history(log, fresh)
@@ -48,8 +48,8 @@ def _positions(length: int) -> list[int]:
     return [*_FEW, length - 1]
 
 
-def _ask(subject: Subject, length: int) -> torch.Tensor | None:
-    """The rotation of a few tokens in a call of a length; None where it is refused."""
+def _rotate_few(subject: Subject, length: int) -> torch.Tensor | None:
+    """Rotate a few tokens in a call of a length; return None if it is refused."""
     x = subject.random(1, 2, len(_FEW) + 1, seed=3)
     try:
         return subject.rotate(x, _positions(length)).detach().cpu().double()
@@ -58,7 +58,7 @@ def _ask(subject: Subject, length: int) -> torch.Tensor | None:
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference; infinite where only one is a number."""
+    """Return the largest difference; infinite where only one value is NaN."""
     difference = (a - b).abs()
     same = (a == b) | (a.isnan() & b.isnan())
     return float(difference.masked_fill(same, 0.0).nan_to_num(float("inf")).max())
@@ -69,15 +69,15 @@ def _deterministic(log: Log, subject: Subject) -> None:
     # The third and the fourth call: the first ones may have filled a cache.
     results = [subject.rotate(x.clone(), [1, 2, 3, 4]).detach() for _ in range(4)]
     if not bool(results[0].isfinite().all()):
-        say_not_finite(log)
+        add_not_finite(log)
         return
     size = max(apart(results[2].double(), each.double()) for each in results[1:])
     if size > 0:
         log.add(
             "nondeterminism",
             "error",
-            "The same call gives another result each time.",
-            f"results of equal calls are up to {size:.3g} apart",
+            "Equal calls give different results.",
+            f"the results of equal calls differ by up to {size:.3g}",
             f"x = torch.randn(1, {subject.heads(2)}, 4, {subject.head_dim})\n"
             "where = torch.tensor([[1, 2, 3, 4]])\n"
             "results = [rotate(x.clone(), where) for _ in range(8)]\n"
@@ -86,19 +86,19 @@ def _deterministic(log: Log, subject: Subject) -> None:
 
 
 def _history(log: Log, subject: Subject) -> None:
-    """The same calls with lengths rising, then falling, and each as a first call."""
+    """Compare calls with rising lengths, with falling lengths, and each as a first call."""
     every = lengths(log)
-    rising = {length: _ask(subject, length) for length in every}
-    falling = {length: _ask(subject, length) for length in reversed(every)}
+    rising = {length: _rotate_few(subject, length) for length in every}
+    falling = {length: _rotate_few(subject, length) for length in reversed(every)}
     for length in every:
         up, down = rising[length], falling[length]
-        alone = _ask(log.subject.fresh(), length)
+        alone = _rotate_few(log.subject.fresh(), length)
         for before, after in ((up, down), (alone, up)):
             if before is None or after is None:
                 continue
             size = apart(before, after)
             if size > _SAME:
-                _say_history(log, length, every[-1], size)
+                _add_history(log, length, every[-1], size)
                 return
     for length in every:
         if (rising[length] is None) != (falling[length] is None):
@@ -111,8 +111,8 @@ def _history(log: Log, subject: Subject) -> None:
             return
 
 
-def _say_history(log: Log, length: int, other: int, size: float) -> None:
-    """With the shortest other call that shows it, found by a search on fresh copies."""
+def _add_history(log: Log, length: int, other: int, size: float) -> None:
+    """Report history with the shortest other call that shows it, searched on fresh copies."""
     few = ", ".join(map(str, _FEW))
     heads, dim = log.subject.heads(2), log.subject.head_dim
     start = (
@@ -126,44 +126,44 @@ def _say_history(log: Log, length: int, other: int, size: float) -> None:
         "untouched = copy.deepcopy(fn)\nrotate(x.clone(), there)\nafter = rotate(x.clone(), here)\n"
         "fn = untouched\nbefore = rotate(x.clone(), here)\n"
     )
-    body, words = again, "after others it is another"
+    body, when = again, "after other calls it differs"
     for candidate in lengths(log):
         if candidate == length:
             continue
         trial, untouched = log.subject.fresh(), log.subject.fresh()
-        first = _ask(untouched, length)
-        once = _ask(trial, length)
-        _ask(trial, candidate)
-        twice = _ask(trial, length)
+        first = _rotate_few(untouched, length)
+        once = _rotate_few(trial, length)
+        _rotate_few(trial, candidate)
+        twice = _rotate_few(trial, length)
         late = log.subject.fresh()
-        _ask(late, candidate)
-        after = _ask(late, length)
+        _rotate_few(late, candidate)
+        after = _rotate_few(late, length)
         longer = "a longer one" if candidate > length else "a shorter one"
         if once is not None and twice is not None and apart(once, twice) > _SAME:
-            other, size, words = candidate, apart(once, twice), f"after {longer} it is another"
+            other, size, when = candidate, apart(once, twice), f"after {longer} it differs"
             break
         if first is not None and after is not None and apart(first, after) > _SAME:
-            other, size, words = candidate, apart(first, after), f"after {longer} it is another"
+            other, size, when = candidate, apart(first, after), f"after {longer} it differs"
             body = copied
             break
     there = f"{few}, {other - 1}"
     log.add(
         "history",
         "error",
-        f"The result of a call depends on earlier calls: {words}.",
+        f"The result of a call depends on earlier calls: {when}.",
         f"positions up to {length - 1:,}, before and after a call with positions up to "
-        f"{other - 1:,}: results are up to {size:.3g} apart",
+        f"{other - 1:,}: the results differ by up to {size:.3g}",
         start.format(there=there) + body + end,
     )
 
 
 def _length(log: Log, subject: Subject) -> None:
-    """The first tokens alone, and with one far behind them."""
+    """Compare the first tokens alone with the same tokens in a longer call."""
     x = subject.random(1, 2, len(_FEW) + 1, seed=3)
     alone = subject.rotate(x[:, :, :-1].clone(), list(_FEW)).detach().cpu().double()
     for length in lengths(log):
         other = log.subject.fresh()
-        longer = _ask(other, length)
+        longer = _rotate_few(other, length)
         if longer is None:
             return
         size = apart(alone, longer[:, :, :-1])
@@ -178,8 +178,8 @@ def _length(log: Log, subject: Subject) -> None:
         "length",
         "note" if by_length else "warning",
         "How a token is rotated depends on the last position of the call, as with dynamic scaling.",
-        f"tokens at {few} alone, and with one at {length - 1:,}: results are up to {size:.3g} apart. "
-        "Keys that were cached at one length do not fit queries of another",
+        f"tokens at {few} alone, and with one at {length - 1:,}: the results differ by up to {size:.3g}. "
+        "Keys cached at one length do not fit queries at another",
         f"x = torch.randn(1, {subject.heads(2)}, {len(_FEW) + 1}, {subject.head_dim})\n"
         f"where = torch.tensor([[{few}, {length - 1}]])\n"
         "alone = rotate(x[:, :, :-1].clone(), where[:, :-1])\n"
@@ -189,7 +189,7 @@ def _length(log: Log, subject: Subject) -> None:
 
 
 def check_rows(log: Log) -> None:
-    """Rows with positions of their own, beside others, and heads."""
+    """Check that rows and heads do not influence one another."""
     if not log.subject.call.rows_differ:
         log.skip("rows do not depend on one another", "all rows have the same positions")
     else:
@@ -234,7 +234,7 @@ def _rows(log: Log, subject: Subject) -> None:
                 "row-positions",
                 "error",
                 "All rows of a batch get the positions of row 0.",
-                f"row 1 at {far} comes out as if it were at {near}: {sizes[1]:.3g} apart",
+                f"row 1 at {far} comes out as if at {near}, off by {sizes[1]:.3g}",
                 body,
             )
         else:
@@ -242,7 +242,7 @@ def _rows(log: Log, subject: Subject) -> None:
                 "batch",
                 "error",
                 "The result of a row depends on the positions of the other rows in its batch.",
-                f"rows at {near} and {far}, together and alone: up to {max(sizes):.3g} apart",
+                f"rows at {near} and {far}, together and alone, differ by up to {max(sizes):.3g}",
                 body,
             )
         return
@@ -257,7 +257,7 @@ def _rows(log: Log, subject: Subject) -> None:
             "batch",
             "error",
             "The result of a row depends on the values of the other rows in its batch.",
-            f"up to {size:.3g} apart",
+            f"the results differ by up to {size:.3g}",
             f"x = torch.randn(2, {subject.heads(2)}, 5, {subject.head_dim})\n"
             f"where = torch.tensor([{near}, {near}])\n"
             "other = torch.cat((x[:1], torch.randn_like(x[1:])))\n"
@@ -276,34 +276,34 @@ def _heads(log: Log, subject: Subject) -> None:
         log.add(
             "heads",
             "error",
-            f"Heads are rotated differently: head {differs[0]} is not as head 0.",
-            f"of 4 heads with the same vectors, {len(differs)} come out up to {size:.3g} apart",
+            f"Heads are rotated differently: head {differs[0]} differs from head 0.",
+            f"of 4 heads with equal vectors, {len(differs)} differ from head 0 by up to {size:.3g}",
             f"x = torch.randn(1, 1, 5, {subject.head_dim}).repeat(1, 4, 1, 1)\n"
             "y = rotate(x, torch.tensor([[1, 3, 5, 9, 2]]))\n"
             "assert torch.allclose(y, y[:, :1].expand_as(y), atol=1e-5)",
         )
 
 
-def say_not_finite(log: Log) -> None:
-    """The finding that there are numbers which are none."""
+def add_not_finite(log: Log) -> None:
+    """Add the finding of NaN or infinite results."""
     heads, dim = log.subject.heads(2), log.subject.head_dim
     log.add(
         "not-finite",
         "error",
-        "It returns numbers that are not finite, for x and positions that are.",
+        "It returns NaN or infinite values for finite x and positions.",
         "tokens at positions 1 to 4",
         f"x = torch.randn(1, {heads}, 4, {dim})\n"
         "assert rotate(x, torch.tensor([[1, 2, 3, 4]])).isfinite().all()",
     )
 
 
-def say_nothing(log: Log) -> None:
-    """The finding that x comes back as it is."""
+def add_does_nothing(log: Log) -> None:
+    """Add the finding that x comes back unchanged."""
     heads, dim = log.subject.heads(2), log.subject.head_dim
     log.add(
         "does-nothing",
         "error",
-        "It returns x as it is, at every position.",
+        "It returns x unchanged at every position.",
         "tokens at positions up to 50 come back unchanged",
         f"x = torch.randn(1, {heads}, 4, {dim})\n"
         "y = rotate(x, torch.tensor([[1, 2, 3, 4]]))\nassert not torch.equal(x, y)",
@@ -311,17 +311,17 @@ def say_nothing(log: Log) -> None:
 
 
 def check_ids(log: Log) -> bool:
-    """Whether positions are looked at at all; otherwise nothing else about them means anything."""
+    """Check that positions are used; return False if not, as checks of angles then mean nothing."""
     if not log.subject.call.takes_positions:
         return True
-    with log.check("positions are looked at") as fresh:
+    with log.check("positions are used") as fresh:
         x = fresh.random(1, 2, 3, seed=8)
         results = [
             fresh.rotate(x.clone(), where).detach().cpu().double()
             for where in ([0, 1, 2], [7, 3, 11], [40, 50, 3])
         ]
         if all(apart(x.cpu().double(), each) <= _SAME for each in results):
-            say_nothing(log)
+            add_does_nothing(log)
             return False
         if all(apart(results[0], each) <= _SAME for each in results[1:]):
             log.add(

@@ -1,4 +1,4 @@
-"""Finding out how a function wants to be called, by calling it."""
+"""Find out how to call a function, by trying calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HINTS = ("head_dim", "head_size", "dim", "rotary_dim", "rot_dim", "d_head")
 _ROWS, _HEADS, _TOKENS = 2, 3, 5
 
 
-class NoWay(Exception):
-    """No way to call the function was found; each tried way with its first error."""
+class NoCallFound(Exception):
+    """No way to call the function was found; holds each tried call with its first error."""
 
     def __init__(self, tried: list[tuple[str, str]]) -> None:
         super().__init__("no way to call it was found")
@@ -31,8 +31,10 @@ class NoWay(Exception):
 
 
 class Hints(NamedTuple):
-    """What the user states of the call, by the names of :func:`tightrope.workbench.audit.audit`; None
-    is to be found."""
+    """The user's options for the call, named as in :func:`tightrope.workbench.audit.audit`.
+
+    None means that the audit finds the value.
+    """
 
     form: str | None
     layout: str | None
@@ -51,15 +53,15 @@ def find_call(
     device: str,
     axes: int = 1,
 ) -> Subject:
-    """The subject with the first call that gives something of the right shape that depends on tokens.
+    """Return the subject with the first call whose result has the right shape and varies by position.
 
     Args:
-        hints: what the user states.
-        inv_freq: makes the expression for the tables' frequencies, from the head dimension.
-        axes: how many coordinates its positions have, where it takes any.
+        hints: the user's options.
+        inv_freq: returns the expression for the tables' frequencies, given the head dimension.
+        axes: the number of coordinates of positions, if it takes positions.
 
     Raises:
-        NoWay: none does.
+        NoCallFound: no call succeeds.
         Hangs: a call did not return.
     """
     form, layout, tables, head_dim = hints
@@ -69,7 +71,7 @@ def find_call(
         if (adapter := Adapter.of(call, axes)) is not None
     ]
     dims = _dims_of(fn) if head_dim is None else [head_dim]
-    # A function that nobody's tokens move is still a finding, if it can be called at all.
+    # A function that rotates nothing can still be audited: that is a finding.
     second_best: Subject | None = None
     tried: dict[str, str] = {}
     for dim in dims:
@@ -89,7 +91,7 @@ def find_call(
             second_best = second_best or replace(verdict.subject, fn=fn, space={})
     if second_best is not None:
         return second_best
-    raise NoWay(list(tried.items()))
+    raise NoCallFound(list(tried.items()))
 
 
 class _Verdict(NamedTuple):
@@ -98,11 +100,11 @@ class _Verdict(NamedTuple):
 
 
 def _calls(fn: Callable[..., Any]) -> list[Call]:
-    """Ways to call a function: those that its names suggest, then those that are usual."""
+    """Return calls to try: those that the argument names suggest, then the usual ones."""
     found = calls_of(fn)
-    # Where names say which is the cosine, the other order is not tried: it could hide what is wrong.
-    said = {call.form for call in found if call.says_its_form}
-    named = [call for call in found if call.says_its_form or call.form not in said]
+    # If names identify the cosine, the other order is not tried: it could hide a fault.
+    stated = {call.form for call in found if call.says_its_form}
+    named = [call for call in found if call.says_its_form or call.form not in stated]
     known = {str(call) for call in named}
     return [*named, *(call for call in usual_calls(fn) if str(call) not in known)]
 
@@ -130,7 +132,7 @@ def _variants(call: Adapter, layout: str | None, width: str | None) -> Iterator[
 
 
 def _fits(subject: Subject) -> _Verdict | None:
-    """Whether the call works and moves tokens; with the width of its tables put right."""
+    """Try a call: return the subject with corrected tables and whether tokens move, or None."""
     call = subject.call
     if call.form.gives_tables:
         return _gives_tables(subject)
@@ -147,7 +149,7 @@ def _fits(subject: Subject) -> _Verdict | None:
         return None
     if call.form.takes_tables and not _is_sound(subject, x):
         return _Verdict(subject, False) if call.says_its_form else None
-    # All tokens have the same x: what differs along tokens is due to the position, along heads not.
+    # All tokens have the same x: differences along tokens come from positions, along heads they do not.
     moved = bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4)
     across = y.shape[1] > 1 and bool((y[:, 1:] - y[:, :1]).abs().amax(-1).min() > 1e-4)
     if across and not moved:
@@ -156,7 +158,7 @@ def _fits(subject: Subject) -> _Verdict | None:
 
 
 def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
-    """Whether tables of this width make a rotation: the length of x stays."""
+    """Whether tables of this width give a rotation, which preserves the length of x."""
     y = subject.rotate(x, [1, 2, 3, 5, 7])
     before, after = x.double().norm(dim=-1), y.double().norm(dim=-1)
     return bool(((after - before).abs() <= 1e-3 * before).all())
@@ -175,7 +177,7 @@ def _gives_tables(subject: Subject) -> _Verdict | None:
         raise CallFailed(f"its tables have shape {tuple(cos.shape)}")
     twice = (each for each in WIDTHS if all(torch.equal(*entries(t, each)) for t in (cos, sin)))
     width = next(twice, "half")
-    # Widened to pairs, tables may need more channels than were guessed.
+    # The full width of the tables may exceed the guessed head_dim.
     channels = cos.shape[-1] * (2 if width == "half" else 1)
     head_dim = max(channels, subject.head_dim)
     call = replace(subject.call, width=width)
@@ -185,13 +187,13 @@ def _gives_tables(subject: Subject) -> _Verdict | None:
 
 
 def _dims_of(fn: Callable[..., Any]) -> list[int]:
-    """Head dimensions to try, those first that the object itself speaks of."""
+    """Return head dimensions to try, first those found in the object's attributes."""
     owner = getattr(fn, "__self__", fn)
     hints = []
     owner = getattr(owner, "rotary", owner)
     if isinstance(owner, nn.Module):
-        said = [getattr(owner, name, None) for name in _HINTS]
-        hints += [value for value in said if isinstance(value, int) and not isinstance(value, bool)]
+        sizes = [getattr(owner, name, None) for name in _HINTS]
+        hints += [size for size in sizes if isinstance(size, int) and not isinstance(size, bool)]
         for name in ("inv_freq", "freqs"):
             held = getattr(owner, name, None)
             if isinstance(held, torch.Tensor) and held.ndim == 1:
@@ -201,6 +203,6 @@ def _dims_of(fn: Callable[..., Any]) -> list[int]:
 
 
 def check_layout(layout: str | None) -> None:
-    """Raise the sentence for a layout that is none."""
+    """Refuse an unknown layout."""
     if layout is not None and layout not in LAYOUTS:
         raise bad_value(f"layout must be one of {', '.join(LAYOUTS)} but got {layout!r}")

@@ -1,4 +1,4 @@
-"""What an audit says: findings, the checks behind them, and the facts that were measured."""
+"""The report of an audit: findings, checks, and measured facts."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SEVERITIES = ("error", "warning", "note")
-"""From worst to mildest: wrong results; results to worry about; things to know."""
+"""From worst to mildest: wrong results; doubtful results; things to know."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an audit found.
+    """One finding of an audit.
 
     Attributes:
-        code: a short name that scripts can rely on, such as ``"position-dtype"``.
+        code: a stable short name, such as ``"position-dtype"``.
         severity: ``"error"``, ``"warning"`` or ``"note"``.
-        sentence: what is wrong, in one sentence.
-        evidence: the numbers that show it.
-        snippet: a program that raises AssertionError as long as the finding is there; empty where
-            there is nothing to run. It is complete unless it says that ``fn`` must be given.
+        sentence: the fault in one sentence.
+        evidence: the numbers behind it.
+        snippet: a program that raises AssertionError until the fault is fixed; empty if there is
+            nothing to run. It is complete unless it states that ``fn`` must be given.
     """
 
     code: str
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that an audit looked at: ``"passed"``, ``"found"``, or why it was skipped."""
+    """One check of an audit; its outcome is ``"passed"``, ``"found"``, or why it was skipped."""
 
     name: str
     outcome: str
@@ -39,16 +39,16 @@ class Check:
 
 @dataclass(frozen=True)
 class AngleError:
-    """The error of a cosine or sine just below a position: absolute, against exact arithmetic.
+    """The absolute error of cosines and sines just below a position, against exact arithmetic.
 
-    ``None`` where the function refused the position, or the type was not asked for.
+    ``None`` if the function refused the position or the dtype was not tested.
     """
 
     position: int
     float32: float | None
     bfloat16: float | None
     float32_angle: float
-    """What the product of a float32 frequency and a float32 position costs at most."""
+    """Upper bound of the error of angles computed as float32 frequency times float32 position."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Report:
     """The result of :func:`tightrope.workbench.audit.audit`.
 
     Attributes:
-        target: what was audited, in words.
-        facts: what the function is, as far as it could be measured; name -> value.
-        findings: worst first.
-        checks: everything that was looked at.
-        angle_errors: how wrong the angles are, by position.
-        preamble: what all programs of the findings have in common: ``fn`` and its adapter.
+        target: name of the audited function.
+        facts: measured properties of the function; name -> value.
+        findings: the findings, worst first.
+        checks: all checks.
+        angle_errors: errors of angles, by position.
+        preamble: the common part of all snippets: ``fn`` and its adapter.
     """
 
     target: str
@@ -73,7 +73,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing but notes."""
+        """Whether there are no errors and no warnings."""
         return not any(finding.severity != "note" for finding in self.findings)
 
     @property
@@ -82,12 +82,12 @@ class Report:
         return tuple(each.code for each in self.findings if each.severity != "note")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in types that JSON has, with the version of this form."""
+        """Return the report in JSON types, with a format version."""
         return {"version": 1, "ok": self.ok} | asdict(self)
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Report:
-        """The inverse of :meth:`to_dict`."""
+        """Restore a report from :meth:`to_dict`."""
         return cls(
             target=saved["target"],
             facts=saved["facts"],
@@ -109,7 +109,7 @@ class Report:
 
 
 def verdict(report: Report) -> str:
-    """How many findings of each severity, and how many checks passed, in one sentence.
+    """Summarise the numbers of findings by severity and of passed checks in one sentence.
 
     >>> verdict(Report("f", checks=(Check("norm", "passed"),)))
     'No findings; 1 check passed.'

@@ -1,4 +1,4 @@
-"""Is it a rotation, of which channels, which way round: the findings that follow from impulses."""
+"""Checks on impulse responses: rotation, pairing, direction, amplitude, frequencies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from ._guard import CallFailed
 from ._identify import identify
-from ._impulse import NEAR, Line, Pair, Shape, agrees, lines_of, matrices, measure_shape
+from ._impulse import NEAR, Line, MeasuredPair, Shape, agrees, lines_of, matrices, measure_shape
 from ._log import Log
-from ._memory import say_not_finite, say_nothing
+from ._memory import add_does_nothing, add_not_finite
 
 _LOOSE = 8e-3
-"""Relative, of an amplitude: tables in bfloat16 have 4e-3."""
+"""Relative tolerance of amplitudes: bfloat16 tables are off by 4e-3."""
 # A rotation keeps lengths and right angles.
 _KEEPS = """
 x = torch.zeros(1, {heads}, 1, {dim})
@@ -45,7 +45,7 @@ def angle_body(
     tolerance: float = 1e-3,
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """The lines that compare one angle with what it should be, an expression."""
+    """Return snippet lines that compare one angle with the expression ``wanted``."""
     return _ANGLE_BODY.format(
         heads=log.subject.heads(2),
         dim=log.subject.head_dim,
@@ -61,7 +61,7 @@ def angle_body(
 
 
 def check_rotation(log: Log) -> bool:
-    """Measure the shape and say what is wrong with it; whether angles can be looked at."""
+    """Measure the shape and report its faults; return whether angles can be checked."""
     subject = log.subject
     with log.check("it rotates pairs of channels") as fresh:
         shape = measure_shape(fresh)
@@ -80,7 +80,9 @@ def check_rotation(log: Log) -> bool:
     with log.check("direction and position 0"):
         _direction(log, shape)
     if log.found("not-linear"):
-        log.skip("amplitude and frequencies", "what it does to impulses says nothing of other x")
+        log.skip(
+            "amplitude and frequencies", "it is not linear, so impulses do not determine other x"
+        )
         return False
     with log.check("amplitude"):
         _amplitude(log, shape)
@@ -93,21 +95,20 @@ def _moved(log: Log, shape: Shape) -> None:
     how = (
         "pairs go in interleaved and come out as two halves"
         if halves
-        else (
-            f"channel {next(i for i, j in enumerate(shape.order or ()) if i != j)} comes out as another"
-        )
+        else (f"channel {next(i for i, j in enumerate(shape.order or ()) if i != j)} changes place")
     )
     log.facts["order"] = how
     log.add(
         "channel-order",
         "note",
-        "Channels come out in another order than they went in.",
-        f"{how}; scores stay, as q and k are both moved, but rotated keys fit no other implementation",
+        "Channels come out in a different order.",
+        f"{how}; scores stay, as q and k are both reordered, but other implementations cannot use the "
+        "rotated keys",
     )
 
 
 def omegas_of(log: Log) -> list[float]:
-    """The frequencies of the slice in order, zeros for pairs that never turn; unsigned."""
+    """Return the unsigned frequencies of the slice in order, zeros for pairs that never turn."""
     if log.shape is None:
         return []
     by_first = {
@@ -128,10 +129,10 @@ def _channels(shape: Shape, head_dim: int) -> str:
 def _pairs_are_rotations(log: Log, shape: Shape) -> bool:
     dim, heads = log.subject.head_dim, log.subject.heads(2)
     if not bool(shape.matrices.isfinite().all()):
-        say_not_finite(log)
+        add_not_finite(log)
         return False
     if not shape.pairs and not shape.tangled and not shape.alone:
-        say_nothing(log)
+        add_does_nothing(log)
         return False
     if shape.tangled or (shape.pairs and shape.interleaved is None and shape.rotary_dim > 2):
         some = shape.tangled[:4] or tuple(pair.first for pair in shape.pairs[:4])
@@ -147,8 +148,8 @@ def _pairs_are_rotations(log: Log, shape: Shape) -> bool:
         log.add(
             "not-pairs",
             "error",
-            "Channels do not turn in pairs of one pairing: neither half nor interleaved.",
-            f"channel {some[0]} reaches channels {_list(reach)} at position {shape.positions[index]}",
+            "Channels turn neither in half nor in interleaved pairs.",
+            f"channel {some[0]} affects channels {_list(reach)} at position {shape.positions[index]}",
             f"{start}assert len(reached) <= 2 and reached[-1] - reached[0] in {usual}, reached",
         )
         return False
@@ -158,7 +159,7 @@ def _pairs_are_rotations(log: Log, shape: Shape) -> bool:
         log.add(
             "pass-through",
             "error",
-            f"Channels {_list(shape.alone)} belong to no pair but do not stay as they are.",
+            f"Channels {_list(shape.alone)} belong to no pair but are changed.",
             f"channel {i} is multiplied by {_list([f'{f:.4g}' for f in factors[:5].tolist()])} at "
             f"positions {_list(shape.positions[:5])}",
             f"x = torch.zeros(1, {heads}, 1, {dim})\nx[..., {i}] = 1.0\n"
@@ -169,16 +170,16 @@ def _pairs_are_rotations(log: Log, shape: Shape) -> bool:
     wrong = [pair for pair in shape.pairs if not _is_rotation(pair)]
     if not wrong:
         return True
-    _say_what_it_is(log, shape, wrong[0], len(wrong))
+    _add_not_a_rotation(log, shape, wrong[0], len(wrong))
     return False
 
 
-def _is_rotation(pair: Pair) -> bool:
+def _is_rotation(pair: MeasuredPair) -> bool:
     same = all(agrees(a, b, 1e-2) for a, b in zip(pair.angle_first, pair.angle_second))
     return same and pair.skew <= 1e-2 * max(pair.amplitude)
 
 
-def _say_what_it_is(log: Log, shape: Shape, pair: Pair, count: int) -> None:
+def _add_not_a_rotation(log: Log, shape: Shape, pair: MeasuredPair, count: int) -> None:
     position = _clearest(shape.positions, pair)
     index = shape.positions.index(position)
     body = _KEEPS.format(
@@ -201,7 +202,7 @@ def _say_what_it_is(log: Log, shape: Shape, pair: Pair, count: int) -> None:
         log.add(
             "sign-missing",
             "error",
-            "The two sines of a pair have the same sign; one must be negative, or it is no rotation.",
+            "The two sines of a pair have the same sign; in a rotation one of them is negative.",
             evidence,
             body,
         )
@@ -209,7 +210,7 @@ def _say_what_it_is(log: Log, shape: Shape, pair: Pair, count: int) -> None:
         log.add(
             "not-a-rotation",
             "error",
-            "The two channels of a pair are not multiplied as by a rotation: their lengths differ.",
+            "The two channels of a pair are scaled by different factors, so this is not a rotation.",
             f"{evidence}; lengths differ by up to {pair.skew:.4f}",
             body,
         )
@@ -217,15 +218,15 @@ def _say_what_it_is(log: Log, shape: Shape, pair: Pair, count: int) -> None:
         log.add(
             "table-pairing",
             "error",
-            "The two channels of a pair turn by different angles: channels are paired one way and "
-            "cosines and sines are laid out for the other.",
+            "The two channels of a pair turn by different angles: channels have one pairing, cosines and "
+            "sines the layout of the other.",
             evidence,
             body,
         )
 
 
-def _clearest(positions: Sequence[int], pair: Pair) -> int:
-    """The smallest position where the two rows differ well."""
+def _clearest(positions: Sequence[int], pair: MeasuredPair) -> int:
+    """Return the smallest position where the angles of the two channels differ clearly."""
     for position, a, b in zip(positions, pair.angle_first, pair.angle_second):
         if not agrees(a, b, 5e-2):
             return position
@@ -233,7 +234,7 @@ def _clearest(positions: Sequence[int], pair: Pair) -> int:
 
 
 def _direction(log: Log, shape: Shape) -> None:
-    """The sign of the turn, and whether position 0 turns nothing."""
+    """Check the direction of the turn, and that position 0 does not turn."""
     lines = [line for line in log.lines if abs(line.slope) > 1e-6] or list(log.lines)
     pair = shape.pairs[0]
     backward = sum(line.slope < 0 for line in lines)
@@ -244,7 +245,7 @@ def _direction(log: Log, shape: Shape) -> None:
         log.add(
             "swapped-tables",
             "error",
-            "Cosine and sine are swapped: at position 0 every pair turns by a quarter.",
+            "Cosine and sine are swapped: at position 0 every pair turns by a quarter turn.",
             f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position 0",
             angle_body(log, pair=both, position=0, wanted="0.0"),
         )
@@ -256,9 +257,9 @@ def _direction(log: Log, shape: Shape) -> None:
         log.add(
             "sign",
             "warning" if log.spec is None else "error",
-            f"{name} the other way round than RoPE does: the sine has the opposite sign.",
+            f"{name} in the opposite direction to RoPE: the sine has the wrong sign.",
             f"channels {pair.first} and {pair.second} turn by {log.lines[0].slope:+.4f} rad per "
-            "position; RoPE turns the first channel towards the second. Both ways work, but not together",
+            "position; RoPE turns the first channel towards the second. Either works, but not mixed",
             angle_body(log, pair=both, position=1, wanted=f"{slope:.9g}"),
         )
     shifts = [line.intercept / line.slope for line in lines if abs(line.slope) > 1e-3]
@@ -281,7 +282,7 @@ def _direction(log: Log, shape: Shape) -> None:
         log.add(
             "phase",
             "error",
-            "Position 0 is rotated, by angles that no offset of positions gives.",
+            "Position 0 is rotated by angles that no position offset explains.",
             f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position 0",
             angle_body(log, pair=both, position=0, wanted="0.0"),
         )
@@ -290,11 +291,11 @@ def _direction(log: Log, shape: Shape) -> None:
 def _amplitude(log: Log, shape: Shape) -> None:
     meant = 1.0 if log.spec is None else log.spec.amplitude
     if abs(log.amplitude - meant) <= _LOOSE:
-        # Measured from rounded tables it would be a little off.
+        # Replace a measurement that may come from rounded tables.
         log.amplitude = meant
     log.facts["amplitude"] = f"{log.amplitude:.6g}"
     pair = shape.pairs[0]
-    # Far away something else may be wrong, which has a name of its own.
+    # Near positions only: faults far away have findings of their own.
     every = [a for each in shape.pairs for a in each.amplitude[: len(NEAR)]]
     body = (
         f"x = torch.zeros(1, {log.subject.heads(2)}, 1, {log.subject.head_dim})\n"
@@ -307,8 +308,7 @@ def _amplitude(log: Log, shape: Shape) -> None:
         log.add(
             "amplitude-varies",
             "warning",
-            "How much the rotated channels are multiplied by depends on position or pair, as with "
-            "xPos or a gate.",
+            "The factor on the rotated channels depends on position or pair, as with xPos or a gate.",
             f"factors from {min(every):.4g} to {max(every):.4g}",
             body.format(position=shape.positions[worst]),
         )
@@ -323,9 +323,9 @@ def _amplitude(log: Log, shape: Shape) -> None:
 
 
 def _name(log: Log, shape: Shape) -> None:
-    """Base and scaling, from the frequencies."""
+    """Identify base and scaling from the frequencies."""
     if log.subject.call.form.takes_tables:
-        log.facts["frequencies"] = "the caller's: it is given cosines and sines"
+        log.facts["frequencies"] = "provided by the caller, as cosines and sines"
         return
     omegas = omegas_of(log)
     if len(shape.pairs) == 1 and shape.interleaved is None:
@@ -339,13 +339,13 @@ def _name(log: Log, shape: Shape) -> None:
         start=shape.start,
         interleaved=bool(shape.interleaved),
     )
-    words = log.identity.words
-    log.facts["frequencies"] = f"about {words}" if log.identity.loose else words
+    text = log.identity.text
+    log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
     _settle_amplitude(log)
 
 
 def _settle_amplitude(log: Log) -> None:
-    """An amplitude that belongs to the rule that was recognised is no finding."""
+    """Drop the amplitude finding if the recognised scaling rule has that amplitude."""
     found = log.identity.spec if log.identity is not None else None
     if log.spec is None and found is not None and found.scaling is not None:
         if abs(found.amplitude - log.amplitude) <= _LOOSE:
@@ -353,7 +353,7 @@ def _settle_amplitude(log: Log) -> None:
 
 
 def check_keys(log: Log) -> None:
-    """Whether k is treated as q is."""
+    """Check that k is rotated as q is."""
     if not log.subject.call.takes_keys or log.shape is None:
         return
     with log.check("k is rotated as q is") as fresh:
@@ -371,7 +371,7 @@ def check_keys(log: Log) -> None:
             log.add(
                 "k-not-rotated",
                 "error",
-                "k is returned as it is; only q is rotated.",
+                "k is returned unchanged; only q is rotated.",
                 "impulses in k come back unchanged at every position",
                 body,
             )
@@ -380,7 +380,7 @@ def check_keys(log: Log) -> None:
                 "q-k",
                 "error",
                 "q and k are rotated differently.",
-                f"the same vectors at the same positions come out up to {apart:.4g} apart",
+                f"for equal vectors at equal positions the results differ by up to {apart:.4g}",
                 body,
             )
 
@@ -401,9 +401,9 @@ assert torch.allclose(near, far, atol={tolerance}), float((near - far).abs().max
 
 
 def check_relative(log: Log) -> None:
-    """Whether scores stay when both positions move; where nothing found so far says why not."""
+    """Check that scores stay when both positions move, unless an earlier finding explains a change."""
     if log.subject.call.form.takes_tables:
-        log.skip("scores depend on relative position only", "its angles are the caller's")
+        log.skip("scores depend on relative position only", "the caller provides the angles")
         return
     with log.check("scores depend on relative position only") as fresh:
         q, k = fresh.random(1, 2, 1, seed=31), fresh.random(1, 2, 1, seed=32)
@@ -423,7 +423,7 @@ def check_relative(log: Log) -> None:
             except CallFailed:
                 break
         log.facts["scores"] = (
-            "move by "
+            "change by "
             + ", ".join(f"{value:.1e} (+{shift})" for shift, value in drift.items())
             + " of |q| |k|"
         )
@@ -433,8 +433,8 @@ def check_relative(log: Log) -> None:
             log.add(
                 "relative",
                 "error",
-                "Scores depend on where q and k are, not only on how far apart they are.",
-                f"from positions 7 and 3 to {7 + worst} and {3 + worst} a score moves by "
+                "Scores depend on the positions of q and k, not only on their distance.",
+                f"from positions 7 and 3 to {7 + worst} and {3 + worst} a score changes by "
                 f"{drift[worst]:.3g} of |q| |k|",
                 _RELATIVE.format(
                     heads=fresh.heads(2),
@@ -452,5 +452,5 @@ def _list(values: Sequence[object]) -> str:
 
 
 def direction(line: Line) -> float:
-    """+1 where positions turn the first channel towards the second."""
+    """Return +1 if positions turn the first channel towards the second, else -1."""
     return -1.0 if line.slope < 0 else 1.0

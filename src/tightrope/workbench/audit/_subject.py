@@ -1,4 +1,4 @@
-"""The function under audit, behind one way to call it."""
+"""The function under audit, with the call that was found for it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Rotate = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A function with its call, and all that is needed to call it and to write that down.
+    """A function with its adapter, and the source code for snippets.
 
     Attributes:
-        fn: what somebody gave us; where ``fresh`` can make a new one, never called itself.
-        call: how it is called.
+        fn: the audited function; never called itself if ``fresh`` can copy or make it.
+        call: the adapter.
         head_dim: channels of one head.
         inv_freq: an expression for the frequencies of the tables that it takes.
-        header: program text that makes ``fn``; None where only the caller can.
-        make: makes another ``fn`` that was never called; None: copies are made.
-        renew: whether each call gets an ``fn`` that was never called, as what it remembers spoils it.
-        space: the names of the compiled adapter.
+        header: source code that defines ``fn``; None if only the caller can.
+        make: returns a new ``fn``; None if ``fn`` is copied instead.
+        renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
+        space: the namespace of the compiled adapter.
     """
 
     fn: Callable[..., Any]
@@ -42,13 +42,13 @@ class Subject:
     space: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        # Compiled from the very text that the snippets show.
+        # Compiled from the same source as the snippets show.
         self.space.update(torch=torch, fn=self.fn)
         exec(compile(self.source, "<adapter>", "exec"), self.space)
 
     @property
     def source(self) -> str:
-        """The adapter: ``rotate(x, positions)``."""
+        """The source of the adapter, which defines ``rotate(x, positions)``."""
         return self.call.source(inv_freq=self.inv_freq)
 
     @property
@@ -60,12 +60,12 @@ class Subject:
         return None if "h" in self.call.layout else 1
 
     def fresh(self) -> Subject:
-        """The same function as it was before any call, where that can be had."""
+        """Return the subject with a function that was not called before, if possible."""
         return replace(self, fn=fresh(self.fn, self.make), space={})
 
     @property
     def can_be_fresh(self) -> bool:
-        """Whether a fresh one is another object, with a memory of its own."""
+        """Whether a fresh function is another object, with its own state."""
         return self.make is not None or fresh(self.fn, None) is not self.fn
 
     def heads(self, wanted: int) -> int:
@@ -80,13 +80,13 @@ class Subject:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> torch.Tensor:
-        """A random x whose memory is contiguous as the function sees it."""
+        """Return a random x, contiguous in the function's own layout."""
         generator = torch.Generator().manual_seed(seed)
         shape = (rows, self.heads(heads), tokens, self.head_dim)
         return self.laid_out(torch.randn(shape, generator=generator).to(dtype))
 
     def laid_out(self, x: torch.Tensor) -> torch.Tensor:
-        """x with the memory that a contiguous tensor of the function's own layout has."""
+        """Return x with the strides of a contiguous tensor in the function's own layout."""
         x = x.to(self.device)
         order = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (2, 0, 1, 3)}.get(
             self.call.layout
@@ -97,7 +97,7 @@ class Subject:
         return x.permute(order).contiguous().permute(back)
 
     def raw(self, name: str, *tensors: Any) -> Any:
-        """What a function of the adapter returns, unchecked.
+        """Call a function of the adapter and return its unchecked result.
 
         Raises:
             CallFailed: it raised.
@@ -109,14 +109,14 @@ class Subject:
         return self.guard.run(lambda: self.space[name](*tensors))
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """x rotated; rows are split where the function takes one row, or one set of positions.
+        """Rotate x; row by row if the function takes one row, or one set of positions.
 
         Args:
             x: ``(rows, heads, tokens, channels)``.
             positions: ``(rows, tokens)`` or ``(tokens,)``.
 
         Raises:
-            CallFailed: it raised, or returned something else than a tensor like x.
+            CallFailed: it raised, or did not return a tensor like x.
             Hangs: it did not return in time.
         """
         ids = self.ids(positions, x.shape[0])
@@ -131,12 +131,12 @@ class Subject:
     def rotate_qk(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k rotated by one call; for functions that take both, and one row where need be."""
+        """Rotate q and k in one call, for functions that take both."""
         result = self.raw("rotate_qk", q, k, self.ids(positions, q.shape[0]))
         return like(result[0], q), like(result[1], k)
 
     def ids(self, positions: torch.Tensor | Sequence[int], rows: int) -> torch.Tensor:
-        """Positions as the adapter takes them."""
+        """Return positions as the adapter takes them: ``(rows, tokens)``, on the device."""
         ids = torch.as_tensor(positions)
         if ids.ndim == 1:
             ids = ids[None].repeat(rows, 1)
@@ -149,20 +149,20 @@ _COUNTING = {"x", "q", "k", "seq_dim"}
 def fresh(
     fn: Callable[..., Any], make: Callable[[], Callable[..., Any]] | None
 ) -> Callable[..., Any]:
-    """Another function like it: a new one, or a copy; the same one where it cannot be copied."""
+    """Return a new function or a copy; the same function if it cannot be copied."""
     if make is not None:
         return make()
     try:
         return copy.deepcopy(fn)
-    except Exception:  # noqa: BLE001  # an object may refuse to be copied in any way it likes
+    except Exception:  # noqa: BLE001  # copying may raise anything
         return fn
 
 
 def like(result: Any, x: torch.Tensor) -> torch.Tensor:
-    """The result, if it is a tensor of the shape of x.
+    """Return the result if it is a tensor of the shape of x.
 
     Raises:
-        CallFailed: it is something else.
+        CallFailed: it is not.
     """
     if not isinstance(result, torch.Tensor):
         raise CallFailed(f"it returned {type(result).__name__}, not a tensor")

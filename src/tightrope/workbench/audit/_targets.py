@@ -1,4 +1,4 @@
-"""What to audit, from what somebody names: a function, ``MODULE:FUNCTION``, or a model of transformers."""
+"""Resolve the target of an audit: a function, ``MODULE:FUNCTION``, or a model of transformers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from ..._errors import Refusal, bad_type, bad_value
 from ...config import LayerSpecs, from_config
 from ...forms import calls_of
 from ...spec import RopeSpec
-from ._guard import said
+from ._guard import describe_error
 
 _NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something to audit.
+    """A function to audit.
 
     Attributes:
-        name: in words, for the report.
-        fn: the function; None if only ``make`` gives one.
-        make: makes a new one; None: copies are made.
-        header: program text that makes ``fn``; None where only the caller can.
-        spec: what it is meant to be, where that is known.
-        form, layout, head_dim: how it is called, where that is known.
-        unread: why there is no spec although there is a config.
+        name: its name for the report.
+        fn: the function.
+        make: returns a new function; None if ``fn`` is copied instead.
+        header: source code that defines ``fn``; None if only the caller can.
+        spec: the intended rotation, if known.
+        form, layout, head_dim: how to call it, if known.
+        unread: why a config gave no spec.
     """
 
     name: str
@@ -52,24 +52,24 @@ class Target:
 
 
 def resolve(target: object, *, make: bool, layer_type: str | None) -> Target:
-    """The target that somebody names or hands over.
+    """Resolve the ``target`` argument of an audit.
 
     Raises:
-        ValueError, TypeError: there is no such thing, or it is nothing that can be called.
+        ValueError, TypeError: the target does not exist or cannot be called.
     """
     if isinstance(target, str) and _NAME.match(target):
-        found = named(target)
+        found = from_name(target)
     elif isinstance(target, str | Path):
-        return of_model(_config_of(str(target)), layer_type)
+        return from_model(_config_of(str(target)), layer_type)
     elif _is_config(target):
-        return of_model(target, layer_type)
+        return from_model(target, layer_type)
     else:
-        found = given(target)
+        found = from_object(target)
     return _made(found) if make else _checked(found)
 
 
-def given(target: object) -> Target:
-    """A function or module from a program."""
+def from_object(target: object) -> Target:
+    """Return the target of a callable object."""
     if not callable(target):
         raise bad_type(
             "target must be a function, a module, 'MODULE:FUNCTION', a config of transformers, its "
@@ -78,7 +78,7 @@ def given(target: object) -> Target:
     name = getattr(target, "__qualname__", None) or type(target).__qualname__
     module = getattr(target, "__module__", None)
     header = None
-    # Only what an import gives back is worth importing in a snippet.
+    # A snippet can import the target only if its qualified name leads back to it.
     if isinstance(module, str) and module != "__main__" and "<" not in name:
         owner: object = sys.modules.get(module)
         for part in name.split("."):
@@ -95,8 +95,8 @@ def _import(module: str, name: str) -> str:
     return f"import torch\nfrom {module} import {name} as fn"
 
 
-def named(target: str) -> Target:
-    """``MODULE:FUNCTION``, imported from the current directory or from what is installed."""
+def from_name(target: str) -> Target:
+    """Import ``MODULE:FUNCTION`` from the current directory or the installed packages."""
     module, _, name = target.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -107,7 +107,7 @@ def named(target: str) -> Target:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise bad_value(
-            f"module {module!r} must be importable from {here} but: {said(error)}"
+            f"module {module!r} must be importable from {here} but: {describe_error(error)}"
         ) from None
     for part in name.split("."):
         try:
@@ -120,13 +120,13 @@ def named(target: str) -> Target:
 
 
 def _made(target: Target) -> Target:
-    """A factory's product, made anew for each check."""
+    """Return the target that a factory makes, new for each check."""
     header = None if target.header is None else _made_header(target.header)
     try:
         fn = target.fn()
-    except Exception as error:  # noqa: BLE001  # somebody else's code
+    except Exception as error:  # noqa: BLE001  # foreign code
         raise bad_value(
-            f"{target.name}() must make something to audit but: {said(error)}"
+            f"{target.name}() must return a function to audit but: {describe_error(error)}"
         ) from None
     if not callable(fn):
         raise bad_type(f"{target.name}() must be callable but is {type(fn).__name__}")
@@ -165,7 +165,7 @@ def _transformers() -> Any:
 
 
 def _config_of(name: str) -> Any:
-    """The config of a file, a folder, or a model type with its defaults."""
+    """Load the config of a file or folder, or the defaults of a model type."""
     path = Path(name)
     library = _transformers()
     try:
@@ -176,10 +176,10 @@ def _config_of(name: str) -> Any:
             return _from_file(library, file)
         if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types():
             return library.AutoConfig.for_model(name)
-    except Exception as error:  # each config has its own ways to refuse values
+    except Exception as error:  # config classes raise many types of errors
         if isinstance(error, Refusal):
             raise
-        raise bad_value(f"{name} must be a configuration but: {said(error)}") from None
+        raise bad_value(f"{name} must be a configuration but: {describe_error(error)}") from None
     raise bad_value(
         "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
         f"of transformers, such as llama, but got {name!r}"
@@ -200,7 +200,7 @@ def _from_file(library: Any, file: Path) -> Any:
     return library.AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-class Pair(nn.Module):
+class RotaryAndApply(nn.Module):
     """A rotary module and an apply function as one function of q, k and positions."""
 
     def __init__(
@@ -223,19 +223,19 @@ class Pair(nn.Module):
 
 
 def one_at_a_time(apply: Callable[..., Any]) -> bool:
-    """Whether an apply function takes (x, cos, sin) and not (q, k, cos, sin), as Gemma's new one."""
+    """Whether an apply function takes (x, cos, sin), as Gemma's new one, and not (q, k, cos, sin)."""
     return not any("k" in call.roles for call in calls_of(apply))
 
 
-def of_model(config: Any, layer_type: str | None) -> Target:
-    """The rotary module and the apply function that transformers, as installed, has for a config."""
+def from_model(config: Any, layer_type: str | None) -> Target:
+    """Return the rotary module and apply function of the installed transformers for a config."""
     inner = _text_of(config)
     spec, unread = _meant(config, layer_type)
     try:
         module, rotary, called = _parts(inner, spec)
     except ValueError:
         if unread is not None:
-            # Without RoPE there is no rotary module either; the reason is the better sentence.
+            # The reason why the config was not read explains more than the missing rotary module.
             raise unread from None
         raise
     apply = getattr(module, called)
@@ -247,7 +247,7 @@ def of_model(config: Any, layer_type: str | None) -> Target:
         types = [layer_type] if layer_type is not None else [*every]
     why = "it has no layer_type that works"
     for chosen in types:
-        # Whole heads first; some models cut the slice out and rotate it alone, as Phi and DeepSeek do.
+        # First whole heads, then the slice alone: some models, as Phi and DeepSeek, cut it out.
         for cut in (False, True):
             make = _maker(inner, rotary, apply, chosen)
             head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim
@@ -255,16 +255,16 @@ def of_model(config: Any, layer_type: str | None) -> Target:
                 fn = make()
                 head_dim = head_dim or _width(fn)
                 _try(fn, head_dim)
-            except Exception as error:  # noqa: BLE001  # somebody else's code
-                why = said(error)
+            except Exception as error:  # noqa: BLE001  # foreign code
+                why = describe_error(error)
                 continue
             if spec is not None and (cut or spec.start):
                 head_dim = spec.rotary_dim
                 spec = replace(spec, head_dim=head_dim, start=0)
             header = _model_header(inner, module, rotary.__name__, called, chosen)
-            unsaid = "" if unread is None else str(unread)
+            reason = "" if unread is None else str(unread)
             form = "q, k, positions"
-            return Target(name, fn, make, header, spec, form, "bhsd", head_dim, unsaid)
+            return Target(name, fn, make, header, spec, form, "bhsd", head_dim, reason)
     raise bad_value(
         f"{rotary.__name__} must be built from the config and called with (x, position_ids) but: "
         f"{why}"
@@ -273,12 +273,12 @@ def of_model(config: Any, layer_type: str | None) -> Target:
 
 def _maker(
     config: Any, rotary: Any, apply: Callable[..., Any], layer_type: str | None
-) -> Callable[[], Pair]:
-    return lambda: Pair(rotary(config), apply, layer_type)
+) -> Callable[[], RotaryAndApply]:
+    return lambda: RotaryAndApply(rotary(config), apply, layer_type)
 
 
-def _width(fn: Pair) -> int:
-    """How many channels the cosines of a model's rotary module are for."""
+def _width(fn: RotaryAndApply) -> int:
+    """Return the number of channels of the cosines of a model's rotary module."""
     more = () if fn.layer_type is None else (fn.layer_type,)
     cos, _ = fn.rotary(torch.zeros(1, 1, 2, 8), torch.arange(2)[None], *more)
     return int(cos.shape[-1])
@@ -290,7 +290,7 @@ def _try(fn: Callable[..., Any], head_dim: int) -> None:
 
 
 def _text_of(config: Any) -> Any:
-    """The part of a config that its language model is built from."""
+    """Return the part of a config for the language model."""
     try:
         return config.get_text_config()
     except (AttributeError, ValueError):
@@ -298,13 +298,13 @@ def _text_of(config: Any) -> Any:
 
 
 def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
-    """The spec that a config describes; or None, and why it cannot be read."""
+    """Return the spec of a config and None, or None and the error that explains why."""
     inner = _text_of(config)
     try:
         read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
     except ValueError as error:
         if inner is not config:
-            # It has RoPE in several parts, say; what is audited is the text's.
+            # It may have RoPE in several parts; the language model is audited.
             return _meant(inner, layer_type)
         if layer_type is not None:
             raise
@@ -321,13 +321,13 @@ def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueE
 
 
 def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
-    """(module, rotary class, name of the apply function) of a model type."""
+    """Return (module, rotary class, name of the apply function) of a model type."""
     where = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
         module = importlib.import_module(where)
     except ImportError as error:
         raise bad_value(
-            f"{config.model_type} must have a modeling file but: {said(error)}"
+            f"{config.model_type} must have a modeling file but: {describe_error(error)}"
         ) from None
     source = inspect.getsource(module)
     classes = re.findall(r"self\.rotary_emb\s*=\s*(\w+)\(", source)
@@ -340,7 +340,7 @@ def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
     if not classes or not found:
         raise bad_value(
             f"{config.model_type} must have a rotary module and apply_rotary_pos_emb in {where} but "
-            "has not: write a function of q, k and positions that does what it does, and audit that"
+            "does not: write a function of q, k and positions that computes the same, and audit that"
         )
     return module, getattr(module, classes[0]), found[0]
 
@@ -357,7 +357,7 @@ def _model_header(config: Any, module: Any, rotary: str, name: str, layer_type: 
     except Exception:  # noqa: BLE001  # some configs cannot be made without arguments
         usual = {}
     keep = {k: v for k, v in keep.items() if k not in usual or usual[k] != v}
-    # What cannot be written down as a literal cannot be of use here.
+    # Only values that a snippet can write as literals.
     keep = {k: v for k, v in keep.items() if _is_literal(v)}
     arguments = "".join(f"    {key}={value!r},\n" for key, value in keep.items())
     made = f"{kind.__name__}(\n{arguments})" if arguments else f"{kind.__name__}()"

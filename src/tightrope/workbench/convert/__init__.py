@@ -1,4 +1,4 @@
-"""Move checkpoints between the two pairings of channels, and tell which one a checkpoint has.
+"""Convert checkpoints between the two pairings of channels, and detect the pairing of a checkpoint.
 
 :func:`convert` is `tightrope convert`; :func:`detect` is `tightrope detect`.
 """

@@ -1,4 +1,4 @@
-"""How conversion says no: one sentence, as everywhere in the library."""
+"""Helpers for the error sentences of conversion."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ..._errors import bad_value
 
 
 def fail(message: str) -> NoReturn:
-    """Raise a ValueError about the user's input."""
+    """Raise a ValueError with this sentence."""
     raise bad_value(message)
 
 
 def shown(names: list[str], most: int = 3) -> str:
-    """A list of names of which a sentence holds the first few."""
+    """Join the first few names for a sentence, with the number of the others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def pairing_name(interleaved: bool) -> str:
-    """What the command line calls a pairing."""
+    """Return the command line's name of a pairing."""
     return "interleaved" if interleaved else "half"

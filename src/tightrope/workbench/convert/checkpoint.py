@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint: a file, a folder, or shards with an index; nothing outside it."""
+"""Find the files of a checkpoint: a file, a folder, or shards with an index; never outside the folder."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ RECORD = "tightrope_convert.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found and whose tensors are known.
+    """A checkpoint and its tensors.
 
     Attributes:
-        path: what the user named.
-        files: its weights.
-        folder: the folder that it is, or None where a single file was named.
-        index: the index of its shards, where it has one.
-        others: files of the folder that are not weights, by their paths in it.
-        ignored: what a conversion leaves behind, and why: path -> reason.
-        ranks: over how many files each tensor is spread, as Meta's consolidated ones are.
+        path: the path that the user gave.
+        files: its files of weights.
+        folder: its folder, or None if the path is a single file.
+        index: the index of its shards, if it has one.
+        others: files of the folder that are not weights, as relative paths.
+        ignored: files that a conversion leaves out: path -> reason.
+        ranks: the number of files over which each tensor is spread, as in Meta's consolidated files.
     """
 
     path: Path
@@ -58,20 +58,20 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """The folder in which a configuration is looked for."""
+        """The folder in which to look for a configuration."""
         return self.folder or self.path.parent
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its weights."""
+        """The size of its files of weights in bytes."""
         return sum(weights.path.stat().st_size for weights in self.files)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Find the files of a checkpoint and read where their tensors lie.
+    """Find the files of a checkpoint and read the offsets of their tensors.
 
     Raises:
-        ValueError: no checkpoint, several, a damaged one, or one that points outside its folder.
+        ValueError: no checkpoint, several, a damaged one, or one with files outside its folder.
         OSError: files that cannot be read.
     """
     if not path.exists():
@@ -93,8 +93,8 @@ def _read(path: Path) -> Weights:
         return read_torch(path)
     if suffix in (".gguf", ".ggml"):
         fail(
-            f"{path.name} is a GGUF file, which is written by its own converter: convert the checkpoint "
-            f"that it was made from"
+            f"{path.name} is a GGUF file, which has its own converter: convert the checkpoint that it was "
+            f"made from"
         )
     known = ", ".join((".safetensors", *TORCH_SUFFIXES))
     fail(f"a checkpoint must end in one of {known} or .index.json but got {path.name}")
@@ -121,14 +121,14 @@ def _folder(folder: Path, index: Path | None) -> Checkpoint:
         if str(name) in chosen or str(name) == RECORD or (index and str(name) == index.name):
             continue
         if name.suffix.lower() in WEIGHT_SUFFIXES or name.name.endswith(".index.json"):
-            ignored[str(name)] = "other weights, which stay as they are paired"
+            ignored[str(name)] = "other weights, which are not converted"
         else:
             others.append(name)
     return Checkpoint(folder, files, folder, index, tuple(others), ignored, ranks)
 
 
 def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files below a folder, and what is passed over."""
+    """Return the files below a folder, and the ignored ones with reasons."""
     names: list[Path] = []
     ignored: dict[str, str] = {}
 
@@ -154,7 +154,7 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _is_inside(folder: Path, path: Path) -> bool:
-    """Whether a path is a file in the folder; the hub's cache links snapshots to blobs beside them."""
+    """Whether a path is a file in the folder, or a blob that the hub's cache links from it."""
     try:
         real, home = path.resolve(strict=True), folder.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -167,14 +167,14 @@ def _is_inside(folder: Path, path: Path) -> bool:
 
 
 def inside(folder: Path, name: str, who: str) -> Path:
-    """A file of a folder by the name that an index gives it; an error if it lies elsewhere."""
+    """Return the path of a file that an index names; raise if it lies outside the folder."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         fail(f"{who} names {name!r}, which lies outside the folder")
     if not os.path.lexists(path):
-        fail(f"{who} names {name!r}, which is not there")
+        fail(f"{who} names {name!r}, which does not exist")
     if not _is_inside(folder, path):
-        fail(f"{who} names {name!r}, which is no file inside the folder")
+        fail(f"{who} names {name!r}, which is not a file inside the folder")
     return path
 
 
@@ -189,7 +189,7 @@ def _find_index(folder: Path, names: list[Path]) -> Path | None:
         if len(of_kind) == 1 and not (single and kind == ".index.json"):
             return folder / of_kind[0]
         if len(of_kind) > 1:
-            fail(f"{folder} has several indexes, {shown(of_kind)}: name the one that is meant")
+            fail(f"{folder} has several indexes, {shown(of_kind)}: give the path of one of them")
     return None
 
 
@@ -205,7 +205,7 @@ def _indexed(folder: Path, index: Path) -> list[str]:
     for file in dict.fromkeys(files):
         inside(folder, file, index.name)
         if file.endswith(".index.json") or Path(file).suffix.lower() not in WEIGHT_SUFFIXES:
-            fail(f"{index.name} names {file!r}, which is no file of weights")
+            fail(f"{index.name} names {file!r}, which is not a file of weights")
     return list(dict.fromkeys(files))
 
 
@@ -221,7 +221,7 @@ def _unindexed(folder: Path, names: list[Path]) -> list[str]:
         [name for name in every if name.endswith(TORCH_SUFFIXES) and name != "training_args.bin"],
     ):
         if any(_SHARD.search(name) for name in found):
-            fail(f"{folder} has shards, {shown(found)}, but no index that says what is in them")
+            fail(f"{folder} has shards, {shown(found)}, but no index of their tensors")
         if found is ranks and ranks:
             wanted_ranks = [f"consolidated.{n:02d}.pth" for n in range(len(ranks))]
             if ranks != wanted_ranks:
@@ -232,13 +232,13 @@ def _unindexed(folder: Path, names: list[Path]) -> list[str]:
             return found
         if found:
             fail(
-                f"{folder} has several files of weights, {shown(found)}: name the one that is meant"
+                f"{folder} has several files of weights, {shown(found)}: give the path of one of them"
             )
     fail(f"{folder} must hold a checkpoint but has no safetensors and no torch file")
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
+    """Read a JSON file that holds an object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -249,15 +249,15 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def _check_index(index: Path, files: tuple[Weights, ...]) -> None:
-    said = load_json(index)["weight_map"]
+    listed = load_json(index)["weight_map"]
     has = {entry.name: weights.path.name for weights in files for entry in weights.entries}
-    missing = [f"{name} ({file})" for name, file in said.items() if has.get(name) is None]
+    missing = [f"{name} ({file})" for name, file in listed.items() if has.get(name) is None]
     if missing:
         fail(f"{index.name} names tensors that are not in their files: {shown(missing)}")
-    moved = [name for name, file in said.items() if has[name] != Path(file).name]
+    moved = [name for name, file in listed.items() if has[name] != Path(file).name]
     if moved:
         fail(f"{index.name} names the wrong file for {shown(moved)}")
-    extra = [name for name in has if name not in said]
+    extra = [name for name in has if name not in listed]
     if extra:
         fail(f"{index.name} does not name {shown(extra)}, which its files hold")
 

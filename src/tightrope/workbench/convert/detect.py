@@ -1,18 +1,18 @@
-"""Which pairing a checkpoint's weights speak for, if they do.
+"""Detect the pairing of a checkpoint from its weights.
 
-What can tell. Two channels of a pair turn into one another, so training treats them alike: their rows
-have the same size on average, whatever their frequency. Channels of different frequencies do not: fast
-and slow pairs get different sizes. So sizes of rows, averaged over heads, agree within the true pairs
-and disagree within the false ones. The size of a channel is taken as ``log |q row| + log |k row|``:
-attention cannot tell a large query and a small key from the reverse.
+Evidence. The two channels of a pair turn into one another, so training treats them alike: on average
+their rows have the same size, whatever their frequency. Fast and slow pairs get different sizes. So row
+sizes, averaged over heads, agree within true pairs and differ within false ones. The size of a channel
+is ``log |q row| + log |k row|``: attention cannot distinguish a large query and a small key from the
+reverse.
 
-How sure. Let A be the quadratic form "squared differences within neighbours less those within halves".
-Its value for the mean of all heads is positive where halves agree and negative where neighbours do. In
-weights without structure the sign of a head's sizes is as likely the other one, so that mean is normal
-with the heads' own second moments; :func:`_chance` bounds from above how often it would then give as
-large a value (Chernoff's bound of a weighted sum of squares). No distribution of weights is assumed, and a few
-heads never suffice. Above :data:`NEEDED` the answer is that it cannot be known: so it is for fresh
-weights, for models without RoPE, and where kinds of evidence speak against one another.
+Confidence. Let A be the quadratic form "squared differences within neighbours less those within halves".
+Its value for the mean of all heads is positive if halves agree and negative if neighbours agree. In
+weights without structure each head's sizes are equally likely with the opposite sign, so the mean is
+normal with the heads' own second moments; :func:`_chance` bounds from above how often it then gives as
+large a value (Chernoff's bound for a weighted sum of squares). No distribution of weights is assumed,
+and a few heads never suffice. If the chance is above :data:`NEEDED`, the pairing counts as undetectable:
+for fresh weights, for models without RoPE, and where kinds of evidence conflict.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from .naming import PACKINGS
 from .plan import Plan, make_plan
 from .rewrite import Change
 
-# The largest chance that is still an answer.
+# The largest chance at which a pairing is reported.
 NEEDED = 1e-5
 _MOST_LAYERS = 64
-# Evidence against an answer that takes the answer away.
+# Contrary evidence with a chance below this prevents an answer.
 _DOUBT = 1e-2
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one kind of tensor says.
+    """The evidence of one kind of tensor.
 
     Attributes:
         kind: ``"products"`` of queries and keys by key head, ``"queries"`` by head, ``"norms"`` by layer.
-        samples: how many heads, or layers, were compared.
+        samples: the number of heads, or layers, compared.
         favours: the pairing that it favours, however weakly.
-        chance: a bound of how often weights without structure would favour one as much.
+        chance: an upper bound of the probability that weights without structure favour a pairing as
+            much.
     """
 
     kind: str
@@ -59,15 +60,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Detection:
-    """What the weights of a checkpoint say about its pairing, and what its files say.
+    """The pairing of a checkpoint according to its weights and according to its files.
 
     Attributes:
-        pairing: ``"half"``, ``"interleaved"``, or None: it cannot be known from the weights.
-        confidence: one less the chance; 0 where nothing can be known.
-        chance: how often weights without structure would say as much, at most.
-        evidence: what it rests on.
-        said: the pairing that the configuration, its family or the record of a conversion says.
-        who: which of them.
+        pairing: ``"half"``, ``"interleaved"``, or None if the weights do not show it.
+        confidence: 1 - chance; 0 if the weights do not show the pairing.
+        chance: an upper bound of the probability that weights without structure look the same.
+        evidence: the evidence by kind of tensor.
+        said: the pairing stated by the configuration, its family or a conversion record.
+        who: the source of that statement.
         model: the model in one line.
     """
 
@@ -81,7 +82,7 @@ class Detection:
 
     @property
     def contradicts(self) -> bool:
-        """Whether the weights speak against what the files say."""
+        """Whether the weights contradict the files."""
         return self.pairing is not None and self.said is not None and self.pairing != self.said
 
 
@@ -92,15 +93,15 @@ def detect(
     said: Said | None = None,
     report: Callable[[float, str], None] | None = None,
 ) -> Detection:
-    """Tell from the weights how the channels of a checkpoint are paired, or that they do not tell.
+    """Detect from its weights how a checkpoint pairs channels, or that they do not show it.
 
     Args:
-        checkpoint: as of :func:`tightrope.workbench.convert.convert`.
-        said: what the configuration does not say.
-        report: called with the fraction done and a few words.
+        checkpoint: as in :func:`tightrope.workbench.convert.convert`.
+        said: facts that the configuration does not state.
+        report: called with the fraction done and a short text.
 
     Raises:
-        ValueError, OSError: as :func:`tightrope.workbench.convert.convert`.
+        ValueError, OSError: as in :func:`tightrope.workbench.convert.convert`.
     """
     found = open_checkpoint(Path(checkpoint))
     model = read_model(found, said or Said(), pairing=False)
@@ -113,7 +114,7 @@ def weigh(
     report: Callable[[float, str], None] | None = None,
     layers: int = _MOST_LAYERS,
 ) -> Detection:
-    """As :func:`detect`, for a checkpoint that has been read, from so many of its layers at most."""
+    """Detect as :func:`detect` does, for a planned checkpoint, from at most ``layers`` layers."""
     places: dict[tuple[int, str], dict[str, list[Change]]] = {}
     for change in plan.changes:
         place = change.module.split(".self_attn")[0].split(".attention")[0].split(".attn")[0]
@@ -159,13 +160,13 @@ def weigh(
 
 
 def _projections(roles: dict[str, list[Change]], model: Model) -> list[tuple[str, torch.Tensor]]:
-    """Sizes of rotated channels, ``(samples, rotary_dim)``, of products and of queries alone."""
+    """Return sizes of rotated channels, ``(samples, rotary_dim)``, of products and of queries alone."""
     if "qkv" in roles:
         fused = _weight(roles["qkv"])
         if fused is None or model.heads is None:
             return []
         every = _logs(fused)
-        # The rows of the fused tensor that rotate are those of its query and key heads, in order.
+        # In the fused tensor the rows of query and key heads rotate, in order.
         heads = min(model.heads, len(every) - 1)
         kv_heads = len(every) - heads
         rows = PACKINGS[model.naming.packing or ""].rows(heads, kv_heads)
@@ -189,7 +190,7 @@ def _weight(changes: list[Change]) -> Change | None:
 
 
 def _norms(roles: dict[str, list[Change]]) -> torch.Tensor | None:
-    """log |q norm| + log |k norm| of each rotated channel, one row per layer."""
+    """Return log |q norm| + log |k norm| of each rotated channel, one row per layer."""
     sizes = []
     for role in ("q norm", "k norm"):
         found = [c for c in roles.get(role, []) if c.entry.name.endswith("weight")]
@@ -200,7 +201,7 @@ def _norms(roles: dict[str, list[Change]]) -> torch.Tensor | None:
 
 
 def _logs(change: Change) -> torch.Tensor:
-    """log of the length of each rotated row, ``(heads, rotary_dim)``, read head by head."""
+    """Return the log length of each rotated row, ``(heads, rotary_dim)``, read head by head."""
     made = []
     for start in change.starts:
         rows = change.entry.rows(start, change.width, change.units).to(torch.float32).double()
@@ -209,7 +210,7 @@ def _logs(change: Change) -> torch.Tensor:
 
 
 def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
-    """(the pairing that samples favour, the chance of it); None where they say nothing."""
+    """Return (the pairing that samples favour, its chance), or None if they favour none."""
     width = samples.shape[-1]
     if width < 4 or not bool(samples.isfinite().all()):
         return None
@@ -232,7 +233,7 @@ def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
 
 
 def _chance(value: float, weights: torch.Tensor) -> float:
-    """A bound of the probability that ``sum weights_j x_j²`` reaches a value, for normal x, times two."""
+    """Bound twice the probability that ``sum weights_j x_j²`` reaches a value for normal x."""
     top = float(weights.max())
     if top <= 0.0:
         return 1.0

@@ -1,4 +1,4 @@
-"""The pairing in a configuration, where the code of its family reads a key for it."""
+"""Set the pairing in a configuration, if its family's code reads a key for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ...config import keys
 
 
 def marked(text: str, at: tuple[str, ...], key: str, interleaved: bool) -> str:
-    """A configuration that says the pairing, with as few of its bytes changed as can be.
+    """Return a configuration that states the pairing, with as few bytes changed as possible.
 
     Args:
         text: a JSON object.
         at: the keys that lead to the section.
         key: a key of :data:`tightrope.config.keys.PAIRING`.
-        interleaved: the pairing to say.
+        interleaved: the pairing to state.
 
     >>> marked('{"rope_interleave": true}', (), "rope_interleave", False)
     '{"rope_interleave": false}'
@@ -31,10 +31,10 @@ def marked(text: str, at: tuple[str, ...], key: str, interleaved: bool) -> str:
     if section.get(key) == value and isinstance(section.get(key), bool):
         return text
     section[key] = value
-    said = "true" if value else "false"
+    literal = "true" if value else "false"
     attempts = [
-        re.sub(rf'("{key}"\s*:\s*)(?:true|false|null)', rf"\g<1>{said}", text),
-        re.sub(r"\A(\s*\{)(\s*)", rf'\g<1>\g<2>"{key}": {said},\g<2>', text) if not at else text,
+        re.sub(rf'("{key}"\s*:\s*)(?:true|false|null)', rf"\g<1>{literal}", text),
+        re.sub(r"\A(\s*\{)(\s*)", rf'\g<1>\g<2>"{key}": {literal},\g<2>', text) if not at else text,
     ]
     for attempt in attempts:
         if _same(attempt, wanted):

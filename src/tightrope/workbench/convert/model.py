@@ -1,7 +1,7 @@
-"""What the rotation of a checkpoint's model is: which channels of a head, how paired, under what names.
+"""The rotation of a checkpoint's model: channels, pairing, and names of the projections.
 
-From its configuration and the table of families; what they do not say, the user says. Nothing is
-guessed.
+Read from the configuration and the table of families; the user gives what they do not state. Nothing
+is guessed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_gro
 
 @dataclass(frozen=True)
 class Said:
-    """What a user says about a checkpoint, in place of its configuration or beside it.
+    """The user's statements about a checkpoint, in place of its configuration or beside it.
 
     Attributes:
-        config: a configuration, its file or folder; by default what lies beside the weights.
-        section: which part of a nested configuration.
-        source: how the checkpoint is paired: ``"half"`` or ``"interleaved"``.
+        config: a configuration, its file or folder; by default that beside the weights.
+        section: the part of a nested configuration to read.
+        source: the pairing of the checkpoint: ``"half"`` or ``"interleaved"``.
         naming: a key of :data:`tightrope.workbench.convert.naming.NAMINGS`.
-        prefix: what stands before the names of the layers that are meant, where there are several.
-        packing: how the heads of a fused projection follow one another: ``"blocks"``, ``"grouped"`` or
+        prefix: the name prefix of the layers to convert, if layers have several prefixes.
+        packing: the order of heads in a fused projection: ``"blocks"``, ``"grouped"`` or
             ``"quarters"``.
-        heads, kv_heads, head_dim, rotary_dim, start: sizes, as of :class:`tightrope.RopeSpec`.
+        heads, kv_heads, head_dim, rotary_dim, start: sizes, as in :class:`tightrope.RopeSpec`.
     """
 
     config: object = None
@@ -56,20 +56,20 @@ class Said:
 
 @dataclass(frozen=True)
 class Model:
-    """The rotation of a checkpoint's model, and where to find what it rotates.
+    """The rotation of a checkpoint's model, and the names of the projections it rotates.
 
     Attributes:
         specs: one spec for all layers, or one per layer.
-        interleaved: how the checkpoint is paired; None where nothing says it.
-        who: what said so.
-        naming: how projections are called.
-        prefix: what stands before the layers; None where the names decide.
-        heads, kv_heads: numbers of heads; None where the shapes decide.
-        mark: the key of the configuration by which its family's own code chooses the pairing.
+        interleaved: the pairing of the checkpoint; None if nothing states it.
+        who: the source of the pairing, for sentences.
+        naming: the naming scheme of the projections.
+        prefix: the name prefix of the layers; None if the names decide.
+        heads, kv_heads: numbers of heads; None if the shapes decide.
+        mark: the key of the configuration by which the family's own code chooses the pairing.
         at: the keys that lead to the section of the configuration that was read.
         block: rows and columns that share one scale, in checkpoints with scales by block.
-        index_heads, index_dim: heads of a sparse indexer and their channels; None where nothing says it.
-        name: what the configuration is, for sentences.
+        index_heads, index_dim: heads of a sparse indexer and their channels; None if not stated.
+        name: the kind of configuration, for sentences.
     """
 
     specs: RopeSpec | LayerSpecs
@@ -87,20 +87,20 @@ class Model:
     name: str = ""
 
     def of(self, layer: int) -> RopeSpec | None:
-        """The spec of a layer; None for one without RoPE."""
+        """Return the spec of a layer, or None for a layer without RoPE."""
         return self.specs if isinstance(self.specs, RopeSpec) else self.specs.of(layer)
 
 
 def read_model(checkpoint: Checkpoint, said: Said, *, pairing: bool = True) -> Model:
-    """The model of a checkpoint, from its configuration and what the user says.
+    """Read the model of a checkpoint from its configuration and the user's statements.
 
     Args:
-        checkpoint: which one.
-        said: what the user says.
-        pairing: whether it must be known how the checkpoint is paired.
+        checkpoint: the checkpoint.
+        said: the user's statements.
+        pairing: whether an unknown pairing is an error.
 
     Raises:
-        ValueError: something is said by nobody, or by two who disagree.
+        ValueError: a value is missing, or its sources conflict.
     """
     given = _pairing(said.source)
     found = said.config if said.config is not None else _config_of(checkpoint.home)
@@ -114,7 +114,7 @@ def read_model(checkpoint: Checkpoint, said: Said, *, pairing: bool = True) -> M
         model = _from_config(found, said, given)
     if said.rotary_dim is not None or said.start is not None:
         if not isinstance(model.specs, RopeSpec):
-            fail("rotary_dim and start cannot be said where layers differ")
+            fail("rotary_dim and start cannot be given where layers differ")
         model = replace(model, specs=_sliced(model.specs, said))
     recorded = _recorded(checkpoint) if given is None else None
     if recorded is not None:
@@ -123,8 +123,8 @@ def read_model(checkpoint: Checkpoint, said: Said, *, pairing: bool = True) -> M
         model = replace(model, interleaved=given, who="the user (--from)")
     if model.interleaved is None and pairing:
         fail(
-            f"it must be known how the checkpoint is paired, and {model.who} does not say it: say --from "
-            f"half or --from interleaved (`tightrope detect` tells, where the weights do)"
+            f"the pairing of the checkpoint must be known, and {model.who} does not state it: pass --from "
+            f"half or --from interleaved (`tightrope detect` may find it from the weights)"
         )
     return model
 
@@ -140,18 +140,19 @@ def _pairing(name: str | None) -> bool | None:
 def _config_of(home: Path) -> Path | None:
     there = [home / name for name in ("config.json", "params.json") if (home / name).is_file()]
     if len(there) > 1:
-        fail(f"{home} has config.json and params.json: say which with --config")
+        fail(f"{home} has config.json and params.json: choose with --config")
     return there[0] if there else None
 
 
 def pairing_beside(home: Path) -> tuple[bool, str] | None:
-    """Whether a conversion left the weights of a folder interleaved, and what says so.
+    """Read from a conversion record whether a folder's weights are interleaved, and name the record.
 
     Args:
         home: a folder, perhaps without weights.
 
     Returns:
-        None where no conversion left a record, or it cannot be known which weights are meant.
+        (interleaved, name of the record), or None if there is no record, or if the folder's weights
+        are ambiguous.
 
     Raises:
         ValueError: records that disagree.
@@ -164,33 +165,33 @@ def pairing_beside(home: Path) -> tuple[bool, str] | None:
 
 
 def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
-    """The pairing that a conversion left in the weights that it wrote or beside them, and where."""
+    """As :func:`pairing_beside`, from the records in the weights or beside them."""
     names = {str(each.path.name): each.paired for each in checkpoint.files}
-    said = {record.pairing for record in names.values() if record is not None}
-    told = _beside(checkpoint)
-    if told is None and not said:
+    within = {record.pairing for record in names.values() if record is not None}
+    beside = _beside(checkpoint)
+    if beside is None and not within:
         return None
-    if len(said) > 1 or (said and (None in names.values() or told not in (None, *said))):
-        words = [
+    if len(within) > 1 or (within and (None in names.values() or beside not in (None, *within))):
+        parts = [
             f"{name}: {record.pairing if record else 'nothing'}" for name, record in names.items()
         ]
-        words += [f"{RECORD}: {told}"] if told else []
-        fail(f"records of conversions must agree but say {shown(words)}: say --from")
-    if said:
-        return "interleaved" in said, f"the record of a conversion in {next(iter(names))}"
-    return told == "interleaved", f"{RECORD}, which a conversion left"
+        parts += [f"{RECORD}: {beside}"] if beside else []
+        fail(f"conversion records must agree but state {shown(parts)}: pass --from")
+    if within:
+        return "interleaved" in within, f"the conversion record in {next(iter(names))}"
+    return beside == "interleaved", f"the conversion record {RECORD}"
 
 
 def _beside(checkpoint: Checkpoint) -> str | None:
     path = checkpoint.home / RECORD
     if not path.is_file():
         return None
-    told = load_json(path)
-    if checkpoint.folder is None and checkpoint.path.name not in (told.get("files") or []):
+    record = load_json(path)
+    if checkpoint.folder is None and checkpoint.path.name not in (record.get("files") or []):
         return None
-    if told.get("pairing") not in ("half", "interleaved"):
-        fail(f"{RECORD} must say a pairing but says {told.get('pairing')!r}")
-    return str(told["pairing"])
+    if record.get("pairing") not in ("half", "interleaved"):
+        fail(f"{RECORD} must state 'half' or 'interleaved' but states {record.get('pairing')!r}")
+    return str(record["pairing"])
 
 
 # --- without a configuration ----------------------------------------------------------------------
@@ -204,7 +205,7 @@ def _from_flags(said: Said) -> Model:
     ]
     if missing:
         fail(
-            f"there is no config.json beside the checkpoint: say --config, or {' and '.join(missing)}"
+            f"there is no config.json beside the checkpoint: pass --config, or {' and '.join(missing)}"
         )
     spec = RopeSpec(said.head_dim, rotary_dim=said.rotary_dim, start=said.start or 0)  # type: ignore[arg-type]
     return Model(
@@ -225,8 +226,8 @@ def _naming(said: Said, family: str | None) -> Naming:
     key = said.naming or FAMILY_NAMING.get(family or "")
     if key is None:
         fail(
-            f"it is not known what {family or 'this checkpoint'} calls its projections: say --naming, one of "
-            f"{', '.join(NAMINGS)}"
+            f"the names of the projections of {family or 'this checkpoint'} are not known: pass --naming, "
+            f"one of {', '.join(NAMINGS)}"
         )
     key = FAMILY_NAMING.get(key, key)
     if key not in NAMINGS:
@@ -239,7 +240,7 @@ def _naming(said: Said, family: str | None) -> Naming:
     return replace(naming, packing=said.packing)
 
 
-# --- with one -------------------------------------------------------------------------------------
+# --- with a configuration -------------------------------------------------------------------------
 
 
 def _from_config(found: object, said: Said, given: bool | None) -> Model:
@@ -253,14 +254,13 @@ def _from_config(found: object, said: Said, given: bool | None) -> Model:
     if refused is not None:
         fail(refused)
     silent = source.family is None and given is None and _key_of(source) is None
-    told = _provenance(found, said, False if silent else given, strict=given is None)
-    spec = told.spec
+    spec = _provenance(found, said, False if silent else given, strict=given is None).spec
     if spec is None:
         fail(f"{source.name} has no RoPE")
     first = spec if isinstance(spec, RopeSpec) else next(each for each in spec.values() if each)
     interleaved = None if silent else first.interleaved
     if said.head_dim is not None and said.head_dim != first.head_dim:
-        fail(f"--head-dim is {said.head_dim} but the configuration says {first.head_dim}")
+        fail(f"--head-dim is {said.head_dim} but the configuration states {first.head_dim}")
     values = source.values
     heads = _size(said.heads, "--heads", values, keys.HEADS)
     kv_heads = _size(said.kv_heads, "--kv-heads", _attention(values), _KV_HEADS)
@@ -289,7 +289,7 @@ def _from_config(found: object, said: Said, given: bool | None) -> Model:
 def _provenance(
     found: object, said: Said, interleaved: bool | None, *, strict: bool
 ) -> reader.Provenance:
-    """What a configuration says; unknown keys about RoPE count until the user says the pairing."""
+    """Read a configuration; unknown keys about RoPE are errors unless the user gave the pairing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
@@ -314,7 +314,7 @@ def _key_of(source: Source) -> str | None:
 
 
 def _family(source: Source) -> str | None:
-    """The model_type, also of a section that has none of its own."""
+    """Return the model_type, also for a section without one of its own."""
     if formats.is_meta(source.values):
         return "meta"
     if formats.is_megatron(source.values):
@@ -342,7 +342,7 @@ def _size(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             fail(f"{name} must be a whole number above 0 but got {value!r}")
         if given is not None and given != value:
-            fail(f"{flag} is {given} but the configuration says {name} = {value}")
+            fail(f"{flag} is {given} but the configuration states {name} = {value}")
         return value
     if given is not None and given < 1:
         fail(f"{flag} must be above 0 but got {given}")
@@ -352,19 +352,19 @@ def _size(
 def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
     """Refuse a key about a sparse indexer that its family's code does not follow."""
     for key in ("indexer_rope_interleave", "index_rope_interleave"):
-        told = values.get(key)
+        stated = values.get(key)
         moves = "index q" in naming.modules.values()
-        if told is None or "kv a" not in naming.modules.values() or bool(told) is moves:
+        if stated is None or "kv a" not in naming.modules.values() or bool(stated) is moves:
             continue
         fail(
-            f"{key} is {told!r}, and the code of {who} pairs its indexer by "
-            f"{'neighbours' if moves else 'halves'} whatever it says: --naming glm_moe_dsa converts the "
-            "indexer along with the attention, --naming deepseek leaves it as it is"
+            f"{key} is {stated!r}, but the code of {who} ignores it and pairs its indexer by "
+            f"{'neighbours' if moves else 'halves'}: --naming glm_moe_dsa converts the indexer along "
+            "with the attention, --naming deepseek leaves it as it is"
         )
 
 
 def _falcon(values: Mapping[str, Any], heads: int | None, kv_heads: int | None) -> int | None:
-    """Falcon's key heads: only its newer architecture reads their number."""
+    """Return Falcon's number of key heads: only its newer architecture reads the key for it."""
     if values.get("new_decoder_architecture"):
         return kv_heads or heads
     return 1 if values.get("multi_query", True) else heads
@@ -372,15 +372,15 @@ def _falcon(values: Mapping[str, Any], heads: int | None, kv_heads: int | None) 
 
 def _block(found: object, values: Mapping[str, Any]) -> int | None:
     for level in (found, values):
-        told = level.get("quantization_config") if isinstance(level, Mapping) else None
-        size = told.get("weight_block_size") if isinstance(told, Mapping) else None
+        inner = level.get("quantization_config") if isinstance(level, Mapping) else None
+        size = inner.get("weight_block_size") if isinstance(inner, Mapping) else None
         if isinstance(size, list | tuple) and size and isinstance(size[0], int) and size[0] > 0:
             return size[0]
     return None
 
 
 def describe(model: Model) -> str:
-    """One line about a model: its name, slice and pairing."""
+    """Describe a model in one line: its name, slice and pairing."""
     specs = [model.specs] if isinstance(model.specs, RopeSpec) else list(model.specs.values())
     widths = dict.fromkeys(
         f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"

@@ -1,9 +1,9 @@
-"""What checkpoints call their query and key projections, as data: family -> names and packing.
+"""Table of the names of query and key projections: family -> names and packing.
 
 A name is ``<prefix><layer pattern><module>.<suffix>``, such as
-``model.layers.0.self_attn.q_proj.weight``. The modules and how a fused one is packed were read in the
-modeling code of transformers 5.23, and `tests/test_convert_families.py` holds them to that code: models
-of each family give the same logits with their weights converted and their rotary function switched.
+``model.layers.0.self_attn.q_proj.weight``. Names and packings come from the modeling code of
+transformers 5.23. `tests/test_convert_families.py` checks them against that code: a model of each family
+gives the same logits with its weights converted and its rotary function switched.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Rows = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Naming:
-    """How one kind of checkpoint names and packs its projections.
+    """The names and packing of the projections of one kind of checkpoint.
 
     Attributes:
-        layer: regular expression of what stands before a module; its group is the layer's number.
+        layer: regular expression of the name before a module; its group is the layer's number.
         modules: name of a module (a regular expression) -> its role: ``q``, ``k``, ``qkv``, ``q gate``
             (each head's query rows, then as many of a gate), ``kv a`` (latent attention: the rotated
             rows come last), ``q norm``, ``k norm``; ``index q``, ``index k``, ``index k norm`` of a
             sparse indexer, whose heads have a size of their own and rotate from their first channel.
-        packing: how the heads of ``qkv`` follow one another, a key of :data:`PACKINGS`.
-        several: whether the same geometry holds under several prefixes (encoder and decoder).
+        packing: the order of heads in ``qkv``, a key of :data:`PACKINGS`.
+        several: whether layers under several prefixes (encoder and decoder) have the same geometry.
     """
 
     layer: str
@@ -36,7 +36,7 @@ class Naming:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the heads of a fused projection begin: ``(heads, kv_heads) -> (q, k)``, in heads."""
+    """The indices of query and key heads in a fused projection: ``(heads, kv_heads) -> (q, k)``."""
 
     describe: str
     rows: Callable[[int, int], Rows] = field(repr=False)
@@ -77,7 +77,7 @@ _LAYERNORM = Naming(_SELF, {**_Q_K, **_LAYERNORMS})
 _PHI3 = Naming(_SELF, {"qkv_proj": "qkv"}, "blocks")
 _MLA_MODULES = {"q_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv a"}
 _MLA = Naming(_SELF, _MLA_MODULES)
-# DeepSeek V3.2 has an indexer of these names too; its own code pairs that by halves, so it stays.
+# DeepSeek V3.2 has an indexer with these names too; its code always pairs it by halves, so it stays.
 _INDEXER = {
     r"indexer\.wq_b": "index q",
     r"indexer\.wk": "index k",
@@ -85,7 +85,7 @@ _INDEXER = {
 }
 _BERT = Naming(r"layer\.(\d+)\.attention\.self\.", {"query": "q", "key": "k"})
 
-# The namings that `--naming` knows, each called by its best known family.
+# The namings that `--naming` accepts, each named after its best known family.
 NAMINGS: dict[str, Naming] = {
     "llama": _LLAMA,
     "meta": Naming(r"layers\.(\d+)\.attention\.", {"wq": "q", "wk": "k"}),
@@ -157,5 +157,5 @@ FAMILY_NAMING: dict[str, str] = {
     family: naming for naming, families in _BY_NAMING.items() for family in families.split()
 }
 
-# Parts of a model whose layers have the geometry of the main ones, whatever stands before them.
+# Prefixes of side parts of a model, whose layers have the geometry of the main layers.
 SIDE_PARTS = ("mtp.",)

@@ -1,8 +1,8 @@
-"""What a single file says of its own pairing: beside its tensors, whose bytes stay as they are.
+"""The conversion record inside a single file, which states its pairing.
 
-A folder gets a record of its own (:data:`.checkpoint.RECORD`). A file has none beside it, so it carries
-one: safetensors in its metadata, a zip that torch wrote in its comment, which torch does not read. What
-was inserted is whole and can be found again, so that converting back gives the file that there was.
+A folder has a record file (:data:`.checkpoint.RECORD`). A single file holds its record itself:
+safetensors in its metadata, a torch zip in its comment, which torch does not read. The bytes of tensors
+stay as they are. The inserted text can be found and removed, so converting back restores the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._fail import fail
 
 PAIRING, WAS = "tightrope.pairing", "tightrope.was"
 _METADATA = "__metadata__"
-# Headers of safetensors files are padded to this many bytes; what goes in keeps them so.
+# Headers of safetensors files are padded to a multiple of this many bytes; the record keeps that.
 _ALIGNED = 8
 _PAIRINGS = ("half", "interleaved")
 _ENTRIES = rf'"{PAIRING}":"(?:half|interleaved)", *"{WAS}":"(?:half|interleaved)"'
@@ -28,31 +28,31 @@ _COMMENT = re.compile(rb"\n?tightrope pairing=(half|interleaved) was=(half|inter
 
 @dataclass(frozen=True)
 class Paired:
-    """A record: how a file is paired, and how it was before."""
+    """A record: the pairing of a file, and its pairing before the conversion."""
 
     pairing: str
     was: str
 
 
 def of_metadata(values: object, path: Path) -> Paired | None:
-    """The record in the metadata of a safetensors file."""
+    """Return the record in the metadata of a safetensors file, if any."""
     if not isinstance(values, dict) or PAIRING not in values:
         return None
     found = {key: values.get(key) for key in (PAIRING, WAS)}
     for key, name in found.items():
         if name not in _PAIRINGS:
-            fail(f"{path.name} must say a pairing in its metadata ({key}) but says {name!r}")
+            fail(f"{path.name} must state a pairing in its metadata ({key}) but states {name!r}")
     return Paired(str(found[PAIRING]), str(found[WAS]))
 
 
 def of_comment(comment: bytes) -> Paired | None:
-    """The record in the comment of a zip."""
+    """Return the record in the comment of a zip, if any."""
     found = _COMMENT.search(comment)
     return Paired(found[1].decode(), found[2].decode()) if found else None
 
 
 def comment_with(comment: bytes, record: Paired | None) -> bytes:
-    """The comment of a zip with this record and no other.
+    """Return the comment of a zip with its record replaced or removed.
 
     >>> comment_with(comment_with(b"mine", Paired("half", "interleaved")), None)
     b'mine'
@@ -60,12 +60,12 @@ def comment_with(comment: bytes, record: Paired | None) -> bytes:
     kept = _COMMENT.sub(b"", comment)
     if record is None:
         return kept
-    told = f"tightrope pairing={record.pairing} was={record.was}".encode()
-    return kept + (b"\n" if kept else b"") + told
+    text = f"tightrope pairing={record.pairing} was={record.was}".encode()
+    return kept + (b"\n" if kept else b"") + text
 
 
 def header_with(header: bytes, record: Paired | None) -> bytes:
-    """The header of a safetensors file with this record and no other; of a length as well aligned.
+    """Return the header of a safetensors file with its record replaced or removed; stays aligned.
 
     >>> before = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}  '
     >>> after = header_with(before, Paired("half", "interleaved"))
@@ -80,8 +80,7 @@ def header_with(header: bytes, record: Paired | None) -> bytes:
     without = _first(bare, *(each.sub("", text, count=1) for each in (_ALONE, _AMONG)), text)
     if record is None:
         return without.encode()
-    told = {PAIRING: record.pairing, WAS: record.was}
-    full = {_METADATA: {**metadata, **told}, **wanted}
+    full = {_METADATA: {**metadata, PAIRING: record.pairing, WAS: record.was}, **wanted}
     inner = f'"{PAIRING}":"{record.pairing}",{{}}"{WAS}":"{record.was}"'
     attempts = []
     among = rf'"{_METADATA}"\s*:\s*\{{'
@@ -99,7 +98,7 @@ def header_with(header: bytes, record: Paired | None) -> bytes:
 
 
 def _first(wanted: dict[str, Any], *attempts: str) -> str:
-    """The first text that says what is wanted; if none does, one that is written anew."""
+    """Return the first text that parses to ``wanted``, or else serialise it."""
     for attempt in attempts:
         try:
             if _plain(json.loads(attempt)) == wanted:
@@ -111,5 +110,5 @@ def _first(wanted: dict[str, Any], *attempts: str) -> str:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """A header in which no metadata and empty metadata are one."""
+    """Return the header without empty metadata."""
     return {key: value for key, value in values.items() if key != _METADATA or value}

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint change, and how; or why it cannot be known."""
+"""Plan a conversion: which tensors of a checkpoint change, and which of their rows move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .naming import NAMINGS, PACKINGS, SIDE_PARTS, Naming
 from .rewrite import Change
 from .tensors import FLOATS, Entry, each
 
-# What follows the name of a module: rows of the projection, scales beside it, or a quantised format.
+# Suffixes after a module's name: rows of the projection, scales beside it, or a quantised format.
 _ROWS = re.compile(
     r"(?:base_layer\.)?(?:weight|bias)|lora_B(?:\.\w+)?(?:\.weight)?|"
     r"lora_magnitude_vector(?:\.\w+)?(?:\.weight)?"
@@ -46,11 +46,11 @@ _QUANTISED = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion does to the tensors of a checkpoint.
+    """The changes of a conversion to the tensors of a checkpoint.
 
     Attributes:
         changes: the tensors whose rows move.
-        left: the names of all others.
+        left: the names of all other tensors.
         still: layers without RoPE, whose projections stay.
     """
 
@@ -88,7 +88,7 @@ def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
         modules = ", ".join(model.naming.modules)
         fail(
             f"the checkpoint must hold projections called …{wanted}{{{modules}}} but holds "
-            f"{shown([entry.name for entry in entries]) or 'no tensor'}; --naming says other names"
+            f"{shown([entry.name for entry in entries]) or 'no tensor'}; choose other names with --naming"
         )
     matches = _chosen(matches, model)
     rows = {
@@ -136,7 +136,7 @@ def _matches(entries: list[Entry], naming: Naming) -> list[_Match]:
 
 
 def _chosen(matches: list[_Match], model: Model) -> list[_Match]:
-    """The matches of the part that is meant."""
+    """Keep the matches of the requested part of the model."""
     prefixes = list(dict.fromkeys(match.prefix for match in matches))
     if model.prefix is not None:
         wanted = model.prefix if model.prefix in prefixes else model.prefix.rstrip(".") + "."
@@ -146,8 +146,7 @@ def _chosen(matches: list[_Match], model: Model) -> list[_Match]:
     main = [prefix for prefix in prefixes if not prefix.endswith(SIDE_PARTS)]
     if len(main) > 1 and not model.naming.several:
         fail(
-            f"layers are found under several prefixes, {', '.join(map(repr, main))}: say which with "
-            f"--prefix"
+            f"layers are found under several prefixes, {', '.join(map(repr, main))}: choose with --prefix"
         )
     return matches
 
@@ -156,16 +155,17 @@ def _chosen(matches: list[_Match], model: Model) -> list[_Match]:
 
 
 def _change(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) -> Change | None:
-    """What happens to one tensor of a projection, which has ``rows`` rows; None for one that stays."""
+    """Return the change of one tensor of a projection with ``rows`` rows, or None if it stays."""
     entry, suffix = match.entry, match.suffix
     if _STAYS.fullmatch(suffix):
         return None
     scale = _SCALE.fullmatch(suffix) is not None
     if not scale and not _ROWS.fullmatch(suffix):
         kind = "bitsandbytes 4-bit" if "quant_state" in suffix else _QUANTISED.get(suffix)
-        what = f"quantised by {kind}" if kind else "in a format that is not known here"
+        what = f"quantised by {kind}" if kind else "in an unknown format"
         fail(
-            f"{match.module} of layer {match.layer} is {what} ({entry.name}): convert it before that"
+            f"{match.module} of layer {match.layer} is {what} ({entry.name}): convert the checkpoint "
+            "before it is quantised"
         )
     if scale and entry.numel == 1:
         return None
@@ -174,17 +174,21 @@ def _change(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) 
         return None
     if entry.dtype not in FLOATS:
         fail(
-            f"{entry.name} must be of floating point but is {entry.describe()}: quantised weights are "
-            f"converted before they are quantised"
+            f"{entry.name} must have a floating-point dtype but is {entry.describe()}: convert the "
+            "checkpoint before it is quantised"
         )
     if not entry.contiguous:
-        fail(f"{entry.name} must be contiguous but is a transposed or strided view: save it anew")
+        fail(
+            f"{entry.name} must be contiguous but is a transposed or strided view: save a copy of it"
+        )
     if not entry.shape or entry.numel == 0:
         fail(f"{entry.name} must have rows but is {entry.describe()}")
     norm = match.role.endswith("norm")
     units = entry.numel if norm else entry.shape[0]
     if entry.nbytes % units:
-        fail(f"{entry.name} must have rows of whole bytes but is {entry.describe()}")
+        fail(
+            f"each row of {entry.name} must be a whole number of bytes but it is {entry.describe()}"
+        )
     starts = _ROLES[match.role](entry, spec, model, units, ranks)
     return Change(
         entry, match.role, match.layer, units, starts, spec.rotary_dim,
@@ -195,7 +199,7 @@ def _change(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) 
 def _count(
     entry: Entry, rows: int, width: int, wanted: int | None, ranks: int, what: str, spec: RopeSpec
 ) -> int:
-    """How many heads a projection has, by its shape; checked against what the model says."""
+    """Return the number of heads of a projection by its shape, checked against the model."""
     count, rest = divmod(rows, width)
     if rest or not count:
         fail(
@@ -230,7 +234,7 @@ def _fused(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) ->
     total = _count(entry, rows, spec.head_dim, None, 1, "", spec)
     heads = model.heads
     if heads is None:
-        fail(f"the number of query heads in {entry.name} must be said: say --heads")
+        fail(f"the number of query heads in {entry.name} must be known: pass --heads")
     heads = max(heads // ranks, 1)
     kv_heads, rest = divmod(total - heads, 2)
     if rest or kv_heads < 1 or heads % kv_heads:
@@ -240,15 +244,16 @@ def _fused(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) ->
         )
     if model.kv_heads is not None and kv_heads != max(model.kv_heads // ranks, 1):
         fail(
-            f"{entry.name} must hold {model.kv_heads} key heads but its shape {entry.describe()} says "
+            f"{entry.name} must hold {model.kv_heads} key heads but its shape {entry.describe()} means "
             f"{kv_heads}"
         )
     packing = model.naming.packing
     if packing is None:
-        fail(f"it must be known how {entry.name} is packed: say --packing")
+        fail(f"the packing of {entry.name} must be known: pass --packing")
     if packing == "quarters" and (heads % 4 or kv_heads != heads):
         fail(
-            f"{entry.name} must hold four times as many heads to be packed in quarters but holds {heads}"
+            f"to be packed in quarters {entry.name} must hold as many key as query heads, a multiple of "
+            f"4, but holds {heads} query and {kv_heads} key heads"
         )
     q, k = PACKINGS[packing].rows(heads, kv_heads)
     return tuple(head * spec.head_dim + spec.start for head in sorted([*q, *k]))
@@ -278,7 +283,7 @@ def _key_norm(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int)
 
 def _index_dim(entry: Entry, spec: RopeSpec, model: Model) -> int:
     if model.index_dim is None:
-        fail(f"the head_dim of the indexer of {entry.name} must be known: say --config")
+        fail(f"the head_dim of the indexer of {entry.name} must be known: pass --config")
     if model.index_dim < spec.rotary_dim:
         fail(
             f"the heads of {entry.name} must have {spec.rotary_dim} rotated rows but have "
@@ -299,10 +304,10 @@ def _index_query(
 def _index_key(
     entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
 ) -> tuple[int, ...]:
-    del ranks  # every rank has the one key
+    del ranks  # every rank has the single key
     width = _index_dim(entry, spec, model)
     if rows != width:
-        fail(f"{entry.name} must have the {width} rows of one key but is {entry.describe()}")
+        fail(f"{entry.name} must have the {width} rows of one key head but is {entry.describe()}")
     return (0,)
 
 
@@ -325,31 +330,32 @@ def _check_blocks(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks:
     block = model.block
     if block is None or -(-rows // block) != match.entry.shape[0]:
         fail(
-            f"{match.entry.name} holds scales by block, and the configuration does not say which block "
+            f"{match.entry.name} holds scales by block, and the configuration states no block size that "
             f"fits {match.entry.describe()} (quantization_config.weight_block_size)"
         )
     for start in _ROLES[match.role](match.entry, spec, model, rows, ranks):
         if start // block != (start + spec.rotary_dim - 1) // block:
             fail(
                 f"{match.entry.name} scales blocks of {block} rows, and the {spec.rotary_dim} rotated rows "
-                f"of a head lie in several: convert before it is quantised"
+                f"of a head lie in several blocks: convert the checkpoint before it is quantised"
             )
 
 
 # --- all tensors ----------------------------------------------------------------------------------
 
 
-# What norms of queries or keys are called; those of a latent (q_a_layernorm) come before it is projected.
+# Names of norms of queries or keys. Norms of a latent (q_a_layernorm) come before the projection and do
+# not match.
 _NORM = re.compile(
     r"(?:q|k|query|key)_?(?:layer)?_?norm|(?:layer)?_?norm_?(?:q|k|query|key)|(?:q|k)_ln|ln_(?:q|k)"
 )
 
 
 def _check_norms(entries: list[Entry], matches: list[_Match], naming: Naming) -> None:
-    """Refuse norms of queries and keys that a naming does not know: their channels would stay."""
+    """Refuse norms of queries and keys that the naming does not list: their channels would stay."""
     ours = {id(match.entry) for match in matches}
     groups = {match.prefix + match.group for match in matches}
-    # What a naming says nothing of inside a module of its own, as DeepSeek's indexer, is another's.
+    # Norms inside an inner module that the naming does not list, as DeepSeek's indexer, are not checked.
     for entry in entries:
         group = next((group for group in groups if entry.name.startswith(group)), None)
         if group is None or id(entry) in ours:
@@ -365,13 +371,13 @@ def _check_norms(entries: list[Entry], matches: list[_Match], naming: Naming) ->
         ]
         hint = f"; --naming {' or '.join(knowing)} does" if knowing else ""
         fail(
-            f"{entry.name} is a norm of queries or keys by its name, and the naming that was said or read "
-            f"does not know it{hint}"
+            f"{entry.name} is a norm of queries or keys by its name, but the given or detected naming does "
+            f"not list it{hint}"
         )
 
 
 def _check_complete(matches: list[_Match]) -> None:
-    """Refuse a checkpoint in which a layer has queries without keys: half a conversion is none."""
+    """Refuse a checkpoint in which a layer has queries without keys, or keys without queries."""
     if any("lora_" in match.suffix for match in matches):
         return  # an adapter may be for the queries alone
     groups: dict[str, set[str]] = {}
@@ -395,13 +401,13 @@ def _check_complete(matches: list[_Match]) -> None:
 
 
 def _check_shared(changes: list[Change], entries: list[Entry]) -> None:
-    """Refuse bytes that two tensors share, unless both move alike."""
+    """Refuse tensors that share bytes, unless their rows move in the same way."""
     moved = {(change.entry.file, change.entry.offset): change for change in changes}
     for change in changes:
         first = moved[change.entry.file, change.entry.offset]
         if (first.starts, first.units, first.width) != (change.starts, change.units, change.width):
             fail(
-                f"{change.entry.name} shares its bytes with {first.entry.name}, which moves otherwise"
+                f"{change.entry.name} shares its bytes with {first.entry.name}, whose rows move differently"
             )
     ours = {id(change.entry) for change in changes}
     spans = sorted(

@@ -1,7 +1,7 @@
 """Copy a file and reorder rows of some tensors on the way, in bounded memory.
 
-Everything else keeps its bytes: headers, metadata, padding, tensors of any dtype; but for the record of
-the pairing that a single file carries. What is held at any time is one head of one tensor and a buffer.
+All other bytes stay: headers, metadata, padding, tensors of any dtype; except for the conversion record
+in a single file. Memory holds one head of one tensor and a buffer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .paired import Paired, comment_with, header_with
 from .tensors import Entry, Record, Weights
 
 _BUFFER = 8 << 20
-# Of the last record of a zip, without its comment.
+# Bytes of the last record of a zip, without its comment.
 _DIRECTORY_END = 22
 
 Progress = Callable[[int], None]
@@ -27,16 +27,16 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Change:
-    """Which rows of a tensor move.
+    """The rows of a tensor that move.
 
     Attributes:
         entry: the tensor.
-        role: what it is, for reports.
+        role: its role, as in :class:`tightrope.workbench.convert.naming.Naming`.
         layer: the layer's number.
-        units: how many rows it has: its first dimension, or its elements.
+        units: the number of its rows: its first dimension, or its number of elements.
         starts: the first rotated row of each head.
-        width: how many rows of a head rotate.
-        module: the name of the module that it belongs to.
+        width: the number of rows of a head that rotate.
+        module: the name of its module.
     """
 
     entry: Entry
@@ -54,7 +54,7 @@ class Change:
 
 
 def source_row(row: int, width: int, interleaved: bool) -> int:
-    """Which row of a head stands at ``row`` once its pairs are neighbours, or halves.
+    """Return the row of a head that moves to ``row`` when it becomes interleaved, or halves.
 
     >>> [source_row(row, 6, True) for row in range(6)]
     [0, 3, 1, 4, 2, 5]
@@ -76,26 +76,26 @@ def rewrite(
     *,
     record: bool = False,
 ) -> int:
-    """Write a copy of a file in which the rows of ``changes`` are paired the other way.
+    """Write a copy of a file in which the rows of ``changes`` have the other pairing.
 
     Args:
         weights: the file.
-        changes: tensors of this file; the same bytes may be named twice, and move once.
+        changes: tensors of this file; bytes listed twice move once.
         interleaved: whether the copy pairs neighbours.
         target: an empty file, open for reading and writing.
-        progress: called with the number of bytes that have been written since the last call.
-        record: whether the copy says its pairing; a record that the file has is kept true in any case.
+        progress: called with the number of bytes written since the last call.
+        record: whether the copy gets a conversion record; a record that the file has is always updated.
 
     Returns:
-        How many bytes later than in the file the tensors of the copy begin.
+        The number of bytes by which tensors begin later in the copy than in the file.
     """
-    told = _told(weights, interleaved) if record or weights.paired is not None else None
+    paired = _record(weights, interleaved) if record or weights.paired is not None else None
     edits = record or weights.paired is not None
     with open(weights.path, "rb") as source:
         copy = _Copy(source, target, weights.records, progress or (lambda _: None))
         shift = 0
         if edits and weights.kind == "safetensors":
-            shift = copy.header(told)
+            shift = copy.header(paired)
         done: set[int] = set()
         for change in sorted(changes, key=lambda each: each.entry.offset):
             if change.entry.offset in done:
@@ -106,7 +106,7 @@ def rewrite(
                 copy.reorder(change.width, change.unit, interleaved)
         size = os.fstat(source.fileno()).st_size
         if edits and weights.kind != "safetensors":
-            copy.comment(size, told)
+            copy.comment(size, paired)
         copy.until(size)
         if copy.at != size:
             raise OSError(f"{weights.path} became shorter while it was read")
@@ -114,8 +114,8 @@ def rewrite(
     return shift
 
 
-def _told(weights: Weights, interleaved: bool) -> Paired | None:
-    """The record of a copy; none where it is again what the first of a chain was."""
+def _record(weights: Weights, interleaved: bool) -> Paired | None:
+    """Return the record of a copy, or None if it is back to the pairing of the first original."""
     to, was = ("interleaved", "half") if interleaved else ("half", "interleaved")
     if weights.paired is not None and weights.paired.was == to:
         return None
@@ -123,7 +123,7 @@ def _told(weights: Weights, interleaved: bool) -> Paired | None:
 
 
 class _Copy:
-    """A copy in progress; keeps the checksums of zip records in step."""
+    """A copy in progress, with updated checksums of zip records."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Copy:
         self._changed: set[int] = set()
 
     def until(self, position: int) -> None:
-        """Copy as it is up to a position."""
+        """Copy unchanged up to a position."""
         while self.at < position:
             part = self._buffer[: min(_BUFFER, position - self.at)]
             got = self._source.readinto(part)  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ class _Copy:
             self._write(part[:got])
 
     def header(self, record: Paired | None) -> int:
-        """Copy the header of a safetensors file with a record; how much longer it is."""
+        """Copy the header of a safetensors file with a record; return the bytes it grew by."""
         length = struct.unpack("<Q", self._source.read(8))[0]
         old = self._source.read(length)
         new = header_with(old, record)
@@ -162,13 +162,13 @@ class _Copy:
         return len(new) - len(old)
 
     def comment(self, size: int, record: Paired | None) -> None:
-        """Copy the end of a zip with a record in its comment; as it is where it ends otherwise."""
+        """Copy the end of a zip with a record in its comment; unchanged if bytes follow the zip."""
         with zipfile.ZipFile(self._source.name) as archive:
             old = archive.comment
         begin = size - _DIRECTORY_END - len(old)
         self.until(begin)
         end, new = self._source.read(_DIRECTORY_END), comment_with(old, record)
-        if end[:4] != b"PK\x05\x06" or len(new) >= 1 << 16:  # something stands behind the zip
+        if end[:4] != b"PK\x05\x06" or len(new) >= 1 << 16:  # bytes follow the zip, or no room
             self._source.seek(begin)
             return
         self._target.write(end[:-2] + struct.pack("<H", len(new)) + new)

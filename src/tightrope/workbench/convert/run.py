@@ -1,4 +1,4 @@
-"""`convert`: plan, write beside the target, prove, rename."""
+"""`convert`: plan, write beside the target, verify, rename."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .target import check_target
 from .tensors import Weights
 from .verify import Copied, Verified, verify
 
-# Layers whose weights are asked before a conversion whether their configuration is right.
+# Number of layers whose weights are checked against the configuration before a conversion.
 _LOOKED_AT = 16
 
 Report = Callable[[float, str], None]
@@ -32,23 +32,23 @@ Report = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did, or with ``dry_run`` would do.
+    """The report of a conversion; with ``dry_run``, of the conversion that would be done.
 
     Attributes:
         checkpoint, out: the paths.
         source, to: the pairings: ``"half"`` or ``"interleaved"``.
-        source_from: what said the first.
+        source_from: what stated the pairing ``source``.
         model: the model in one line.
         changed: names of the tensors whose rows moved.
         left: names of the tensors that kept their bytes.
         layers_without_rope: layers whose projections stay.
         files: the files of the result.
-        ignored: what of the folder is not in the result: name -> why.
+        ignored: files of the folder that are not in the result: name -> reason.
         nbytes: bytes of weights.
-        marked: the key of the configuration that says the pairing now; None where its family has none.
-        verified: what ``verify=True`` found.
-        notes: what a user must know to use the result.
-        written: whether the result is there.
+        marked: the key of the configuration that now states the pairing; None if its family has none.
+        verified: the result of ``verify=True``.
+        notes: advice for using the result.
+        written: whether the result was written.
     """
 
     checkpoint: str
@@ -83,30 +83,30 @@ def convert(
 ) -> Conversion:
     """Rewrite the query and key projections of a checkpoint for the other pairing of channels.
 
-    Rows of projection weights and biases, of norms of queries and keys and of scales by row change
-    places; every other byte of every file is copied as it is, so converting back gives the same file.
-    What is paired how is recorded: in a folder beside the weights; in a single file within it, in the
-    metadata of safetensors or the comment of a zip. Converting back removes the record. Memory does not grow with the checkpoint. The result
-    gets its name when it is whole.
+    Rows of projection weights and biases, of norms of queries and keys and of scales by row are
+    reordered; all other bytes are copied unchanged, so converting back gives the same file. A record
+    states the new pairing: in a folder beside the weights; in a single file inside it, in the metadata
+    of safetensors or the comment of a zip. Converting back removes the record. Memory does not grow with
+    the checkpoint. ``out`` appears only once it is complete.
 
     Args:
         checkpoint: a safetensors or torch file, an index of shards, or the folder of either.
-        out: where the result shall be: a file for a file, a folder for a folder.
+        out: path of the result: a file for a file, a folder for a folder.
         to: ``"half"`` (channel i with i + rotary_dim / 2, as Llama in transformers) or
             ``"interleaved"`` (neighbours, as GPT-J and Meta's Llama).
-        said: what the checkpoint's configuration does not say.
+        said: facts that the checkpoint's configuration does not state.
         force: replace an older result.
-        dry_run: say what would change and write nothing.
-        verify: prove on random activations that scores are unchanged, before the result has its name.
-        report: called with the fraction done and a few words.
+        dry_run: report what would change and write nothing.
+        verify: check on random activations that scores are unchanged, before ``out`` appears.
+        report: called with the fraction done and a short text.
 
     Returns:
-        What changed, what stayed, and what must be known to use the result.
+        The changed and unchanged tensors, and notes for using the result.
 
     Raises:
-        ValueError: something unknown, damaged, quantised, outside the folder, there already, or paired
-            so already; nothing has been written.
-        OSError: files that cannot be read or written; what was written is removed.
+        ValueError: the checkpoint is unknown, damaged, quantised, partly outside its folder, or already
+            has this pairing, or ``out`` exists; nothing has been written.
+        OSError: files that cannot be read or written; partial output is removed.
     """
     if to not in ("half", "interleaved"):
         fail(f"to must be 'half' or 'interleaved' but got {to!r}")
@@ -116,7 +116,7 @@ def convert(
     target = Path(out)
     _check_apart(found, target)
     if model.interleaved == interleaved:
-        fail(f"the checkpoint is paired so already: {to}, says {model.who}; --from says otherwise")
+        fail(f"the checkpoint is already {to} (stated by {model.who}); --from overrides that")
     plan = make_plan(found, model)
     given = said is not None and said.source is not None
     if not given:
@@ -139,25 +139,25 @@ def convert(
 
 
 def _check_weights(plan: Plan, model: Model) -> None:
-    """Refuse a checkpoint whose weights speak against what its files say."""
+    """Refuse a checkpoint whose weights contradict its files."""
     found = weigh(plan, model, layers=_LOOKED_AT)
     if found.contradicts:
         fail(
-            f"the checkpoint is {found.said}, says {found.who}, but its weights speak for {found.pairing} "
-            f"(by chance once in {1.0 / max(found.chance, 1e-99):.0e}): say --from"
+            f"the checkpoint is {found.said} (stated by {found.who}) but its weights show {found.pairing} "
+            f"(by chance once in {1.0 / max(found.chance, 1e-99):.0e}): pass --from"
         )
 
 
 def _check_apart(found: Checkpoint, target: Path) -> None:
-    """Refuse a target that is the source, in it, or around it."""
+    """Refuse a target that is the source, lies inside it, or contains it."""
     real = target.resolve()
     sources = [found.path.resolve(), *(weights.path.resolve() for weights in found.files)]
     for source in sources:
         if real == source or (target.exists() and source.exists() and target.samefile(source)):
-            fail(f"OUT must be another place than the checkpoint but both are {target}")
+            fail(f"OUT must differ from the checkpoint but both are {target}")
     home = found.home.resolve()
     if found.folder is not None and (real.is_relative_to(home) or home.is_relative_to(real)):
-        fail(f"OUT must not be in the checkpoint's folder, nor around it, but is {target}")
+        fail(f"OUT must not lie inside the checkpoint's folder or contain it but is {target}")
 
 
 def _result_files(found: Checkpoint, model: Model, to: str) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def _result_files(found: Checkpoint, model: Model, to: str) -> tuple[str, ...]:
 
 
 def _is_way_back(folder: Path, model: Model, to: str) -> bool:
-    """Whether the result is paired as the first of a chain of conversions was, which had no record."""
+    """Whether the result returns to the pairing of the first original, which had no record."""
     if not (folder / RECORD).is_file():
         return False
     record = load_json(folder / RECORD)
@@ -192,7 +192,7 @@ def _conversion(
     if mark is None:
         other = "neighbours" if interleaved else "channel i with i + rotary_dim / 2"
         notes.append(
-            f"no key of {model.name} says the pairing: load the result with a rotary function that "
+            f"no key of {model.name} states the pairing: load the result with a rotary function that "
             f"pairs {other} (interleaved={interleaved})"
         )
     if plan.still:
@@ -217,7 +217,7 @@ def _conversion(
 
 @dataclass(frozen=True)
 class _Work:
-    """A conversion under way."""
+    """A conversion in progress."""
 
     found: Checkpoint
     model: Model
@@ -228,7 +228,7 @@ class _Work:
     done: list[int] = field(default_factory=lambda: [0])
 
     def one(self, weights: Weights, stream: IO[bytes]) -> int:
-        """Write one file of weights; how much later its tensors begin than in the source."""
+        """Write one file of weights; return the bytes by which its tensors begin later than before."""
         total = max(self.found.nbytes, 1)
         share = 0.8 if self.verify else 1.0
 
@@ -249,7 +249,7 @@ class _Work:
         return [change for change in self.plan.changes if change.entry.file == weights.path]
 
     def prove(self, copies: dict[Path, Copied]) -> Verified | None:
-        """The proof, where it was asked for."""
+        """Verify the copies if requested."""
         if not self.verify:
             return None
         return verify(
@@ -261,7 +261,7 @@ class _Work:
         )
 
     def folder(self, folder: Path, made: Conversion) -> Verified | None:
-        """Fill a folder: the weights, the other files, and at last what says how to read them."""
+        """Fill a folder: the weights, the other files, and last the index, configuration and record."""
         source = self.found.folder
         if source is None:
             fail("there is no folder to fill")
@@ -318,6 +318,6 @@ def _write(target: Path, text: str) -> None:
 
 
 def _finish(stream: object) -> None:
-    """Flush a file that was written to the disk."""
+    """Flush a written file to the disk."""
     stream.flush()  # type: ignore[attr-defined]
     os.fsync(stream.fileno())  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Where the tensors of a safetensors file lie.
+"""Read the offsets of the tensors in a safetensors file.
 
-The library `safetensors` judges whether a file is sound; its header is then read once more for the
-offsets, which that library keeps to itself and which a copy that streams bytes needs.
+The library `safetensors` checks that a file is valid, but does not expose offsets, which a streaming
+copy needs. So the header is then read again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .tensors import Entry, Weights
 
 
 def read_safetensors(path: Path) -> Weights:
-    """The tensors of a file, in the order of their bytes.
+    """Return the tensors of a file, in the order of their bytes.
 
     Raises:
-        ValueError: a file that is no sound safetensors file.
+        ValueError: an invalid safetensors file.
         OSError: a file that cannot be read.
     """
     try:
@@ -29,7 +29,7 @@ def read_safetensors(path: Path) -> Weights:
             "reading safetensors needs the package of that name: get it with "
             '`python -m pip install "tightrope[cli]"`'
         )
-    with open(path, "rb") as stream:  # an OSError with the path, where it cannot be read
+    with open(path, "rb") as stream:  # raises an OSError with the path if it cannot be read
         size = stream.read(8)
         header = b""
         if len(size) == 8:
@@ -40,15 +40,15 @@ def read_safetensors(path: Path) -> Weights:
         with safetensors.safe_open(path, framework="pt"):
             pass
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        fail(f"{path} must be a sound safetensors file but is not: {error}")
+        fail(f"{path} must be a valid safetensors file but is not: {error}")
     begin = 8 + len(header)
     entries, paired = [], None
-    for name, told in json.loads(header).items():
+    for name, info in json.loads(header).items():
         if name == "__metadata__":
-            paired = of_metadata(told, path)
+            paired = of_metadata(info, path)
             continue
-        first, stop = told["data_offsets"]
-        shape = tuple(told["shape"])
-        entries.append(Entry(name, told["dtype"], shape, path, begin + first, stop - first))
+        first, stop = info["data_offsets"]
+        shape = tuple(info["shape"])
+        entries.append(Entry(name, info["dtype"], shape, path, begin + first, stop - first))
     entries.sort(key=lambda entry: entry.offset)
     return Weights(path, tuple(entries), paired=paired)

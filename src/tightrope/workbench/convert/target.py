@@ -1,4 +1,4 @@
-"""Which targets a conversion may write to."""
+"""Check the target path of a conversion."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ._fail import fail, shown
 
 
 def check_target(target: Path, *, folder: bool, force: bool, writes: set[str]) -> None:
-    """Refuse a target that something of the user's would be lost under.
+    """Refuse a target where the user would lose data.
 
     Args:
-        target: where the result shall be.
+        target: path of the result.
         folder: whether the result is a folder.
         force: whether an older result may be replaced.
-        writes: for a folder, the files that the result holds.
+        writes: for a folder, the files of the result.
     """
     if not target.name:
         fail(f"OUT must have a name but got {str(target)!r}")
     if not target.parent.is_dir():
-        fail(f"OUT must be in a folder that is there but {target.parent} is not")
+        fail(f"OUT must be in an existing folder but {target.parent} does not exist")
     if not os.path.lexists(target):
         return
     if target.is_symlink():
@@ -30,7 +30,7 @@ def check_target(target: Path, *, folder: bool, force: bool, writes: set[str]) -
         fail(f"OUT must be a {kind}, as the checkpoint is, but {target} is a {got}")
     if not folder:
         if not force:
-            fail(f"OUT is there already: {target}; --force replaces it")
+            fail(f"OUT already exists: {target}; --force replaces it")
         return
     there = {
         str((Path(where) / name).relative_to(target))
@@ -38,10 +38,10 @@ def check_target(target: Path, *, folder: bool, force: bool, writes: set[str]) -
         for name in (*files, *(name for name in below if (Path(where) / name).is_symlink()))
     }
     if there and not force:
-        fail(f"OUT is there already: {target}; --force replaces it")
+        fail(f"OUT already exists: {target}; --force replaces it")
     strange = sorted(there - writes)
     if strange:
         fail(
-            f"OUT holds {shown(strange)}, which the result does not: --force replaces results only, "
-            f"so remove or move {target} yourself"
+            f"OUT holds {shown(strange)}, which the result does not: --force replaces only results of a "
+            f"conversion, so remove or move {target} first"
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever its format: where the bytes of each tensor lie."""
+"""The tensors of a checkpoint of any format, with the place of their bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from .paired import Paired
 
-# How safetensors and torch call dtypes that weights and their scales may have; the rest is quantised.
+# Safetensors' names of the dtypes of weights and their scales; other dtypes are quantised formats.
 FLOATS: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,15 +39,15 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def describe(self) -> str:
-        """``BF16[64, 64]``, for sentences."""
+        """Return dtype and shape for sentences: ``BF16[64, 64]``."""
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
     def rows(self, first: int, count: int, units: int) -> torch.Tensor:
-        """Some of its ``units`` rows as ``(count, elements)``."""
+        """Read some of its ``units`` rows as ``(count, elements)``."""
         unit = self.nbytes // units
         with open(self.file, "rb") as stream:
             stream.seek(self.offset + first * unit)
@@ -59,11 +59,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Weights:
-    """One file of a checkpoint and the tensors in it.
+    """One file of a checkpoint and its tensors.
 
     Attributes:
-        records: for torch files, the zip records, whose checksums follow their bytes.
-        paired: what the file itself says of its pairing.
+        records: for torch files, the zip records, whose checksums change with their bytes.
+        paired: the conversion record inside the file, if any.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a zip: its bytes, its checksum, and where the checksum is written."""
+    """One record of a zip: its bytes, its checksum, and the offsets where the checksum is stored."""
 
     name: str
     start: int
@@ -85,6 +85,6 @@ class Record:
 
 
 def each(files: tuple[Weights, ...]) -> Iterator[Entry]:
-    """All tensors of some files."""
+    """Yield the tensors of several files."""
     for weights in files:
         yield from weights.entries

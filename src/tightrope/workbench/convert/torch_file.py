@@ -1,8 +1,8 @@
-"""Where the tensors of a torch checkpoint lie, found without running its pickle.
+"""Read the offsets of the tensors in a torch checkpoint without running its pickle.
 
-`torch.load` with ``weights_only`` and on the meta device reads names, shapes and offsets, and no data.
-Conversion then copies the zip as it is, except for bytes of the projections and the checksums of their
-records: whatever else a checkpoint holds stays as it is.
+`torch.load` with ``weights_only`` on the meta device reads names, shapes and offsets, but no data.
+Conversion then copies the zip unchanged, except for the bytes of projections and the checksums of their
+records.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ._fail import fail
 from .paired import of_comment
 from .tensors import DTYPE_NAMES, Entry, Record, Weights
 
-# What torch's reader raises on a damaged file: whatever its code runs into.
+# Exceptions that torch's reader raises on damaged files.
 _DAMAGED = (
     RuntimeError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError,
     AssertionError, OverflowError, MemoryError, struct.error,
 )  # fmt: skip
-# Keys beside the weights of a training checkpoint whose tensors belong to the weights as they are.
+# Keys of training state, whose tensors match the unconverted weights.
 _OPTIMISERS = ("optimizer", "optimizer_state", "optimizer_state_dict", "optimizer_states", "optim")
 
 
 def read_torch(path: Path) -> Weights:
-    """The tensors of a file that `torch.save` wrote, with the records that hold them.
+    """Return the tensors of a file that `torch.save` wrote, with the zip records that hold them.
 
     Raises:
-        ValueError: a file that torch does not load safely, or that holds more than weights.
+        ValueError: a file that torch cannot load safely, or that holds more than weights.
         OSError: a file that cannot be read.
     """
     records, comment = _records(path)
@@ -47,13 +47,13 @@ def read_torch(path: Path) -> Weights:
         fail(f"{path} must load with weights_only but does not: {_why_refused(str(error))}")
     except _DAMAGED as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"{path} must be a sound torch checkpoint but is not: {first}")
+        fail(f"{path} must be a valid torch checkpoint but is not: {first}")
     if not isinstance(loaded, Mapping):
         fail(f"{path} must hold a mapping of tensors but holds {type(loaded).__name__}")
     found = [key for key in _OPTIMISERS if key in loaded]
     if found:
         fail(
-            f"{path} holds {found[0]!r}, whose moments belong to the weights as they are: save the "
+            f"{path} holds {found[0]!r}, whose state would not match the converted weights: save the "
             f"weights alone"
         )
     starts = {record.start: record for record in records.values()}
@@ -61,19 +61,19 @@ def read_torch(path: Path) -> Weights:
     for name, tensor in _tensors(loaded, ""):
         offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if offset is None:
-            continue  # nothing of it is in the file
+            continue  # the file holds no data of it
         if offset not in starts:
-            fail(f"{path} holds {name} at an offset where no record of it begins")
+            fail(f"{path} holds {name} at an offset where no zip record begins")
         record = starts[offset]
         entry = _entry(name, tensor, path, record)
         if entry.offset + entry.nbytes > record.stop:
-            fail(f"{path} must be a sound torch checkpoint, but {name} is larger than its record")
+            fail(f"{path} must be a valid torch checkpoint, but {name} is larger than its record")
         entries.append(entry)
     return Weights(path, tuple(entries), tuple(records.values()), "torch", of_comment(comment))
 
 
 def _why_refused(text: str) -> str:
-    """Why torch refuses a pickle, without its advice to load it in a way that runs code."""
+    """Explain torch's refusal of a pickle, without its advice to load it in a way that runs code."""
     asked = re.search(r"GLOBAL (\S+)", text)
     if asked is None:
         return "its pickle is damaged or holds more than weights"
@@ -83,7 +83,7 @@ def _why_refused(text: str) -> str:
 def _without_data(path: Path) -> Any:
     if torch.__version__ >= "2.11":
         return torch.load(path, map_location="meta", weights_only=True)
-    # torch 2.10 would read the data, and says where it lies of fake tensors alone.
+    # torch 2.10 would read the data; it records offsets for fake tensors only.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -93,7 +93,7 @@ def _without_data(path: Path) -> Any:
 def _entry(name: str, tensor: torch.Tensor, path: Path, record: Record) -> Entry:
     size = tensor.element_size()
     contiguous = tensor.is_contiguous()
-    # Else all of its record. What torch 2.10 says of a fake storage is in other units.
+    # If not contiguous: the whole record. In torch 2.10 the size of a fake storage has other units.
     numel = tensor.numel() if contiguous else (record.stop - record.start) // size
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     first = record.start + (int(tensor.storage_offset()) * size if contiguous else 0)
@@ -101,7 +101,7 @@ def _entry(name: str, tensor: torch.Tensor, path: Path, record: Record) -> Entry
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a nest of mappings and lists, by its path of keys."""
+    """Yield every tensor in nested mappings and lists, with its path of keys."""
     if isinstance(value, torch.Tensor):
         yield name, value
         return
@@ -119,8 +119,8 @@ def _records(path: Path) -> tuple[dict[str, Record], bytes]:
     with open(path, "rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
             fail(
-                f"{path} must be a zip that torch.save wrote but is not; if it is of torch before 1.6, "
-                f"load it and save it anew"
+                f"{path} must be a zip that torch.save wrote but is not; if torch before 1.6 wrote it, "
+                f"load it and save it again"
             )
         try:
             with zipfile.ZipFile(stream) as archive:
@@ -134,12 +134,12 @@ def _records(path: Path) -> tuple[dict[str, Record], bytes]:
                     records[record.name] = record
                 comment = archive.comment
         except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
-            fail(f"{path} must be a sound torch checkpoint but is not: {error}")
+            fail(f"{path} must be a valid torch checkpoint but is not: {error}")
     return records, comment
 
 
 def _central_checksums(stream: Any, start: int, count: int) -> list[int]:
-    """Where the central directory of a zip holds the checksum of each of its records."""
+    """Return the offsets of the checksums in the central directory of a zip."""
     at, found = start, []
     for _ in range(count):
         stream.seek(at)

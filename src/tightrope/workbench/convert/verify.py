@@ -1,9 +1,9 @@
-"""Proof, on random activations, that a conversion leaves attention scores as they were.
+"""Check on random activations that a conversion leaves attention scores unchanged.
 
-For each layer: random activations through the projections of both files in float64, biases and norms
-applied, rotated by the pairing of each, and every query's product with every key. The two differ by
-the order of float64 sums and nothing else. That the proof could fail is shown beside it: the same
-with the result rotated by the old pairing.
+For each layer and both files: random activations pass through the projections in float64, with biases
+and norms, are rotated by the file's own pairing, and give the product of every query with every key. The
+two results differ only by the order of float64 sums. As a control, the result is also rotated by the old
+pairing, which must give other scores.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ BOUND = 1e-10
 
 @dataclass(frozen=True)
 class Verified:
-    """What the proof found.
+    """The result of a verification.
 
     Attributes:
-        layers: how many layers were compared.
+        layers: the number of layers compared.
         difference: the largest difference of scores, relative to the largest score of the layer.
-        unswitched: the smallest such difference over layers if the result were rotated by the old
-            pairing; that the two are far apart is what makes the first mean something.
+        unswitched: the control: the smallest such difference over layers with the result rotated by the
+            old pairing. It must be much larger than ``difference``.
     """
 
     layers: int
@@ -45,7 +45,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Copied:
-    """The converted copy of a file, and how many bytes later its tensors begin."""
+    """The converted copy of a file, and the bytes by which its tensors begin later."""
 
     path: Path
     shift: int = 0
@@ -61,10 +61,10 @@ def verify(
     """Compare scores before and after.
 
     Args:
-        changes: what a conversion changed.
+        changes: the changes of the conversion.
         copies: each file of weights -> its converted copy.
         model: the checkpoint's model.
-        interleaved: how the copy is paired.
+        interleaved: the pairing of the copy.
         report: called with the fraction done.
 
     Raises:
@@ -95,15 +95,15 @@ def verify(
         difference = float((old - new).abs().max() / size)
         if not difference <= BOUND:
             fail(
-                f"scores must stay as they are but those of {place} differ by {difference:.2g} of the "
-                f"largest, or are no numbers"
+                f"scores must stay the same but those of {place} differ by {difference:.2g} of the largest "
+                f"score, or are NaN"
             )
         compared.add(place.removesuffix(".indexer"))
         worst = max(worst, difference)
         weakest = min(weakest, float((old - wrong).abs().max() / size))
     report(1.0)
     if not compared:
-        fail("scores can be compared where a layer has weights for queries and keys, and none has")
+        fail("to compare scores a layer must have weights for queries and keys but none has both")
     return Verified(len(compared), worst, weakest)
 
 
@@ -125,7 +125,7 @@ def _heads(
     spec: RopeSpec,
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys of a layer, ``(heads, tokens, head_dim)``, normalised where it has norms."""
+    """Return queries and keys of a layer, ``(heads, tokens, head_dim)``, with its norms applied."""
     width = spec.head_dim
     if "qkv" in roles:
         every = _project(roles["qkv"], copies, seed).unflatten(-1, (-1, width))
@@ -170,8 +170,8 @@ def _read(
 def _project(
     changes: list[Change], copies: Mapping[Path, Copied] | None, seed: int
 ) -> torch.Tensor:
-    """Random activations through a projection, a few rows at a time."""
-    # Several weights are one that is spread over several files, whole heads in each.
+    """Project random activations, a few rows at a time."""
+    # Several weights are parts of one, spread over several files with whole heads in each.
     weights = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight")]
     columns = weights[0].entry.shape[1]
     generator = torch.Generator().manual_seed(seed)
@@ -215,7 +215,7 @@ def _norm(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
-    """Every query's product with every key, ``(heads, tokens, tokens)``, at distant positions."""
+    """Return all products of queries and keys, ``(heads, tokens, tokens)``, at distant positions."""
     positions = torch.arange(q.shape[-2]) * _STRIDE
     turned = rotate(q[None].contiguous(), spec, positions)[0]
     keys = rotate(k[None].contiguous(), spec, positions)[0]

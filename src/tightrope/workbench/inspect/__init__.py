@@ -1,4 +1,4 @@
-"""What a model's rotary embedding is, what to mind about it, and how two of them differ.
+"""Inspect a model's rotary embedding: its spec, warnings, and how two of them differ.
 
     from tightrope.workbench.inspect import compare, inspect
 

@@ -1,4 +1,4 @@
-"""How two rotations differ, and by how much their angles disagree over a context."""
+"""Compare two rotations: their fields, and their angles over a context."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ...frequencies import CONTEXT, TWO_PI
 from .report import Inspection, PartReport
 from .subject import Field
 
-# Radians: of a hundredth a bfloat16 cosine takes notice, at one a pair has lost its meaning.
+# Radians: 0.01 shows in a bfloat16 cosine; at 1 a pair no longer encodes its position.
 NOTICED, LOST = 0.01, 1.0
 _NO_CONTEXT = 131072
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """How far the angles of two rotations are apart, pair by pair, in radians.
+    """The difference of the angles of two rotations, pair by pair, in radians.
 
     Attributes:
-        context: over how many positions.
-        largest: the largest difference of any pair, at most π. Where one is more than half a turn
-            off within the context, what it has at the position nearest to its first half turn.
-        position, pair: where it is.
+        context: the number of positions compared.
+        largest: the largest difference of any pair, at most π. For a pair whose difference exceeds
+            half a turn within the context: the value at the position nearest to its first half turn.
+        position, pair: where the largest difference is.
         noticed, lost: the first positions with 0.01 and with 1 radian of difference; None if none.
     """
 
@@ -51,14 +51,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class PartComparison:
-    """How a rotation of one model differs from one of another.
+    """The differences between a rotation of one model and a rotation of another.
 
     Attributes:
-        one, other: the two.
-        differences: fields whose values differ, also where no angle does.
-        alike: whether both rotate everything equally, to the last bit, at the compared length.
-        disagreement: of the angles; None where numbers of pairs differ.
-        why: what makes them unlike, in words; empty if they are alike.
+        one, other: the two rotations.
+        differences: fields whose values differ, even if no angle does.
+        alike: whether both rotate equally, to the last bit, at the compared length.
+        disagreement: the difference of the angles; None if the numbers of pairs differ.
+        why: the reasons why they are not alike, as phrases; empty if they are alike.
     """
 
     one: PartReport
@@ -71,11 +71,11 @@ class PartComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two models' rotations differ.
+    """The differences between two models' rotations.
 
     Attributes:
-        one, other: the two.
-        parts: of each pair of parts that belong together.
+        one, other: the two inspections.
+        parts: the comparisons of the matched parts.
         unmatched: names of parts that only one of them has.
     """
 
@@ -86,11 +86,11 @@ class Comparison:
 
     @property
     def alike(self) -> bool:
-        """Whether both rotate everything equally."""
+        """Whether both rotate equally in all parts."""
         return not self.unmatched and all(part.alike for part in self.parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """In types that JSON has."""
+        """Return the comparison in JSON types."""
         return {
             "one": self.one.name,
             "other": self.other.name,
@@ -121,9 +121,9 @@ class Comparison:
 
 @public("compare")
 def compare(one: Inspection, other: Inspection) -> Comparison:
-    """Say how two models' rotations differ.
+    """Compare the rotations of two models.
 
-    Parts belong together by their names; a model with one part is compared with all of the other's.
+    Parts are matched by name; a model with a single part is compared with all parts of the other.
 
     >>> from tightrope import RopeSpec
     >>> from .report import inspect
@@ -172,22 +172,25 @@ def _parts(one: PartReport, other: PartReport) -> PartComparison:
 def _unlike(one: PartReport, other: PartReport, context: int) -> Iterator[str]:
     a, b = one.spec, other.spec
     if a.rotary_dim != b.rotary_dim:
-        yield f"{a.rotary_dim} channels rotate, or {b.rotary_dim}"
+        yield f"{a.rotary_dim} channels rotate in one and {b.rotary_dim} in the other"
     elif (a.head_dim, a.start) != (b.head_dim, b.start):
-        yield "the channels that rotate are others"
+        yield "different channels rotate"
     if a.interleaved != b.interleaved:
-        yield "channels are paired otherwise: neighbours, or halves (tightrope convert changes that)"
+        yield "the pairings differ: half and interleaved (tightrope convert changes that)"
     if a.axes != b.axes:
-        yield "positions have other coordinates, or share out the pairs otherwise"
+        yield "the coordinates of positions, or the pairs that they turn, differ"
     mine, theirs = (spec.frequencies(context).exact for spec in (a, b))
     if len(mine) == len(theirs) and mine != theirs:
         count = sum(x != y for x, y in zip(mine, theirs, strict=True))
-        yield f"{count} of {len(mine)} pairs turn at another speed"
+        yield f"{count} of {len(mine)} pairs have different frequencies"
     scales = [spec.attention_scaling(context) for spec in (a, b)]
     if scales[0] != scales[1]:
-        yield f"rotated channels are scaled by {scales[0]:.6g}, or by {scales[1]:.6g}"
+        yield f"rotated channels are scaled by {scales[0]:.6g} in one and {scales[1]:.6g} in the other"
     if a.softmax_scaling != b.softmax_scaling:
-        yield f"the softmax scale is multiplied by {a.softmax_scaling:.6g}, or by {b.softmax_scaling:.6g}"
+        yield (
+            f"the softmax scale is multiplied by {a.softmax_scaling:.6g} in one and "
+            f"{b.softmax_scaling:.6g} in the other"
+        )
 
 
 def _fields(one: PartReport, other: PartReport) -> Iterator[Difference]:
@@ -203,7 +206,7 @@ def _by_name(part: PartReport) -> dict[str, Field]:
     found = {each.name: each for each in part.part.fields}
     if part.context is not None:
         stated = part.part.context
-        source = stated[0] if stated is not None and stated[1] == part.context else "as asked for"
+        source = stated[0] if stated is not None and stated[1] == part.context else "as requested"
         found["context"] = Field("context", part.context, source)
     return found
 
@@ -233,13 +236,13 @@ def _disagreement(
 
 
 def _modulo(difference: Decimal) -> Decimal:
-    """The same angle per position, in [0, π]: positions are whole."""
+    """Reduce an angle per position to [0, π]; whole turns vanish as positions are integers."""
     turns = (difference / TWO_PI).to_integral_value(decimal.ROUND_HALF_EVEN)
     return abs(difference - turns * TWO_PI)
 
 
 def _furthest(difference: Decimal, context: int) -> tuple[Decimal, int]:
-    """The largest angle that so many radians per position reach, and where."""
+    """Return the largest angle that a difference in radians per position reaches, and where."""
     if difference == 0:
         return Decimal(0), 0
     half = int(TWO_PI / 2 / difference)

@@ -1,4 +1,4 @@
-"""How wrong cosines and sines become with the position, by the ways in which angles are made."""
+"""Errors of cosines and sines by position, for several ways to compute angles."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ... import angles
 from ...frequencies import LONGEST
 from ...spec import RopeSpec
 
-#: The largest rounding of a cosine, which is below 1, by type: half of its last bit.
+#: The largest rounding error of a cosine, which is below 1, by type: half of its last bit.
 ROUNDINGS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 
 #: Positions below this have the error bound that docs/numerics.md states.
 EXACT = LONGEST
 
 _PER_OCTAVE = 192
-_TOGETHER = 256  # pairs at once: some 12 MB for each array of float64
-_MOST_PAIRS = 1024  # of more, so many are looked at, evenly spread
+_TOGETHER = 256  # pairs per step: about 12 MB for each float64 array
+_MOST_PAIRS = 1024  # of more pairs, an evenly spread sample of at most this many is used
 
 WORDS = "phase words"
 FLOAT32 = "float32 angles"
@@ -27,7 +27,7 @@ TABLE = "float32 angles, bfloat16 table"
 FREQUENCIES = "bfloat16 frequencies"
 POSITIONS = "bfloat16 positions"
 
-#: How a way to make angles is described to a person.
+#: Method -> its description in reports.
 MEANING = {
     WORDS: "this library, any dtype",
     FLOAT32: "frequency times position in float32, as model files do",
@@ -36,18 +36,18 @@ MEANING = {
     POSITIONS: "positions made in the dtype of x",
 }
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
+_CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to make angles.
+    """One way to compute angles, with its errors.
 
     Attributes:
         name: one of the keys of :data:`MEANING`.
-        errors: for each length asked for, the largest error of a cosine or sine at positions below.
-        reach: type -> how many positions have no error above the rounding of that type; empty for a
-            table that is rounded itself.
+        errors: for each requested length, the largest error of a cosine or sine at positions below.
+        reach: type -> number of positions without an error above the rounding of that type; empty
+            for a table that is rounded itself.
     """
 
     name: str
@@ -57,23 +57,23 @@ class Method:
 
 @dataclass(frozen=True)
 class Exactness:
-    """Lengths, and for each way to make angles its errors up to them."""
+    """Lengths, and for each way to compute angles its errors up to them."""
 
     lengths: tuple[int, ...]
     methods: tuple[Method, ...]
 
     def method(self, name: str) -> Method:
-        """One of the methods, by its name."""
+        """Return a method by its name."""
         return next(method for method in self.methods if method.name == name)
 
 
 def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) -> Exactness:
-    """Errors of a spec's cosines and sines, against 64-bit phases with float64 functions.
+    """Measure errors of a spec's cosines and sines against 64-bit phases with float64 functions.
 
-    Positions are sampled, 192 per octave, so largest errors are met to a few per cent.
+    Positions are sampled, 192 per octave, so the largest errors are found to a few per cent.
 
     Args:
-        lengths: up to which lengths.
+        lengths: the lengths up to which errors are reported.
         context: the length of the sequence, for rules that depend on it.
     """
     ends = tuple(sorted(set(lengths)))
@@ -94,7 +94,7 @@ def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) ->
 
 
 def sample(end: int, also: Iterable[int] = ()) -> torch.Tensor:
-    """Positions from 0 below an end, int64, sorted: the first all, then evenly in each octave."""
+    """Return sorted int64 positions in [0, end): all of the first, then evenly spread per octave."""
     parts = [torch.arange(min(_PER_OCTAVE, end))]
     start = _PER_OCTAVE
     while start < end:
@@ -108,10 +108,10 @@ def sample(end: int, also: Iterable[int] = ()) -> torch.Tensor:
 def errors_at(
     spec: RopeSpec, positions: torch.Tensor, context: int | None
 ) -> dict[str, torch.Tensor]:
-    """The largest error of a cosine or sine of any pair, at each position, by each way.
+    """Return, by method, the largest error of a cosine or sine of any pair at each position.
 
     Args:
-        positions: int64 ``(tokens,)``, not negative; where there are several axes, on all of them.
+        positions: int64 ``(tokens,)``, not negative; used for all axes of the spec.
     """
     words, turns = spec.words_for(context)
     inv_freq = spec.frequencies(context).inv_freq
@@ -139,25 +139,25 @@ def errors_at(
     return worst
 
 
-def _float32(inv_freq: torch.Tensor, positions: torch.Tensor) -> _Pair:
+def _float32(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
     angle = positions.float()[:, None] * inv_freq.float()
     return angle.cos(), angle.sin()
 
 
-def _table(inv_freq: torch.Tensor, positions: torch.Tensor) -> _Pair:
+def _table(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
     cos, sin = _float32(inv_freq, positions)
     return cos.bfloat16(), sin.bfloat16()
 
 
-def _frequencies(inv_freq: torch.Tensor, positions: torch.Tensor) -> _Pair:
+def _frequencies(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
     return _float32(inv_freq.bfloat16(), positions)
 
 
-def _positions(inv_freq: torch.Tensor, positions: torch.Tensor) -> _Pair:
+def _positions(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
     return _float32(inv_freq, positions.bfloat16())
 
 
-_WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], _Pair]] = {
+_WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], _CosSin]] = {
     FLOAT32: _float32,
     TABLE: _table,
     FREQUENCIES: _frequencies,
@@ -167,11 +167,11 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], _Pair]] = {
 
 def _reaches(positions: torch.Tensor, worst: torch.Tensor, name: str) -> dict[str, int]:
     if name == TABLE:
-        return {}  # its own rounding is what the others are compared with
+        return {}  # its own rounding is the limit for the others
     return {kind: _reach(positions, worst, limit) for kind, limit in ROUNDINGS.items()}
 
 
 def _reach(positions: torch.Tensor, worst: torch.Tensor, limit: float) -> int:
-    """How many positions from 0 on are within a limit, as far as the sample tells."""
+    """Return how many positions from 0 on stay within a limit, according to the sample."""
     beyond = (worst > limit).nonzero()
     return EXACT if len(beyond) == 0 else int(positions[int(beyond[0])])

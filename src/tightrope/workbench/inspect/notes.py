@@ -1,4 +1,4 @@
-"""What to mind about a rotation: facts worth knowing, and combinations that look like mistakes."""
+"""Notes on a rotation: facts worth knowing, and warnings of combinations that look like mistakes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ...spec import RopeSpec
 from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS, Exactness
 from .pairs import Pair
 
-# What the first paper used, and what codes fall back to when they lose a key.
+# The base of the first paper, and the fallback of many implementations when a key is lost.
 _USUAL_BASE = 10000.0
-# Longer contexts without scaling have larger bases in every published model with full attention.
+# From this context on, every published model with full attention and no scaling has a larger base.
 _LONG_FOR_USUAL_BASE = 65536
-# An angle may exceed what training has shown by rounding alone.
+# Rounding alone may push an angle slightly beyond those of training.
 _MARGIN = 1.01
 
 
 @dataclass(frozen=True)
 class Note:
-    """One thing to mind.
+    """One note on a rotation.
 
     Attributes:
-        code: a word that stays the same, for programs.
+        code: a stable identifier, for programs.
         warning: whether it looks like a mistake; otherwise it is a fact.
-        text: for people.
+        text: the sentence to show.
     """
 
     code: str
@@ -36,7 +36,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Facts:
-    """What notes are made from: as of :class:`tightrope.workbench.inspect.PartReport`."""
+    """The input of the note checks; fields as in :class:`tightrope.workbench.inspect.PartReport`."""
 
     spec: RopeSpec
     context: int | None
@@ -44,13 +44,13 @@ class Facts:
     """The context that the configuration states."""
     trained: int | None
     windowed: bool
-    """Whether these layers see a window only."""
+    """Whether these layers attend within a window only."""
     pairs: tuple[Pair, ...]
     exactness: Exactness
 
 
 def notes_on(facts: Facts) -> tuple[Note, ...]:
-    """Everything there is to say, mistakes first."""
+    """Return all notes, warnings first."""
     found = [note for check in _CHECKS for note in check(facts)]
     return tuple(sorted(found, key=lambda note: not note.warning))
 
@@ -67,7 +67,7 @@ def _never_turn(facts: Facts) -> Iterator[Note]:
         return
     text = (
         f"{len(slow)} of {len(facts.pairs)} pairs never complete a turn within the {facts.trained:,} "
-        f"positions of training (pair {_span(slow)}): of their circle only a part is known."
+        f"positions of training (pair {_span(slow)}): training covers only part of their circle."
     )
     yield Note("never-turn", False, text)
     if facts.context is None or facts.context <= facts.trained:
@@ -97,7 +97,7 @@ def _stopped(facts: Facts) -> Iterator[Note]:
             "no-rotation",
             False,
             f"{len(still)} of {len(facts.pairs)} pairs do not turn at all (pair {_span(still)}): "
-            "content without positions.",
+            "their channels carry no position.",
         )
 
 
@@ -144,12 +144,12 @@ def _softmax(facts: Facts) -> Iterator[Note]:
         yield Note(
             "softmax",
             False,
-            f"The model multiplies its softmax scale by {facts.spec.softmax_scaling:.6g}; that is no "
+            f"The model multiplies its softmax scale by {facts.spec.softmax_scaling:.6g}; that is not "
             "part of the rotation.",
         )
 
 
-# --- what looks like a mistake --------------------------------------------------------------------
+# --- likely mistakes ------------------------------------------------------------------------------
 
 
 def _base(facts: Facts) -> Iterator[Note]:
@@ -170,15 +170,15 @@ def _base(facts: Facts) -> Iterator[Note]:
         yield Note(
             "usual-base",
             True,
-            f"base 10000 without scaling at {length:,} positions: models of that length have larger "
-            "ones. A lost rope_theta or rope_scaling looks like this.",
+            f"base 10000 without scaling at {length:,} positions: models of that length use larger "
+            "bases. A lost rope_theta or rope_scaling looks like this.",
         )
     elif slowest < length:
         yield Note(
             "wraps",
             False,
-            f"Every pair turns around within the context: the slowest in {slowest:,.0f} of {length:,} "
-            "positions, so distances beyond that look like shorter ones.",
+            f"Every pair completes a turn within the context, the slowest in {slowest:,.0f} of "
+            f"{length:,} positions, so longer distances look like shorter ones.",
         )
 
 
@@ -188,7 +188,7 @@ def _no_scaling(facts: Facts) -> Iterator[Note]:
     if rule is None or factor is None or isinstance(rule, LongRoPE):
         return
     if facts.spec.axis_count > 1:
-        return  # coordinates of images are scaled to be counted otherwise
+        return  # image coordinates are scaled to change their unit
     if not isinstance(rule, DynamicNTK) and factor < 1.0:
         yield Note("factor", True, f"factor {factor:g} is below 1: pairs turn faster, not slower.")
     elif all(pair.slower == 1.0 for pair in facts.pairs) and _within(facts, rule):
@@ -229,7 +229,7 @@ def _original(facts: Facts) -> Iterator[Note]:
             "factor",
             True,
             f"the context of {stated:,} is more than factor {rule.factor:g} times "
-            f"original_max_position {original:,}: slow pairs leave the angles of training.",
+            f"original_max_position {original:,}: slow pairs reach angles beyond those of training.",
         )
 
 
@@ -237,7 +237,7 @@ def _yarn_elsewhere(facts: Facts) -> Iterator[Note]:
     rule = facts.spec.scaling
     if not isinstance(rule, YaRN) or rule.attention_factor is not None:
         return
-    # transformers 5.23 takes the two only where both are there and neither is 0.
+    # transformers 5.23 uses the two only if both are given and neither is 0.
     given = [rule.mscale, rule.mscale_all_dim]
     if any(value is not None for value in given) and not all(given) and rule.factor > 1:
         alone = YaRN(rule.factor, rule.original_max_position).frequencies(2, 10000.0)
@@ -280,7 +280,7 @@ _CHECKS: tuple[Callable[[Facts], Iterator[Note]], ...] = (
 
 
 def _span(pairs: list[Pair]) -> str:
-    """``12``, ``12–31``, or the first with an ellipsis where they do not follow one another."""
+    """Format pair indices: ``12``, ``12–31``, or ``3, …, 9`` if they are not contiguous."""
     first, last = pairs[0].index, pairs[-1].index
     if first == last:
         return str(first)
@@ -288,6 +288,6 @@ def _span(pairs: list[Pair]) -> str:
 
 
 def _round(length: int) -> int:
-    """Two digits: a sample of positions knows no more."""
+    """Round down to two digits, the accuracy of a sample of positions."""
     step: int = 10 ** max(len(str(length)) - 2, 0)
     return length // step * step

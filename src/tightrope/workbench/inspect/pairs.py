@@ -1,4 +1,4 @@
-"""The channel pairs of a spec: how long a turn takes, and what scaling did to it."""
+"""The channel pairs of a spec: wavelengths, and the effect of scaling on them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Pair:
     """One pair of channels that turns together.
 
     Attributes:
-        index: which frequency; heads and axes with frequencies of their own count on.
+        index: number of its frequency, counted over all heads and axes with frequencies of their own.
         channels: the two channels of a head.
-        axis: which coordinate turns it; None where positions have one.
-        head: which head it is of; None where heads are alike.
-        inv_freq: radians per position, as scaled.
-        wavelength: positions per turn; infinite for a pair that stands still.
-        unscaled: the same without scaling.
-        slower: how many times slower it turns than without scaling; 1.0 exactly if it was kept.
-        turns: within the context; None where no length is known.
-        turns_trained: without scaling, within the length of training; None where it is not known.
+        axis: the coordinate that turns it; None if positions have one coordinate.
+        head: its head; None if all heads have the same frequencies.
+        inv_freq: radians per position, with scaling.
+        wavelength: positions per turn; infinite for a pair that does not turn.
+        unscaled: the wavelength without scaling.
+        slower: how many times slower it turns than without scaling; exactly 1.0 if unchanged.
+        turns: turns within the context; None if no length is known.
+        turns_trained: turns without scaling within the length of training; None if unknown.
     """
 
     index: int
@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def effect(self) -> str:
-        """What scaling did: ``kept``, ``÷ 8`` (slower), ``× 1.25`` (faster) or ``stopped``."""
+        """The effect of scaling: ``kept``, ``÷ 8`` (slower), ``× 1.25`` (faster), ``stopped``."""
         if self.slower == 1.0:
             return "kept"
         if math.isinf(self.slower):
@@ -51,7 +51,7 @@ class Pair:
 
 
 def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[Pair, ...]:
-    """Every pair of a spec, at a length of the context.
+    """Return all pairs of a spec, at a context length.
 
     >>> pairs = pairs_of(RopeSpec(4), context=8, trained=None)
     >>> [round(pair.wavelength, 3) for pair in pairs]
@@ -116,5 +116,5 @@ def _ratio(plain: Decimal, omega: Decimal) -> float:
     if plain == omega:
         return 1.0
     ratio = math.inf if omega == 0 else float(CONTEXT.divide(plain, omega))
-    # A ratio that only rounds to 1 is none.
+    # A ratio that merely rounds to 1 must not read as unchanged.
     return math.nextafter(1.0, 2.0) if ratio == 1.0 else ratio

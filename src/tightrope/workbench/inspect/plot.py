@@ -1,4 +1,4 @@
-"""The picture of a rotation: wavelengths, scaling, decay of scores, and errors of angles."""
+"""Draw a rotation: wavelengths, scaling, decay of scores, and errors of angles."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
 
     Args:
         path: .png, .pdf or .svg.
-        inspections: with several, the angles of each are compared with the first's.
+        inspections: with several, the angles of each are compared with those of the first.
 
     Raises:
-        OSError: a place that cannot be written.
-        ValueError: a format that matplotlib does not have, more than six rotations, or one that turns
-            nothing.
+        OSError: a path that cannot be written.
+        ValueError: a format that matplotlib does not support, more than six rotations, or a rotation
+            in which no pair turns.
     """
     curves = _curves(inspections)
     if not curves or len(curves) > _MOST_CURVES:
@@ -62,7 +62,7 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
     for curve in curves:
         if not any(math.isfinite(pair.wavelength) for pair in curve.pairs):
             raise ValueError(
-                f"[draw] every rotation must turn some pair but {curve.label} has none."
+                f"[draw] every rotation must have a pair that turns but {curve.label} has none."
             )
     several = len(inspections) > 1
     scaled = any(curve.spec.scaling is not None for curve in curves)
@@ -121,7 +121,7 @@ def _rule_of(spec: RopeSpec) -> str:
 
 
 def _short(name: str) -> str:
-    """The part of a path that tells it from others."""
+    """Shorten a path to its distinctive part."""
     path = Path(name)
     plain = path.name in ("config.json", "params.json") and path.parent.name
     short = path.parent.name if plain else path.name or name
@@ -139,7 +139,7 @@ def _wavelengths(axes: Axes, curves: list[_Curve]) -> None:
         axes.scatter(
             [pair.index for pair in turning],
             [pair.wavelength for pair in turning],
-            # Later ones lie on top, and leave the first to be seen.
+            # Later curves lie on top, with smaller markers so that the first stays visible.
             s=min(26.0, 1600 / count) * (1.0 if not curves[-1].filled else 1.5 / (1 + 1.4 * place)),
             marker=curve.marker,
             facecolors=curve.colour if curve.filled else "none",
@@ -188,7 +188,7 @@ def _scaling(axes: Axes, curves: list[_Curve]) -> None:
 
 
 def _disagreement(axes: Axes, curves: list[_Curve]) -> None:
-    axes.set_title("Angles apart from those of the first")
+    axes.set_title("Difference of angles from the first")
     first = curves[0]
     context = max(curve.context for curve in curves)
     positions = sample(context)
@@ -288,7 +288,7 @@ def _errors(axes: Axes, curves: list[_Curve], several: bool) -> None:
 
 
 def _phases(curve: _Curve, positions: torch.Tensor, context: int) -> torch.Tensor:
-    """Angles at positions that are equal on all axes, ``[tokens, heads · pairs]``, 2^-64 turns."""
+    """Return angles ``[tokens, heads · pairs]`` in 2^-64 turns; positions apply to all axes."""
     words, turns = curve.spec.words_for(context)
     ids = positions.expand(words.shape[0], 1, -1)
     flat = words.flatten(2)[:, :, None, :]
@@ -297,13 +297,13 @@ def _phases(curve: _Curve, positions: torch.Tensor, context: int) -> torch.Tenso
 
 
 def _scores(curve: _Curve, distances: torch.Tensor) -> torch.Tensor:
-    """What q·k is on average for q = k at a distance, as a share of that at distance 0."""
+    """Return the mean of q·k for q = k at each distance, relative to distance 0."""
     cos, _ = angles.cos_sin(_phases(curve, distances, curve.context), torch.float64)
     return cos.mean(-1)
 
 
 def _binned(positions: torch.Tensor, values: torch.Tensor) -> tuple[list[float], torch.Tensor]:
-    """The largest value in each twelfth of an octave: where, and what."""
+    """Return the centres of twelfths of an octave, and the largest value in each."""
     place = (positions.double().log2() * 12).floor().long()
     kinds, inverse = place.unique(return_inverse=True)
     worst = torch.zeros(len(kinds), dtype=torch.float64).scatter_reduce(

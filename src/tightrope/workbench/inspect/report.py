@@ -1,4 +1,4 @@
-"""Everything that is said about one configuration."""
+"""The inspection report of one configuration."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .notes import Facts, Note, notes_on
 from .pairs import Pair, pairs_of
 from .subject import Field, Part, read
 
-# Lengths at which errors are told, beside that of the context.
+# Lengths at which errors are reported, in addition to the context.
 _LENGTHS = (4096, 131072, 1048576)
 
 
 @dataclass(frozen=True)
 class PartReport:
-    """What one rotation of a model is.
+    """The report on one rotation of a model.
 
     Attributes:
-        part: the spec, and where its fields came from.
-        context: the length that all numbers are for; None where no key says one.
-        trained: the length of training, as far as the configuration tells it.
-        pairs: every pair of channels.
+        part: the spec, and the sources of its fields.
+        context: the length that all numbers are for; None if no key states one.
+        trained: the length of training, if the configuration states it.
+        pairs: all pairs of channels.
         attention_scaling: factor on the rotated channels at that length.
-        softmax_scaling: what the model multiplies its softmax scale by, apart from the rotation.
-        exactness: errors of cosines by the ways to make angles.
-        notes: what to mind, mistakes first.
+        softmax_scaling: factor on the model's softmax scale, apart from the rotation.
+        exactness: errors of cosines and sines, by how angles are computed.
+        notes: notes, warnings first.
     """
 
     part: Part
@@ -54,7 +54,7 @@ class PartReport:
         return self.part.spec
 
     def to_dict(self) -> dict[str, Any]:
-        """In types that JSON has; what is infinite is null."""
+        """Return the report in JSON types; infinite values become null."""
         return {
             "name": self.name,
             "layers": self.part.layers,
@@ -81,12 +81,12 @@ class PartReport:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model's rotary embedding is.
+    """The report on a model's rotary embedding.
 
     Attributes:
-        name: path of the configuration, or what kind of object it was.
-        form: which kind of configuration: ``model_type 'llama'``.
-        parts: each rotation that the model has.
+        name: path of the configuration, or the type of the object.
+        form: the kind of configuration, such as ``model_type 'llama'``.
+        parts: the rotations of the model.
         without: parts that do not rotate or cannot be read, with ``why_not``.
     """
 
@@ -97,11 +97,11 @@ class Inspection:
 
     @property
     def warnings(self) -> tuple[Note, ...]:
-        """The notes of all parts that look like mistakes."""
+        """The warnings of all parts."""
         return tuple(note for part in self.parts for note in part.notes if note.warning)
 
     def to_dict(self) -> dict[str, Any]:
-        """In types that JSON has."""
+        """Return the report in JSON types."""
         return {
             "name": self.name,
             "form": self.form,
@@ -120,18 +120,18 @@ def inspect(
     strict: bool = True,
     interleaved: bool | None = None,
 ) -> Inspection:
-    """Say what a model's rotary embedding is.
+    """Inspect a model's rotary embedding.
 
     Args:
-        config: what :meth:`tightrope.RopeSpec.from_config` takes (a mapping, an object, the path of
-            a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
-        context: the length to look at; by default what the configuration says.
-        layer_type, section, strict, interleaved: as of :meth:`tightrope.RopeSpec.from_config`; every
-            section that rotates where none is said.
+        config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, the path
+            of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
+        context: the context length; by default that of the configuration.
+        layer_type, section, strict, interleaved: as in :meth:`tightrope.RopeSpec.from_config`;
+            without a section, every section that rotates is read.
 
     Raises:
         OSError: a file that cannot be read.
-        ValueError, TypeError: as :meth:`tightrope.RopeSpec.from_config`; a length out of range.
+        ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`; a length out of range.
 
     >>> found = inspect(RopeSpec(128), context=4096)
     >>> found.parts[0].pairs[0].turns > 651

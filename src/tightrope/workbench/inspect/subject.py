@@ -1,4 +1,4 @@
-"""A configuration as its parts that rotate, each with where its fields came from."""
+"""Split a configuration into the parts that rotate, each with the sources of its fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..convert.model import pairing_beside
 
 
 class Field(NamedTuple):
-    """A field of a spec, its value, and which key or fact said so."""
+    """A field of a spec, its value, and the key or fact it was read from."""
 
     name: str
     value: object
@@ -26,14 +26,14 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One rotation of a model: that of all layers, of one type of layers, or of one section.
+    """One rotation of a model: that of all layers, of one layer type, or of one section.
 
     Attributes:
-        name: type of layer, section, or both; empty where there is but one.
+        name: layer type, section, or both; empty if the model has one rotation only.
         spec: None for layers that do not rotate, and for sections that cannot be read.
         fields: the fields of the spec with their sources.
-        context: how long sequences may be, and the key that says it; None if none does.
-        layers: how many layers are of this type, where the configuration lists them.
+        context: the key that states the context length, and the length; None if no key does.
+        layers: the number of layers of this type, if the configuration lists them.
         why_not: why there is no spec.
     """
 
@@ -46,8 +46,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is inspected: what it is called, which kind of configuration it is, and its parts."""
+class Configuration:
+    """An inspected configuration: its name, the kind of configuration, and its parts."""
 
     name: str
     form: str
@@ -61,23 +61,23 @@ def read(
     section: str | None = None,
     strict: bool = True,
     interleaved: bool | None = None,
-) -> Subject:
-    """Take a configuration apart.
+) -> Configuration:
+    """Read a configuration and split it into its parts.
 
     Args:
-        config: a spec, or what :meth:`tightrope.RopeSpec.from_config` takes, or the JSON of
-            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. Of a configuration beside
-            weights that a conversion wrote, their record says the pairing.
-        layer_type, section, strict, interleaved: as of :meth:`tightrope.RopeSpec.from_config`. With
-            no section, every part that rotates is read.
+        config: a spec, any input of :meth:`tightrope.RopeSpec.from_config`, or the JSON of
+            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. Beside weights that
+            `tightrope convert` wrote, the pairing is read from the record it left.
+        layer_type, section, strict, interleaved: as in :meth:`tightrope.RopeSpec.from_config`.
+            Without a section, every part that rotates is read.
 
     Raises:
-        OSError, ValueError, TypeError: as :meth:`tightrope.RopeSpec.from_config`.
+        OSError, ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`.
     """
     name = os.fspath(config) if isinstance(config, str | os.PathLike) else type(config).__name__
     beside: tuple[bool, str] | None = None
     if isinstance(config, RopeSpec):
-        return Subject("RopeSpec", "a RopeSpec", (_of_spec(config, "given"),))
+        return Configuration("RopeSpec", "a RopeSpec", (_of_spec(config, "given"),))
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         config = files.load(path)
@@ -85,7 +85,7 @@ def read(
             beside = pairing_beside(path if path.is_dir() else path.parent)
     if _is_saved_spec(config):
         spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
-        return Subject(str(name), "RopeSpec JSON", (_of_spec(spec, "the file"),))
+        return Configuration(str(name), "RopeSpec JSON", (_of_spec(spec, "the file"),))
     options: dict[str, Any] = {
         "layer_type": layer_type,
         "strict": strict,
@@ -95,13 +95,15 @@ def read(
     if section is not None or len(rotating) == 1:
         if beside is not None:
             options["interleaved"] = beside[0]
-        told = reader.provenance(config, section=section, **options)
-        parts = _parts_of(told, section or "")
-        return Subject(str(name), told.name, tuple(_recorded(part, beside) for part in parts))
+        provenance = reader.provenance(config, section=section, **options)
+        parts = _parts_of(provenance, section or "")
+        return Configuration(
+            str(name), provenance.name, tuple(_recorded(part, beside) for part in parts)
+        )
     if beside is not None:
         warnings.warn(
-            f"the weights beside it are {pairing_name(beside[0])} ({beside[1]}), and it is not known in "
-            f"which of {', '.join(one or 'the outer level' for one in rotating)}: say the section",
+            f"the weights beside it are {pairing_name(beside[0])} ({beside[1]}), but it is not known in "
+            f"which of {', '.join(one or 'the outer level' for one in rotating)}: give the section",
             UserWarning,
             stacklevel=3,
         )
@@ -109,19 +111,19 @@ def read(
     forms: list[str] = []
     for one in rotating:
         try:
-            told = reader.provenance(config, section=one, **options)
+            provenance = reader.provenance(config, section=one, **options)
         except (ValueError, TypeError) as error:
             found.append(Part(one or "outer level", None, why_not=str(error)))
         else:
-            forms.append(told.name)
-            found += _parts_of(told, one or "outer level")
+            forms.append(provenance.name)
+            found += _parts_of(provenance, one or "outer level")
     if not forms:
         raise ValueError(found[0].why_not)
-    return Subject(str(name), ", ".join(forms), tuple(found))
+    return Configuration(str(name), ", ".join(forms), tuple(found))
 
 
 def _recorded(part: Part, beside: tuple[bool, str] | None) -> Part:
-    """A part whose pairing was read in the record of a conversion, with that as its source."""
+    """Return the part with a conversion record as the source of its pairing, if there is one."""
     if beside is None:
         return part
     rows = tuple(
@@ -149,16 +151,16 @@ def _of_spec(spec: RopeSpec, source: str) -> Part:
     return Part("", spec, tuple(rows))
 
 
-def _parts_of(told: Provenance, section: str) -> tuple[Part, ...]:
-    specs = told.spec
+def _parts_of(provenance: Provenance, section: str) -> tuple[Part, ...]:
+    specs = provenance.spec
     if not isinstance(specs, LayerSpecs):
-        rows = tuple(Field(*row[1:]) for row in told.rows)
-        why_not = None if specs is not None else f"{told.name}: these layers do not rotate"
-        return (Part(section, specs, rows, told.context, why_not=why_not),)
+        rows = tuple(Field(*row[1:]) for row in provenance.rows)
+        why_not = None if specs is not None else f"{provenance.name}: these layers do not rotate"
+        return (Part(section, specs, rows, provenance.context, why_not=why_not),)
     parts = []
     for layer, spec in specs.items():
-        rows = tuple(Field(*row[1:]) for row in told.rows if row.layer == layer)
-        part = Part(layer, spec, rows, told.context)
+        rows = tuple(Field(*row[1:]) for row in provenance.rows if row.layer == layer)
+        part = Part(layer, spec, rows, provenance.context)
         if specs.layers is not None:
             part = replace(part, layers=specs.layers.count(layer))
         if spec is None:
