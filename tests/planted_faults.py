@@ -456,7 +456,7 @@ FAULTS: dict[str, Fault] = {
     "linear scaling ignored": Fault(
         "scaling-ignored", rope, lambda: rope(divide=4.0), spec=SPEC | {"linear": 4.0}
     ),
-    "linear scaling that nobody declared": Fault("scaling", lambda: rope(divide=4.0), spec=SPEC),
+    "undeclared linear scaling": Fault("scaling", lambda: rope(divide=4.0), spec=SPEC),
     "partial slice, fractions of head_dim": Fault(
         "denominator",
         lambda: rope(rotary_dim=32, over=DIM),

@@ -44,7 +44,6 @@ EXCEPTIONS = {
     ("docs/audit.md", "ramp"): YARN,
     ("src/tightrope/config/keys.py", "ramp"): YARN,
     ("src/tightrope/frequencies/_blend.py", "ramp"): YARN,
-    ("src/tightrope/workbench/audit/_identify.py", "ramp"): YARN,
     ("tests/test_frequencies.py", "ramp"): YARN,
     ("tests/test_frequencies_transformers.py", "ramp"): YARN,
     ("tests/tolerances.py", "ramp"): YARN,

@@ -34,7 +34,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "gates": (1, 0),
     "activations": (1, 0),
     "angles": (2, 0),
-    "words": (2, 1),
+    "phase_words": (2, 1),
     "spec": (2, 2),
     "ops": (2, 3),
     "backends.reference": (3, 0),

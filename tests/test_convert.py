@@ -30,7 +30,7 @@ from convert_cases import (
     write,
 )
 from tightrope.workbench import place
-from tightrope.workbench.convert import Said, convert, detect, rewrite
+from tightrope.workbench.convert import Stated, convert, detect, rewrite
 from tightrope.workbench.convert.marking import marked
 from tolerances import TABLE
 
@@ -111,7 +111,7 @@ def test_rows_of_every_packing(
     }
     biases = {name.replace("weight", "bias"): w[:, 0].clone() for name, w in weights.items()}
     save_file(weights | biases, folder / "in.safetensors")
-    said = Said(
+    stated = Stated(
         source="half" if interleaved else "interleaved", naming=naming, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, rotary_dim=width, start=start,
         packing=packing if packing in fused else None,
@@ -120,7 +120,7 @@ def test_rows_of_every_packing(
         folder / "in.safetensors",
         folder / "out.safetensors",
         to="interleaved" if interleaved else "half",
-        said=said,
+        stated=stated,
     )
     before, after = (load_file(folder / f"{name}.safetensors") for name in ("in", "out"))
     for name, rows in labels.items():
@@ -211,8 +211,8 @@ def test_parts_of_a_model(tmp_path: Path) -> None:
     assert done.verified.layers == 3
     # A vision tower with layers of the same names is ambiguous: the user chooses the prefix.
     tensors = {name.replace("mtp.", "vision.encoder."): w for name, w in tensors.items()}
-    source, said = write(tmp_path / "c", tensors), Said(prefix="model")
-    done = convert(source, tmp_path / "d", to="interleaved", said=said)
+    source, stated = write(tmp_path / "c", tensors), Stated(prefix="model")
+    done = convert(source, tmp_path / "d", to="interleaved", stated=stated)
     assert len(done.changed) == 12
     assert "vision.encoder.layers.0.self_attn.q_proj.weight" in done.left
 
@@ -293,8 +293,10 @@ def test_a_torch_file_keeps_all_else(tmp_path: Path) -> None:
     }
     saved["model"]["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     torch.save(saved, tmp_path / "a.pt")
-    said = Said(config=LLAMA)
-    done = convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", said=said, verify=True)
+    stated = Stated(config=LLAMA)
+    done = convert(
+        tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", stated=stated, verify=True
+    )
     assert f"model.{tied}" in done.changed
     for mmap in (False, True):
         after = torch.load(tmp_path / "b.pt", weights_only=True, mmap=mmap)
@@ -310,8 +312,8 @@ def test_a_torch_file_keeps_all_else(tmp_path: Path) -> None:
         parts = [after["model"][f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv"]
         assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
     assert zipfile.ZipFile(tmp_path / "b.pt").testzip() is None
-    said = Said(config=LLAMA, source="interleaved")
-    convert(tmp_path / "b.pt", tmp_path / "c.pt", to="half", said=said)
+    stated = Stated(config=LLAMA, source="interleaved")
+    convert(tmp_path / "b.pt", tmp_path / "c.pt", to="half", stated=stated)
     assert (tmp_path / "c.pt").read_bytes() == (tmp_path / "a.pt").read_bytes()
 
 
@@ -321,7 +323,7 @@ def test_a_weight_that_two_layers_share_moves_once(tmp_path: Path) -> None:
         shared = tensors[f"model.layers.0.self_attn.{name}.weight"]
         tensors[f"model.layers.1.self_attn.{name}.weight"] = shared
     torch.save(tensors, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", said=Said(config=LLAMA))
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", stated=Stated(config=LLAMA))
     after = torch.load(tmp_path / "b.pt", weights_only=True)
     name = "model.layers.1.self_attn.q_proj.weight"
     assert after[name].tolist() == interleaved_rows(tensors[name].tolist(), range(0, 32, 8), 8)
@@ -483,7 +485,7 @@ def test_refused_and_nothing_written(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said, match",
+    "stated, match",
     [
         ({"source": "sideways"}, "a pairing must be 'half' or 'interleaved' but got 'sideways'"),
         ({"naming": "mystery"}, "naming must be one of llama, meta"),
@@ -497,23 +499,23 @@ def test_refused_and_nothing_written(tmp_path: Path, case: str) -> None:
         ({"config": "nowhere/config.json"}, "the configuration must exist but"),
     ],
 )
-def test_what_the_user_says_wrong(tmp_path: Path, said: dict[str, Any], match: str) -> None:
+def test_what_the_user_says_wrong(tmp_path: Path, stated: dict[str, Any], match: str) -> None:
     source = write(tmp_path / "a", llama_tensors())
     with refused(match):
-        convert(source, tmp_path / "b", to="interleaved", said=Said(**said))
+        convert(source, tmp_path / "b", to="interleaved", stated=Stated(**stated))
 
 
 def test_a_checkpoint_without_configuration(tmp_path: Path) -> None:
     source = write(tmp_path / "a", llama_tensors(), None)
     with refused("no config.json beside the checkpoint: pass --config, or --head-dim and --naming"):
         convert(source, tmp_path / "b", to="interleaved")
-    said = Said(head_dim=8, naming="llama")
+    stated = Stated(head_dim=8, naming="llama")
     with refused(
         "the pairing of the checkpoint must be known, and the command line does not state it"
     ):
-        convert(source, tmp_path / "b", to="interleaved", said=said)
-    said = Said(head_dim=8, naming="llama", source="half")
-    assert len(convert(source, tmp_path / "b", to="interleaved", said=said).changed) == 12
+        convert(source, tmp_path / "b", to="interleaved", stated=stated)
+    stated = Stated(head_dim=8, naming="llama", source="half")
+    assert len(convert(source, tmp_path / "b", to="interleaved", stated=stated).changed) == 12
 
 
 def test_paired_so_already(tmp_path: Path) -> None:
@@ -533,27 +535,27 @@ def test_weights_that_speak_against_their_configuration(tmp_path: Path) -> None:
     source = write(tmp_path / "a", trained(interleaved=True), TRAINED)
     with refused("is half .stated by model_type 'llama'. but its weights show interleaved"):
         convert(source, tmp_path / "b", to="interleaved")
-    convert(source, tmp_path / "b", to="interleaved", said=Said(source="half"))
+    convert(source, tmp_path / "b", to="interleaved", stated=Stated(source="half"))
 
 
 def test_training_state_is_refused(tmp_path: Path) -> None:
     torch.save({"model": llama_tensors(), "optimizer": {}}, tmp_path / "a.pt")
     with refused("holds 'optimizer', whose state would not match the converted weights"):
-        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", said=Said(config=LLAMA))
+        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", stated=Stated(config=LLAMA))
 
 
 def test_strided_and_overlapping_tensors_are_refused(tmp_path: Path) -> None:
-    said = Said(config=LLAMA)
+    stated = Stated(config=LLAMA)
     tensors = llama_tensors()
     tensors[Q0] = tensors[Q0].T
     torch.save(tensors, tmp_path / "a.pt")
     with refused("must be contiguous but is a transposed or strided view"):
-        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", said=said)
+        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", stated=stated)
     tensors = llama_tensors()
     tensors["other"] = tensors[Q0][:2]
     torch.save(tensors, tmp_path / "a.pt")
     with refused("shares its bytes with"):
-        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", said=said)
+        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="interleaved", stated=stated)
 
 
 class Harmful:
@@ -566,10 +568,10 @@ def test_pickles_do_not_run(tmp_path: Path) -> None:
     with refused(
         "must load with weights_only but does not: its pickle asks for posix.system, which"
     ):
-        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="half", said=Said(config=LLAMA))
+        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="half", stated=Stated(config=LLAMA))
     torch.save({"a": 1}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     with refused("must be a zip that torch.save wrote"):
-        convert(tmp_path / "old.bin", tmp_path / "b.bin", to="half", said=Said(config=LLAMA))
+        convert(tmp_path / "old.bin", tmp_path / "b.bin", to="half", stated=Stated(config=LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -590,7 +592,7 @@ def test_nobody_is_told_to_load_a_pickle_that_runs_code(
         for name, data in (("data.pkl", pickled), ("version", b"3\n"), ("byteorder", b"little")):
             archive.writestr(f"a/{name}", data)
     with refused(why) as error:
-        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="half", said=Said(config=LLAMA))
+        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="half", stated=Stated(config=LLAMA))
     for advice in ("False", "trust", "safe_globals", "torch.load", "Re-running"):
         assert advice not in str(error.value)
 
@@ -698,17 +700,17 @@ def test_folders_without_one_checkpoint(tmp_path: Path, names: list[str], match:
 def test_other_files_are_no_checkpoints(tmp_path: Path, name: str, match: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     with refused(match):
-        convert(tmp_path / name, tmp_path / "b", to="half", said=Said(config=LLAMA))
+        convert(tmp_path / name, tmp_path / "b", to="half", stated=Stated(config=LLAMA))
 
 
 # --- the configuration ----------------------------------------------------------------------------
 
 
 def test_the_way_back_takes_the_record_away_and_no_other(tmp_path: Path) -> None:
-    source, again = write(tmp_path / "a", llama_tensors()), Said(source="half")
+    source, again = write(tmp_path / "a", llama_tensors()), Stated(source="half")
     convert(source, tmp_path / "b", to="interleaved")
     # The user overrides the record, so this is not the way back.
-    done = convert(tmp_path / "b", tmp_path / "c", to="interleaved", said=again)
+    done = convert(tmp_path / "b", tmp_path / "c", to="interleaved", stated=again)
     assert "tightrope_convert.json" in done.files
     assert (tmp_path / "c" / "tightrope_convert.json").exists()
     done = convert(tmp_path / "b", tmp_path / "d", to="half")
@@ -765,7 +767,7 @@ def test_force_on_a_file(tmp_path: Path) -> None:
         convert(file, out, to="interleaved")
     assert out.read_bytes() == b"older"
     convert(file, out, to="interleaved", force=True)
-    assert detect(out, said=Said(config=source)).said == "interleaved"
+    assert detect(out, stated=Stated(config=source)).stated == "interleaved"
 
 
 @pytest.mark.parametrize("which", ["itself", "inside", "around", "link", "file", "no parent"])
@@ -946,12 +948,12 @@ def test_both_pairings_of_the_same_are_told_apart(
     source = write(tmp_path / "a", weights, {**TRAINED, "head_dim": width})
     found = detect(source)
     name, other = ("interleaved", "half") if interleaved else ("half", "interleaved")
-    assert (found.pairing, found.said) == (name, "half")
+    assert (found.pairing, found.stated) == (name, "half")
     assert found.confidence > 0.9999
     assert found.contradicts == interleaved
-    convert(source, tmp_path / "b", to=other, said=Said(source=name))
+    convert(source, tmp_path / "b", to=other, stated=Stated(source=name))
     converted = detect(tmp_path / "b")
-    assert (converted.pairing, converted.said) == (other, other)
+    assert (converted.pairing, converted.stated) == (other, other)
     assert not converted.contradicts
 
 
@@ -1025,9 +1027,9 @@ def test_fused_projections_are_read(tmp_path: Path) -> None:
             parts += [q[64 * n : 64 * n + 64], k[32 * n : 32 * n + 32], torch.randn(32, 64)]
         fused[f"layers.{layer}.attention.query_key_value.weight"] = torch.cat(parts)
     save_file(fused, tmp_path / "a.safetensors")
-    said = Said(head_dim=32, heads=8, naming="gpt_neox")
-    found = detect(tmp_path / "a.safetensors", said=said)
-    assert (found.pairing, found.said) == ("interleaved", None)
+    stated = Stated(head_dim=32, heads=8, naming="gpt_neox")
+    found = detect(tmp_path / "a.safetensors", stated=stated)
+    assert (found.pairing, found.stated) == ("interleaved", None)
 
 
 # --- the record in a single file ------------------------------------------------------------------
@@ -1065,7 +1067,7 @@ def test_a_single_file_carries_its_pairing(tmp_path: Path, kind: str, metadata: 
     done = convert(a, b, to="interleaved", verify=True)
     assert done.verified is not None
     found = detect(b)
-    assert (found.said, found.who) == ("interleaved", f"the conversion record in {b.name}")
+    assert (found.stated, found.who) == ("interleaved", f"the conversion record in {b.name}")
     with refused("is already interleaved .stated by the conversion record in b"):
         convert(b, c, to="interleaved")
     # Back without options, to the original bytes.
@@ -1092,8 +1094,8 @@ def test_a_single_file_carries_its_pairing(tmp_path: Path, kind: str, metadata: 
             assert archive.testzip() is None
             assert archive.comment.startswith(b"mine\n" if metadata == "own" else b"tightrope")
     # The user's statement overrides the record, and the new record states what was done.
-    convert(b, d, to="interleaved", said=Said(source="half"))
-    assert detect(d).said == "interleaved"
+    convert(b, d, to="interleaved", stated=Stated(source="half"))
+    assert detect(d).stated == "interleaved"
 
 
 def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
@@ -1102,7 +1104,7 @@ def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
     folder.mkdir()
     convert(source / "model.safetensors", folder / "model.safetensors", to="interleaved")
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
-    assert detect(folder).said == "interleaved"
+    assert detect(folder).stated == "interleaved"
     done = convert(folder, tmp_path / "c", to="half")
     assert done.source_from == "the conversion record in model.safetensors"
     assert (tmp_path / "c/model.safetensors").read_bytes() == (

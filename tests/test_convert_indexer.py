@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from convert_cases import interleaved_rows, llama_tensors, write
-from tightrope.workbench.convert import Said, convert, detect
+from tightrope.workbench.convert import Stated, convert, detect
 
 PLACE = "model.layers.0.self_attn."
 GLM5: dict[str, Any] = {
@@ -144,9 +144,9 @@ def test_norms_that_the_naming_does_not_know_are_refused(
         f"[convert] {there} is a norm of queries or keys by its name, but the given or detected naming "
         f"does not list it{known}."
     )
-    for said in (Said(), Said(naming="llama")):
+    for stated in (Stated(), Stated(naming="llama")):
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            convert(source, tmp_path / "out", to="interleaved", said=said)
+            convert(source, tmp_path / "out", to="interleaved", stated=stated)
         with pytest.raises(ValueError, match=re.escape("is a norm of queries or keys by its name")):
-            detect(source, said=said)
+            detect(source, stated=stated)
     assert not (tmp_path / "out").exists()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..workbench.convert import Said
+from ..workbench.convert import Stated
 
 Checkpoint = Annotated[
     Path,
@@ -50,6 +50,6 @@ Start = Annotated[int | None, typer.Option("--start", help="First channel that r
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def collect(**options: object) -> Said:
+def collect(**options: object) -> Stated:
     """Return the options as one object."""
-    return Said(**options)  # type: ignore[arg-type]
+    return Stated(**options)  # type: ignore[arg-type]

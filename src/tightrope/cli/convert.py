@@ -63,7 +63,7 @@ def convert(
             checkpoint,
             out,
             to=to,
-            said=option.collect(
+            stated=option.collect(
                 config=config,
                 section=section,
                 source=source,

@@ -37,7 +37,7 @@ def detect(
     with as_mistakes({"[detect] ": ""}), Ticker(make_console(stderr=True), "detect") as ticker:
         found = detect_pairing(
             checkpoint,
-            said=option.collect(
+            stated=option.collect(
                 config=config,
                 section=section,
                 naming=naming,
@@ -63,7 +63,7 @@ def detect(
 
 def _rows(found: Detection) -> list[tuple[str, str]]:
     rows = [("model", found.model)]
-    stated = "nothing" if found.said is None else found.said
+    stated = "nothing" if found.stated is None else found.stated
     rows.append(("files say", f"{stated} ({found.who})"))
     if found.pairing is None:
         rows.append(("weights say", "nothing beyond chance: they do not show the pairing"))

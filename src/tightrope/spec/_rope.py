@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import positions as positions_, words as words_
+from .. import phase_words, positions as positions_
 from .._errors import as_real, bad_type, bad_value, public
 from ..axes import Axes
 from ..channels import Channels
@@ -242,7 +242,7 @@ class RopeSpec:
         """
         length = None if seq_len is None else checked_length(seq_len)
         regime = None if self.scaling is None else self.scaling.regime(length)
-        return words_.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
+        return phase_words.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
 
     def attention_scaling(self, seq_len: SeqLen = None) -> float:
         """Return the factor on the rotated channels, for one length or for rows of several.

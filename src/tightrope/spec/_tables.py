@@ -1,6 +1,6 @@
 """Phase words of one spec as tensors, for sequences of any length and on any device.
 
-The pure functions of :mod:`tightrope.words` make phase words on the host, ``_device_cache`` caches
+The pure functions of :mod:`tightrope.phase_words` make phase words on the host, ``_device_cache`` caches
 tensors, and ``_unread`` serves lengths whose values cannot be read. This module chooses between them.
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from .. import words as words_
+from .. import phase_words
 from .._errors import bad_value, public, unsupported
 from .._tracing import is_tracing
 from ..axes import Axes
 from ..frequencies import Rule
-from ..words import HostWords, Table
+from ..phase_words import HostWords, Table
 from . import _lengths
 from ._device_cache import DeviceCache, outside_inference
 from ._lengths import Lengths, SeqLen
@@ -51,7 +51,9 @@ class Tables:
                 None if axes is None else (Axes, (axes.count, axes.pairs)),
             )
         # Phase words on the host: within the original length, and of the regime just above it.
-        self._within = words_.made(self._constants[0], rotary_dim, base, self._constants[1], None)
+        self._within = phase_words.made(
+            self._constants[0], rotary_dim, base, self._constants[1], None
+        )
         self._first: int | None = None
         self._beyond = self._within
         if rule is not None and rule.by_length:
@@ -110,7 +112,7 @@ class Tables:
             return self._of_regime(device, regimes[0])
         tables = {regime: self._of_regime(device, regime) for regime in set(regimes)}
         with outside_inference():
-            return words_.joined([tables[regime] for regime in regimes])
+            return phase_words.joined([tables[regime] for regime in regimes])
 
     @public("RopeSpec")
     def amplitude(self, lengths: Lengths | None) -> str:
@@ -144,7 +146,7 @@ class Tables:
         if regime == self._first:
             return self._beyond
         rule, axes = self._constants
-        return words_.made(rule, self._rotary_dim, float.fromhex(self._base_hex), axes, regime)
+        return phase_words.made(rule, self._rotary_dim, float.fromhex(self._base_hex), axes, regime)
 
     def _of_regime(self, device: torch.device, regime: int | None = None) -> Table:
         """Return phase words and turns of a regime, ``[axes, 1, heads|1, pairs]``."""
@@ -154,19 +156,19 @@ class Tables:
 
     def _make_table(self, device: torch.device, regime: int | None) -> Table:
         if is_tracing():
-            return words_.table(self._on_host(regime), device)
+            return phase_words.table(self._on_host(regime), device)
         if self.by_length:
             self._unread(device)  # now: a CUDA graph captured later could not copy it
         if regime is None:
-            return words_.table(self._within, device)
+            return phase_words.table(self._within, device)
         return self._of_lengths((regime,), device)
 
     def _of_lengths(self, lengths: Sequence[int], device: torch.device) -> Table:
         """Compute phase words and turns for rows of known lengths; not while tracing."""
         rule: Rule = self.rule  # type: ignore[assignment]
         base = float.fromhex(self._base_hex)
-        made = words_.of_lengths(rule, self._rotary_dim, base, self._axes, lengths)
-        return words_.moved(made, device)
+        made = phase_words.of_lengths(rule, self._rotary_dim, base, self._axes, lengths)
+        return phase_words.moved(made, device)
 
     def _unread(self, device: torch.device) -> UnreadLengths:
         return self._kept.get(device, "unread", self._make_unread)
@@ -180,7 +182,9 @@ class Tables:
         if self._axes is not None:
             dims = {dim for _, _, dim in self._axes.pairs}
         rows = {
-            dim: torch.tensor(words_.inv_freq(rule, dim, base), dtype=torch.float64, device=_CPU)
+            dim: torch.tensor(
+                phase_words.inv_freq(rule, dim, base), dtype=torch.float64, device=_CPU
+            )
             for dim in dims
         }
-        return UnreadLengths(words_.table(self._beyond, _CPU), rows)
+        return UnreadLengths(phase_words.table(self._beyond, _CPU), rows)

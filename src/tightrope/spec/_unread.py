@@ -9,7 +9,7 @@ import torch
 from ..angles import words_from
 from ..axes import Axes
 from ..frequencies import Rule
-from ..words import Table, moved
+from ..phase_words import Table, moved
 
 
 class UnreadLengths(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ... import words as words_
+from ... import phase_words
 
 #: Device types that this backend serves.
 DEVICES = ("cpu",)
@@ -44,7 +44,7 @@ def register() -> None:
             _missing = f"the native library does not load ({error}); {_HOW}"
         else:
             _library, _missing = _open(), None
-            words_.stretched_natively = _stretched
+            phase_words.stretched_natively = _stretched
             return
     warnings.warn(f"tightrope runs on plain torch, which is slower: {_missing}", stacklevel=2)
 
@@ -106,7 +106,7 @@ def _stretched(
     first: int,
     words: torch.Tensor,
 ) -> int:
-    """See :data:`tightrope.words.stretched_natively`."""
+    """See :data:`tightrope.phase_words.stretched_natively`."""
     own = array("q", lengths)
     row: int = _library.tightrope_stretched(  # type: ignore[union-attr]
         *(constants, limit, own.buffer_info()[0], *words.shape, doubt, first, words.data_ptr())

@@ -21,7 +21,7 @@ from ...forms import WIDTHS, signature, widen
 from ...frequencies import Given
 from ...spec import RopeSpec
 from ._classes import base_of
-from ._report import Entry
+from ._summary import Entry
 
 # Probe positions, and the float32 error allowed to the original: relative to the angle and absolute.
 _SMALL = (3, 1, 7, 2, 12, 40)

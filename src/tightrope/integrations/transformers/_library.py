@@ -20,7 +20,7 @@ from . import _exact, _find, _graft
 from ._classes import base_of
 from ._find import Found
 from ._recognise import Recognition, recognise, recognise_method
-from ._report import Entry, Report, entry_of
+from ._summary import Entry, Report, entry_of
 from ._run import replacement
 
 _MODELING = re.compile(r"^transformers\.models\.\w+(\.\w+)*\.modeling_\w+$")

@@ -12,7 +12,7 @@ from . import _exact, _find, _graft, _library
 from ._classes import base_of
 from ._find import Found
 from ._recognise import Recognition, recognise, recognise_method
-from ._report import Entry, Report, entry_of
+from ._summary import Entry, Report, entry_of
 
 ANGLES = ("model", "exact")
 

@@ -63,27 +63,27 @@ class Adapter(Call):
 
     @property
     def takes_positions(self) -> bool:
-        """Whether it computes angles from positions."""
+        """True if it computes angles from positions."""
         return "positions" in self.form.roles
 
     @property
     def takes_rows(self) -> bool:
-        """Whether positions select rows of the tables that it takes."""
+        """True if positions select rows of the tables that it takes."""
         return self.form.takes_tables and "positions" in self.roles
 
     @property
     def takes_ids(self) -> bool:
-        """Whether tokens may have arbitrary positions."""
+        """True if tokens may have arbitrary positions."""
         return self.takes_positions or self.form.takes_tables
 
     @property
     def takes_keys(self) -> bool:
-        """Whether it takes q and k in one call."""
+        """True if it takes q and k in one call."""
         return "k" in self.roles
 
     @property
     def rows_differ(self) -> bool:
-        """Whether rows may have different positions in one call."""
+        """True if rows may have different positions in one call."""
         if "b" not in self.layout:
             return False
         if self.form.takes_tables:

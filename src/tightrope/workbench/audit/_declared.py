@@ -246,7 +246,7 @@ def _same(measured: Sequence[float], row: Sequence[float]) -> bool:
 
 
 def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:
-    """Whether the measured values are those of `meant` rounded to a 16-bit dtype."""
+    """True if the measured values are those of `meant` rounded to a 16-bit dtype."""
     exact = torch.tensor(meant, dtype=torch.float64)
     seen = torch.tensor(measured, dtype=torch.float64)
     for dtype in (torch.bfloat16, torch.float16):

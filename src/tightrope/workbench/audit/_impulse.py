@@ -258,5 +258,5 @@ def lines_of(shape: Shape) -> tuple[Line, ...]:
 
 
 def agrees(a: float, b: float, tolerance: float = _ANGLE) -> bool:
-    """Whether two angles are the same, modulo a turn."""
+    """True if two angles are the same, modulo a turn."""
     return abs(wrapped(a - b)) <= tolerance

@@ -58,7 +58,7 @@ class Log:
         self.findings.append(Finding(code, severity, sentence, evidence, text))
 
     def found(self, *codes: str) -> bool:
-        """Whether there is a finding with one of these codes; without codes, any error."""
+        """True if there is a finding with one of these codes; without codes, any error."""
         return any(
             finding.code in codes if codes else finding.severity == "error"
             for finding in self.findings

@@ -73,7 +73,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no errors and no warnings."""
+        """True if there are no errors and no warnings."""
         return not any(finding.severity != "note" for finding in self.findings)
 
     @property

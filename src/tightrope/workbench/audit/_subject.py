@@ -65,7 +65,7 @@ class Subject:
 
     @property
     def can_be_fresh(self) -> bool:
-        """Whether a fresh function is another object, with its own state."""
+        """True if a fresh function is another object, with its own state."""
         return self.make is not None or fresh(self.fn, None) is not self.fn
 
     def heads(self, wanted: int) -> int:

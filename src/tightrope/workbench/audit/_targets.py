@@ -223,7 +223,7 @@ class RotaryAndApply(nn.Module):
 
 
 def one_at_a_time(apply: Callable[..., Any]) -> bool:
-    """Whether an apply function takes (x, cos, sin), as Gemma's new one, and not (q, k, cos, sin)."""
+    """True if an apply function takes (x, cos, sin), as Gemma's new one, and not (q, k, cos, sin)."""
     return not any("k" in call.roles for call in calls_of(apply))
 
 

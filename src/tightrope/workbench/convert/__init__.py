@@ -4,6 +4,6 @@
 """
 
 from .detect import Detection as Detection, Evidence as Evidence, detect as detect
-from .model import Said as Said
+from .model import Stated as Stated
 from .run import Conversion as Conversion, convert as convert
 from .verify import Verified as Verified

@@ -154,7 +154,7 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _is_inside(folder: Path, path: Path) -> bool:
-    """Whether a path is a file in the folder, or a blob that the hub's cache links from it."""
+    """True if a path is a file in the folder, or a blob that the hub's cache links from it."""
     try:
         real, home = path.resolve(strict=True), folder.resolve(strict=True)
     except (OSError, RuntimeError):

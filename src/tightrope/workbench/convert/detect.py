@@ -28,7 +28,7 @@ import torch
 from ..._errors import public
 from ._fail import fail, pairing_name
 from .checkpoint import open_checkpoint
-from .model import Model, Said, describe, read_model
+from .model import Model, Stated, describe, read_model
 from .naming import PACKINGS
 from .plan import Plan, make_plan
 from .rewrite import Change
@@ -67,7 +67,7 @@ class Detection:
         confidence: 1 - chance; 0 if the weights do not show the pairing.
         chance: an upper bound of the probability that weights without structure look the same.
         evidence: the evidence by kind of tensor.
-        said: the pairing stated by the configuration, its family or a conversion record.
+        stated: the pairing stated by the configuration, its family or a conversion record.
         who: the source of that statement.
         model: the model in one line.
     """
@@ -76,35 +76,35 @@ class Detection:
     confidence: float
     chance: float
     evidence: tuple[Evidence, ...]
-    said: str | None
+    stated: str | None
     who: str
     model: str
 
     @property
     def contradicts(self) -> bool:
-        """Whether the weights contradict the files."""
-        return self.pairing is not None and self.said is not None and self.pairing != self.said
+        """True if the weights contradict the files."""
+        return self.pairing is not None and self.stated is not None and self.pairing != self.stated
 
 
 @public("convert")
 def detect(
     checkpoint: str | os.PathLike[str],
     *,
-    said: Said | None = None,
+    stated: Stated | None = None,
     report: Callable[[float, str], None] | None = None,
 ) -> Detection:
     """Detect from its weights how a checkpoint pairs channels, or that they do not show it.
 
     Args:
         checkpoint: as in :func:`tightrope.workbench.convert.convert`.
-        said: facts that the configuration does not state.
+        stated: facts that the configuration does not state.
         report: called with the fraction done and a short text.
 
     Raises:
         ValueError, OSError: as in :func:`tightrope.workbench.convert.convert`.
     """
     found = open_checkpoint(Path(checkpoint))
-    model = read_model(found, said or Said(), pairing=False)
+    model = read_model(found, stated or Stated(), pairing=False)
     return weigh(make_plan(found, model), model, report)
 
 

@@ -27,7 +27,7 @@ _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_gro
 
 
 @dataclass(frozen=True)
-class Said:
+class Stated:
     """The user's statements about a checkpoint, in place of its configuration or beside it.
 
     Attributes:
@@ -91,31 +91,31 @@ class Model:
         return self.specs if isinstance(self.specs, RopeSpec) else self.specs.of(layer)
 
 
-def read_model(checkpoint: Checkpoint, said: Said, *, pairing: bool = True) -> Model:
+def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) -> Model:
     """Read the model of a checkpoint from its configuration and the user's statements.
 
     Args:
         checkpoint: the checkpoint.
-        said: the user's statements.
+        stated: the user's statements.
         pairing: whether an unknown pairing is an error.
 
     Raises:
         ValueError: a value is missing, or its sources conflict.
     """
-    given = _pairing(said.source)
-    found = said.config if said.config is not None else _config_of(checkpoint.home)
+    given = _pairing(stated.source)
+    found = stated.config if stated.config is not None else _config_of(checkpoint.home)
     if isinstance(found, str | Path):
         path = Path(found)
         if not path.exists():
             fail(f"the configuration {url_in(path) or f'must exist but {path} does not'}")
     if found is None:
-        model = _from_flags(said)
+        model = _from_flags(stated)
     else:
-        model = _from_config(found, said, given)
-    if said.rotary_dim is not None or said.start is not None:
+        model = _from_config(found, stated, given)
+    if stated.rotary_dim is not None or stated.start is not None:
         if not isinstance(model.specs, RopeSpec):
             fail("rotary_dim and start cannot be given where layers differ")
-        model = replace(model, specs=_sliced(model.specs, said))
+        model = replace(model, specs=_sliced(model.specs, stated))
     recorded = _recorded(checkpoint) if given is None else None
     if recorded is not None:
         model = replace(model, interleaved=recorded[0], who=recorded[1])
@@ -197,33 +197,33 @@ def _beside(checkpoint: Checkpoint) -> str | None:
 # --- without a configuration ----------------------------------------------------------------------
 
 
-def _from_flags(said: Said) -> Model:
+def _from_flags(stated: Stated) -> Model:
     missing = [
         f"--{name.replace('_', '-')}"
         for name in ("head_dim", "naming")
-        if getattr(said, name) is None
+        if getattr(stated, name) is None
     ]
     if missing:
         fail(
             f"there is no config.json beside the checkpoint: pass --config, or {' and '.join(missing)}"
         )
-    spec = RopeSpec(said.head_dim, rotary_dim=said.rotary_dim, start=said.start or 0)  # type: ignore[arg-type]
+    spec = RopeSpec(stated.head_dim, rotary_dim=stated.rotary_dim, start=stated.start or 0)  # type: ignore[arg-type]
     return Model(
-        spec, None, "the command line", _naming(said, None), said.prefix, said.heads, said.kv_heads,
+        spec, None, "the command line", _naming(stated, None), stated.prefix, stated.heads, stated.kv_heads,
         name="a checkpoint without configuration",
     )  # fmt: skip
 
 
-def _sliced(spec: RopeSpec, said: Said) -> RopeSpec:
-    start = spec.start if said.start is None else said.start
-    rotary = said.rotary_dim
+def _sliced(spec: RopeSpec, stated: Stated) -> RopeSpec:
+    start = spec.start if stated.start is None else stated.start
+    rotary = stated.rotary_dim
     if rotary is None:
         rotary = min(spec.rotary_dim, spec.head_dim - start)
     return replace(spec, rotary_dim=rotary, start=start, scaling=None, axes=None)
 
 
-def _naming(said: Said, family: str | None) -> Naming:
-    key = said.naming or FAMILY_NAMING.get(family or "")
+def _naming(stated: Stated, family: str | None) -> Naming:
+    key = stated.naming or FAMILY_NAMING.get(family or "")
     if key is None:
         fail(
             f"the names of the projections of {family or 'this checkpoint'} are not known: pass --naming, "
@@ -233,48 +233,48 @@ def _naming(said: Said, family: str | None) -> Naming:
     if key not in NAMINGS:
         fail(f"naming must be one of {', '.join(NAMINGS)} but got {key!r}")
     naming = NAMINGS[key]
-    if said.packing is None:
+    if stated.packing is None:
         return naming
-    if said.packing not in PACKINGS:
-        fail(f"packing must be one of {', '.join(PACKINGS)} but got {said.packing!r}")
-    return replace(naming, packing=said.packing)
+    if stated.packing not in PACKINGS:
+        fail(f"packing must be one of {', '.join(PACKINGS)} but got {stated.packing!r}")
+    return replace(naming, packing=stated.packing)
 
 
 # --- with a configuration -------------------------------------------------------------------------
 
 
-def _from_config(found: object, said: Said, given: bool | None) -> Model:
+def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     if isinstance(found, str | Path):
         path = Path(found)
         if path.is_dir():
             path = _config_of(path) or path / "config.json"
         found = load_json(path)
-    source = reader.source_of(found, said.section)
+    source = reader.source_of(found, stated.section)
     refused = _refused(source)
     if refused is not None:
         fail(refused)
     silent = source.family is None and given is None and _key_of(source) is None
-    spec = _provenance(found, said, False if silent else given, strict=given is None).spec
+    spec = _provenance(found, stated, False if silent else given, strict=given is None).spec
     if spec is None:
         fail(f"{source.name} has no RoPE")
     first = spec if isinstance(spec, RopeSpec) else next(each for each in spec.values() if each)
     interleaved = None if silent else first.interleaved
-    if said.head_dim is not None and said.head_dim != first.head_dim:
-        fail(f"--head-dim is {said.head_dim} but the configuration states {first.head_dim}")
+    if stated.head_dim is not None and stated.head_dim != first.head_dim:
+        fail(f"--head-dim is {stated.head_dim} but the configuration states {first.head_dim}")
     values = source.values
-    heads = _size(said.heads, "--heads", values, keys.HEADS)
-    kv_heads = _size(said.kv_heads, "--kv-heads", _attention(values), _KV_HEADS)
-    if values.get("model_type") == "falcon" and said.kv_heads is None:
+    heads = _size(stated.heads, "--heads", values, keys.HEADS)
+    kv_heads = _size(stated.kv_heads, "--kv-heads", _attention(values), _KV_HEADS)
+    if values.get("model_type") == "falcon" and stated.kv_heads is None:
         kv_heads = _falcon(values, heads, kv_heads)
-    naming = _naming(said, _family(source))
-    if said.naming is None:
+    naming = _naming(stated, _family(source))
+    if stated.naming is None:
         _check_indexer(values, naming, source.name)
     return Model(
         spec,
         interleaved,
         source.name,
         naming,
-        said.prefix,
+        stated.prefix,
         heads,
         kv_heads,
         None if source.family is None else source.family.pairing_key,
@@ -287,14 +287,14 @@ def _from_config(found: object, said: Said, given: bool | None) -> Model:
 
 
 def _provenance(
-    found: object, said: Said, interleaved: bool | None, *, strict: bool
+    found: object, stated: Stated, interleaved: bool | None, *, strict: bool
 ) -> reader.Provenance:
     """Read a configuration; unknown keys about RoPE are errors unless the user gave the pairing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
             return reader.provenance(
-                found, section=said.section, strict=strict, interleaved=interleaved
+                found, section=stated.section, strict=strict, interleaved=interleaved
             )
         except ValueError as error:
             text = str(error).replace("strict=False warns and ignores", "--from ignores them")

@@ -17,7 +17,7 @@ from ._fail import fail, pairing_name
 from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
 from .detect import weigh
 from .marking import marked
-from .model import Model, Said, describe, read_model
+from .model import Model, Stated, describe, read_model
 from .plan import Plan, make_plan
 from .rewrite import Change, rewrite
 from .target import check_target
@@ -75,7 +75,7 @@ def convert(
     out: str | os.PathLike[str],
     *,
     to: str,
-    said: Said | None = None,
+    stated: Stated | None = None,
     force: bool = False,
     dry_run: bool = False,
     verify: bool = False,
@@ -94,7 +94,7 @@ def convert(
         out: path of the result: a file for a file, a folder for a folder.
         to: ``"half"`` (channel i with i + rotary_dim / 2, as Llama in transformers) or
             ``"interleaved"`` (neighbours, as GPT-J and Meta's Llama).
-        said: facts that the checkpoint's configuration does not state.
+        stated: facts that the checkpoint's configuration does not state.
         force: replace an older result.
         dry_run: report what would change and write nothing.
         verify: check on random activations that scores are unchanged, before ``out`` appears.
@@ -112,13 +112,13 @@ def convert(
         fail(f"to must be 'half' or 'interleaved' but got {to!r}")
     interleaved = to == "interleaved"
     found = open_checkpoint(Path(checkpoint))
-    model = read_model(found, said or Said())
+    model = read_model(found, stated or Stated())
     target = Path(out)
     _check_apart(found, target)
     if model.interleaved == interleaved:
         fail(f"the checkpoint is already {to} (stated by {model.who}); --from overrides that")
     plan = make_plan(found, model)
-    given = said is not None and said.source is not None
+    given = stated is not None and stated.source is not None
     if not given:
         _check_weights(plan, model)
     files = _result_files(found, model, to)
@@ -143,7 +143,7 @@ def _check_weights(plan: Plan, model: Model) -> None:
     found = weigh(plan, model, layers=_LOOKED_AT)
     if found.contradicts:
         fail(
-            f"the checkpoint is {found.said} (stated by {found.who}) but its weights show {found.pairing} "
+            f"the checkpoint is {found.stated} (stated by {found.who}) but its weights show {found.pairing} "
             f"(by chance once in {1.0 / max(found.chance, 1e-99):.0e}): pass --from"
         )
 
@@ -170,7 +170,7 @@ def _result_files(found: Checkpoint, model: Model, to: str) -> tuple[str, ...]:
 
 
 def _is_way_back(folder: Path, model: Model, to: str) -> bool:
-    """Whether the result returns to the pairing of the first original, which had no record."""
+    """True if the result returns to the pairing of the first original, which had no record."""
     if not (folder / RECORD).is_file():
         return False
     record = load_json(folder / RECORD)

@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def alike(self) -> bool:
-        """Whether both rotate equally in all parts."""
+        """True if both rotate equally in all parts."""
         return not self.unmatched and all(part.alike for part in self.parts)
 
     def to_dict(self) -> dict[str, Any]:

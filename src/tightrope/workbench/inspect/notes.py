@@ -44,7 +44,7 @@ class Facts:
     """The context that the configuration states."""
     trained: int | None
     windowed: bool
-    """Whether these layers attend within a window only."""
+    """True if these layers attend within a window only."""
     pairs: tuple[Pair, ...]
     exactness: Exactness
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import oracle
 import oracle_frequencies as truth
-from tightrope import RopeSpec, angles, positions, words
+from tightrope import RopeSpec, angles, phase_words, positions
 from tightrope.axes import Axes
 from tightrope.backends import cpu
 from tightrope.frequencies import DynamicNTK, Frequencies, LongRoPE, Rule
@@ -34,7 +34,7 @@ def exact_words(
 
 
 def assert_words(rule: DynamicNTK, dim: int, base: float, lengths: list[int]) -> None:
-    made, turns = words.of_lengths(rule, dim, base, None, lengths)
+    made, turns = phase_words.of_lengths(rule, dim, base, None, lengths)
     wanted = [exact_words(rule, dim, base, length) for length in lengths]
     assert made[0, :, 0].tolist() == [row for row, _ in wanted]
     if turns is None:
@@ -78,8 +78,8 @@ def test_a_rounding_that_is_not_proven_is_left_to_the_definition(
         asked.append(len(frequencies.exact))
         return angles.words_of(frequencies)
 
-    monkeypatch.setattr(words, "words_of", words_of)
-    monkeypatch.setattr(words, "_DOUBT", doubt)
+    monkeypatch.setattr(phase_words, "words_of", words_of)
+    monkeypatch.setattr(phase_words, "_DOUBT", doubt)
     rule, lengths = DynamicNTK(2.0, 4096), [4000, *range(4097, 70000, 1999)]
     assert_words(rule, 128, 10000.0, lengths)
     if cpu.why_not() is None:
@@ -87,7 +87,7 @@ def test_a_rounding_that_is_not_proven_is_left_to_the_definition(
 
 
 def test_without_the_library_the_definition_makes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "stretched_natively", None)
+    monkeypatch.setattr(phase_words, "stretched_natively", None)
     assert_words(DynamicNTK(2.0, 4096), 64, 10000.0, [10, 4097, 10**6, 4096])
 
 
@@ -102,11 +102,13 @@ def test_without_the_library_the_definition_makes_all(monkeypatch: pytest.Monkey
 )
 def test_axes_take_their_pairs(axes: Axes | None) -> None:
     rule, lengths = DynamicNTK(2.0, 100), [7, 101, 5000, 100]
-    made, turns = words.of_lengths(rule, 64, 10000.0, axes, lengths)
+    made, turns = phase_words.of_lengths(rule, 64, 10000.0, axes, lengths)
     assert turns is None
     for row, length in enumerate(lengths):
         regime = rule.regime(length)
-        alone, _ = words.table(words.made(rule, 64, 10000.0, axes, regime), torch.device("cpu"))
+        alone, _ = phase_words.table(
+            phase_words.made(rule, 64, 10000.0, axes, regime), torch.device("cpu")
+        )
         assert torch.equal(made[:, row : row + 1], alone)
 
 
@@ -115,7 +117,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         raise AssertionError("60 digits were computed")
 
     for name in names:
-        monkeypatch.setattr(words, name, never)
+        monkeypatch.setattr(phase_words, name, never)
 
 
 @needs_library
