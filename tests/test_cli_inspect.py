@@ -26,7 +26,7 @@ from tightrope.cli import app
 from tightrope.cli._console import make_console
 from tightrope.cli._mistakes import as_mistakes
 from tightrope.frequencies import YaRN
-from tightrope.workbench.convert import Said, convert
+from tightrope.workbench.convert import Stated, convert
 
 LLAMA31 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=131072, rope_scaling=llama3(8.0))
 LLAMA3 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=8192)
@@ -296,7 +296,7 @@ def test_a_url_is_not_taken_for_a_path(url: str, tmp_path: Path) -> None:
         convert(url, tmp_path / "out", to="half")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(f"the configuration {about}")):
-        convert(tmp_path, tmp_path / "out", to="half", said=Said(config=url))
+        convert(tmp_path, tmp_path / "out", to="half", stated=Stated(config=url))
     # A folder may have such a name.
     there = tmp_path / "odd:" / "config.json"
     there.parent.mkdir()

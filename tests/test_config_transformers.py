@@ -24,7 +24,7 @@ from tightrope import RopeSpec
 from tightrope.axes import Axes
 from tightrope.config import LayerSpecs
 from tightrope.config.families import FAMILIES
-from tightrope.workbench.audit._targets import of_model
+from tightrope.workbench.audit._targets import from_model
 
 PACKAGE = Path(transformers.__file__).parent / "models"
 
@@ -249,7 +249,7 @@ def test_a_configuration_of_defaults_is_read_as_its_code_reads_it(name: str) -> 
 
 def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
     config = transformers.CONFIG_MAPPING["qwen2_vl"]()
-    target = of_model(config, None)
+    target = from_model(config, None)
     assert not target.unread
     assert target.spec == RopeSpec.from_config(config, section="text_config")
     assert target.spec.axes == Axes.sections((16, 24, 24))

@@ -5,7 +5,7 @@ import pytest
 import prose
 
 PLANTED = {
-    '"""True if it fits."""\n': (1, "Whether"),
+    '"""Whether it fits."""\n': (1, "Whether"),
     'def f():\n    """Return x.\n\n    Args:\n        x: as of\n            `g`.\n    """\n': (
         5,
         "as of",

@@ -20,8 +20,8 @@ from . import _exact, _find, _graft
 from ._classes import base_of
 from ._find import Found
 from ._recognise import Recognition, recognise, recognise_method
-from ._summary import Entry, Report, entry_of
 from ._run import replacement
+from ._summary import Entry, Report, entry_of
 
 _MODELING = re.compile(r"^transformers\.models\.\w+(\.\w+)*\.modeling_\w+$")
 
