@@ -244,7 +244,6 @@ def slopes(call: Call, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor]
     return dict(zip(call.learned(), found)), size
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_axis_beside_every_other(number: int) -> None:
     case = CASES[number]
