@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tightrope.workbench.bench import FLOORS
+
 from .pages import between_marks, table
 
 MARK = "benchmark table"
-FLOORS = ("neg_", "clone")
 COLUMNS = (
     *FLOORS,
     "0..n-1",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightrope.workbench.bench import CONTENDERS as SHARED, Case, Contender, Made
+from tightrope.workbench.bench import CONTENDERS as SHARED, FLOORS, Case, Contender, Made
 from tightrope.workbench.bench.contender import Rotate, functional, spec_of, tables_of
 from tightrope.workbench.bench.factors import alone
 
@@ -110,7 +110,7 @@ KERNELS = (
 #: The shared contenders that run on a GPU, besides the copies.
 _TAKEN = ("eager", "transformers", "compiled eager", "definition, compiled")
 
-OURS, FLOORS = SHARED[0], ("neg_", "clone")
+OURS = SHARED[0]
 CONTENDERS = (
     OURS,
     *(

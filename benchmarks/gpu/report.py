@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from tightrope.workbench.bench import Case
+from tightrope.workbench.bench import Case, floor_of
 
 from ..report import span
 from .cases import CASES, SHARES
-from .contenders import CONTENDERS, FLOORS, OURS, RIVALS
+from .contenders import CONTENDERS, OURS, RIVALS
 
 #: The budgets: least share of a copy's bandwidth, and most microseconds of the host per call.
 SHARE, HOST = 0.92, 25.0
@@ -129,7 +129,7 @@ def shapes(units: Units) -> Iterator[str]:
     for unit in units:
         result = unit["result"]
         if "::test_blocks" in unit["unit"] and "ratios" in result:
-            ratio = median(next(result["ratios"][n] for n in FLOORS if n in result["ratios"]))
+            ratio = median(floor_of(result["ratios"]))
             found.setdefault(result["case"]["name"], []).append((ratio, str(result["change"])))
     for name, every in found.items():
         table = next((ratio for ratio, change in every if change == "{}"), None)

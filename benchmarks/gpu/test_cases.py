@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tightrope.workbench.bench import Case, Contender, measure
+from tightrope.workbench.bench import FLOORS, Case, Contender, measure
 from tightrope.workbench.bench.measure import Expected, check, inputs
 
 from .cases import CASES, sized, small
-from .contenders import CONTENDERS, FLOORS, OURS
+from .contenders import CONTENDERS, OURS
 from .plugin import OPTIONS, read_units
 
 pytestmark = pytest.mark.usefixtures("device")

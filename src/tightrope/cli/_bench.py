@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ..workbench.bench import CONTENDERS, Case
-from ..workbench.bench.picture import FLOORS, copies
+from ..workbench.bench import CONTENDERS, FLOORS, Case, floor_of
+from ..workbench.bench.picture import copies
 from ..workbench.environment import Environment
 from ..workbench.text import duration
 from ._tables import titled
@@ -114,7 +114,7 @@ def _cell(result: Mapping[str, Any], name: str) -> Text:
 
 def _floor(result: Mapping[str, Any]) -> float:
     seconds: Mapping[str, Sequence[float]] = result["seconds"]
-    return median(next(seconds[name] for name in FLOORS if name in seconds))
+    return median(floor_of(seconds))
 
 
 def _faster(results: Sequence[Mapping[str, Any]]) -> str:

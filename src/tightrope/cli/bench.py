@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..workbench.bench import CONTENDERS, SUITES, Case, measure
+from ..workbench.bench import CONTENDERS, FLOORS, SUITES, Case, measure
 from ..workbench.environment import Environment, read_environment
 from ..workbench.place import write_whole
 from . import _bench as report
@@ -20,7 +20,7 @@ from ._mistakes import FINDING, as_mistakes, stop
 
 # The default contenders: all that need no compiler, and the compiled eager expression.
 _AGAINST = "^(eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime|jax jit)$"
-_FLOORS = "^(neg_|clone)$"
+_FLOORS = f"^({'|'.join(FLOORS)})$"
 
 
 def bench(

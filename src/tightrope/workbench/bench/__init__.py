@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from . import method as method, runtimes as runtimes
 from .case import Case as Case, in_both as in_both
-from .contender import Contender as Contender, Made as Made
+from .contender import (
+    FLOORS as FLOORS,
+    Contender as Contender,
+    Made as Made,
+    floor_of as floor_of,
+)
 from .contenders import CONTENDERS as CONTENDERS
 from .measure import measure as measure
 from .suites import SUITES as SUITES

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -16,8 +16,18 @@ from ...spec import RopeSpec
 from .case import Case
 from .method import Call
 
+Value = TypeVar("Value")
 Pair = tuple[torch.Tensor, torch.Tensor]
 Rotate = Callable[[torch.Tensor, torch.Tensor], Pair]
+
+
+#: Contenders that only touch memory: each byte is read and written once, in place or to a copy.
+FLOORS = ("neg_", "clone")
+
+
+def floor_of(values: Mapping[str, Value]) -> Value:
+    """Return the value of a case's floor, such as its seconds, which must be among them."""
+    return next(values[name] for name in FLOORS if name in values)
 
 
 class Made(NamedTuple):

@@ -10,9 +10,7 @@ from typing import Any
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ..figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
-
-#: The contenders that show the cost of memory traffic: each byte read and written once.
-FLOORS = ("neg_", "clone")
+from .contender import FLOORS, floor_of
 
 _OTHERS = (*COLOURS[1:], INK, MUTED)
 _MARKERS = "s^Dv<>P"
@@ -25,10 +23,10 @@ def copies(result: Mapping[str, Any], name: str) -> float | None:
         result: see :func:`tightrope.workbench.bench.measure`.
     """
     seconds: Mapping[str, Sequence[float]] = result["seconds"]
-    floor = next((seconds[each] for each in FLOORS if each in seconds), None)
-    if floor is None or name not in seconds:
+    if name not in seconds or not any(floor in seconds for floor in FLOORS):
         return None
-    return median(taken / touched for taken, touched in zip(seconds[name], floor, strict=True))
+    pairs = zip(seconds[name], floor_of(seconds), strict=True)
+    return median(taken / touched for taken, touched in pairs)
 
 
 def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...examples.train_bytes import Attention, Size
-from ..bench import CONTENDERS, Case, in_both, measure
+from ..bench import CONTENDERS, FLOORS, Case, floor_of, in_both, measure
 
 Timing = dict[str, Any]
 """Result of :func:`tightrope.workbench.bench.measure` for a case."""
@@ -20,8 +20,7 @@ Timing = dict[str, Any]
 RUNS = 3
 # With a larger ratio between the slowest and the fastest run, the times are unreliable.
 _QUIET = 1.5
-_WANTED = re.compile("^(neg_|clone|eager)$")
-_FLOORS = ("neg_", "clone")
+_WANTED = re.compile(f"^({'|'.join((*FLOORS, 'eager'))})$")
 
 
 class EagerAttention(Attention):
@@ -72,8 +71,7 @@ def time_case(case: Case, rounds: int) -> Timing:
 def seconds(timing: Timing, name: str) -> float:
     """Return the median seconds of "tightrope", "eager" or "floor" (`neg_` in place, else `clone`)."""
     taken = timing["seconds"]
-    found = name if name != "floor" else next(each for each in _FLOORS if each in taken)
-    return float(median(taken[found]))
+    return float(median(floor_of(taken) if name == "floor" else taken[name]))
 
 
 def is_steady(timing: Timing) -> bool:
