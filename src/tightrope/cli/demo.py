@@ -153,19 +153,18 @@ def _train(
     steps: int | None,
     seconds: float | None,
 ) -> None:
-    stop = partial(getattr, interrupt, "requested")
     with Ticker(console, "training") as ticker:
         race.train(
             results.race,
             results.corpus,
             limit=(steps, seconds),
             seed=results.seed,
-            stop=stop,
+            stop=lambda: interrupt.requested,
             report=lambda done: ticker.update(done, _progress(results.race)),
         )
     if interrupt.requested:
         return
-    race.validate_both(results.race, results.corpus, stop)
+    race.validate_both(results.race, results.corpus, lambda: interrupt.requested)
     if interrupt.requested:
         return
     results.in_model = rotations.time_case(rotations.case_in_model(plan.model), plan.rounds)
@@ -175,7 +174,7 @@ def _train(
         count=plan.sample_bytes,
         temperature=0.6,
         seed=results.seed,
-        stop=stop,
+        stop=lambda: interrupt.requested,
     )
 
 
@@ -208,20 +207,19 @@ def _contest(
     seconds: float | None,
 ) -> None:
     contest = results.contest
-    stop = partial(getattr, interrupt, "requested")
     with Ticker(console, "polar attention") as ticker:
         race.train(
             contest.race,
             results.corpus,
             limit=(steps, seconds and _POLAR_SHARE * seconds),
             seed=results.seed,
-            stop=stop,
+            stop=lambda: interrupt.requested,
             report=lambda done: ticker.update(done, _progress(contest.race)),
             peak_rate=polar.PEAK_RATE,
             alike=False,
         )
     if contest.race.steps:
-        polar.read_longer(contest, results.corpus, stop)
+        polar.read_longer(contest, results.corpus, lambda: interrupt.requested)
 
 
 def _write(console: Console, results: Results, out: Path) -> None:

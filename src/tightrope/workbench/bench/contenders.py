@@ -113,7 +113,8 @@ def _copy(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Ma
 # ---- eager: the code of model files ---------------------------------------------------------------
 
 
-def _turned_half(x: torch.Tensor) -> torch.Tensor:
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """Return the partner of each channel: (−x₂, x₁) for halves x₁ and x₂."""
     u, v = x.chunk(2, -1)
     return torch.cat((-v, u), -1)
 
@@ -133,7 +134,7 @@ def _eager_function(
     case: Case, ids: torch.Tensor, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
 ) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
     cos, sin = tables_of(case, ids, dtype)
-    turned = _turned_neighbours if case.interleaved else _turned_half
+    turned = _turned_neighbours if case.interleaved else rotate_half
     width = spec_of(case).rotary_dim
 
     def one(x: torch.Tensor, which: int) -> torch.Tensor:

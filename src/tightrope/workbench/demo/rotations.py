@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ...examples.train_bytes import Attention, Size
 from ..bench import CONTENDERS, FLOORS, Case, floor_of, in_both, measure
+from ..bench.contenders import rotate_half
 
 Timing = dict[str, Any]
 """Result of :func:`tightrope.workbench.bench.measure` for a case."""
@@ -28,16 +30,17 @@ class EagerAttention(Attention):
 
     def rotate(self, q: Tensor, k: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """See :meth:`Attention.rotate`."""
-        inv_freq = 1.0 / self.spec.base ** (torch.arange(0, self.head_dim, 2) / self.head_dim)
-        angles = torch.arange(offset, offset + q.shape[-2])[:, None] * inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+        cos, sin = _tables(self.head_dim, self.spec.base, offset, offset + q.shape[-2])
+        return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
-def _rotate_half(x: Tensor) -> Tensor:
-    u, v = x.chunk(2, dim=-1)
-    return torch.cat((-v, u), dim=-1)
+@lru_cache(maxsize=1)
+def _tables(head_dim: int, base: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of positions start … stop − 1; model files compute them once as well."""
+    inv_freq = 1.0 / base ** (torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.arange(start, stop)[:, None] * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
 
 
 def cases(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> list[Case]:
