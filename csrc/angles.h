@@ -59,7 +59,7 @@ inline Split position_at(const Problem& p, int64_t axis, int64_t row, int64_t to
       s = split(static_cast<const double*>(p.positions)[at]);
       break;
   }
-  s.whole = int64_t(uint64_t(s.whole) + uint64_t(p.offset) + uint64_t(p.ramp ? token : 0));
+  s.whole = int64_t(uint64_t(s.whole) + uint64_t(p.offset) + uint64_t(p.add_index ? token : 0));
   return s;
 }
 

@@ -13,15 +13,15 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
                                            std::optional<Tensor> grad_z, Tensor words,
                                            std::optional<Tensor> turns,
                                            std::optional<Tensor> positions, int64_t offset,
-                                           int64_t form, bool by_positions, bool by_frequencies) {
+                                           int64_t options, bool by_positions, bool by_frequencies) {
   const Operands ys(y, z), grads(grad_y, grad_z);
   STD_TORCH_CHECK(ys.count == grads.count, "tightrope: one gradient for each result");
   for (int32_t i = 0; i < grads.count; ++i)
     STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y),
                     "tightrope: gradients must have the dtype and device of results");
-  const Arguments a{words, turns, positions, offset, Form(form), 1.0, nullptr, 0.0};
-  STD_TORCH_CHECK(a.form.source == kWords, "tightrope: tables have gradients of their own");
-  STD_TORCH_CHECK(a.form.is_plain(), "tightrope: gradients by angles need a form without act and gate");
+  const Arguments a{words, turns, positions, offset, Options(options), 1.0, nullptr, 0.0};
+  STD_TORCH_CHECK(a.options.source == kWords, "tightrope: tables have gradients of their own");
+  STD_TORCH_CHECK(a.options.is_plain(), "tightrope: gradients by angles need options without act and gate");
   Problem p = problem_of(ys, grads, a);
   const bool empty = is_empty(p) || p.pairs == 0;
   const int64_t sequences = p.word_rows;
@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
 std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor grad_y,
                                    std::optional<Tensor> grad_z, Tensor gate_q,
                                    std::optional<Tensor> gate_k, std::optional<Tensor> positions,
-                                   int64_t offset, int64_t form) {
+                                   int64_t offset, int64_t options) {
   const Operands ys(y, z), grads(grad_y, grad_z), gates(gate_q, gate_k);
   STD_TORCH_CHECK(ys.count == grads.count && ys.count == gates.count,
                   "tightrope: one gradient and one gate for each result");
@@ -66,13 +66,13 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
     STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y) &&
                         gates.tensor[i]->is_cpu(),
                     "tightrope: gradients must have the dtype and device of results");
-  const Form what(form);
+  const Options what(options);
   const bool slopes = what.gate == int64_t(Gate::kSlope);
   STD_TORCH_CHECK(slopes || what.gate == int64_t(Gate::kLog), "tightrope: act and gate must be known");
   Problem all = operands_of(ys, grads, what);
   all.axes = 1;
   // Only slopes need positions; with other gates, positions may have several axes.
-  if (slopes) read_positions(positions, offset, what.ramp, all);
+  if (slopes) read_positions(positions, offset, what.add_index, all);
 
   std::vector<Tensor> found;
   for (int32_t i = 0; i < ys.count; ++i) {

@@ -77,16 +77,16 @@ inline bool is_words(const Tensor& x) {
   return x.is_cpu() && code_of(x) == aoti_torch_dtype_int64() && x.is_contiguous();
 }
 
-// The form integer that ops/schema.py packs, read from its lowest bits up.
-class Form {
+// The integer of options that ops/schema.py packs, read from its lowest bits up.
+class Options {
  public:
-  explicit Form(int64_t packed) : rest_(uint64_t(packed)) {
+  explicit Options(int64_t packed) : rest_(uint64_t(packed)) {
     reserved = take(8);
     gate = take(4);
     act = take(8);
     learned = take(1) != 0;
     source = take(2);
-    ramp = take(1) != 0;
+    add_index = take(1) != 0;
     direction = take(2);
     interleaved = take(1) != 0;
     start = take(20);
@@ -98,9 +98,9 @@ class Form {
 
   int64_t reserved;  // numerics, and bits of no field
   int64_t gate, act;
-  bool learned;      // `carried` begins with learned frequencies, which only autograd uses
+  bool learned;      // `extras` begins with learned frequencies, which only autograd uses
   int64_t source;    // index into SOURCES
-  bool ramp;
+  bool add_index;
   int64_t direction;
   bool interleaved;
   int64_t start, layout;
@@ -121,9 +121,9 @@ struct Arguments {
   const std::optional<Tensor>& secondary;
   const std::optional<Tensor>& positions;
   int64_t offset;
-  Form form;
+  Options options;
   double amplitude;
-  const Tensor* carried;  // past the learned frequencies
+  const Tensor* extras;  // past the learned frequencies
   double eps;
 };
 
@@ -150,8 +150,8 @@ inline void read_tables(const Arguments& a, Problem& p) {
   if (p.cosine.data == nullptr) p.cosine.data = &p;
   p.axes = 1, p.word_rows = cos.size[0], p.word_heads = cos.size[1];
   p.table_length = cos.size[2];
-  p.table_step = a.form.source == kRepeat ? 2 : 1;
-  p.pairs = a.form.source == kHalf ? cos.size[3] : cos.size[3] / 2;
+  p.table_step = a.options.source == kRepeat ? 2 : 1;
+  p.pairs = a.options.source == kHalf ? cos.size[3] : cos.size[3] / 2;
 }
 
 inline void read_words(const Arguments& a, Problem& p) {
@@ -166,17 +166,17 @@ inline void read_words(const Arguments& a, Problem& p) {
   p.turns = static_cast<const int64_t*>(a.secondary->const_data_ptr());
 }
 
-inline void read_positions(const std::optional<Tensor>& positions, int64_t offset, bool ramp,
+inline void read_positions(const std::optional<Tensor>& positions, int64_t offset, bool add_index,
                            Problem& p) {
   p.offset = offset;
-  p.ramp = ramp;
+  p.add_index = add_index;
   p.position_dtype = PositionDtype::kNone;
   if (!positions.has_value()) return;
   const View at(*positions);
   STD_TORCH_CHECK(at.dims == 3 && positions->is_cpu() && at.size[0] == p.axes,
                   "tightrope: positions must be [axes, rows|1, tokens|1]");
   STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: rows of positions");
-  STD_TORCH_CHECK(at.size[2] == (ramp ? 1 : p.tokens), "tightrope: tokens of positions");
+  STD_TORCH_CHECK(at.size[2] == (add_index ? 1 : p.tokens), "tightrope: tokens of positions");
   p.positions = positions->const_data_ptr();
   p.position_dtype = position_dtype_of(code_of(*positions));
   STD_TORCH_CHECK(p.cosine.data == nullptr || p.position_dtype == PositionDtype::kInt64 ||
@@ -184,7 +184,7 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
                   "tightrope: positions in a table must be integers");
   p.position_axis = at.stride[0];
   p.position_row = at.size[1] == 1 ? 0 : at.stride[1];
-  p.position_token = ramp ? 0 : at.stride[2];
+  p.position_token = add_index ? 0 : at.stride[2];
 }
 
 // The tensors to rotate: q, or q and k.
@@ -201,11 +201,11 @@ struct Operands {
 // Python raises the errors for users. The checks below run before anything is written. They keep a
 // direct call of the raw operator from reading or writing outside its tensors, and they are the only
 // checks on the fast path through Python.
-inline Problem operands_of(const Operands& xs, const Operands& outs, const Form& form) {
-  STD_TORCH_CHECK(form.layout < 6, "tightrope: layout");
-  STD_TORCH_CHECK(form.direction <= 2, "tightrope: direction");
-  STD_TORCH_CHECK(form.reserved == 0, "tightrope: numerics is reserved");
-  const Layout& layout = kLayouts[form.layout];
+inline Problem operands_of(const Operands& xs, const Operands& outs, const Options& options) {
+  STD_TORCH_CHECK(options.layout < 6, "tightrope: layout");
+  STD_TORCH_CHECK(options.direction <= 2, "tightrope: direction");
+  STD_TORCH_CHECK(options.reserved == 0, "tightrope: numerics is reserved");
+  const Layout& layout = kLayouts[options.layout];
 
   Problem p{};
   p.operands = xs.count;
@@ -233,14 +233,14 @@ inline Problem operands_of(const Operands& xs, const Operands& outs, const Form&
 }
 
 inline Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a) {
-  const Form& form = a.form;
-  Problem p = operands_of(xs, outs, form);
-  if (form.source == kWords) {
+  const Options& options = a.options;
+  Problem p = operands_of(xs, outs, options);
+  if (options.source == kWords) {
     read_words(a, p);
   } else {
     read_tables(a, p);
   }
-  p.start = form.start;
+  p.start = options.start;
   STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows, "tightrope: rows of angles");
   for (int32_t i = 0; i < p.operands; ++i)
     STD_TORCH_CHECK(p.word_heads == 1 || p.word_heads == p.operand[i].heads,
@@ -248,10 +248,10 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
   STD_TORCH_CHECK(p.start <= p.head_dim && p.pairs <= (p.head_dim - p.start) / 2,
                   "tightrope: rotated channels lie outside the head");
   p.angles_per_head = p.word_heads != 1;
-  read_positions(a.positions, a.offset, form.ramp, p);
-  p.interleaved = form.interleaved;
-  p.conjugate = form.direction != kForward;
-  p.amplitude = form.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
+  read_positions(a.positions, a.offset, options.add_index, p);
+  p.interleaved = options.interleaved;
+  p.conjugate = options.direction != kForward;
+  p.amplitude = options.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
   return p;
 }
 

@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind_outer.h"
+#include "bind_stages.h"
 #include "bind_problem.h"
 #include "overlap.h"
 
@@ -14,42 +14,42 @@ using Tensors = std::vector<Tensor>;
 
 Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
   Problem p = problem_of(xs, outs, a);
-  const bool plain = a.form.is_plain();
+  const bool plain = a.options.is_plain();
   if (plain && is_empty(p)) return {};
   STD_TORCH_CHECK(whose == Outs::kNew || is_empty(p) || !memory_overlaps(p, whose),
                   "tightrope: memory overlaps");
-  if (!plain) return run_outer(p, xs, a);
+  if (!plain) return run_stages(p, xs, a);
   const int64_t items = divide(p, tile_of(p));
   const Loop loop = loops().rotate;
   share(p, items, p.tile, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
   return {};
 }
 
-// TORCH_BOX needs functions with explicit parameters. Calls with extra tensors (`carried`: weights,
+// TORCH_BOX needs functions with explicit parameters. Calls with extra tensors (`extras`: weights,
 // gates, learned frequencies) are separate overloads: even an empty list takes half a microsecond.
 #define TIGHTROPE_PARAMETERS                                                         \
   Tensor primary, std::optional<Tensor> secondary, std::optional<Tensor> positions, \
-      int64_t offset, int64_t form, double amplitude
-#define TIGHTROPE_CARRIED Tensors carried, double eps
+      int64_t offset, int64_t options, double amplitude
+#define TIGHTROPE_CARRIED Tensors extras, double eps
 
-#define TIGHTROPE_ARGUMENTS(carried, eps) \
-  arguments_of(primary, secondary, positions, offset, form, amplitude, carried, eps, xs.count)
+#define TIGHTROPE_ARGUMENTS(extras, eps) \
+  arguments_of(primary, secondary, positions, offset, options, amplitude, extras, eps, xs.count)
 
 Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secondary,
-                       const std::optional<Tensor>& positions, int64_t offset, int64_t form,
-                       double amplitude, const Tensors& carried, double eps, int32_t operands) {
-  const Form what(form);
+                       const std::optional<Tensor>& positions, int64_t offset, int64_t options,
+                       double amplitude, const Tensors& extras, double eps, int32_t operands) {
+  const Options what(options);
   const bool norm = what.act == int64_t(Act::kRmsNorm);
   const bool back = what.act != 0 && what.direction != kForward;
   const int64_t each = norm + (what.gate != 0) + back;
-  const int64_t count = int64_t(carried.size());
+  const int64_t count = int64_t(extras.size());
   STD_TORCH_CHECK(count == int64_t(what.learned) + operands * each && (norm || eps == 0),
-                  "tightrope: carried and eps must match the form");
+                  "tightrope: extras and eps must match the options");
   // Storage may have been freed, for example that of parameter shards between layers.
   for (int64_t i = what.learned; i < count; ++i)
-    STD_TORCH_CHECK(carried[i].numel() == 0 || carried[i].const_data_ptr() != nullptr,
-                    "tightrope: carried tensors must have memory");
-  const Tensor* first = count == 0 ? nullptr : carried.data() + what.learned;
+    STD_TORCH_CHECK(extras[i].numel() == 0 || extras[i].const_data_ptr() != nullptr,
+                    "tightrope: extras tensors must have memory");
+  const Tensor* first = count == 0 ? nullptr : extras.data() + what.learned;
   return {primary, secondary, positions, offset, what, amplitude, first, eps};
 }
 
@@ -76,9 +76,9 @@ Tensors rotate(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
   return rotate_xs(xs, TIGHTROPE_ARGUMENTS({}, 0));
 }
 
-Tensors rotate_carried(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
+Tensors rotate_extras(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
   const Operands xs(q, k);
-  return rotate_xs(xs, TIGHTROPE_ARGUMENTS(carried, eps));
+  return rotate_xs(xs, TIGHTROPE_ARGUMENTS(extras, eps));
 }
 
 void rotate_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
@@ -86,9 +86,9 @@ void rotate_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
   run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS({}, 0));
 }
 
-void rotate_carried_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
+void rotate_extras_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
   const Operands xs(q, k);
-  run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS(carried, eps));
+  run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS(extras, eps));
 }
 
 void rotate_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<Tensor> out_k,
@@ -97,21 +97,21 @@ void rotate_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<
   rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS({}, 0));
 }
 
-void rotate_carried_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<Tensor> out_k,
+void rotate_extras_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<Tensor> out_k,
                          TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
   const Operands xs(q, k), outs(out_q, out_k);
-  rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS(carried, eps));
+  rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS(extras, eps));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
   m.impl("rotate", TORCH_BOX(&rotate));
-  m.impl("rotate.carried", TORCH_BOX(&rotate_carried));
+  m.impl("rotate.extras", TORCH_BOX(&rotate_extras));
   m.impl("rotate_", TORCH_BOX(&rotate_));
-  m.impl("rotate_.carried", TORCH_BOX(&rotate_carried_));
+  m.impl("rotate_.extras", TORCH_BOX(&rotate_extras_));
   m.impl("rotate_into", TORCH_BOX(&rotate_into));
-  m.impl("rotate_into.carried", TORCH_BOX(&rotate_carried_into));
+  m.impl("rotate_into.extras", TORCH_BOX(&rotate_extras_into));
 }
 
 }  // namespace tightrope::binding

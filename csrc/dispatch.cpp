@@ -12,12 +12,12 @@ namespace tightrope {
 #define TIGHTROPE_LOOPS                          \
   void loop(const Problem&, int64_t, int64_t);   \
   void angle_loop(const Problem&, const AngleSums&, int64_t, int64_t);          \
-  void outer_loop(const Problem&, const Outer&, void*, int64_t, int64_t);       \
+  void stages_loop(const Problem&, const Stages&, void*, int64_t, int64_t);       \
   void exponentials(Dtype, void*, int64_t);                                     \
   void gate_loop(const Problem&, const GateSums&, void*, int64_t, int64_t);
 
 #define TIGHTROPE_LOOPS_OF(isa) \
-  { isa::loop, isa::angle_loop, isa::outer_loop, isa::exponentials, isa::gate_loop }
+  { isa::loop, isa::angle_loop, isa::stages_loop, isa::exponentials, isa::gate_loop }
 
 namespace baseline {
 TIGHTROPE_LOOPS

@@ -3,7 +3,7 @@
 // The order of a sum does not depend on the number of threads, as in angle_sums.h.
 #pragma once
 
-#include "outer.h"
+#include "stages.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {

@@ -45,7 +45,7 @@ struct Register;
     static Floats even(Words x) { return p##_cast##si##_ps(left(x)); }                           \
     static Floats odd(Words x) { return p##_cast##si##_ps(p##_and_##si(x, upper())); }           \
     /* Cut both to their upper halves, and add one if the lower half is above one half, or equal  \
-       to it with an odd result. No NaN can be carried into an infinity: see BFloat16. */        \
+       to it with an odd result. No NaN can be extras into an infinity: see BFloat16. */        \
     static Words twin(Floats a, Floats b) {                                                      \
       const Words e = p##_castps_##si(a), o = p##_castps_##si(b);                                \
       const Words ones = p##_set1_epi16(1);                                                      \

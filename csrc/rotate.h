@@ -62,12 +62,12 @@ struct Problem {
 
   bool angles_per_head;  // whether phase words or tables differ between heads
 
-  // Position of (axis, row, token): offset + positions[axis, row, token] + (ramp ? token : 0).
+  // Position of (axis, row, token): offset + positions[axis, row, token] + (add_index ? token : 0).
   const void* positions;
   PositionDtype position_dtype;
   int64_t position_axis, position_row, position_token;
   int64_t offset;
-  bool ramp;
+  bool add_index;
 
   int64_t tile;           // tokens of one row that a rotation processes together
   int64_t tiles_per_row;  // a rotation has rows * tiles_per_row work items
@@ -118,7 +118,7 @@ struct Part {
 };
 
 // The prologue f and epilogue P of a problem.
-struct Outer {
+struct Stages {
   Part part[kMaxOperands];
   Act act;
   Gate gate;
@@ -129,7 +129,7 @@ struct Outer {
 };
 
 // Like Loop; work items are runs. `scratch` holds scratch_values() values of this thread, 64-byte aligned.
-using OuterLoop = void (*)(const Problem& p, const Outer& outer, void* scratch, int64_t begin,
+using StagesLoop = void (*)(const Problem& p, const Stages& stages, void* scratch, int64_t begin,
                            int64_t end);
 
 // Replaces n values by their exponentials.
@@ -146,19 +146,19 @@ struct GateSums {
   bool times_position;
 };
 
-// Takes a problem like that of an AngleLoop, and scratch memory like an OuterLoop.
+// Takes a problem like that of an AngleLoop, and scratch memory like an StagesLoop.
 using GateLoop = void (*)(const Problem& p, const GateSums& sums, void* scratch, int64_t begin,
                           int64_t end);
 
 // The loop keeps this many cosines, and as many sines, of a tile on its stack.
 constexpr int64_t kAngles = 2048;
 
-// Values of scratch memory that an OuterLoop needs; see Scratch in outer.h and Rows in
-// outer_tiles_avx512.h.
+// Values of scratch memory that an StagesLoop needs; see Scratch in stages.h and Rows in
+// stage_tiles_avx512.h.
 inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
 // Values of a head when its rotated halves and its other channels are each padded.
 inline int64_t row_values(const Problem& p) { return padded(p.head_dim) + 160; }
-inline int64_t scratch_values(const Problem& p, const Outer& o) {
+inline int64_t scratch_values(const Problem& p, const Stages& o) {
   const int64_t width = padded(p.head_dim);
   int64_t rows = 3;
   for (int32_t i = 0; i < p.operands; ++i) rows += (o.gate == Gate::kSlope ? 4 : 2) * p.operand[i].heads;
@@ -168,7 +168,7 @@ inline int64_t scratch_values(const Problem& p, const Outer& o) {
 struct Loops {
   Loop rotate;
   AngleLoop add_angles;
-  OuterLoop outer;
+  StagesLoop stages;
   Exponentials exponentials;
   GateLoop add_gates;
 };

@@ -18,8 +18,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ["angles.py", "frequencies", "positions", "ops", "backends/reference"]
 LOOPS = (
-    "formats.h heads.h angles.h angle_sums.h gate_sums.h outer.h acts.h rotate_loops.h overlap.h "
-    "stretched.cpp heads_avx512.h outer_avx512.h bind_problem.h bind_outer.h bind_gradients.cpp"
+    "formats.h heads.h angles.h angle_sums.h gate_sums.h stages.h acts.h rotate_loops.h overlap.h "
+    "stretched.cpp heads_avx512.h stages_avx512.h bind_problem.h bind_stages.h bind_gradients.cpp"
 ).split()
 
 _PAIRS = (
@@ -178,7 +178,7 @@ def build(mutant, text, folder, isa):
         spec.loader.exec_module(setup)
     name = Path(mutant["file"]).name
     units = [name.removesuffix(".cpp")] if name.endswith(".cpp") else [f"rotate_{isa}"]
-    if name in ("bind_problem.h", "bind_outer.h", "overlap.h"):
+    if name in ("bind_problem.h", "bind_stages.h", "overlap.h"):
         units = ["bind_torch", *(["bind_gradients"] if name == "bind_problem.h" else [])]
     if not list(setup.OBJECTS.glob(f"rotate_{isa}-*.o")):
         setup.build_library()

@@ -34,13 +34,13 @@ NEAREST = {
     "tightrope/ops/(autograd|gradients|learned)": "gradients learned angle_gradients derivatives",
     "tightrope/ops/(checks|memory)": "errors aliasing out hostile",
     "tightrope/ops/gating": "gating gates",
-    "tightrope/ops/(vmap|fake|registry|schema)": "registration carried tables",
+    "tightrope/ops/(vmap|fake|registry|schema)": "registration extras tables",
     "tightrope/ops": "routes functional out tables lengths",
     "tightrope/backends": "numerics angles tables",
     "csrc/stretched": "words",
     "csrc/overlap": "aliasing hostile out",
     "csrc/(angle_sums|gate_sums|bind_gradients)": "angle_gradients activations gating learned",
-    "csrc/(outer|acts|bind_outer)": "activations gating lrpe outer_properties",
+    "csrc/(stages|acts|bind_stages)": "activations gating lrpe stages_properties",
     "csrc": "numerics invariance tables out gradients",
 }
 NOTICED = ("killed", "crash", "timeout")

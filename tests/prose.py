@@ -38,7 +38,6 @@ IGNORED = re.compile(r"(`+)[^`]+?\1|^ +\w+(, \w+)*:(?= )|^ *(>>>|\.\.\.) .*", re
 
 YARN = "the name that YaRN's paper gives its blend of frequencies"
 NESTED = "the enclosing part of a nested configuration"
-SCHEMA = "the argument of the operator"
 # (file, found) -> the reason why it stays.
 EXCEPTIONS = {
     ("docs/audit.md", "ramp"): YARN,
@@ -49,14 +48,6 @@ EXCEPTIONS = {
     ("tests/tolerances.py", "ramp"): YARN,
     ("src/tightrope/config/keys.py", "outer"): NESTED,
     ("src/tightrope/config/layers.py", "outer"): NESTED,
-    ("csrc/rotate.h", "ramp"): SCHEMA,
-    ("src/tightrope/positions/__init__.py", "ramp"): SCHEMA,
-    ("src/tightrope/backends/triton/carried.py", "carried"): SCHEMA,
-    ("src/tightrope/ops/call.py", "carried"): SCHEMA,
-    ("src/tightrope/ops/definition.py", "carried"): SCHEMA,
-    ("src/tightrope/ops/schema.py", "carried"): SCHEMA,
-    ("tests/test_carried.py", "carried"): SCHEMA,
-    ("tests/mutation.py", "carried"): "the name of a test file",
 }
 UNCHECKED = {"tests/prose.py", "tests/test_prose.py"}  # they contain the phrases
 

@@ -404,13 +404,13 @@ def test_one_sum_of_the_definition_is_the_same_for_any_number_of_threads() -> No
     """torch splits a sum with a single result among threads, which changes its bits."""
     y, grad = noise(2, 8, 512, 64), noise(2, 8, 512, 64, seed=1)
     gate = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
-    form = schema.Form(gate=schema.LOG).pack()
+    options = schema.Options(gate=schema.LOG).pack()
     found = []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            call = (y, None, grad, None, gate, None, None, 0, form)
+            call = (y, None, grad, None, gate, None, None, 0, options)
             found += reference.rotate.gate_gradients(*call)
     finally:
         torch.set_num_threads(before)

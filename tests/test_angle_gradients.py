@@ -35,7 +35,7 @@ class Call(NamedTuple):
     turns: torch.Tensor | None
     positions: torch.Tensor | None
     offset: int
-    form: schema.Form
+    options: schema.Options
 
     def run(
         self, operator: Operator, by_positions: bool = True, by_frequencies: bool = True
@@ -43,7 +43,7 @@ class Call(NamedTuple):
         none = [None] * (2 - len(self.ys))
         return operator(
             *(*self.ys, *none), *(*self.grads, *none),
-            *(self.words, self.turns, self.positions, self.offset, self.form.pack()),
+            *(self.words, self.turns, self.positions, self.offset, self.options.pack()),
             *(by_positions, by_frequencies),
         )  # fmt: skip
 
@@ -58,17 +58,17 @@ def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Ten
         at = at + call.positions.double()
         at = torch.where(at.abs() < 2.0**62, at, math.nan)
     at = at + call.offset
-    return omega, at + torch.arange(tokens) if call.form.ramp else at
+    return omega, at + torch.arange(tokens) if call.options.add_index else at
 
 
 def formula(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     """Return both sums, each with the same sum of moduli."""
-    layout = schema.LAYOUTS[call.form.layout]
+    layout = schema.LAYOUTS[call.options.layout]
     rows, _, tokens, _ = oracle.as_bhsd(call.ys[0], layout).shape
     pairs = call.words.shape[3]
-    first, second = oracle.channels(2 * pairs, call.form.start, call.form.interleaved)
+    first, second = oracle.channels(2 * pairs, call.options.start, call.options.interleaved)
     omega, at = numbers(call, rows, tokens)
-    sign = 1.0 if call.form.direction == schema.FORWARD else -1.0
+    sign = 1.0 if call.options.direction == schema.FORWARD else -1.0
     results = []
     for modulus in (False, True):
         clean: Callable[[torch.Tensor], torch.Tensor] = torch.abs if modulus else lambda x: x
@@ -139,7 +139,7 @@ def make(
     turns: bool = False,
     at: torch.dtype | None = torch.int64,
     rows_of_positions: bool = True,
-    ramp: bool = False,
+    add_index: bool = False,
     offset: int = 0,
     strides: tuple[str, str] = ("contiguous", "contiguous"),
     seed: int = 0,
@@ -162,12 +162,12 @@ def make(
     whole = torch.randint(-3, 4, shape, generator=generator) if turns else None
     positions = None
     if at is not None:
-        where = (axes, rows if rows_of_positions else 1, 1 if ramp else tokens)
+        where = (axes, rows if rows_of_positions else 1, 1 if add_index else tokens)
         spread = 1000 * torch.randn(where, generator=generator, dtype=torch.float64)
         positions = spread.to(at)
     code = schema.LAYOUTS.index(layout)
-    form = schema.Form(code, start, interleaved, direction, ramp or at is None)
-    return Call(ys, grads, words, whole, positions, offset, form)
+    options = schema.Options(code, start, interleaved, direction, add_index or at is None)
+    return Call(ys, grads, words, whole, positions, offset, options)
 
 
 # --- against the formula ------------------------------------------------------------------------
@@ -205,16 +205,16 @@ def test_every_layout(layout: str, rows: int, heads: Sequence[int], operator: Op
 
 @every_operator
 @pytest.mark.parametrize("direction", [schema.FORWARD, schema.TRANSPOSE, schema.INVERSE])
-@pytest.mark.parametrize("ramp", [False, True])
+@pytest.mark.parametrize("add_index", [False, True])
 @pytest.mark.parametrize("at", [None, torch.int32, torch.int64, torch.float32, torch.float64])
 def test_every_position(
-    at: torch.dtype | None, ramp: bool, direction: int, operator: Operator
+    at: torch.dtype | None, add_index: bool, direction: int, operator: Operator
 ) -> None:
     for offset, rows_of_positions, axes in itertools.product((0, 12345), (False, True), (1, 3)):
         check(
             make(
                 at=at,
-                ramp=ramp,
+                add_index=add_index,
                 direction=direction,
                 offset=offset,
                 rows_of_positions=rows_of_positions,
@@ -355,7 +355,7 @@ def calls(draw: st.DrawFn) -> Call:
         turns=draw(st.booleans()),
         at=at,
         rows_of_positions=draw(st.booleans()),
-        ramp=draw(st.booleans()),
+        add_index=draw(st.booleans()),
         offset=draw(st.integers(-(2**31), 2**31)),
         strides=(draw(st.sampled_from(list(STRIDES))), draw(st.sampled_from(list(STRIDES)))),
         seed=draw(st.integers(0, 2**32)),
@@ -458,10 +458,10 @@ def test_gradients_are_only_read() -> None:
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     y, grad = noise(2, 3, 5, 8, dtype=torch.float32), noise(2, 3, 5, 8, dtype=torch.float32, seed=1)
     words = torch.ones(1, 1, 1, 3, dtype=torch.int64)
-    ramp, ids = schema.Form(start=1).pack(), schema.Form(start=1, ramp=False).pack()
+    add_index, ids = schema.Options(start=1).pack(), schema.Options(start=1, add_index=False).pack()
     good = {
         "y": y, "z": None, "grad_y": grad, "grad_z": None, "words": words, "turns": None,
-        "positions": None, "offset": 0, "form": ramp, "by_positions": True, "by_frequencies": True,
+        "positions": None, "offset": 0, "form": add_index, "by_positions": True, "by_frequencies": True,
     }  # fmt: skip
     schema.angle_gradients(**good)
     bad: dict[str, dict[str, Any]] = {
@@ -484,8 +484,8 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         "a second result of another dtype": {"z": y.half(), "grad_z": grad.half()},
         "integers": {"y": y.long(), "grad_y": grad.long()},
         "pairs": {"words": words.repeat(1, 1, 1, 2)},
-        "start": {"form": schema.Form(start=3).pack()},
-        "huge start": {"form": schema.Form(start=2**20 - 1).pack()},
+        "start": {"options": schema.Options(start=3).pack()},
+        "huge start": {"options": schema.Options(start=2**20 - 1).pack()},
         "rows of words": {"words": words.repeat(1, 3, 1, 1)},
         "heads of words": {"words": words.repeat(1, 1, 2, 1)},
         "heads of words, of a second result": {
@@ -504,11 +504,11 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         "axes of ids": {"positions": torch.zeros(2, 1, 5), "form": ids},
         "dimensions of ids": {"positions": torch.zeros(1, 5), "form": ids},
         "dtype of ids": {"positions": torch.zeros(1, 1, 5).half(), "form": ids},
-        "layout": {"form": schema.Form(layout=6, start=1).pack()},
-        "rank of the layout": {"form": schema.Form(layout=3, start=1).pack()},
-        "direction": {"form": schema.Form(start=1, direction=3).pack()},
-        "tables": {"form": schema.Form(start=1, source=1).pack()},
-        "a gate": {"form": schema.Form(start=1, gate=1).pack()},
+        "layout": {"options": schema.Options(layout=6, start=1).pack()},
+        "rank of the layout": {"options": schema.Options(layout=3, start=1).pack()},
+        "direction": {"options": schema.Options(start=1, direction=3).pack()},
+        "tables": {"options": schema.Options(start=1, source=1).pack()},
+        "a gate": {"options": schema.Options(start=1, gate=1).pack()},
         "a negative form": {"form": -1},
     }  # fmt: skip
     for change in bad.values():

@@ -13,7 +13,7 @@ from matrix import BACKENDS
 from tightrope import RopeSpec, angles, frequencies, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate
-from tightrope.ops.schema import Form
+from tightrope.ops.schema import Options
 
 BASES = [1e2, 1e4, 5e5, 1e7, 1e9]
 DIMS = [8, 16, 64, 96, 128, 250, 512]
@@ -36,12 +36,12 @@ def from_definition(
     ids: torch.Tensor,
     dtype: torch.dtype,
     offset: int = 0,
-    ramp: bool = False,
+    add_index: bool = False,
     tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine [rows, tokens, pairs] of ids [axes, rows, tokens] by tightrope.angles."""
     tokens = ids.shape[2] if tokens is None else tokens
-    phase = angles.phases(words, turns, ids, offset, ramp, tokens)
+    phase = angles.phases(words, turns, ids, offset, add_index, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
     return cos[:, 0], sin[:, 0]
 
@@ -68,11 +68,11 @@ def raw_rotate(
     ids: torch.Tensor | None,
     backend: str,
     offset: int = 0,
-    ramp: bool = False,
+    add_index: bool = False,
 ) -> torch.Tensor:
     """Call the raw operator on x [rows, heads, tokens, 2 · pairs], with half pairing."""
     operator = reference.compose if backend == "reference" else torch.ops.tightrope.rotate
-    return operator(x, None, words, turns, ids, offset, Form(ramp=ramp).pack(), 1.0)[0]
+    return operator(x, None, words, turns, ids, offset, Options(add_index=add_index).pack(), 1.0)[0]
 
 
 # --- phase words ----------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_words_per_row_and_per_head(backend: str) -> None:
     x = torch.zeros(rows, heads, tokens, 2 * pairs, dtype=torch.float64)
     x[..., :pairs] = 1
     for some in (words, words[:, :1].contiguous(), words[:, :, :1].contiguous()):
-        y = raw_rotate(x, some, None, None, backend, offset=100, ramp=True)
+        y = raw_rotate(x, some, None, None, backend, offset=100, add_index=True)
         for row in range(rows):
             for head in range(heads):
                 own = some[0, row % some.shape[1], head % some.shape[2]].tolist()

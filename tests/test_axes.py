@@ -43,7 +43,7 @@ from tightrope.axes import Axes
 from tightrope.functional import rotate, rotate_qk
 from tightrope.positions import Positions
 from tightrope.spec import PreparedRotation
-from tolerances import Case, assert_near, assert_rotated, value
+from tolerances import Result, assert_near, assert_rotated, value
 
 # --- the assignments as data ----------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ def test_against_many_digits(axes: Axes, dtype: torch.dtype, backend: str) -> No
         got = rotate(x, spec, positions.multi_axis(ids), backend=backend)
         exact = oracle.rotate(x, ids.expand(-1, 2, -1), omegas, start=3)
         lengths = oracle.pair_lengths(x, 24, start=3)
-        assert_rotated([Case(got, exact, lengths, reach=float(ids.max()))])
+        assert_rotated([Result(got, exact, lengths, reach=float(ids.max()))])
 
 
 def test_qwen2_vl_text_and_image() -> None:

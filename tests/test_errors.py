@@ -249,14 +249,14 @@ CASES = {
         "[multi_axis] ids must have shape (axes, tokens) or (axes, rows, tokens) (ids: int64[5]).",
     ),
     "Positions of rank 2": (
-        lambda: positions.Positions(ids(2, 5), ramp=False),
+        lambda: positions.Positions(ids(2, 5), add_index=False),
         ValueError,
         "[Positions] ids must have shape (axes, rows, tokens) (ids: int64[2, 5]).",
     ),
-    "Positions with ids and ramp=True": (
+    "Positions with ids and add_index=True": (
         lambda: positions.Positions(ids(1, 2, 5)),
         ValueError,
-        "[Positions] ids must have shape (axes, rows, 1) with ramp=True (ids: int64[1, 2, 5]).",
+        "[Positions] ids must have shape (axes, rows, 1) with add_index=True (ids: int64[1, 2, 5]).",
     ),
     "positions twice": (
         lambda: rotate(X, SPEC.at(3), 4),

@@ -73,7 +73,7 @@ def assert_same(
 
 # --- rules that both libraries define alike ------------------------------
 
-Case = tuple[Rule, int, float, dict[str, Any], "int | None", float]
+RuleCase = tuple[Rule, int, float, dict[str, Any], "int | None", float]
 
 # (head_dim, fraction that rotates, base)
 HEADS = [

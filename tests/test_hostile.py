@@ -155,11 +155,11 @@ def angle_sizes(draw: Draw, rows: int, heads: Sequence[int]) -> list[int]:
 
 
 def positions_of(
-    draw: Draw, axes: int, rows: int, tokens: int, ramp: bool, tables: bool
+    draw: Draw, axes: int, rows: int, tokens: int, add_index: bool, tables: bool
 ) -> torch.Tensor | None:
-    if ramp and draw.sometimes(0.5):
+    if add_index and draw.sometimes(0.5):
         return None
-    sizes = draw.sizes([axes, draw.choice((1, rows)), 1 if ramp else tokens])
+    sizes = draw.sizes([axes, draw.choice((1, rows)), 1 if add_index else tokens])
     dtypes = [torch.int32, torch.int64] + [torch.float32, torch.float64] * (not tables)
     return draw.tensor(sizes, draw.choice(dtypes), low=draw.choice((-4, -(2**62))))
 
@@ -168,12 +168,12 @@ def offset_of(draw: Draw) -> int:
     return draw.choice((0, 0, 3, -(2**62), 2**62, 2**63 - 1, -(2**63)))
 
 
-def packed(draw: Draw, form: schema.Form) -> int:
+def packed(draw: Draw, options: schema.Options) -> int:
     if draw.sometimes(0.1):
         return draw.choice(
-            (form.pack() ^ 1 << draw.randrange(63), draw.getrandbits(63), -1, -(2**63))
+            (options.pack() ^ 1 << draw.randrange(63), draw.getrandbits(63), -1, -(2**63))
         )
-    return form.pack()
+    return options.pack()
 
 
 def rotation(draw: Draw) -> Call:
@@ -185,9 +185,9 @@ def rotation(draw: Draw) -> Call:
     direction = draw.choice((schema.FORWARD, schema.TRANSPOSE))
     if act == NONE and draw.sometimes(0.3):
         direction = schema.INVERSE
-    ramp, learned = draw.sometimes(0.7), draw.sometimes(0.2)
-    form = schema.Form(
-        layout, start, draw.sometimes(0.5), direction, ramp, source, learned, act, gate
+    add_index, learned = draw.sometimes(0.7), draw.sometimes(0.2)
+    options = schema.Options(
+        layout, start, draw.sometimes(0.5), direction, add_index, source, learned, act, gate
     )
 
     def values(*sizes: int) -> torch.Tensor:
@@ -209,25 +209,25 @@ def rotation(draw: Draw) -> Call:
     end: list[Any] = [
         primary,
         secondary,
-        positions_of(draw, axes, rows, tokens, ramp, source != schema.WORDS),
+        positions_of(draw, axes, rows, tokens, add_index, source != schema.WORDS),
         offset_of(draw),
-        packed(draw, form),
+        packed(draw, options),
         draw.choice((1.0, 0.5)),
     ]
-    carried = [draw.tensor([1, 1, 1, 1], torch.float32)] if learned else []
+    extras = [draw.tensor([1, 1, 1, 1], torch.float32)] if learned else []
     if act == RMS_NORM:
-        carried += [values(draw.choice((1, n)), head_dim) for n in heads]
+        extras += [values(draw.choice((1, n)), head_dim) for n in heads]
     for n in heads if gate else ():
         own = [draw.choice((1, n)), draw.choice((1, head_dim))]
         if gate == schema.LOG:
             own = [draw.choice((1, rows)), own[0], draw.choice((1, tokens)), own[1]]
-        carried.append(values(*own))
+        extras.append(values(*own))
     xs = [shape(layout, rows, n, tokens, head_dim) for n in heads]
     if act != NONE and direction != schema.FORWARD:
-        carried += [draw.tensor(draw.sizes(one), dtype) for one in xs]
-    carries = bool(carried) or draw.sometimes(0.2)
+        extras += [draw.tensor(draw.sizes(one), dtype) for one in xs]
+    carries = bool(extras) or draw.sometimes(0.2)
     if carries:
-        end += [carried, 1e-6 if act == RMS_NORM else 0.0]
+        end += [extras, 1e-6 if act == RMS_NORM else 0.0]
 
     def operands(*, written: bool) -> list[torch.Tensor | None]:
         made = [draw.tensor(draw.sizes(one), dtype, written=written) for one in xs]
@@ -260,19 +260,19 @@ def angle_gradients(draw: Draw) -> Call:
     # The work grows with these sizes, so huge ones are tested without pairs, where there is none.
     if max(rows, tokens, *heads) in HUGE:
         pairs, start = 0, 0
-    ramp, axes = draw.sometimes(0.7), draw.choice((1, 2))
+    add_index, axes = draw.sometimes(0.7), draw.choice((1, 2))
     if pairs == 0 and draw.sometimes(0.3):
         axes = draw.choice(HUGE)
     sizes = draw.sizes([axes, *angle_sizes(draw, rows, heads), pairs])
     turns = draw.words(sizes) if draw.sometimes(0.3) else None
-    form = schema.Form(layout, start, draw.sometimes(0.5), draw.choice((0, 2)), ramp)
+    options = schema.Options(layout, start, draw.sometimes(0.5), draw.choice((0, 2)), add_index)
     arguments = [
         *results(draw, layout, (rows, tokens, head_dim), heads),
         draw.words(sizes),
         turns,
-        positions_of(draw, axes, rows, tokens, ramp, False),
+        positions_of(draw, axes, rows, tokens, add_index, False),
         offset_of(draw),
-        packed(draw, form),
+        packed(draw, options),
         draw.sometimes(0.5),
         draw.sometimes(0.5),
     ]
@@ -284,21 +284,23 @@ def gate_gradients(draw: Draw) -> Call:
     # As above; but a wide head alone already needs more memory than there is.
     if rows * tokens * max(heads) != 0:
         rows, tokens, *heads = (3 if n in HUGE else n for n in (rows, tokens, *heads))
-    ramp, gate = draw.sometimes(0.7), draw.choice((schema.LOG, schema.SLOPE))
+    add_index, gate = draw.sometimes(0.7), draw.choice((schema.LOG, schema.SLOPE))
     gates: list[torch.Tensor | None] = []
     for n in heads:
         own = [draw.choice((1, n)), draw.choice((1, head_dim))]
         if gate == schema.LOG:
             own = [draw.choice((1, rows)), own[0], draw.choice((1, tokens)), own[1]]
         gates.append(draw.tensor(draw.sizes(own), draw.choice(DTYPES)))
-    form = schema.Form(layout, start, direction=draw.choice((0, 2)), ramp=ramp, gate=gate)
+    options = schema.Options(
+        layout, start, direction=draw.choice((0, 2)), add_index=add_index, gate=gate
+    )
     arguments = [
         *results(draw, layout, (rows, tokens, head_dim), heads),
         *gates,
         *[None] * (2 - len(gates)),
-        positions_of(draw, 1, rows, tokens, ramp, False),
+        positions_of(draw, 1, rows, tokens, add_index, False),
         offset_of(draw),
-        packed(draw, form),
+        packed(draw, options),
     ]
     return schema.gate_gradients, arguments, []
 
@@ -350,48 +352,48 @@ def words(*sizes: int) -> torch.Tensor:
 
 def wide_table(source: str, width: int) -> Call:
     table, x = torch.empty(1, 1, 0, width), torch.ones(1, 1, 1, 8)
-    form = schema.Form(ramp=True, source=schema.SOURCES.index(source))
-    return schema.rotate_, [x, None, table, table, None, 0, form.pack(), 1.0], [0]
+    options = schema.Options(add_index=True, source=schema.SOURCES.index(source))
+    return schema.rotate_, [x, None, table, table, None, 0, options.pack(), 1.0], [0]
 
 
 def far_apart(dtype: torch.dtype, act: str) -> Call:
     x = torch.linspace(-1, 1, 64, dtype=dtype).as_strided(
         (1, 1, 1, 64), (2**62, 2**63 - 1, 2**62, 1)
     )
-    form = schema.Form(act=ACTS.index(act))
-    return schema.rotate, [x, None, words(1, 1, 1, 32), None, None, 5, form.pack(), 1.0], []
+    options = schema.Options(act=ACTS.index(act))
+    return schema.rotate, [x, None, words(1, 1, 1, 32), None, None, 5, options.pack(), 1.0], []
 
 
 def wide_head(width: int, gate: list[int], kind: int) -> Call:
-    y, form = torch.ones(1).expand(1, 1, 1, width), schema.Form(gate=kind)
+    y, options = torch.ones(1).expand(1, 1, 1, width), schema.Options(gate=kind)
     of = torch.ones(gate)
-    return schema.gate_gradients, [y, None, y, None, of, None, None, 0, form.pack()], []
+    return schema.gate_gradients, [y, None, y, None, of, None, None, 0, options.pack()], []
 
 
-def many_heads(*carried: torch.Tensor, **form: int) -> Call:
+def many_heads(*extras: torch.Tensor, **options: int) -> Call:
     q, k = (torch.empty(0).as_strided((0, 2**62, 2**62, 8), (2**62,) * 4) for _ in range(2))
     layout = schema.LAYOUTS.index("sbhd")
-    end = [words(1, 1, 1, 4), None, None, 0, schema.Form(layout, **form).pack(), 1.0]
-    if carried:
-        return schema.rotate_carried_, [q, k, *end, [*carried, *carried], 0.0], [0, 1]
+    end = [words(1, 1, 1, 4), None, None, 0, schema.Options(layout, **options).pack(), 1.0]
+    if extras:
+        return schema.rotate_extras_, [q, k, *end, [*extras, *extras], 0.0], [0, 1]
     return schema.rotate_, [q, k, *end], [0, 1]
 
 
 def without_heads(gate: int) -> Call:
     q = torch.empty(0).as_strided((2, 0, 3, 8), (2**62, 2**62, 2**62, 1))
     k = torch.linspace(-1, 1, 96).view(2, 2, 3, 8)
-    end = [words(1, 1, 1, 4), None, None, 0, schema.Form(gate=gate).pack(), 1.0]
+    end = [words(1, 1, 1, 4), None, None, 0, schema.Options(gate=gate).pack(), 1.0]
     if gate == schema.NO_GATE:
         return schema.rotate_, [q, k, *end], [0, 1]
     gates = [torch.ones(2, 1, 3, 8) for _ in range(2)]
-    return schema.rotate_carried_, [q, k, *end, gates, 0.0], [0, 1]
+    return schema.rotate_extras_, [q, k, *end, gates, 0.0], [0, 1]
 
 
 def many_axes(operator: str) -> Call:
     x, axes = torch.ones(1, 1, 1, 8), words(2**62, 1, 1, 0)
     if operator == "rotate":
-        return schema.rotate, [x, None, axes, None, None, 0, schema.Form().pack(), 1.0], []
-    end = [axes, None, None, 0, schema.Form().pack(), False, True]
+        return schema.rotate, [x, None, axes, None, None, 0, schema.Options().pack(), 1.0], []
+    end = [axes, None, None, 0, schema.Options().pack(), False, True]
     return schema.angle_gradients, [x, None, x, None, *end], []
 
 

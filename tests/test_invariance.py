@@ -16,7 +16,7 @@ from helpers import noise
 from matrix import DTYPES, both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
-from tightrope.ops.schema import Form
+from tightrope.ops.schema import Options
 from tolerances import assert_same_bits
 
 # Every remainder modulo vectors of 4, 8 or 16 pairs, with and without full vectors.
@@ -272,8 +272,8 @@ def alone(
     """Rotate one pair [.., 2] of x [rows, tokens, 2 · pairs] alone."""
     at = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + pairs]
     word = words[..., pair : pair + 1].contiguous()
-    form = Form(layout=4, interleaved=interleaved).pack()
-    rest = (word, None, None, offset, form, 1.0)
+    options = Options(layout=4, interleaved=interleaved).pack()
+    rest = (word, None, None, offset, options, 1.0)
     return torch.ops.tightrope.rotate(x[..., at].contiguous(), None, *rest)[0]
 
 

@@ -99,7 +99,7 @@ def where(
 
 def ids(at: torch.Tensor) -> positions.Positions:
     """The same positions as an argument of the public functions."""
-    return positions.Positions(at, ramp=False)
+    return positions.Positions(at, add_index=False)
 
 
 def full(theta: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
             -2
         )
 
-    got = rotate_qk(q, k, spec, positions.Positions(torch.stack((x, y))[:, None], ramp=False),
+    got = rotate_qk(q, k, spec, positions.Positions(torch.stack((x, y))[:, None], add_index=False),
                     inv_freq=theta)  # fmt: skip
     cotangent = noise(*q.shape, seed=3)
     for one, other in zip(got, (published(q), published(k)), strict=True):
@@ -656,13 +656,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "[rotate] inv_freq must have shape (3,) or (heads, 3) (inv_freq: float32[1, 4, 3]).",
     ),
     "two dimensions for two axes": (
-        lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), ramp=False),
+        lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), add_index=False),
                        inv_freq=torch.ones(2, 4)),
         ValueError,
         "[rotate] inv_freq must have shape (2, heads or 1, 4) (inv_freq: float32[2, 4]).",
     ),
     "another number of axes": (
-        lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), ramp=False),
+        lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), add_index=False),
                        inv_freq=torch.ones(3, 1, 4)),
         ValueError,
         "[rotate] inv_freq must have shape (2, heads or 1, 4) (inv_freq: float32[3, 1, 4]).",

@@ -26,7 +26,7 @@ from tightrope.functional import (
     rotate_qk,
     rotate_qk_,
 )
-from tolerances import Case, assert_near, assert_rotated, assert_rotations, assert_same_bits
+from tolerances import Result, assert_near, assert_rotated, assert_rotations, assert_same_bits
 
 TRAINED = 4096
 SHORT, LONG = (1.0, 1.05, 1.1, 2.0), (1.0, 3.0, 17.5, 64.0)
@@ -92,7 +92,7 @@ def assert_exact(
 ) -> None:
     wanted, lengths = exact(x, spec, ids, length, **options)
     reach = max(map(abs, ids), default=0.0)
-    assert_rotated([Case(got, wanted, lengths, reach)])
+    assert_rotated([Result(got, wanted, lengths, reach)])
 
 
 # --- rows of 3,000 and 6,000 tokens ---------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_last_positions_are_taken_in_64_bits(rule: str) -> None:
         assert not torch.equal(wanted, rotate(x, RopeSpec(8, scaling=kept), last))
         assert_same_bits(rotate(x, spec, ids), wanted)
         assert_same_bits(rotate(x, spec, positions.per_row(ids[0])), wanted)
-    far = positions.Positions(torch.tensor([[[2**31 - 1]]], dtype=torch.int32), 10, ramp=False)
+    far = positions.Positions(torch.tensor([[[2**31 - 1]]], dtype=torch.int32), 10, add_index=False)
     last = 2**31 + 9
     assert_same_bits(rotate(x, spec, far), rotate(x, spec, last, seq_len=last + 1))
 
@@ -313,7 +313,7 @@ def test_the_largest_coordinate_is_the_last_position(rule: str) -> None:
     ]
     wanted = oracle.rotate(x, ids[:, None], per_axis) * amplitude(spec.scaling, 6000)
     lengths = oracle.pair_lengths(x, 8) * amplitude(spec.scaling, 6000)
-    assert_rotated([Case(y, wanted, lengths, 3 * 6000.0)])
+    assert_rotated([Result(y, wanted, lengths, 3 * 6000.0)])
     offset = positions.text(positions.per_row(torch.tensor([5998])), axes=3)
     text = positions.text(torch.tensor([5998, 5999]), axes=3)
     assert_same_bits(rotate(x, spec, offset), rotate(x, spec, text))
@@ -623,7 +623,7 @@ def test_gradients_are_scaled(name: str, backend: str) -> None:
         leaf = x.clone().requires_grad_()
         y = change(leaf, spec, length - 4, layout="sd", backend=backend)  # type: ignore[operator]
         (grad,) = torch.autograd.grad(y, leaf, weight)
-        assert_rotated([Case(grad, wanted, lengths * scale**2, float(length))])
+        assert_rotated([Result(grad, wanted, lengths * scale**2, float(length))])
     # Before the end, which no step may exceed.
     where = (torch.tensor(ids, dtype=torch.float64) - 0.25).requires_grad_()
     assert torch.autograd.gradcheck(
@@ -942,7 +942,7 @@ PASSED: dict[str, tuple[positions.PositionsLike, Any, str, Any]] = {
         "22, the last position + 1, but got 21; " + BEYOND + " (positions: int64[1, 1, 3])", 22,
     ),
     "far ids": (
-        positions.Positions(torch.tensor([[[2**31 - 1] * 3]], dtype=torch.int32), 10, ramp=False), 5,
+        positions.Positions(torch.tensor([[[2**31 - 1] * 3]], dtype=torch.int32), 10, add_index=False), 5,
         f"{2**31 + 10}, the last position + 1, but got 5; " + BEYOND + " (positions: int32[1, 1, 3])",
         2**31 + 10,
     ),
@@ -955,7 +955,7 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
     where, small, text, enough = PASSED[case]
     spec, x = spec_of(rule), torch.randn(2, 1, 3, 12)
     text = text if BEYOND in text else f"{text}; {BEYOND}"
-    explicit = not (where is None or isinstance(where, int) or positions.canonical(where).ramp)
+    explicit = not (where is None or isinstance(where, int) or positions.canonical(where).add_index)
     calls: dict[str, Callable[[], object]] = {
         "rotate": lambda: rotate(x, spec, where, seq_len=small),
         "rotate_": lambda: rotate_(x, spec, where, seq_len=small),
@@ -1074,7 +1074,7 @@ def test_frequencies_of_a_shorter_sequence_on_purpose() -> None:
     kept = spec_of(Given.of(spec.frequencies(6000).inv_freq))
     y = rotate(x, kept, 9000)
     wanted = oracle.rotate(x, [9000, 9001, 9002], omegas(spec.scaling, 6000), start=2)
-    assert_rotated([Case(y, wanted, oracle.pair_lengths(x, 8, start=2), 9002.0)])
+    assert_rotated([Result(y, wanted, oracle.pair_lengths(x, 8, start=2), 9002.0)])
 
 
 def test_a_rotation_for_some_rows_refuses_others_the_second_time_too() -> None:

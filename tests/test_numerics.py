@@ -16,8 +16,8 @@ from matrix import both_pairings, every_backend, every_dtype
 from tightrope import RopeSpec, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate, rotate_, rotate_qk
-from tightrope.ops.schema import Form
-from tolerances import Case
+from tightrope.ops.schema import Options
+from tolerances import Result
 
 TOP = 2**31 - 1
 AROUND = {"0": -12, "8k": 8192 - 12, "131k": 131072 - 12, "1M": 2**20 - 12, "2^31": TOP - 24}
@@ -46,7 +46,7 @@ def case(
     got: torch.Tensor,
     layout: str = "bhsd",
     inverse: bool = False,
-) -> Case:
+) -> Result:
     """Return a result of the library and that of the oracle."""
     exact = oracle.rotate(
         x,
@@ -62,7 +62,7 @@ def case(
     )
     numbers = ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids
     assert got.dtype == x.dtype
-    return Case(got, exact, lengths, max((abs(number) for number in numbers), default=0))
+    return Result(got, exact, lengths, max((abs(number) for number in numbers), default=0))
 
 
 def assert_untouched(x: torch.Tensor, y: torch.Tensor, spec: RopeSpec) -> None:
@@ -298,7 +298,7 @@ def test_float16_overflows_to_infinity(interleaved: bool, backend: str) -> None:
         assert torch.equal(got.got.isinf(), overflow)
         assert torch.equal(got.got[overflow].sign(), got.exact[overflow].sign().half())
         calm = ~overflow
-        cases.append(Case(got.got[calm], got.exact[calm], got.lengths[calm]))
+        cases.append(Result(got.got[calm], got.exact[calm], got.lengths[calm]))
     tolerances.assert_rotated(cases)
 
 
@@ -368,8 +368,8 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
     tie. Tests vectors and their tails, with contiguous channels and others."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
-    form = Form(layout=5, interleaved=interleaved, ramp=False).pack()
-    ramp = Form(layout=5, interleaved=interleaved).pack()
+    options = Options(layout=5, interleaved=interleaved, add_index=False).pack()
+    add_index = Options(layout=5, interleaved=interleaved).pack()
     operator = reference.compose if backend == "reference" else torch.ops.tightrope.rotate
     for pairs, step in itertools.product((1, 3, 31, 64), (1, 2)):
         numbers = every[: len(every) // pairs * pairs].reshape(-1, pairs)
@@ -377,11 +377,11 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
         for member in oracle.channels(2 * pairs, interleaved=interleaved):
             x = torch.zeros(len(numbers), 2 * pairs * step, dtype=dtype)[:, ::step]
             x[:, member] = numbers
-            (y,) = operator(x, None, words, None, torch.zeros(1, 1, len(x)), 0, form, 1.5)
+            (y,) = operator(x, None, words, None, torch.zeros(1, 1, len(x)), 0, options, 1.5)
             wanted = oracle.rounded(x.double() * 1.5, dtype)
             assert int(oracle.steps_apart(y, wanted).max()) == 0
             if backend != "reference":
-                torch.ops.tightrope.rotate_(x, None, words, None, None, 0, ramp, 1.5)
+                torch.ops.tightrope.rotate_(x, None, words, None, None, 0, add_index, 1.5)
                 assert int(oracle.steps_apart(x, wanted).max()) == 0
 
 

@@ -50,10 +50,10 @@ def resolve(where: Positions, rows: int, tokens: int) -> list[list[list[float]]]
         for row in range(rows):
             line = []
             for token in range(tokens):
-                position = where.offset + (token if where.ramp else 0)
+                position = where.offset + (token if where.add_index else 0)
                 if where.ids is not None:
                     own_row = row if where.ids.shape[1] > 1 else 0
-                    position += where.ids[axis, own_row, 0 if where.ramp else token].item()
+                    position += where.ids[axis, own_row, 0 if where.add_index else token].item()
                 line.append(position)
             result[axis].append(line)
     return result
@@ -486,7 +486,7 @@ def test_every_kind_equals_its_ids_bit_for_bit(name: str, dtype: torch.dtype, ba
     x = torch.randn(2, 3, kind.tokens, 20).to(dtype).requires_grad_()
     weight = torch.randn(x.shape).to(dtype)
     got = rotate(x, spec, kind.where, backend=backend)
-    wanted = rotate(x, spec, Positions(ids, ramp=False), backend=backend)
+    wanted = rotate(x, spec, Positions(ids, add_index=False), backend=backend)
     assert_same_bits(got, wanted)
     assert_same_bits(rotate(x, spec.at(kind.where), backend=backend), wanted)
     (grad,) = torch.autograd.grad((got * weight).sum(), x)
@@ -524,7 +524,7 @@ def test_gradients_reach_fractional_positions(name: str, backend: str) -> None:
 @given(st.integers(-(2**40), 2**40), st.integers(0, 9))
 def test_explicit_offsets(offset: int, tokens: int) -> None:
     where = explicit(offset, tokens)
-    assert (where.offset, where.ramp) == (0, False)
+    assert (where.offset, where.add_index) == (0, False)
     assert flat(where) == [[offset + token for token in range(tokens)]]
 
 
@@ -532,7 +532,7 @@ def test_explicit_offsets(offset: int, tokens: int) -> None:
 def test_explicit(name: str) -> None:
     kind = KINDS[name]
     where = explicit(kind.where, kind.tokens)
-    assert (where.offset, where.ramp) == (0, False)
+    assert (where.offset, where.add_index) == (0, False)
     assert where.ids is not None
     assert where.ids.dtype in (torch.int64, torch.float64)
     assert resolve(where, len(kind.wanted[0]), kind.tokens) == kind.wanted
@@ -555,7 +555,7 @@ def test_concatenate_brings_parts_to_one_form() -> None:
         [
             torch.tensor([1, 2], dtype=torch.int32),
             torch.tensor([[0.5], [7.0]]),
-            Positions(torch.tensor([[[3]]]), offset=4, ramp=False),
+            Positions(torch.tensor([[[3]]]), offset=4, add_index=False),
         ]
     )
     assert resolve(where, 2, 4) == [[[1, 2, 0.5, 7], [1, 2, 7, 7]]]
@@ -571,7 +571,7 @@ def test_concatenate_along_rows() -> None:
     assert resolve(concatenate(rows, along="rows"), 3, 2) == [[[1, 2], [3, 4], [5, 6]]]
     offsets = [per_row(torch.tensor([1, 2])), per_row(torch.tensor([0.5]))]
     where = concatenate(offsets, along="rows")
-    assert where.ramp
+    assert where.add_index
     assert resolve(where, 3, 2) == [[[1, 2], [2, 3], [0.5, 1.5]]]
 
 
@@ -605,7 +605,7 @@ def test_a_shard_is_its_part_of_the_whole(
         per_row(torch.tensor([0.5, 2.0])),
         multi_axis(numbers.double() / 4),
         text(per_row(torch.tensor([3, -8])), axes=2),
-        Positions(numbers, offset=5, ramp=False),
+        Positions(numbers, offset=5, add_index=False),
     ]
     mine = held(tokens, rank, size, kind)
     for whole in wholes:
@@ -625,7 +625,7 @@ def test_zigzag_keeps_float32_offsets_exact() -> None:
 
 def test_contiguous_shards_allocate_nothing() -> None:
     where = shard(7, 3, 4, tokens=8)
-    assert (where.ids, where.offset, where.ramp) == (None, 13, True)
+    assert (where.ids, where.offset, where.add_index) == (None, 13, True)
     offsets = torch.tensor([1, 2])
     of_rows = shard(per_row(offsets), 1, 2, tokens=8)
     assert of_rows.ids is not None
@@ -721,7 +721,7 @@ def test_made_in_a_compiled_function(name: str, dynamic: bool) -> None:
     make, g = MADE[name], example_inputs()
     where = make(g)
     spec = spec_for(where.axes)
-    tokens = 8 if where.ids is None or where.ramp else where.ids.shape[2]
+    tokens = 8 if where.ids is None or where.add_index else where.ids.shape[2]
     x = torch.randn(2, 3, tokens, 20)
 
     def function(x: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -744,7 +744,7 @@ def test_made_on_the_meta_device_and_of_fake_tensors(name: str) -> None:
     assert fake.ids is not None
     for ids in (meta.ids, fake.ids):
         assert (ids.shape, ids.dtype) == (wanted.ids.shape, wanted.ids.dtype)
-    assert (meta.offset, meta.ramp) == (wanted.offset, wanted.ramp)
+    assert (meta.offset, meta.add_index) == (wanted.offset, wanted.add_index)
 
 
 LOOKS = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy")

@@ -39,8 +39,8 @@ def arguments(
 ) -> tuple[object, ...]:
     words = SPEC.at().words
     turns = torch.ones_like(words)
-    form = schema.Form(layout, 1, interleaved, direction, ramp=ids is None)
-    return (words, turns, ids, 3, form.pack(), 1.25)
+    options = schema.Options(layout, 1, interleaved, direction, add_index=ids is None)
+    return (words, turns, ids, 3, options.pack(), 1.25)
 
 
 # ---- opcheck --------------------------------------------------------------------------------------
@@ -49,10 +49,10 @@ def arguments(
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("direction", [schema.FORWARD, schema.TRANSPOSE, schema.INVERSE])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("kind", ["ramp", "ids", "fractional"])
+@pytest.mark.parametrize("kind", ["add_index", "ids", "fractional"])
 def test_opcheck(kind: str, interleaved: bool, direction: int) -> None:
     ids = {
-        "ramp": None,
+        "add_index": None,
         "ids": torch.arange(10).reshape(1, 2, 5),
         "fractional": torch.rand(1, 1, 5, dtype=torch.float64, requires_grad=True),
     }[kind]
@@ -84,7 +84,7 @@ def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interlea
     theta = noise(2, 1, heads, 3, dtype=torch.float64).requires_grad_()
     words, turns = angles.words_from(theta.detach())
     ids = torch.rand(2, 2, 5, dtype=torch.float64, requires_grad=True) if fractional else None
-    form = schema.Form(0, 1, interleaved, ramp=ids is None, learned=True).pack()
+    options = schema.Options(0, 1, interleaved, add_index=ids is None, learned=True).pack()
     for k in (None, noise(2, 5, heads, 8).transpose(1, 2)):
         call = (
             noise(2, 3, 5, 8).requires_grad_(),
@@ -93,18 +93,18 @@ def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interlea
             turns,
             ids,
             3,
-            form,
+            options,
             1.25,
             [theta],
             0.0,
         )
-        torch.library.opcheck(schema.rotate_carried, call)
+        torch.library.opcheck(schema.rotate_extras, call)
         fixed = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
         fixed[-2] = [theta.detach()]
-        torch.library.opcheck(schema.rotate_carried, fixed)
-        torch.library.opcheck(schema.rotate_carried_, fixed)
+        torch.library.opcheck(schema.rotate_extras, fixed)
+        torch.library.opcheck(schema.rotate_extras_, fixed)
         outs = [None if x is None else torch.empty_like(x) for x in fixed[:2]]
-        torch.library.opcheck(schema.rotate_carried_into, (*fixed[:2], *outs, *fixed[2:]))
+        torch.library.opcheck(schema.rotate_extras_into, (*fixed[:2], *outs, *fixed[2:]))
 
 
 @pytest.mark.one_in(24)
@@ -119,9 +119,9 @@ def test_opcheck_of_angle_gradients(
     words = torch.ones(2, 1, 1, 3, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16):
         for ids in (None, torch.rand(2, 1, 5), torch.arange(10).reshape(2, 1, 5)):
-            form = schema.Form(layout, 1, ramp=ids is None).pack()
+            options = schema.Options(layout, 1, add_index=ids is None).pack()
             for z, dz in ((None, None), (y.to(dtype), dy.to(dtype))):
-                call = (y.to(dtype), z, dy.to(dtype), dz, words, None, ids, 3, form, *wanted)
+                call = (y.to(dtype), z, dy.to(dtype), dz, words, None, ids, 3, options, *wanted)
                 torch.library.opcheck(schema.angle_gradients, call)
 
 
@@ -135,16 +135,16 @@ def outer_call(
 ) -> schema.Packed:
     """The arguments after q and k of a call with f and P, all of whose tensors require grad."""
     xs, tokens = schema.present(x, k), x.shape[2]
-    carried: list[torch.Tensor] = []
+    extras: list[torch.Tensor] = []
     if act == "rms_norm":
-        carried += [1 + noise(heads, 8) / 9 for heads in (1, 5)[: len(xs)]]
+        extras += [1 + noise(heads, 8) / 9 for heads in (1, 5)[: len(xs)]]
     if gate == schema.LOG:
-        carried += [noise(1, one.shape[1], tokens, 1) / 9 for one in xs]
+        extras += [noise(1, one.shape[1], tokens, 1) / 9 for one in xs]
     elif gate == schema.SLOPE:
-        carried += [noise(one.shape[1], 8) / 99 for one in xs]
+        extras += [noise(one.shape[1], 8) / 99 for one in xs]
     if act != "none" and direction == schema.TRANSPOSE:
-        carried += [noise(*one.shape).flip(0).to(one.dtype) for one in xs]
-    form = schema.Form(
+        extras += [noise(*one.shape).flip(0).to(one.dtype) for one in xs]
+    options = schema.Options(
         0,
         1,
         source=schema.SOURCES.index(source),
@@ -157,19 +157,19 @@ def outer_call(
         (SPEC.at().words, None) if source == "words" else (angle.cos(), angle.sin())
     )
     eps = 1e-5 if act == "rms_norm" else 0.0
-    fixed = schema.Plain(primary, secondary, None, 3, form.pack(), 1.25)
-    tensors = [one.detach() for one in carried]
-    return fixed.carrying(fixed.form, tensors, eps) if carried else fixed
+    fixed = schema.Plain(primary, secondary, None, 3, options.pack(), 1.25)
+    tensors = [one.detach() for one in extras]
+    return fixed.carrying(fixed.options, tensors, eps) if extras else fixed
 
 
-def carried_by(call: schema.Packed) -> list[torch.Tensor]:
-    return call.carried if isinstance(call, schema.Carrying) else []
+def extras_by(call: schema.Packed) -> list[torch.Tensor]:
+    return call.extras if isinstance(call, schema.Carrying) else []
 
 
 def with_gradients(call: schema.Packed) -> schema.Packed:
     """The same arguments, with every extra tensor a leaf that requires grad."""
-    carried = [one.clone().requires_grad_() for one in carried_by(call)]
-    return call._replace(carried=carried) if carried else call
+    extras = [one.clone().requires_grad_() for one in extras_by(call)]
+    return call._replace(extras=extras) if extras else call
 
 
 def rotated(q, k, *arguments):
@@ -177,12 +177,12 @@ def rotated(q, k, *arguments):
     return schema.NEW.for_(packed)(q, k, *packed)
 
 
-def carrying(carried, call: tuple[object, ...]) -> tuple[object, ...]:
+def carrying(extras, call: tuple[object, ...]) -> tuple[object, ...]:
     """The last arguments of a call, with other extra tensors."""
-    return (list(carried), call[7]) if carried else ()
+    return (list(extras), call[7]) if extras else ()
 
 
-OUTER = [
+STAGES = [
     (act, gate, direction)
     for act in ("none", "silu", "softmax", "rms_norm")
     for gate in (schema.NO_GATE, schema.LOG, schema.SLOPE)
@@ -192,7 +192,7 @@ OUTER = [
 
 
 @pytest.mark.one_in(12)
-@pytest.mark.parametrize("act, gate, direction", OUTER)
+@pytest.mark.parametrize("act, gate, direction", STAGES)
 def test_opcheck_with_acts_and_gates(act: str, gate: int, direction: int) -> None:
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     for other in (None, k):
@@ -215,17 +215,17 @@ def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
     shapes = {schema.LOG: [(1, 3, 5, 8), (2, 1, 1, 1)], schema.SLOPE: [(3, 8), (1, 1)]}[gate]
     gates = [noise(*shape).to(dtype) for shape in shapes]
     for ids in (None, torch.rand(1, 2, 5)):
-        form = schema.Form(start=1, ramp=ids is None, gate=gate).pack()
+        options = schema.Options(start=1, add_index=ids is None, gate=gate).pack()
         torch.library.opcheck(
-            schema.gate_gradients, (y, z, y.flip(0), z.flip(0), *gates, ids, 3, form)
+            schema.gate_gradients, (y, z, y.flip(0), z.flip(0), *gates, ids, 3, options)
         )
         torch.library.opcheck(
-            schema.gate_gradients, (y, None, y.flip(0), None, gates[0], None, ids, 3, form)
+            schema.gate_gradients, (y, None, y.flip(0), None, gates[0], None, ids, 3, options)
         )
 
 
 @pytest.mark.parametrize("source", schema.SOURCES[1:])
-@pytest.mark.parametrize("act, gate, direction", OUTER)
+@pytest.mark.parametrize("act, gate, direction", STAGES)
 def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, source: str) -> None:
     """No public function combines them, but the operator does: kernels agree with the definition."""
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
@@ -238,8 +238,8 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         )
         call = call._replace(primary=how(call.primary), secondary=how(call.secondary))
     wide = call._replace(primary=call.primary.double(), secondary=call.secondary.double())
-    if carried_by(call):
-        wide = wide._replace(carried=[one.double() for one in carried_by(call)])
+    if extras_by(call):
+        wide = wide._replace(extras=[one.double() for one in extras_by(call)])
     right = reference.compose(x.double(), k.double(), *wide)
     got = rotated(x, k, *call)
     assert len(got) == len(right)
@@ -249,7 +249,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         assert_near(a.double() / scale, b / scale, "f and P, float32")
     if direction != schema.FORWARD:
         return
-    leaves = [one.clone().requires_grad_() for one in (x, k, *call[:2], *carried_by(call))]
+    leaves = [one.clone().requires_grad_() for one in (x, k, *call[:2], *extras_by(call))]
     doubles = [one.detach().double().requires_grad_() for one in leaves]
 
     def gradients(run, tensors):
@@ -266,8 +266,8 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
     "act, gate, direction, mapped",
     [
         (act, gate, direction, mapped)
-        for act, gate, direction in OUTER
-        for mapped in ("x", "both", "carried")
+        for act, gate, direction in STAGES
+        for mapped in ("x", "both", "extras")
         if mapped == "x" or act == "rms_norm" or gate or direction == schema.TRANSPOSE
     ],
 )
@@ -278,20 +278,20 @@ def test_vmap_of_the_operator_with_acts_and_gates(
     code, has a vmap rule: one launch, or one per mapped index of norm weights or slopes."""
     x, k = noise(4, 2, 3, 5, 8), noise(4, 2, 5, 5, 8)
     call = outer_call(act, gate, direction, x[0], k[0])
-    carried = carried_by(call)
-    stacks = [torch.stack([one * (1 + i / 8) for i in range(4)], 1) for one in carried]
-    in_x = None if mapped == "carried" else 0
-    in_carried = None if mapped == "x" else 1
-    if mapped == "carried":
+    extras = extras_by(call)
+    stacks = [torch.stack([one * (1 + i / 8) for i in range(4)], 1) for one in extras]
+    in_x = None if mapped == "extras" else 0
+    in_extras = None if mapped == "x" else 1
+    if mapped == "extras":
         x, k = x[0], k[0]
 
     def run(q, k, *own):
         return tuple(rotated(q, k, *call[:6], *carrying(own, call)))
 
-    own = carried if in_carried is None else stacks
-    got = torch.vmap(run, in_dims=(in_x, in_x, *[in_carried] * len(own)))(x, k, *own)
+    own = extras if in_extras is None else stacks
+    got = torch.vmap(run, in_dims=(in_x, in_x, *[in_extras] * len(own)))(x, k, *own)
     for i in range(4):
-        own_i = [one if in_carried is None else one[:, i] for one in own]
+        own_i = [one if in_extras is None else one[:, i] for one in own]
         xs = (x, k) if in_x is None else (x[i], k[i])
         for a, b in zip(got, run(*xs, *own_i), strict=True):
             assert torch.equal(a[i], b)
@@ -301,11 +301,11 @@ def test_raw_operators_see_gradients_in_lists_too() -> None:
     """Learned frequencies are passed in a list; without the check their gradient would be lost."""
     x, theta = noise(2, 3, 5, 8), noise(1, 1, 1, 3, dtype=torch.float64).requires_grad_()
     words, turns = angles.words_from(theta.detach())
-    call = (words, turns, None, 0, schema.Form(start=1, learned=True).pack(), 1.0, [theta], 0.0)
+    call = (words, turns, None, 0, schema.Options(start=1, learned=True).pack(), 1.0, [theta], 0.0)
     before = x.clone()
     for run in (
-        lambda: schema.rotate_carried_(x, None, *call),
-        lambda: schema.rotate_carried_into(x, None, torch.empty_like(x), None, *call),
+        lambda: schema.rotate_extras_(x, None, *call),
+        lambda: schema.rotate_extras_into(x, None, torch.empty_like(x), None, *call),
     ):
         with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
             run()
@@ -314,17 +314,17 @@ def test_raw_operators_see_gradients_in_lists_too() -> None:
         x.copy_(before)
 
 
-@pytest.mark.parametrize("operator", [schema.rotate_carried, reference.compose])
+@pytest.mark.parametrize("operator", [schema.rotate_extras, reference.compose])
 def test_arguments_that_the_form_does_not_declare_are_refused(operator) -> None:
     x = noise(2, 3, 5, 8)
     words, *_ = arguments()
     weight, log = noise(1, 8), noise(1, 1, 1, 1)
 
     def code(**fields: int) -> int:
-        return schema.Form(start=1, **fields).pack()
+        return schema.Options(start=1, **fields).pack()
 
     norm = ACTS.index("rms_norm")
-    for form, carried, eps in (
+    for options, extras, eps in (
         (code(numerics=1), [], 0.0),
         (code(act=len(ACTS)), [], 0.0),
         (code(gate=3), [log], 0.0),
@@ -350,19 +350,19 @@ def test_arguments_that_the_form_does_not_declare_are_refused(operator) -> None:
         (code(learned=True), [x, x], 0.0),
     ):
         with pytest.raises((NotImplementedError, RuntimeError), match="tightrope"):
-            operator(x, None, words, None, None, 0, form, 1.0, carried, eps)
+            operator(x, None, words, None, None, 0, options, 1.0, extras, eps)
 
 
 def test_a_form_is_one_integer_and_back() -> None:
-    for form in (
-        schema.Form(),
-        schema.Form(5, 2**20 - 1, True, schema.INVERSE, False, 3, True, 255, 15, 255),
-        schema.Form(start=77, ramp=False),
+    for options in (
+        schema.Options(),
+        schema.Options(5, 2**20 - 1, True, schema.INVERSE, False, 3, True, 255, 15, 255),
+        schema.Options(start=77, add_index=False),
     ):
-        assert schema.form_of(form.pack()) == form
-        assert 0 <= form.pack() < 2**63
+        assert schema.options_of(options.pack()) == options
+        assert 0 <= options.pack() < 2**63
     with pytest.raises(RuntimeError, match="start must lie in"):
-        schema.Form(start=2**20).pack()
+        schema.Options(start=2**20).pack()
 
 
 def test_several_axes_and_angles_per_row_and_head() -> None:
@@ -372,43 +372,43 @@ def test_several_axes_and_angles_per_row_and_head() -> None:
     turns = torch.randint(-3, 3, words.shape, generator=generator)
     ids = torch.rand(3, 2, 5, generator=generator, dtype=torch.float64) * 1000
     x = noise(2, 4, 5, 8, dtype=torch.float64)
-    form = schema.Form(start=1, ramp=False).pack()
-    (whole,) = schema.rotate(x, None, words, turns, ids, 0, form, 1.0)
+    options = schema.Options(start=1, add_index=False).pack()
+    (whole,) = schema.rotate(x, None, words, turns, ids, 0, options, 1.0)
     for row in range(2):
         for head in range(4):
             (part,) = schema.rotate(
                 x[row : row + 1, head : head + 1], None,
                 words[:, row : row + 1, head : head + 1].contiguous(),
                 turns[:, row : row + 1, head : head + 1].contiguous(),
-                ids[:, row : row + 1], 0, form, 1.0,
+                ids[:, row : row + 1], 0, options, 1.0,
             )  # fmt: skip
             assert torch.equal(part[0, 0], whole[row, head])
     y = x
     for axis in range(3):
         one = slice(axis, axis + 1)
-        (y,) = schema.rotate(y, None, words[one], turns[one], ids[one], 0, form, 1.0)
+        (y,) = schema.rotate(y, None, words[one], turns[one], ids[one], 0, options, 1.0)
     assert_near(whole, y, "axes one by one")
 
 
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     x = noise(2, 3, 5, 8)
     words = SPEC.at().words
-    ramp, ids = schema.Form(start=1).pack(), schema.Form(start=1, ramp=False).pack()
-    tables = schema.Form(source=1).pack()
+    add_index, ids = schema.Options(start=1).pack(), schema.Options(start=1, add_index=False).pack()
+    tables = schema.Options(source=1).pack()
     bad = {
-        "pairs": (words.repeat(1, 1, 1, 2), None, None, 0, ramp),
-        "start": (words, None, None, 0, schema.Form(start=3).pack()),
-        "rows of words": (words.repeat(1, 3, 1, 1), None, None, 0, ramp),
-        "heads of words": (words.repeat(1, 1, 2, 1), None, None, 0, ramp),
+        "pairs": (words.repeat(1, 1, 1, 2), None, None, 0, add_index),
+        "start": (words, None, None, 0, schema.Options(start=3).pack()),
+        "rows of words": (words.repeat(1, 3, 1, 1), None, None, 0, add_index),
+        "heads of words": (words.repeat(1, 1, 2, 1), None, None, 0, add_index),
         "tokens of ids": (words, None, torch.zeros(1, 1, 4), 0, ids),
         "rows of ids": (words, None, torch.zeros(1, 3, 5), 0, ids),
         "axes of ids": (words, None, torch.zeros(2, 1, 5), 0, ids),
         "dtype of ids": (words, None, torch.zeros(1, 1, 5).half(), 0, ids),
-        "dtype of words": (words.int(), None, None, 0, ramp),
-        "turns": (words, words[..., :1], None, 0, ramp),
-        "layout": (words, None, None, 0, schema.Form(layout=6, start=1).pack()),
-        "huge start": (words, None, None, 0, schema.Form(start=2**20 - 1).pack()),
-        "no axes": (words[:0], None, None, 0, ramp),
+        "dtype of words": (words.int(), None, None, 0, add_index),
+        "turns": (words, words[..., :1], None, 0, add_index),
+        "layout": (words, None, None, 0, schema.Options(layout=6, start=1).pack()),
+        "huge start": (words, None, None, 0, schema.Options(start=2**20 - 1).pack()),
+        "no axes": (words[:0], None, None, 0, add_index),
         "no sines": (x[:1, :1], None, None, 0, tables),
         "sines of another length": (x[:1, :1], x[:1, :1, :2], None, 0, tables),
         "a negative form": (words, None, None, 0, -1),
@@ -667,7 +667,7 @@ def test_vmap_in_place() -> None:
 def test_devices_are_not_mixed() -> None:
     """One meta tensor sends a call to the fake kernel, which must not return uninitialised memory."""
     x, words = noise(2, 3, 5, 8), SPEC.at().words
-    rest = (None, None, 0, schema.Form(start=1).pack(), 1.0)
+    rest = (None, None, 0, schema.Options(start=1).pack(), 1.0)
     for k, other in ((None, words.to("meta")), (x.to("meta"), words)):
         for operator, outs in (
             (schema.rotate, ()),
@@ -684,27 +684,27 @@ def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
     before = [x._version for x in written]
     schema.rotate_(*written[:2], *arguments())
     schema.rotate_into(noise(2, 3, 5, 8), noise(2, 3, 5, 8), *written[2:4], *arguments())
-    carried = [noise(2, 3, 5, 8) for _ in range(2)], 0.0
-    form = schema.Form(start=1, gate=schema.LOG).pack()
-    call = (SPEC.at().words, None, None, 3, form, 1.25, *carried)
-    schema.rotate_carried_into(noise(2, 3, 5, 8), noise(2, 3, 5, 8), *written[4:], *call)
+    extras = [noise(2, 3, 5, 8) for _ in range(2)], 0.0
+    options = schema.Options(start=1, gate=schema.LOG).pack()
+    call = (SPEC.at().words, None, None, 3, options, 1.25, *extras)
+    schema.rotate_extras_into(noise(2, 3, 5, 8), noise(2, 3, 5, 8), *written[4:], *call)
     assert all(x._version > version for x, version in zip(written, before, strict=True))
 
 
 def test_gate_gradients_on_the_meta_device() -> None:
     y, gate = noise(2, 3, 5, 8), noise(1, 3, 1, 8)
-    form = schema.Form(start=1, gate=schema.LOG).pack()
+    options = schema.Options(start=1, gate=schema.LOG).pack()
     for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         x = y.to("meta", dtype)
-        call = (x, None, x, None, gate.to("meta", dtype), None, None, 3, form)
+        call = (x, None, x, None, gate.to("meta", dtype), None, None, 3, options)
         (made,) = schema.gate_gradients(*call)
         assert (made.device.type, made.shape, made.dtype) == ("meta", gate.shape, wanted)
     with pytest.raises(RuntimeError, match="several devices"):
-        schema.gate_gradients(y, None, y, None, gate.to("meta"), None, None, 3, form)
+        schema.gate_gradients(y, None, y, None, gate.to("meta"), None, None, 3, options)
 
 
 # Functions of x and of a row of eight numbers; the transforms apply to the row.
-CARRIED = {
+EXTRAS = {
     "a norm": lambda x, w: rotate(x, RopeSpec(8), 3, act=RMSNorm(w)),
     "a gate": lambda x, w: rotate(x, RopeSpec(8), 3, gate=gates.Exp(w)),
     "a slope": lambda x, w: rotate(x, RopeSpec(8), 3, gate=gates.Slope(w / 8)),
@@ -721,7 +721,7 @@ CARRIED = {
     "what, transform",
     [
         (what, transform)
-        for what in CARRIED
+        for what in EXTRAS
         for transform in ("vmap", "grad", "vmap of grad", "grad of vmap")
         if what != "x into" or transform == "vmap"  # out= allows no tensor that requires grad
     ],
@@ -731,7 +731,7 @@ def test_transforms_of_extra_tensors(what: str, transform: str, backend: str | N
     x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
 
     def one(row: torch.Tensor) -> torch.Tensor:
-        return CARRIED[what](x, row)
+        return EXTRAS[what](x, row)
 
     def loss(row: torch.Tensor) -> torch.Tensor:
         return one(row).pow(3).sum()

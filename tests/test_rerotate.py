@@ -16,7 +16,7 @@ from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, Linear, LongRoPE, YaRN
 from tightrope.functional import rerotate, rerotate_, rotate
-from tolerances import ENOUGH, Case, assert_rotated, assert_rotations, assert_same_bits, value
+from tolerances import ENOUGH, Result, assert_rotated, assert_rotations, assert_same_bits, value
 
 MILLION = 1_000_000
 TRAINED = 4096
@@ -211,7 +211,7 @@ def test_keys_lose_one_rounding(
     if dtype == torch.float64:
         # Two specs have rounded phase words, and two fractions are truncated.
         lengths = lengths * 2
-    assert_rotated([Case(moved, wanted, lengths, reach)])
+    assert_rotated([Result(moved, wanted, lengths, reach)])
     still = [0, 1, 14, 15]
     assert_same_bits(moved[..., still], k[..., still])
     again = rerotate_(k.clone(), *move[:4], **lengths_of(move), backend=backend)
@@ -257,7 +257,7 @@ def test_keys_around_a_million(dtype: torch.dtype) -> None:
     lengths = oracle.pair_lengths(k, 64)
     wanted = oracle.rotate(k, new, omegas)
     fresh = rotate(k, spec, torch.tensor(new))
-    assert_rotated([Case(fresh, wanted, lengths, float(MILLION))])
+    assert_rotated([Result(fresh, wanted, lengths, float(MILLION))])
     if dtype in (torch.float32, torch.float64):
         assert_rotations(moved, wanted, lengths, 2, float(2 * MILLION))
     else:
@@ -268,7 +268,7 @@ def test_keys_around_a_million(dtype: torch.dtype) -> None:
         # Relative to the stored keys, only one rounding remains.
         difference = [after - before for before, after in zip(old, new, strict=True)]
         turned = oracle.rotate(cached, difference, omegas)
-        assert_rotated([Case(moved, turned, oracle.pair_lengths(cached, 64), float(2 * MILLION))])
+        assert_rotated([Result(moved, turned, oracle.pair_lengths(cached, 64), float(2 * MILLION))])
 
 
 # --- the group ------------------------------------------------------------------------------------
@@ -428,10 +428,10 @@ def test_gradients_by_keys(name: str, backend: str) -> None:
     y = rerotate(leaf, *move[:4], backend=backend)
     (grad,) = torch.autograd.grad(y, leaf, weight)
     bound = 2 * lengths * max(1.0, ratio**2)
-    assert_rotated([Case(grad, wanted, bound, reach)])
+    assert_rotated([Result(grad, wanted, bound, reach)])
     leaf = k.clone().requires_grad_()
     y = rerotate_(leaf.clone(), *move[:4], backend=backend)
-    assert_rotated([Case(torch.autograd.grad(y, leaf, weight)[0], wanted, bound, reach)])
+    assert_rotated([Result(torch.autograd.grad(y, leaf, weight)[0], wanted, bound, reach)])
 
 
 @every_backend
@@ -485,7 +485,7 @@ def test_a_shift_makes_no_positions() -> None:
 
     k, spec = torch.randn(1, 2, TOKENS, 16), spec_of()
     rope = _prepared(k, _Move(spec, spec, 900, 7, None, None), BY_NAME["bhsd"])
-    assert (rope.ids, rope.offset, rope.ramp) == (None, -893, False)
+    assert (rope.ids, rope.offset, rope.add_index) == (None, -893, False)
     assert rope.words is spec.at().words
 
 

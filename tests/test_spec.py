@@ -542,7 +542,7 @@ def test_at_gives_words_and_positions() -> None:
         oracle.phase(omega).word for omega in oracle.frequencies(10000.0, 8)
     ]
     assert rotation.turns is None
-    assert (rotation.ids, rotation.offset, rotation.ramp) == (None, 5, True)
+    assert (rotation.ids, rotation.offset, rotation.add_index) == (None, 5, True)
     assert rotation.device == CPU
     with pytest.raises(dataclasses.FrozenInstanceError):
         rotation.offset = 6  # type: ignore[misc]

@@ -147,7 +147,7 @@ def test_a_row_outside_the_tables(ids: list[int]) -> None:
     assert y[:, :, outside].isnan().all()
     inside, _ = apply_rotary_pos_emb(x, None, table, table, position_ids=where.clamp(0, 8))
     assert torch.equal(y[:, :, ~outside], inside[:, :, ~outside])
-    form = schema.Form(ramp=False, source=schema.SOURCES.index("cat")).pack()
+    form = schema.Options(add_index=False, source=schema.SOURCES.index("cat")).pack()
     (raw,) = schema.rotate(
         x, None, table[None, None], table[None, None], where[None, None], 0, form, 1.0
     )
@@ -208,7 +208,7 @@ def test_gradients_of_duplicates_reach_what_was_duplicated() -> None:
 def test_registration() -> None:
     x = noise(2, 3, 5, 8, dtype=torch.float32).requires_grad_()
     cos, sin = (noise(2, 1, 5, 8, seed=n, dtype=torch.float32).requires_grad_() for n in (1, 2))
-    rest = (None, 0, schema.Form(source=schema.SOURCES.index("cat")).pack(), 1.0)
+    rest = (None, 0, schema.Options(source=schema.SOURCES.index("cat")).pack(), 1.0)
     torch.library.opcheck(schema.rotate, (x, None, cos, sin, *rest))
     fixed = (cos.detach(), sin.detach(), *rest)
     torch.library.opcheck(schema.rotate_, (x.detach(), None, *fixed))

@@ -12,7 +12,7 @@ import oracle
 import oracle_frequencies
 import oracle_lrpe
 import tolerances
-from tolerances import Case
+from tolerances import Result
 
 SIXTEEN = [torch.bfloat16, torch.float16]
 PLAIN = [torch.float32, torch.float64]
@@ -214,11 +214,11 @@ def test_the_reach_of_positions_widens_only_float64() -> None:
     assert tolerances.rotation_bound(torch.float32, 2.0**31) == 4e-7
 
 
-def a_case(dtype: torch.dtype, count: int = tolerances.ENOUGH) -> Case:
+def a_case(dtype: torch.dtype, count: int = tolerances.ENOUGH) -> Result:
     generator = torch.Generator().manual_seed(count)
     exact = torch.randn(count, generator=generator, dtype=torch.float64)
     got = exact.clone() if dtype == torch.float64 else oracle.rounded(exact, dtype)
-    return Case(got, exact, exact.abs() * 2)
+    return Result(got, exact, exact.abs() * 2)
 
 
 def step_up(x: torch.Tensor, steps: int) -> torch.Tensor:

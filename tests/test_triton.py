@@ -19,8 +19,8 @@ from tightrope.backends.reference import compose
 from tightrope.ops import gradients
 from tightrope.ops.call import Call
 from tightrope.ops.layouts import BY_CODE
-from tightrope.ops.schema import LOG, SLOPE, WORDS, Form, form_of
-from tolerances import Case, assert_near, assert_rotated, assert_same_bits, value
+from tightrope.ops.schema import LOG, SLOPE, WORDS, Options, options_of
+from tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
 from triton_cases import AXES, DEVICE, HAS_GPU, Made, allowed, make, needs_triton, noise, words
 
 pytestmark = needs_triton
@@ -84,19 +84,21 @@ def scale_of(want: torch.Tensor) -> torch.Tensor:
 
 def check(made: Made) -> None:
     want = compose(made.wide().q, made.wide().k, *made.wide().arguments)
-    form = form_of(made.arguments[4])
+    options = options_of(made.arguments[4])
     dtype = made.q.dtype
     gain = 1.0
-    if form.act and form.direction == 1:
+    if options.act and options.direction == 1:
         # f' of softmax and rms_norm takes differences of the rotated gradients.
-        plain = form._replace(act=0)
-        carried = (
+        plain = options._replace(act=0)
+        extras = (
             []
-            if form.gate == 0
-            else made.wide().arguments[6][len(made.xs) * (form.act == RMS_NORM) :][: len(made.xs)]
+            if options.gate == 0
+            else made.wide().arguments[6][len(made.xs) * (options.act == RMS_NORM) :][
+                : len(made.xs)
+            ]
         )
         arguments = list(made.wide().arguments)
-        arguments[4], arguments[6], arguments[7] = plain.pack(), carried, 0.0
+        arguments[4], arguments[6], arguments[7] = plain.pack(), extras, 0.0
         through = compose(made.wide().q, made.wide().k, *arguments)
     else:
         through = want[: len(made.xs)]
@@ -160,18 +162,18 @@ def exact_words(base: float, rotary_dim: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_angles_against_the_oracle(dtype: torch.dtype, interleaved: bool) -> None:
     omegas = oracle.frequencies(10000.0, 64)
-    form = Form(interleaved=interleaved, ramp=False).pack()
+    options = Options(interleaved=interleaved, add_index=False).pack()
     for ids in (
         torch.tensor(FAR),
         torch.tensor([0.5, 1 / 3, -2.75, 1000.1, 65536.015625], dtype=torch.float64),
     ):
         x = noise(1, 2, len(ids), 64, seed=1).to(dtype).to(DEVICE)
         at = ids[None, None].to(DEVICE)
-        (y,) = operators().rotate(x, None, exact_words(10000.0, 64), None, at, 0, form, 1.0)
+        (y,) = operators().rotate(x, None, exact_words(10000.0, 64), None, at, 0, options, 1.0)
         exact = oracle.rotate(x.cpu(), ids[None], omegas, interleaved=interleaved)
         lengths = oracle.pair_lengths(x.cpu(), 64, interleaved=interleaved)
         reach = 0.0 if dtype == torch.float32 else float(ids.double().abs().max())
-        assert_rotated([Case(y.cpu(), exact, lengths, reach)])
+        assert_rotated([Result(y.cpu(), exact, lengths, reach)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -180,10 +182,10 @@ def test_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
     ids = torch.tensor(FAR)
     at = ids[None, None].to(DEVICE)
     (y,) = operators().rotate(
-        x, None, exact_words(10000.0, 64), None, at, 0, Form(ramp=False).pack(), 1.0
+        x, None, exact_words(10000.0, 64), None, at, 0, Options(add_index=False).pack(), 1.0
     )
     exact = oracle.rotate(x.cpu(), ids[None], oracle.frequencies(10000.0, 64))
-    assert_rotated([Case(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 64))])
+    assert_rotated([Result(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 64))])
 
 
 def test_turns_count_for_fractions() -> None:
@@ -196,24 +198,24 @@ def test_turns_count_for_fractions() -> None:
     ids = torch.tensor([0.5, 0.25, -7.125, 300.75], dtype=torch.float64)
     x = noise(1, 1, 4, 6, seed=1).float().to(DEVICE)
     (y,) = operators().rotate(
-        x, None, word, turn, ids[None, None].to(DEVICE), 0, Form(ramp=False).pack(), 1.0
+        x, None, word, turn, ids[None, None].to(DEVICE), 0, Options(add_index=False).pack(), 1.0
     )
     exact = oracle.rotate(x.cpu(), ids[None], omegas)
-    assert_rotated([Case(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 6))])
+    assert_rotated([Result(y.cpu(), exact, oracle.pair_lengths(x.cpu(), 6))])
 
 
 def test_nan_and_infinity_give_nan() -> None:
     x = torch.ones(1, 1, 4, 8, device=DEVICE)
     ids = torch.tensor([[[1.0, math.nan, math.inf, -1e30]]], device=DEVICE)
     (y,) = operators().rotate(
-        x, None, words(1, 1, 1, 3), None, ids, 0, Form(ramp=False).pack(), 1.0
+        x, None, words(1, 1, 1, 3), None, ids, 0, Options(add_index=False).pack(), 1.0
     )
     assert y[0, 0, 0].isfinite().all()
     assert y[0, 0, 1:, :6].isnan().all()
     assert (y[..., 6:] == 1).all()
     turns = torch.zeros_like(words(1, 1, 1, 3))
     turns[..., 1] = -(2**63)
-    (y,) = operators().rotate(x, None, words(1, 1, 1, 3), turns, None, 0, Form().pack(), 1.0)
+    (y,) = operators().rotate(x, None, words(1, 1, 1, 3), turns, None, 0, Options().pack(), 1.0)
     assert y.isnan().any(2)[0, 0].tolist() == [False, True, False, False, True, False, False, False]
 
 
@@ -221,11 +223,11 @@ def test_rows_outside_a_table_become_nan() -> None:
     x = torch.ones(2, 3, 4, 8, device=DEVICE)
     table = torch.ones(1, 1, 5, 4, device=DEVICE)
     ids = torch.tensor([[[0, 4, 5, -1]]], device=DEVICE)
-    form = Form(ramp=False, source=3).pack()
-    (y,) = operators().rotate(x, None, table, table, ids, 0, form, 1.0)
+    options = Options(add_index=False, source=3).pack()
+    (y,) = operators().rotate(x, None, table, table, ids, 0, options, 1.0)
     assert y[:, :, :2].isfinite().all()
     assert y[:, :, 2:].isnan().all()
-    (y,) = operators().rotate(x, None, table[:, :, :0], table[:, :, :0], ids, 0, form, 1.0)
+    (y,) = operators().rotate(x, None, table[:, :, :0], table[:, :, :0], ids, 0, options, 1.0)
     assert y.isnan().all()
 
 
@@ -240,12 +242,14 @@ def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
     want, want_k = run(whole)
     alone = operators().rotate(whole.q, None, *whole.arguments)
     assert_same_bits(alone[0], want)
-    primary, secondary, _, offset, form, *rest = whole.arguments
+    primary, secondary, _, offset, options, *rest = whole.arguments
     for token in (0, 3, 6):
         one = whole.q[1:, :, token : token + 1]
-        (y,) = operators().rotate(one, None, primary, secondary, None, offset + token, form, *rest)
+        (y,) = operators().rotate(
+            one, None, primary, secondary, None, offset + token, options, *rest
+        )
         assert_same_bits(y, want[1:, :, token : token + 1])
-    other = Form(layout=1, start=4).pack()
+    other = Options(layout=1, start=4).pack()
     turned = whole.q.transpose(1, 2).contiguous()
     (y,) = operators().rotate(turned, None, primary, secondary, None, offset, other, *rest)
     assert_same_bits(y.transpose(1, 2), want)
@@ -290,12 +294,12 @@ def test_rows_further_apart_than_32_bits() -> None:
     x = torch.empty(2, 2**30 + 64, dtype=torch.bfloat16, device=DEVICE)
     view = torch.as_strided(x, (3, 1, 2, 8), (2**30 + 8, 8, 8, 1))
     view.copy_(noise(3, 1, 2, 8, seed=1))
-    (y,) = operators().rotate(view, None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0)
+    (y,) = operators().rotate(view, None, words(1, 1, 1, 4), None, None, 3, Options().pack(), 1.0)
     (small,) = operators().rotate(
-        view.clone(), None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0
+        view.clone(), None, words(1, 1, 1, 4), None, None, 3, Options().pack(), 1.0
     )
     assert_same_bits(y, small)
-    operators().rotate_(view, None, words(1, 1, 1, 4), None, None, 3, Form().pack(), 1.0)
+    operators().rotate_(view, None, words(1, 1, 1, 4), None, None, 3, Options().pack(), 1.0)
     assert_same_bits(view.contiguous(), small)
 
 
@@ -352,13 +356,13 @@ def test_acts_over_their_whole_range(
     x = torch.cat((REACH, torch.zeros(1))).reshape(1, 1, 1, size).to(DEVICE)
     still = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=DEVICE)
     for direction in (0, 1):
-        form = Form(act=ACTS.index(act), direction=direction).pack()
+        options = Options(act=ACTS.index(act), direction=direction).pack()
         grad = torch.ones_like(x)
-        carried = [x] if direction else []
+        extras = [x] if direction else []
         (y,) = operators().rotate(
-            grad if direction else x, None, still, None, None, 0, form, 1.0, carried
+            grad if direction else x, None, still, None, None, 0, options, 1.0, extras
         )
-        wide = [one.double().cpu() for one in carried]
+        wide = [one.double().cpu() for one in extras]
         (want,) = compose(
             (grad if direction else x).double().cpu(),
             None,
@@ -366,7 +370,7 @@ def test_acts_over_their_whole_range(
             None,
             None,
             0,
-            form,
+            options,
             1.0,
             wide,
         )
@@ -411,13 +415,13 @@ def test_sums_by_angles(angles: str, dtype: torch.dtype) -> None:
         }
         case |= {"channels": (24, 4, 12), "direction": direction, "strides": "transposed"}
         made, grads = make(case), make(case)
-        primary, secondary, ids, offset, form, *_ = made.arguments
+        primary, secondary, ids, offset, options, *_ = made.arguments
         grads = [noise(*x.shape, seed=9 + i).to(dtype).to(DEVICE) for i, x in enumerate(made.xs)]
         got = operators().angle_gradients(
-            made.q, made.k, *grads, primary, secondary, ids, offset, form, True, True
+            made.q, made.k, *grads, primary, secondary, ids, offset, options, True, True
         )
         wide = made.wide()
-        at_wide = (wide.arguments[0], None, wide.arguments[2], offset, form_of(form))
+        at_wide = (wide.arguments[0], None, wide.arguments[2], offset, options_of(options))
         doubles = [grad.double().cpu() for grad in grads]
         call = Call(wide.q, wide.k, *at_wide, 1.0)
         want = gradients.by_angles(call, wide.xs, doubles, True, True)
@@ -428,7 +432,7 @@ def test_sums_by_angles(angles: str, dtype: torch.dtype) -> None:
             assert one.dtype == torch.float64
             assert bool(((one.cpu() - other).abs() <= value(entry) * scale + 1e-30).all())
         only = operators().angle_gradients(
-            made.q, made.k, *grads, primary, secondary, ids, offset, form, False, True
+            made.q, made.k, *grads, primary, secondary, ids, offset, options, False, True
         )
         assert only[0].shape[0] == 0
         assert torch.equal(only[1], got[1])
@@ -441,12 +445,12 @@ def moduli_of(
     turns: None,
     ids: torch.Tensor | None,
     offset: int,
-    form: Form,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sums of |ω|·|products| and of |p|·|products| over the dimensions of the gradient sums."""
     axes, rows, heads, pairs = primary.shape
-    first, second = oracle.channels(2 * pairs, form.start, form.interleaved)
-    layout = BY_CODE[form.layout]
+    first, second = oracle.channels(2 * pairs, options.start, options.interleaved)
+    layout = BY_CODE[options.layout]
     omega = (primary.double() * (2 * math.pi * 2.0**-64)).abs()[:, :, :, None]
     by_position: Any = 0.0
     by_frequency: Any = 0.0
@@ -457,7 +461,7 @@ def moduli_of(
         ).abs()
         tokens = products.shape[2]
         place = torch.zeros(axes, 1, 1, dtype=torch.float64) if ids is None else ids.double()
-        place = (place + offset + (torch.arange(tokens) if form.ramp else 0)).abs()
+        place = (place + offset + (torch.arange(tokens) if options.add_index else 0)).abs()
         by_position = by_position + torch.stack(
             [(products * omega[a]).sum((1, 3)) for a in range(axes)]
         )
@@ -475,15 +479,15 @@ def test_sums_by_gates(gate: int, dtype: torch.dtype) -> None:
         for at in ("offset", "fractional"):
             case = {**PLAIN, "dtype": dtype, "gate": gate, "gate shape": kind, "positions": at}
             made = make(case | {"channels": (24, 4, 12), "strides": "transposed"})
-            _, _, ids, offset, form, _, gates, _ = made.arguments
+            _, _, ids, offset, options, _, gates, _ = made.arguments
             grads = [
                 noise(*x.shape, seed=9 + i).to(dtype).to(DEVICE) for i, x in enumerate(made.xs)
             ]
-            got = operators().gate_gradients(made.q, made.k, *grads, *gates, ids, offset, form)
+            got = operators().gate_gradients(made.q, made.k, *grads, *gates, ids, offset, options)
             wide = made.wide()
             doubles = [grad.double().cpu() for grad in grads]
             where, own = wide.arguments[2], wide.arguments[6]
-            call = Call(wide.q, wide.k, None, None, where, offset, form_of(form), 1.0)
+            call = Call(wide.q, wide.k, None, None, where, offset, options_of(options), 1.0)
             want = gradients.by_gates(call, wide.xs, doubles, own)
             away = call._replace(positions=None if where is None else where.abs())
             moduli = gradients.by_gates(
@@ -509,21 +513,21 @@ def test_sums_are_the_same_every_time() -> None:
 @pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8), (1, 1, 1, 8)])
 def test_edge_shapes(shape: tuple[int, ...]) -> None:
     x = noise(*shape, seed=1).float().to(DEVICE)
-    for form in (Form(), Form(gate=LOG)):
-        carried = [torch.zeros(1, 1, 1, 1, device=DEVICE)] if form.gate else []
+    for options in (Options(), Options(gate=LOG)):
+        extras = [torch.zeros(1, 1, 1, 1, device=DEVICE)] if options.gate else []
         (y,) = operators().rotate(
-            x, None, words(1, 1, 1, 4), None, None, 3, form.pack(), 1.0, carried
+            x, None, words(1, 1, 1, 4), None, None, 3, options.pack(), 1.0, extras
         )
-        (want,) = compose(x, None, words(1, 1, 1, 4), None, None, 3, form.pack(), 1.0, carried)
+        (want,) = compose(x, None, words(1, 1, 1, 4), None, None, 3, options.pack(), 1.0, extras)
         torch.testing.assert_close(y, want)
     sums = operators().angle_gradients(
-        x, None, x, None, words(1, 1, 1, 4), None, None, 0, Form().pack(), True, True
+        x, None, x, None, words(1, 1, 1, 4), None, None, 0, Options().pack(), True, True
     )
     assert [tuple(s.shape) for s in sums] == [(1, shape[0], shape[2]), (1, 1, 1, 4)]
     weight = torch.ones(1, 8, device=DEVICE)
-    form = Form(act=RMS_NORM, direction=1).pack()
+    options = Options(act=RMS_NORM, direction=1).pack()
     found = operators().rotate(
-        x, None, words(1, 1, 1, 4), None, None, 3, form, 1.0, [weight, x], 1e-6
+        x, None, words(1, 1, 1, 4), None, None, 3, options, 1.0, [weight, x], 1e-6
     )
     assert found[1].shape == weight.shape
     assert found[1].isfinite().all()
@@ -533,8 +537,8 @@ def test_edge_shapes(shape: tuple[int, ...]) -> None:
 def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
     """Each token's gate is the previous token, which another tile may already have overwritten."""
     memory = noise(1, 2, 301, 8, seed=1).float().to(DEVICE) / 4
-    form = Form(gate=LOG).pack()
-    arguments = (words(1, 1, 1, 4), None, None, 5, form, 1.0)
+    options = Options(gate=LOG).pack()
+    arguments = (words(1, 1, 1, 4), None, None, 5, options, 1.0)
     gate = memory[:, :, :-1].clone()
     want = operators().rotate(memory[:, :, 1:], None, *arguments, [gate])[0]
     x, gate = memory[:, :, 1:], memory[:, :, :-1]
@@ -551,9 +555,9 @@ def test_calls_that_run_the_definition() -> None:
     x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
     nothing = words(1, 1, 1, 4)[..., :0]
     assert torch.equal(
-        operators().rotate(x, None, nothing, None, None, 0, Form().pack(), 1.0)[0], x
+        operators().rotate(x, None, nothing, None, None, 0, Options().pack(), 1.0)[0], x
     )
-    silu = Form(act=ACTS.index("silu")).pack()
+    silu = Options(act=ACTS.index("silu")).pack()
     arguments = (words(1, 1, 1, 4), None, None, 5, silu, 1.0)
     want = compose(x, None, *arguments)[0]
     assert torch.equal(operators().rotate(x, None, *arguments)[0], want)
@@ -563,39 +567,44 @@ def test_calls_that_run_the_definition() -> None:
     assert torch.equal(out, want)
     assert torch.equal(again, want)
     broad = noise(1, 1, 2, 5000, seed=1).float().to(DEVICE)
-    arguments = (words(1, 1, 1, 2500), None, None, 5, Form().pack(), 1.0)
+    arguments = (words(1, 1, 1, 2500), None, None, 5, Options().pack(), 1.0)
     assert torch.equal(
         operators().rotate(broad, None, *arguments)[0], compose(broad, None, *arguments)[0]
     )
     with pytest.raises(NotImplementedError, match="numerics is reserved"):
-        operators().rotate(x, None, words(1, 1, 1, 4), None, None, 0, Form(numerics=1).pack(), 1.0)
+        operators().rotate(
+            x, None, words(1, 1, 1, 4), None, None, 0, Options(numerics=1).pack(), 1.0
+        )
 
 
 WRONG: dict[str, tuple[Any, str]] = {
     "words": (
-        lambda x, w: (x, None, w.float(), None, None, 0, Form().pack(), 1.0),
+        lambda x, w: (x, None, w.float(), None, None, 0, Options().pack(), 1.0),
         "phase words must be contiguous",
     ),
     "turns": (
-        lambda x, w: (x, None, w, w[..., :1], None, 0, Form().pack(), 1.0),
+        lambda x, w: (x, None, w, w[..., :1], None, 0, Options().pack(), 1.0),
         "words must be contiguous",
     ),
-    "layout": (lambda x, w: (x[0], None, w, None, None, 0, Form().pack(), 1.0), "fit the layout"),
-    "k": (lambda x, w: (x, x.double(), w, None, None, 0, Form().pack(), 1.0), "share a dtype"),
+    "layout": (
+        lambda x, w: (x[0], None, w, None, None, 0, Options().pack(), 1.0),
+        "fit the layout",
+    ),
+    "k": (lambda x, w: (x, x.double(), w, None, None, 0, Options().pack(), 1.0), "share a dtype"),
     "tokens of k": (
-        lambda x, w: (x, x[:, :, :1], w, None, None, 0, Form().pack(), 1.0),
+        lambda x, w: (x, x[:, :, :1], w, None, None, 0, Options().pack(), 1.0),
         "share rows",
     ),
     "width": (
-        lambda x, w: (x, None, w, None, None, 0, Form(start=2).pack(), 1.0),
+        lambda x, w: (x, None, w, None, None, 0, Options(start=2).pack(), 1.0),
         "outside the head",
     ),
     "rows": (
-        lambda x, _: (x, None, words(1, 3, 1, 4), None, None, 0, Form().pack(), 1.0),
+        lambda x, _: (x, None, words(1, 3, 1, 4), None, None, 0, Options().pack(), 1.0),
         "rows of angles",
     ),
     "heads": (
-        lambda x, _: (x, None, words(1, 1, 3, 4), None, None, 0, Form().pack(), 1.0),
+        lambda x, _: (x, None, words(1, 1, 3, 4), None, None, 0, Options().pack(), 1.0),
         "heads of angles",
     ),
     "positions": (
@@ -606,17 +615,35 @@ WRONG: dict[str, tuple[Any, str]] = {
             None,
             torch.zeros(1, 1, 2, device=DEVICE),
             0,
-            Form(ramp=False).pack(),
+            Options(add_index=False).pack(),
             1.0,
         ),
         "tokens of positions",
     ),
     "rows of positions": (
-        lambda x, w: (x, None, w, None, torch.zeros(1, 3, 1, device=DEVICE), 0, Form().pack(), 1.0),
+        lambda x, w: (
+            x,
+            None,
+            w,
+            None,
+            torch.zeros(1, 3, 1, device=DEVICE),
+            0,
+            Options().pack(),
+            1.0,
+        ),
         "rows of positions",
     ),
     "axes of positions": (
-        lambda x, w: (x, None, w, None, torch.zeros(2, 1, 1, device=DEVICE), 0, Form().pack(), 1.0),
+        lambda x, w: (
+            x,
+            None,
+            w,
+            None,
+            torch.zeros(2, 1, 1, device=DEVICE),
+            0,
+            Options().pack(),
+            1.0,
+        ),
         "positions must be",
     ),
     "dtype of positions": (
@@ -627,17 +654,17 @@ WRONG: dict[str, tuple[Any, str]] = {
             None,
             torch.zeros(1, 1, 1, device=DEVICE).bool(),
             0,
-            Form().pack(),
+            Options().pack(),
             1.0,
         ),
         "dtype of positions",
     ),
     "sines": (
-        lambda x, _: (x, None, x, None, None, 0, Form(source=3).pack(), 1.0),
+        lambda x, _: (x, None, x, None, None, 0, Options(source=3).pack(), 1.0),
         "cosines without",
     ),
     "gate": (
-        lambda x, w: (x, None, w, None, None, 0, Form(gate=LOG).pack(), 1.0, [x[..., :3]]),
+        lambda x, w: (x, None, w, None, None, 0, Options(gate=LOG).pack(), 1.0, [x[..., :3]]),
         "gates must be",
     ),
     "slopes": (
@@ -648,18 +675,38 @@ WRONG: dict[str, tuple[Any, str]] = {
             None,
             None,
             0,
-            Form(gate=SLOPE).pack(),
+            Options(gate=SLOPE).pack(),
             1.0,
             [x[0, 0, :1]],
         ),
         "positions of 1 axis",
     ),
     "weight": (
-        lambda x, w: (x, None, w, None, None, 0, Form(act=RMS_NORM).pack(), 1.0, [x[0, 0, :1, :4]]),
+        lambda x, w: (
+            x,
+            None,
+            w,
+            None,
+            None,
+            0,
+            Options(act=RMS_NORM).pack(),
+            1.0,
+            [x[0, 0, :1, :4]],
+        ),
         "weights must be",
     ),
     "inputs": (
-        lambda x, w: (x, None, w, None, None, 0, Form(act=1, direction=1).pack(), 1.0, [x[:, :1]]),
+        lambda x, w: (
+            x,
+            None,
+            w,
+            None,
+            None,
+            0,
+            Options(act=1, direction=1).pack(),
+            1.0,
+            [x[:, :1]],
+        ),
         "inputs must have",
     ),
 }
@@ -675,7 +722,7 @@ def test_a_wrong_direct_call_is_refused(case: str) -> None:
 
 def test_overlapping_memory_is_refused() -> None:
     x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
-    arguments = (words(1, 1, 1, 4), None, None, 0, Form().pack(), 1.0)
+    arguments = (words(1, 1, 1, 4), None, None, 0, Options().pack(), 1.0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="memory overlaps"):
             operators().rotate_(x[:1].expand(2, -1, -1, -1), None, *arguments)
@@ -687,7 +734,7 @@ def test_overlapping_memory_is_refused() -> None:
     operators().rotate_(
         fused[:, :, :2].transpose(1, 2), fused[:, :, 2:].transpose(1, 2), *arguments
     )
-    assert form_of(Form().pack()).source == WORDS
+    assert options_of(Options().pack()).source == WORDS
 
 
 @pytest.mark.parametrize(
@@ -698,9 +745,9 @@ def test_infinities_are_those_of_the_definition(act: str) -> None:
     x = torch.tensor([math.inf, -math.inf, math.nan, 1.0, -1.0], device=DEVICE).reshape(1, 1, 1, 5)
     still = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=DEVICE)
     for direction in (0, 1):
-        form = Form(act=ACTS.index(act), direction=direction, start=3).pack()
+        options = Options(act=ACTS.index(act), direction=direction, start=3).pack()
         given = torch.ones_like(x) if direction else x
-        arguments = (still, None, None, 0, form, 1.0, [x] if direction else [])
+        arguments = (still, None, None, 0, options, 1.0, [x] if direction else [])
         (got,) = operators().rotate(given, None, *arguments)
         (want,) = compose(given, None, *arguments)
         assert torch.equal(got[..., :3].isnan(), want[..., :3].isnan())
@@ -711,7 +758,7 @@ def test_more_heads_than_a_grid_holds_are_left_to_the_definition() -> None:
     x = torch.ones(1, 65_536, 1, 2, device=DEVICE)
     gate = torch.zeros(1, 65_536, 1, 1, device=DEVICE)
     (found,) = operators().gate_gradients(
-        x, None, x, None, gate, None, None, 0, Form(gate=LOG).pack()
+        x, None, x, None, gate, None, None, 0, Options(gate=LOG).pack()
     )
     assert torch.equal(found, torch.full_like(gate, 2.0))
 
@@ -726,11 +773,11 @@ def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
     x = x.reshape(1, 1, 2, 4)
     still, weight = words(1, 1, 1, 2), torch.ones(1, 4, device=DEVICE)
     for direction in (0, 1):
-        form = Form(act=RMS_NORM, direction=direction).pack()
+        options = Options(act=RMS_NORM, direction=direction).pack()
         given = torch.ones_like(x) if direction else x
-        carried = [weight, x] if direction else [weight]
-        got = operators().rotate(given, None, still, None, None, 0, form, 1.0, carried, 1e-6)
-        want = compose(given, None, still, None, None, 0, form, 1.0, carried, 1e-6)
+        extras = [weight, x] if direction else [weight]
+        got = operators().rotate(given, None, still, None, None, 0, options, 1.0, extras, 1e-6)
+        want = compose(given, None, still, None, None, 0, options, 1.0, extras, 1e-6)
         assert not bool(got[0].isnan().any())
         for one, other in zip(got, want, strict=True):
             assert_near(one, other, "float32 ways")
@@ -783,10 +830,10 @@ def test_sums_by_weights_take_little_memory() -> None:
     rotation._plans.clear()
     q = torch.empty(1, dtype=torch.bfloat16).expand(12, 40, 32_768, 128)
     for heads in (1, 40):
-        form = Form(act=RMS_NORM, direction=1).pack()
-        carried = [torch.empty(heads, 128), q]
-        arguments = (torch.zeros(1, 1, 1, 64, dtype=torch.int64), None, None, 0, form, 1.0)
-        plan = rotation._plan(q, None, [q], rotation.GIVEN, True, (*arguments, carried, 1e-6))
+        options = Options(act=RMS_NORM, direction=1).pack()
+        extras = [torch.empty(heads, 128), q]
+        arguments = (torch.zeros(1, 1, 1, 64, dtype=torch.int64), None, None, 0, options, 1.0)
+        plan = rotation._plan(q, None, [q], rotation.GIVEN, True, (*arguments, extras, 1e-6))
         assert plan is not None
         ((tiles, each, channels),) = plan.partials
         assert 4 * tiles * each * channels <= 64 << 20

@@ -18,7 +18,7 @@ from tightrope.backends.reference import rotate as definition
 from tightrope.backends.triton import registration
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import fake
-from tightrope.ops.schema import LOG, Form
+from tightrope.ops.schema import LOG, Options
 from tolerances import assert_near
 from triton_cases import DEVICE, HAS_GPU, HAS_TRITON, needs_triton, noise, on_this_device
 
@@ -104,7 +104,7 @@ def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
 
     y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))
     gate = noise(*shape, seed=3).to(DEVICE, dtype)
-    arguments = (y, None, grad, None, gate, None, None, 0, Form(gate=LOG).pack())
+    arguments = (y, None, grad, None, gate, None, None, 0, Options(gate=LOG).pack())
     told = fake._gate_gradients(*arguments)[0]
     for kernel in (operators.gate_gradients, definition.gate_gradients):
         (found,) = kernel(*arguments)

@@ -415,7 +415,7 @@ def rotation_bound(dtype: torch.dtype, reach: float, rotations: int = 1) -> floa
     return once if rotations == 1 else rotations * math.sqrt(2) * once
 
 
-class Case(NamedTuple):
+class Result(NamedTuple):
     """A result and its exact value, for :func:`assert_rotated`."""
 
     got: torch.Tensor
@@ -426,7 +426,7 @@ class Case(NamedTuple):
     reach: float = 0.0  # the largest |position|
 
 
-def assert_rotated(cases: Iterable[Case]) -> None:
+def assert_rotated(cases: Iterable[Result]) -> None:
     """Assert that finite results of one dtype are within the bounds of DESIGN 6.
 
     Pass many 16-bit cases together, :data:`ENOUGH` elements or more: the share of correctly rounded

@@ -18,7 +18,7 @@ import torch
 
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.angles import words_from
-from tightrope.ops.schema import LOG, SLOPE, SOURCES, TRANSPOSE, Form
+from tightrope.ops.schema import LOG, SLOPE, SOURCES, TRANSPOSE, Options
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_GPU = torch.cuda.is_available()
@@ -209,14 +209,14 @@ def make(case: Mapping[str, Any]) -> Made:
     angle_rows = rows if case["angles"] == "per row" else 1
     angle_heads = heads if case["angles"] == "per head" else 1
     ids: torch.Tensor | None = None
-    ramp, offset, source = True, 0, 0
+    add_index, offset, source = True, 0, 0
     primary = words(axes, angle_rows, angle_heads, width // 2)
     secondary = None
     if at == "offset":
         offset = 1_000_003
     elif at in ("ids", "ids per row"):
         shape = (1, rows if at == "ids per row" else 1, TOKENS)
-        ids, ramp = (
+        ids, add_index = (
             torch.randint(0, 1 << 20, shape, generator=torch.Generator().manual_seed(3)),
             False,
         )
@@ -224,10 +224,10 @@ def make(case: Mapping[str, Any]) -> Made:
     elif at == "per row":
         ids = torch.tensor([5, 70_000]).reshape(1, rows, 1)
     elif at == "fractional":
-        ids, ramp = 1000 * noise(1, rows, TOKENS, seed=4), False
+        ids, add_index = 1000 * noise(1, rows, TOKENS, seed=4), False
         ids = ids if case["interleaved"] else ids.float()
     elif at == "axes":
-        ids, ramp = (
+        ids, add_index = (
             torch.randint(0, 4096, (3, 1, TOKENS), generator=torch.Generator().manual_seed(3)),
             False,
         )
@@ -241,38 +241,38 @@ def make(case: Mapping[str, Any]) -> Made:
             angle = angle.repeat_interleave(2, -1)
         table_dtype = torch.float32 if case["amplitude"] == 1.0 else dtype
         primary, secondary = (t.to(table_dtype).to(DEVICE) for t in (angle.cos(), angle.sin()))
-        ids, ramp = torch.tensor([3, 0, 15, 15, 2, 1, 4]).reshape(1, 1, TOKENS), False
+        ids, add_index = torch.tensor([3, 0, 15, 15, 2, 1, 4]).reshape(1, 1, TOKENS), False
     act = ACTS.index(case["act"])
-    form = Form(
+    options = Options(
         layout=("bhsd", "bshd", "sbhd", "thd", "bsd", "sd").index(layout),
         start=start,
         interleaved=case["interleaved"],
         direction=case["direction"],
-        ramp=ramp,
+        add_index=add_index,
         source=source,
         act=act,
         gate=case["gate"],
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    carried: list[torch.Tensor] = []
+    extras: list[torch.Tensor] = []
     if act == RMS_NORM:
         sizes = [1 if i else heads for i in range(len(counts))]
-        carried += [noise(n, head_dim, seed=20 + i).to(wide) for i, n in enumerate(sizes)]
+        extras += [noise(n, head_dim, seed=20 + i).to(wide) for i, n in enumerate(sizes)]
     if case["gate"] == LOG:
         for i, n in enumerate(counts):
             full = (rows, n, TOKENS, head_dim)
             kept = {"full": (0, 1, 2, 3), "heads": (1,), "channels": (1, 3), "tokens": (0, 2)}
             shape = [size if d in kept[case["gate shape"]] else 1 for d, size in enumerate(full)]
-            carried.append(noise(*shape, seed=30 + i, scale=0.5).to(wide))
+            extras.append(noise(*shape, seed=30 + i, scale=0.5).to(wide))
     elif case["gate"] == SLOPE:
         # Slopes so small that no position overflows.
         small = 1e-6 if at in ("offset", "ids", "ids per row", "per row") else 1e-3
         for i, n in enumerate(counts):
             shape = [n, head_dim] if case["gate shape"] in ("full", "channels") else [1, head_dim]
-            carried.append(noise(*shape, seed=40 + i, scale=small).to(wide))
-    carried = [x.to(DEVICE) for x in carried]
+            extras.append(noise(*shape, seed=40 + i, scale=small).to(wide))
+    extras = [x.to(DEVICE) for x in extras]
     if act and case["direction"] == TRANSPOSE:
-        carried += tensors(50, 2.0)
+        extras += tensors(50, 2.0)
     q, k = (*tensors(1), None)[:2]
     ids = None if ids is None else ids.to(DEVICE)
     return Made(
@@ -283,9 +283,9 @@ def make(case: Mapping[str, Any]) -> Made:
             secondary,
             ids,
             offset,
-            form.pack(),
+            options.pack(),
             case["amplitude"],
-            carried,
+            extras,
             1e-6 if act == RMS_NORM else 0.0,
         ),
         case["where"],

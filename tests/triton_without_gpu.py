@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from tightrope.activations import ACTS
 from tightrope.angles import words_from
 from tightrope.backends.triton import launch, operators, rotation, sums
-from tightrope.ops.schema import LOG, SLOPE, Form
+from tightrope.ops.schema import LOG, SLOPE, Options
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -57,44 +57,64 @@ def calls() -> dict[str, Any]:
     def into(q: torch.Tensor, k: torch.Tensor | None, *rest: Any) -> Any:
         return lambda: operators.rotate(q, k, *rest)
 
-    def call(form: Form, *carried: torch.Tensor, axes: int = 1) -> tuple[Any, ...]:
-        at = None if form.ramp else ids[:axes]
-        return words(64, axes), None, at, 3, form.pack(), 1.0, list(carried), 1e-6
+    def call(options: Options, *extras: torch.Tensor, axes: int = 1) -> tuple[Any, ...]:
+        at = None if options.add_index else ids[:axes]
+        return words(64, axes), None, at, 3, options.pack(), 1.0, list(extras), 1e-6
 
     def apart(n: int) -> torch.Tensor:
         return torch.empty(2, 64, n, 256, dtype=torch.bfloat16)[..., ::2].transpose(1, 2)
 
-    gelu = Form(act=ACTS.index("gelu"), gate=LOG, direction=1)
+    gelu = Options(act=ACTS.index("gelu"), gate=LOG, direction=1)
     gate = torch.empty(2, 1, 64, 128)
     rms = ACTS.index("rms_norm")
     weights = torch.empty(1, 128), torch.empty(1, 128)
     return {
-        "bfloat16": into(q, k, *call(Form())),
-        "bfloat16 interleaved": into(q, k, *call(Form(interleaved=True))),
-        "float32": into(f, g, *call(Form())),
-        "float32 interleaved": into(f, g, *call(Form(interleaved=True))),
-        "M-RoPE": into(q, k, *call(Form(ramp=False), axes=3)),
-        "tables": into(q, k, table, table, None, 0, Form(source=1).pack(), 1.0),
-        "unaligned": into(q[..., 1:], None, words(63), None, None, 0, Form().pack(), 1.0),
+        "bfloat16": into(q, k, *call(Options())),
+        "bfloat16 interleaved": into(q, k, *call(Options(interleaved=True))),
+        "float32": into(f, g, *call(Options())),
+        "float32 interleaved": into(f, g, *call(Options(interleaved=True))),
+        "M-RoPE": into(q, k, *call(Options(add_index=False), axes=3)),
+        "tables": into(q, k, table, table, None, 0, Options(source=1).pack(), 1.0),
+        "unaligned": into(q[..., 1:], None, words(63), None, None, 0, Options().pack(), 1.0),
         "apart": into(apart(32), apart(8), *call(gelu, gate, gate, apart(32), apart(8))),
-        "slice": into(q, k, words(16), None, None, 0, Form(start=32).pack(), 1.0),
-        "silu": into(q, k, *call(Form(act=ACTS.index("silu")))),
-        "silu backward": into(q, k, *call(Form(act=ACTS.index("silu"), direction=1), q, k)),
-        "softmax": into(q, k, *call(Form(act=ACTS.index("softmax")))),
-        "rms_norm": into(q, k, *call(Form(act=rms), *weights)),
-        "rms_norm backward": into(q, k, *call(Form(act=rms, direction=1), *weights, q, k)),
+        "slice": into(q, k, words(16), None, None, 0, Options(start=32).pack(), 1.0),
+        "silu": into(q, k, *call(Options(act=ACTS.index("silu")))),
+        "silu backward": into(q, k, *call(Options(act=ACTS.index("silu"), direction=1), q, k)),
+        "softmax": into(q, k, *call(Options(act=ACTS.index("softmax")))),
+        "rms_norm": into(q, k, *call(Options(act=rms), *weights)),
+        "rms_norm backward": into(q, k, *call(Options(act=rms, direction=1), *weights, q, k)),
         "log gate": into(
-            q, k, *call(Form(gate=LOG), torch.empty(2, 32, 64, 128), torch.empty(1, 8, 1, 128))
+            q,
+            k,
+            *call(Options(gate=LOG), torch.empty(2, 32, 64, 128), torch.empty(1, 8, 1, 128)),
         ),
-        "slopes": into(q, k, *call(Form(gate=SLOPE), torch.empty(32, 128), torch.empty(8, 128))),
+        "slopes": into(q, k, *call(Options(gate=SLOPE), torch.empty(32, 128), torch.empty(8, 128))),
         "frequencies": lambda: operators.angle_gradients(
-            q, k, q, k, words(64), None, None, 3, Form().pack(), False, True
+            q, k, q, k, words(64), None, None, 3, Options().pack(), False, True
         ),
         "positions": lambda: operators.angle_gradients(
-            q, k, q, k, words(64), None, ids[:1].float(), 3, Form(ramp=False).pack(), True, False
+            q,
+            k,
+            q,
+            k,
+            words(64),
+            None,
+            ids[:1].float(),
+            3,
+            Options(add_index=False).pack(),
+            True,
+            False,
         ),
         "gates": lambda: operators.gate_gradients(
-            q, None, q, None, torch.empty(1, 32, 1, 128), None, None, 0, Form(gate=LOG).pack()
+            q,
+            None,
+            q,
+            None,
+            torch.empty(1, 32, 1, 128),
+            None,
+            None,
+            0,
+            Options(gate=LOG).pack(),
         ),
     }
 
@@ -212,8 +232,8 @@ def counted() -> dict[str, int]:
         counts[name] = len(compilations)
 
     def rotate(x: torch.Tensor, offset: int = 0, positions: torch.Tensor | None = None) -> None:
-        form = Form(ramp=positions is None or positions.shape[2] == 1).pack()
-        operators.rotate_(x, None, words_, None, positions, offset, form, 1.0)
+        options = Options(add_index=positions is None or positions.shape[2] == 1).pack()
+        operators.rotate_(x, None, words_, None, positions, offset, options, 1.0)
 
     words_ = words(64)
     buffer = torch.empty(10_000, 4, 128, dtype=torch.bfloat16)

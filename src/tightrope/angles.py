@@ -114,7 +114,7 @@ def phases(
     turns: torch.Tensor | None,
     positions: torch.Tensor | None,
     offset: int,
-    ramp: bool,
+    add_index: bool,
     tokens: int,
 ) -> torch.Tensor:
     """Return angles as 64-bit fractions of a turn.
@@ -124,7 +124,7 @@ def phases(
         turns: None for zeros, or int64 shaped as ``words``.
         positions: None for zeros, or int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``.
         offset: added to every position.
-        ramp: whether to add the token index to the position.
+        add_index: whether to add the token index to the position.
         tokens: number of tokens.
 
     Returns:
@@ -132,7 +132,7 @@ def phases(
     """
     whole, fraction = _split(positions, words.device)
     whole = whole + offset
-    if ramp:
+    if add_index:
         whole = whole + torch.arange(tokens, device=words.device)
     word = words[:, :, :, None]
     phase = whole[:, :, None, :, None] * word
@@ -167,7 +167,7 @@ def look_up(
     form: str,
     positions: torch.Tensor | None,
     offset: int,
-    ramp: bool,
+    add_index: bool,
     tokens: int,
 ) -> torch.Tensor:
     """Look up rows of a caller's cos or sin table, one value per pair. Differentiable in the table.
@@ -175,16 +175,16 @@ def look_up(
     Args:
         table: floating ``[rows|1, heads|1, length, width]``.
         form: "cat", "repeat" or "half": the layout of pairs in the width.
-        positions, offset, ramp, tokens: as in :func:`phases`, with one axis of integers.
+        positions, offset, add_index, tokens: as in :func:`phases`, with one axis of integers.
 
     Returns:
         ``[rows|1, heads|1, tokens, pairs]``; NaN where a position lies outside the table.
     """
     pairs = pairs_of(table, form)
     table = table[..., 0::2] if form == "repeat" else table[..., :pairs]
-    if _is_whole(table, positions, offset, ramp, tokens):
+    if _is_whole(table, positions, offset, add_index, tokens):
         return table
-    at, inside = _rows_of(table, positions, offset, ramp, tokens)
+    at, inside = _rows_of(table, positions, offset, add_index, tokens)
     if table.shape[2] == 0:
         table = table.new_zeros((*table.shape[:2], 1, pairs))
     if at.shape[0] == 1:
@@ -203,21 +203,21 @@ def put_back(
     form: str,
     positions: torch.Tensor | None,
     offset: int,
-    ramp: bool,
+    add_index: bool,
 ) -> torch.Tensor:
     """Return the gradient of a table from that of its looked-up rows: the transpose of :func:`look_up`.
 
     Args:
         grad: ``[rows, heads|1, tokens, pairs]``.
-        table, form, positions, offset, ramp: as in :func:`look_up`.
+        table, form, positions, offset, add_index: as in :func:`look_up`.
 
     Returns:
         Shape and dtype of the table; zeros for duplicate entries, which :func:`look_up` does not read.
     """
     tokens, pairs = grad.shape[2:]
     # is_grads_batched runs a vmap that supports reshape and narrow, but not flatten or a full slice.
-    if not _is_whole(table, positions, offset, ramp, tokens):
-        at, inside = _rows_of(table, positions, offset, ramp, tokens)
+    if not _is_whole(table, positions, offset, add_index, tokens):
+        at, inside = _rows_of(table, positions, offset, add_index, tokens)
         grad = torch.where(inside[:, None, :, None], grad, 0.0)
         rows, heads, length = table.shape[:3]
         zeros = grad.new_zeros((rows, heads, max(length, 1), pairs))
@@ -239,19 +239,19 @@ def put_back(
 
 
 def _is_whole(
-    table: torch.Tensor, positions: torch.Tensor | None, offset: int, ramp: bool, tokens: int
+    table: torch.Tensor, positions: torch.Tensor | None, offset: int, add_index: bool, tokens: int
 ) -> bool:
     """Return True if row t of the table belongs to token t, for all rows and tokens."""
-    return positions is None and ramp and offset == 0 and table.shape[2] == tokens
+    return positions is None and add_index and offset == 0 and table.shape[2] == tokens
 
 
 def _rows_of(
-    table: torch.Tensor, positions: torch.Tensor | None, offset: int, ramp: bool, tokens: int
+    table: torch.Tensor, positions: torch.Tensor | None, offset: int, add_index: bool, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the table row of each token, ``[rows|1, tokens]``, and a mask of those inside the table."""
     whole, _ = _split(positions, table.device)
     at = whole[0] + offset
-    if ramp:
+    if add_index:
         at = at + torch.arange(tokens, device=table.device)
     inside = (at >= 0) & (at < table.shape[2])
     return torch.where(inside, at, 0), inside
@@ -295,7 +295,7 @@ def frequency_angle(
 def real(
     positions: torch.Tensor | None,
     offset: int,
-    ramp: bool,
+    add_index: bool,
     tokens: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -308,7 +308,7 @@ def real(
         if lost is not None:
             number = torch.where(lost, torch.nan, number)
     number = number + offset
-    return number + torch.arange(tokens, device=device) if ramp else number
+    return number + torch.arange(tokens, device=device) if add_index else number
 
 
 def inv_freq(words: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

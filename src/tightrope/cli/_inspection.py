@@ -5,7 +5,7 @@ import math
 from rich.console import Console
 from rich.text import Text
 
-from ..workbench.inspect import Comparison, Inspection, Pair, PartReport
+from ..workbench.inspect import Comparison, Inspection, PairRow, PartReport
 from ..workbench.inspect.compare import LOST, NOTICED, Difference, PartComparison
 from ..workbench.inspect.exactness import EXACT, FLOAT32, MEANING, WORDS
 from ..workbench.text import printable
@@ -116,7 +116,7 @@ def _print_pairs(console: Console, part: PartReport, *, every: bool) -> None:
     console.print(table)
 
 
-def _chosen(pairs: tuple[Pair, ...]) -> list[Pair]:
+def _chosen(pairs: tuple[PairRow, ...]) -> list[PairRow]:
     """Choose pairs to show: both ends, where something changes, and some between."""
     if len(pairs) <= _SHOWN:
         return list(pairs)
@@ -136,7 +136,7 @@ def _chosen(pairs: tuple[Pair, ...]) -> list[Pair]:
     return [pairs[index] for index in sorted(keep)]
 
 
-def _kind(pair: Pair) -> str:
+def _kind(pair: PairRow) -> str:
     if pair.effect in ("kept", "stopped"):
         return pair.effect
     return f"{pair.slower:.9g}" if float(pair.slower).is_integer() else "between"

@@ -79,7 +79,7 @@ class Call:
         return next((each.name for each in self.arguments if each.role == role), None)
 
     @cached_property
-    def says_its_form(self) -> bool:
+    def names_its_form(self) -> bool:
         """True if the table parameters have the names of the form's roles."""
         names = {each.role: each.name for each in self.arguments}
         return all(names[role] is None or role in str(names[role]) for role in self.form.roles)
@@ -164,7 +164,7 @@ def _bound(form: Form, parameters: Sequence[inspect.Parameter], method: bool) ->
         arguments = _arguments(form, parameters, roles)
         if arguments is not None:
             calls.append(Call(form, arguments, method))
-    yield from sorted(calls, key=lambda call: not call.says_its_form)
+    yield from sorted(calls, key=lambda call: not call.names_its_form)
 
 
 def _arguments(

@@ -11,7 +11,7 @@ from .._errors import bad_type, bad_value, check_dense, check_local, describe, i
 from .._tracing import broadcasts
 from ..activations import ACTS, SOFTMAX, Act
 from ..channels import Channels
-from ..ops.build import Request, around_of, build
+from ..ops.build import Request, build, stages_of
 from ..ops.checks import check_floating
 from ..ops.run import run
 from ..positions import Positions, PositionsLike
@@ -112,8 +112,8 @@ def lrpe_rotate_1d_(
     if _check(x, act, dim, offset):
         raise bad_value("softmax over the tokens cannot be in place; call lrpe_rotate_1d", x=x)
     spec, where, angles = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
-    layout, around = _LAYOUTS[x.dim()], around_of(act, None, 1)
-    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, around=around)
+    layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
+    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, stages=stages)
     run(build(request._replace(verb="in place")))
     return x
 
@@ -121,8 +121,8 @@ def lrpe_rotate_1d_(
 def _rotated(
     x: torch.Tensor, spec: RopeSpec, where: PositionsLike, angles: torch.Tensor, act: Act
 ) -> torch.Tensor:
-    layout, around = _LAYOUTS[x.dim()], around_of(act, None, 1)
-    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, around=around)
+    layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
+    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, stages=stages)
     (y,) = run(build(request))
     return y
 
@@ -138,8 +138,8 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
         raise bad_value(
             "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels)", x=x
         )
-    around = around_of(act, None, 1)
-    if around is None or around.acts[0] != ACTS[SOFTMAX]:
+    stages = stages_of(act, None, 1)
+    if stages is None or stages.acts[0] != ACTS[SOFTMAX]:
         if dim is not None:
             raise bad_value(f"dim must be None for act {describe(act)} but got {describe(dim)}")
         return False

@@ -168,7 +168,7 @@ def _shift(
     after: PreparedRotation, before: PreparedRotation, tokens: int
 ) -> tuple[torch.Tensor | None, int]:
     """Return the distance that each token moves: ids or None, and an offset."""
-    both_count = after.ramp and before.ramp
+    both_count = after.add_index and before.add_index
     if both_count and after.ids is None and before.ids is None:
         offset = after.offset - before.offset
         if not torch.compiler.is_compiling():
@@ -195,7 +195,7 @@ def _side_by_side(
 
 def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
     """Return 64-bit positions, one for each token."""
-    where = Positions(rotation.ids, rotation.offset, rotation.ramp)
+    where = Positions(rotation.ids, rotation.offset, rotation.add_index)
     ids = positions_.explicit(where, tokens, device=rotation.device).ids
     if ids is None:
         raise RuntimeError("explicit positions have ids")

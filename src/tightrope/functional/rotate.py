@@ -9,7 +9,7 @@ import torch
 from .._errors import bad_type, bad_value, describe, public
 from ..activations import Act, ActLike
 from ..gates import Gate
-from ..ops.build import Request, around_of, build
+from ..ops.build import Request, build, stages_of
 from ..ops.run import run, run_prepared
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
@@ -80,15 +80,15 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
     >>> rotate(q, RopeSpec(head_dim=64)).shape
     torch.Size([2, 8, 16, 64])
     """
-    around = around_of(act, gate, 1)
+    stages = stages_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, x, None, layout, inverse, around)
+        found = run_prepared("new", spec, x, None, layout, inverse, stages)
         if found is not None:
             return found[0]
     request = Request(
         _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
-        around, "new" if out is None else "out", () if out is None else (out,), backend,
+        stages, "new" if out is None else "out", () if out is None else (out,), backend,
     )  # fmt: skip
     (y,) = run(build(request))
     return y
@@ -125,14 +125,14 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
-    around = around_of(act, gate, 1)
+    stages = stages_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared("in place", spec, x, None, layout, inverse, around) is not None:
+        if run_prepared("in place", spec, x, None, layout, inverse, stages) is not None:
             return x
     request = Request(
         _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
-        around, "in place", (), backend,
+        stages, "in place", (), backend,
     )  # fmt: skip
     run(build(request))
     return x
@@ -172,15 +172,15 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
     >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
-    around = around_of(act, gate)
+    stages = stages_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, q, k, layout, inverse, around)
+        found = run_prepared("new", spec, q, k, layout, inverse, stages)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
         _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
-        around, "new" if out is None else "out", () if out is None else _outs(out), backend,
+        stages, "new" if out is None else "out", () if out is None else _outs(out), backend,
     )  # fmt: skip
     ys = run(build(request))
     return ys[0], cast(_K, None if k is None else ys[1])
@@ -223,14 +223,14 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
     >>> qkv = torch.randn(1, 16, 3 * 8 * 64).unflatten(-1, (24, 64))
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
-    around = around_of(act, gate)
+    stages = stages_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared("in place", spec, q, k, layout, inverse, around) is not None:
+        if run_prepared("in place", spec, q, k, layout, inverse, stages) is not None:
             return q, k
     request = Request(
         _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
-        around, "in place", (), backend,
+        stages, "in place", (), backend,
     )  # fmt: skip
     run(build(request))
     return q, k

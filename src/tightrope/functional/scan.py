@@ -31,7 +31,7 @@ from .._errors import (
 )
 from .._tracing import broadcasts, is_readable
 from ..gates import Gate
-from ..ops.build import Request, around_of, build
+from ..ops.build import Request, build, stages_of
 from ..ops.checks import Place, layout_named, prepare
 from ..ops.route import mode
 from ..ops.run import run
@@ -143,8 +143,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
         # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
         spec = prepare(Place(_QK, (q, k), order), spec, positions, seq_len)
         q, k, positions, seq_len = q.float(), k.float(), None, None
-    around = around_of(None, gate)
-    request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, around=around)
+    stages = stages_of(None, gate)
+    request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, stages=stages)
     q, k = run(build(request))
     given_q, given_k = order.to_bhsd(given_q), order.to_bhsd(given_k)
     v = values_of(given_q, given_k, v, order.to_bhsd)

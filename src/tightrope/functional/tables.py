@@ -20,7 +20,7 @@ from .._memo import TensorMemo
 from .._tracing import broadcasts, is_readable
 from ..ops import schema
 from ..ops.build import check_backend
-from ..ops.call import Call, Carried
+from ..ops.call import Call, Extras
 from ..ops.checks import check_flag, check_floating, check_partner, shape_of
 from ..ops.layouts import BY_NAME, Layout
 from ..ops.run import run
@@ -299,11 +299,11 @@ def _build(
             _checked.find(sin, tables, _check_duplicates, "sin", s, tables)
     direction = schema.INVERSE if inverse else schema.FORWARD
     source = schema.SOURCES.index(tables)
-    form = schema.Form(layout.code, start, interleaved, direction, ids is None, source)
+    options = schema.Options(layout.code, start, interleaved, direction, ids is None, source)
     if backend is not None:
         check_backend(backend, q)
     names = ("q",) if k is None else ("q", "k")
-    return [Call(q, k, c, s, ids, 0, form, 1.0, Carried(), 0.0, names, verb, (), backend)]
+    return [Call(q, k, c, s, ids, 0, options, 1.0, Extras(), 0.0, names, verb, (), backend)]
 
 
 def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:

@@ -12,7 +12,7 @@ from .. import functional, gates as gates_
 from .._errors import bad_type, bad_value, describe, public
 from ..channels import Channels
 from ..gates import Exp, Gate, Slope
-from ..ops.build import Around, Request, build
+from ..ops.build import Request, Stages, build
 from ..ops.checks import check_count, check_dtype, check_flag
 from ..ops.run import run, run_prepared
 from ..positions import PositionsLike
@@ -279,14 +279,14 @@ class PolarRoPEAttention(torch.nn.Module):
             where = positions
         q, k, v = self._project(x)
         gates = self._all_gates(gate)
-        fused = Around((None, None), gates) if any(gates) else None
+        fused = Stages((None, None), gates) if any(gates) else None
         # In place is safe: the projections are used nowhere else.
         verb = "new" if torch.is_grad_enabled() else "in place"
         done = None if where is not None else run_prepared(verb, rope, q, k, "bhsd", False, fused)
         if done is not None:
             q, k = done
         else:
-            request = Request(("q", "k"), q, k, rope, where, around=fused, verb=verb)
+            request = Request(("q", "k"), q, k, rope, where, stages=fused, verb=verb)
             q, k = run(build(request))
         if cache is not None:
             k, v = self._with_cached(cache, k, v)

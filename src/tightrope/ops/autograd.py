@@ -11,7 +11,7 @@ import torch
 
 from ..activations import NONE
 from . import gradients, schema
-from .call import Call, Carried, pack, tensors_of, unpack
+from .call import Call, Extras, pack, tensors_of, unpack
 from .route import is_differentiated
 from .schema import FORWARD, IN_PLACE, NEW, NO_GATE, TRANSPOSE, library, pair
 
@@ -111,7 +111,7 @@ def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) ->
     Args:
         needs: the call with a bool in place of each tensor: whether it needs a gradient.
     """
-    form, of = call.form, needs.carried
+    options, of = call.options, needs.extras
     wants = _Wants(
         bool(needs.positions),
         any(of.frequencies),
@@ -119,11 +119,11 @@ def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) ->
         of.weights,
         any(of.gates),
     )
-    forward = form.direction == FORWARD
+    forward = options.direction == FORWARD
     # Gated results are not rotated pairs, so the backward pass recomputes the rotation.
-    again = wants.angles() and form.gate != NO_GATE and forward
+    again = wants.angles() and options.gate != NO_GATE and forward
     from_outputs = (wants.angles() and not again) or (wants.gates and forward)
-    from_inputs = form.act != NONE or wants.tables or again or (wants.gates and not forward)
+    from_inputs = options.act != NONE or wants.tables or again or (wants.gates and not forward)
     if not from_inputs:
         call = call._replace(q=None, k=None)
     tensors = call.tensors()
@@ -142,14 +142,14 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
     saved = ctx.saved_tensors  # read once: checkpointing allows no second read
     call: Call = ctx.template.filled(saved[: ctx.count])
     inputs, outputs = call.xs() if call.q is not None else [], saved[ctx.count :]
-    form, parts, wants = call.form, call.carried, ctx.wants
-    if form.direction == TRANSPOSE and not call.is_plain():
+    options, parts, wants = call.options, call.extras, ctx.wants
+    if options.direction == TRANSPOSE and not call.is_plain():
         raise NotImplementedError(
             "[rotate] the first gradient must be computed with create_graph=True for a second one "
             "through an act or a gate."
         )
     # An inverse divides its input by P, so the gradient of its gate is computed from that of x.
-    divides = wants.gates and form.direction != FORWARD
+    divides = wants.gates and options.direction != FORWARD
     which = [
         i
         for i, grad in enumerate(grads)
@@ -158,8 +158,8 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
     turned: Sequence[torch.Tensor] = ()
     if which:
         there = [cast(torch.Tensor, grads[i]) for i in which]
-        some = call._replace(carried=parts.of(which)).on(there)
-        kept = [inputs[i] for i in which] if form.act != NONE else ()
+        some = call._replace(extras=parts.of(which)).on(there)
+        kept = [inputs[i] for i in which] if options.act != NONE else ()
         # A rotation alone is linear, so its gradient is differentiable by the same rule.
         turned = _rotated(some.transposed(kept), is_differentiated() and not call.is_plain())
     by_x: list[torch.Tensor | None] = [None, None]
@@ -181,7 +181,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
         None if by_frequency is None else by_frequency.to(t.dtype) for t in parts.frequencies
     ]
     by_q, by_k = (x if need else None for x, need in zip(by_x, (*needed, False)))
-    carried = Carried(
+    extras = Extras(
         tuple(by_frequencies), tuple(by_weight), tuple(by_gate), (None,) * len(parts.inputs)
     )
     return call._replace(
@@ -190,7 +190,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
         primary=by_primary,
         secondary=by_secondary,
         positions=by_position,
-        carried=carried,
+        extras=extras,
     )
 
 
@@ -220,22 +220,22 @@ def _by_angles(
             torch.zeros_like(positions) if wants.positions else None,
             torch.zeros_like(words, dtype=torch.float32) if wants.frequencies else None,
         )
-    form = call.form
+    options = call.options
     there = [cast(torch.Tensor, grads[i]) for i in which]
     some: Sequence[torch.Tensor]
-    if form.gate != NO_GATE and form.direction == FORWARD:
+    if options.gate != NO_GATE and options.direction == FORWARD:
         there = [gradients.gated(call, i, cast(torch.Tensor, grads[i])) for i in which]
         # In a wide dtype: without their gates, values may exceed the range of a narrow one.
         xs = [inputs[i].to(grad.dtype) for i, grad in zip(which, there)]
-        alone = call._replace(carried=call.carried.of(which)).on(xs).without_gates()
+        alone = call._replace(extras=call.extras.of(which)).on(xs).without_gates()
         some = _rotated(alone, is_differentiated())
     else:
         some = [outputs[i] for i in which]
-    call = call._replace(form=form._replace(act=NONE, gate=NO_GATE))
+    call = call._replace(options=options._replace(act=NONE, gate=NO_GATE))
     if is_differentiated():
         sums = gradients.by_angles(call, some, there, wants.positions, wants.frequencies)
     else:
-        source = (words, call.secondary, positions, call.offset, call.form.pack())
+        source = (words, call.secondary, positions, call.offset, call.options.pack())
         sums = schema.angle_gradients(
             *pair(some), *pair(there), *source, wants.positions, wants.frequencies
         )
@@ -256,8 +256,8 @@ def _by_gates(
     by_x: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Compute the gradients of the gate tensors, in their shapes."""
-    gates = call.carried.gates
-    forward = call.form.direction == FORWARD
+    gates = call.extras.gates
+    forward = call.options.direction == FORWARD
     # An inverse divides its input by P.
     ys, by_ys = (outputs, grads) if forward else (inputs, by_x)
     found: list[torch.Tensor | None] = [torch.zeros_like(gate) for gate in gates]
@@ -269,7 +269,7 @@ def _by_gates(
             sums = gradients.by_gates(call, some, there, own)
         else:
             flat = (*pair(some), *pair(there), *pair(own))
-            sums = schema.gate_gradients(*flat, call.positions, call.offset, call.form.pack())
+            sums = schema.gate_gradients(*flat, call.positions, call.offset, call.options.pack())
         for i, total in zip(which, sums):
             found[i] = (total if forward else -total).to(gates[i].dtype)
     return found
@@ -284,8 +284,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) ->
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], carries: bool) -> tuple[Any, ...]:
     found = _gradients(ctx, grads, ctx.needs_input_grad[:2])
     fixed = (found.q, found.k, found.primary, found.secondary, found.positions)
-    # None for offset, form and amplitude, and for eps.
-    return (*fixed, None, None, None, *((list(found.carried.flat()), None) if carries else ()))
+    # None for offset, options and amplitude, and for eps.
+    return (*fixed, None, None, None, *((list(found.extras.flat()), None) if carries else ()))
 
 
 def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
@@ -321,16 +321,16 @@ def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
 
 def register() -> None:
     """Register the gradients; called once, at import."""
-    for operator, carries in ((schema.rotate, False), (schema.rotate_carried, True)):
+    for operator, carries in ((schema.rotate, False), (schema.rotate_extras, True)):
         backward = partial(_backward, carries=carries)
         torch.library.register_autograd(operator, backward, setup_context=_setup)
     own = "tightrope.functional.rotate or rotate_, which have one"
     again = "torch.autograd.grad with create_graph=True"
     for operator, instead, written in (
         (schema.rotate_, own, slice(0, 2)),
-        (schema.rotate_carried_, own, slice(0, 2)),
+        (schema.rotate_extras_, own, slice(0, 2)),
         (schema.rotate_into, own, slice(2, 4)),
-        (schema.rotate_carried_into, own, slice(2, 4)),
+        (schema.rotate_extras_into, own, slice(2, 4)),
         (schema.angle_gradients, again, slice(0)),
         (schema.gate_gradients, again, slice(0)),
     ):

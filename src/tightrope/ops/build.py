@@ -14,12 +14,12 @@ from ..gates import Gate
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from . import gating, learned, schema
-from .call import Call, Carried, pack
+from .call import Call, Extras, pack
 from .checks import Place, check_flag, check_outs, layout_named, prepare
 from .registry import BACKENDS
 
 
-class Around(NamedTuple):
+class Stages(NamedTuple):
     """Prologue f and epilogue P of a call, for q and for k.
 
     Attributes:
@@ -31,7 +31,7 @@ class Around(NamedTuple):
     gates: tuple[Sequence[Gate], Sequence[Gate]]
 
 
-def around_of(act: object, gate: object, count: int = 2) -> Around | None:
+def stages_of(act: object, gate: object, count: int = 2) -> Stages | None:
     """Parse ``act=`` and ``gate=`` of a public function; None if both are absent.
 
     Args:
@@ -45,7 +45,7 @@ def around_of(act: object, gate: object, count: int = 2) -> Around | None:
     acts, (first, second) = activations.pair(act), gates_.pair(gate)
     if acts == (None, None) and first is None and second is None:
         return None
-    return Around(acts, ([] if first is None else [first], [] if second is None else [second]))
+    return Stages(acts, ([] if first is None else [first], [] if second is None else [second]))
 
 
 class Request(NamedTuple):
@@ -55,7 +55,7 @@ class Request(NamedTuple):
         names: names of q and k in error messages.
         verb: one of :data:`tightrope.ops.call.VERBS`.
         outs: the result tensors, for the verb "out".
-        around: f and P; None if both are the identity.
+        stages: f and P; None if both are the identity.
         wider: whether q may have more channels than the spec; the others are copied unchanged.
     """
 
@@ -68,7 +68,7 @@ class Request(NamedTuple):
     inverse: bool = False
     inv_freq: torch.Tensor | None = None
     seq_len: SeqLen = None
-    around: Around | None = None
+    stages: Stages | None = None
     verb: str = "new"
     outs: Sequence[torch.Tensor] = ()
     backend: str | None = None
@@ -88,7 +88,7 @@ def build(request: Request) -> list[Call]:
     place = Place(names, xs, layout)
     rotation = prepare(place, request.spec, request.positions, request.seq_len, request.wider)
     call = _call(request, place, rotation)
-    calls = [call] if request.around is None else _add_around(call, request.around, rotation)
+    calls = [call] if request.stages is None else _add_stages(call, request.stages, rotation)
     if request.verb == "out":
         check_outs(names, xs, request.outs)
     if request.backend is not None:
@@ -109,11 +109,13 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
     """Build the call of a rotation without f and P."""
     channels, layout = rotation.channels, place.layout.code
     direction = schema.INVERSE if request.inverse else schema.FORWARD
-    form = schema.Form(layout, channels.start, channels.interleaved, direction, rotation.ramp)
+    options = schema.Options(
+        layout, channels.start, channels.interleaved, direction, rotation.add_index
+    )
     call = Call(
-        request.q, request.k, rotation.words, rotation.turns, rotation.ids, rotation.offset, form,
+        request.q, request.k, rotation.words, rotation.turns, rotation.ids, rotation.offset, options,
         # Explicit, because the compiler would make the default of a float field a symbol.
-        rotation.amplitude, Carried(), 0.0,
+        rotation.amplitude, Extras(), 0.0,
         place.names, request.verb, request.outs, request.backend,
     )  # fmt: skip
     if request.inv_freq is not None:
@@ -125,15 +127,15 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
     return call
 
 
-def _add_around(call: Call, around: Around, rotation: PreparedRotation) -> list[Call]:
+def _add_stages(call: Call, stages: Stages, rotation: PreparedRotation) -> list[Call]:
     """Add f and P to a rotation; two calls if q and k differ in the kind of either."""
     xs, names = call.xs(), call.names
     views = [call.layout().to_bhsd(x) for x in xs]
     kinds: list[tuple[int, int, float]] = []
     weights: list[torch.Tensor | None] = []
-    gates = gating.lower(names, views, around.gates, rotation)
-    for name, view, act, (gate, _) in zip(names, views, around.acts, gates):
-        if call.form.direction == schema.INVERSE and act is not None:
+    gates = gating.lower(names, views, stages.gates, rotation)
+    for name, view, act, (gate, _) in zip(names, views, stages.acts, gates):
+        if call.options.direction == schema.INVERSE and act is not None:
             raise bad_value(
                 f"inverse must be False with an act, which cannot be undone, but act is {act!r}"
             )
@@ -147,11 +149,11 @@ def _add_around(call: Call, around: Around, rotation: PreparedRotation) -> list[
         # Lists first: torch 2.11 cannot trace a generator that reads variables of this function.
         some_weights = [weights[i] for i in which]
         some_gates = [gates[i][1] for i in which]
-        carried = Carried(
-            call.carried.frequencies,
+        extras = Extras(
+            call.extras.frequencies,
             tuple([w for w in some_weights if w is not None]),
             tuple([g for g in some_gates if g is not None]),
         )
-        form = call.form._replace(act=code, gate=gate)
-        calls.append(call.only(which)._replace(form=form, carried=carried, eps=eps))
+        options = call.options._replace(act=code, gate=gate)
+        calls.append(call.only(which)._replace(options=options, extras=extras, eps=eps))
     return calls

@@ -21,10 +21,10 @@ from .schema import (
     NO_GATE,
     TRANSPOSE,
     WORDS,
-    Form,
+    Options,
     Packed,
     Plain,
-    form_of,
+    options_of,
     present,
     scale,
 )
@@ -36,7 +36,7 @@ _Tensors: TypeAlias = tuple[Any, ...]
 VERBS = ("new", "in place", "out")
 
 
-class Carried(NamedTuple):
+class Extras(NamedTuple):
     """Extra tensors that only some calls have; each field holds one for q, then one for k.
 
     Attributes:
@@ -55,29 +55,29 @@ class Carried(NamedTuple):
     def flat(self) -> _Tensors:
         """Return all extra tensors in the order of the schema.
 
-        >>> Carried(("theta",), (), ("gate",)).flat()
+        >>> Extras(("theta",), (), ("gate",)).flat()
         ('theta', 'gate')
         """
         return self.frequencies + self.weights + self.gates + self.inputs
 
-    def like(self, values: Iterable[Any]) -> Carried:
+    def like(self, values: Iterable[Any]) -> Extras:
         """Return the same structure with other values.
 
-        >>> Carried(("theta",), (), ("gate",)).like([True, False])
-        Carried(frequencies=(True,), weights=(), gates=(False,), inputs=())
+        >>> Extras(("theta",), (), ("gate",)).like([True, False])
+        Extras(frequencies=(True,), weights=(), gates=(False,), inputs=())
         """
         rest = iter(values)
         # Lists first: torch 2.11 cannot trace a generator that reads variables of this function.
-        return Carried(*[tuple([next(rest) for _ in part]) for part in self])
+        return Extras(*[tuple([next(rest) for _ in part]) for part in self])
 
-    def of(self, which: Sequence[int]) -> Carried:
+    def of(self, which: Sequence[int]) -> Extras:
         """Keep only the tensors of the given operands: q (0), k (1)."""
 
         def kept(tensors: _Tensors) -> _Tensors:
             return tuple([tensors[i] for i in which]) if tensors else ()
 
         weights, gates, inputs = kept(self.weights), kept(self.gates), kept(self.inputs)
-        return Carried(self.frequencies, weights, gates, inputs)
+        return Extras(self.frequencies, weights, gates, inputs)
 
 
 class Call(NamedTuple):
@@ -90,9 +90,9 @@ class Call(NamedTuple):
         primary, secondary: the source of the angles: phase words and turns, or cosine and sine tables.
         positions: int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``, or None for zeros.
         offset: added to every position.
-        form: layout, channels, direction and the kinds of f and P.
+        options: layout, channels, direction and the kinds of f and P.
         amplitude: the factor on the rotated channels.
-        carried: extra tensors.
+        extras: extra tensors.
         eps: epsilon of RMSNorm.
         names: names of q and k in error messages.
         verb: where results are written: one of :data:`VERBS`.
@@ -106,9 +106,9 @@ class Call(NamedTuple):
     secondary: Any
     positions: Any
     offset: int
-    form: Form
+    options: Options
     amplitude: float
-    carried: Carried = Carried()
+    extras: Extras = Extras()
     eps: float = 0.0
     names: Sequence[str] = ("q", "k")
     verb: str = "new"
@@ -121,15 +121,15 @@ class Call(NamedTuple):
 
     def layout(self) -> Layout:
         """Return the layout: the order of the dimensions."""
-        return BY_CODE[self.form.layout]
+        return BY_CODE[self.options.layout]
 
     def is_plain(self) -> bool:
         """Return whether f and P are the identity: a rotation alone, which is linear."""
-        return self.form.act == NONE and self.form.gate == NO_GATE
+        return self.options.act == NONE and self.options.gate == NO_GATE
 
     def keeps_inputs(self) -> bool:
         """Return whether the backward pass may need q and k as they were before the call."""
-        return not self.is_plain() or self.form.source != WORDS
+        return not self.is_plain() or self.options.source != WORDS
 
     def on(self, xs: Sequence[torch.Tensor]) -> Call:
         """Return this call with other tensors as q and k."""
@@ -139,15 +139,15 @@ class Call(NamedTuple):
         """Return this call for only the given operands: q (0), k (1)."""
         xs, outs = self.xs(), self.outs
         return self.on([xs[i] for i in which])._replace(
-            carried=self.carried.of(which),
+            extras=self.extras.of(which),
             names=[self.names[i] for i in which],
             outs=[outs[i] for i in which] if outs else (),
         )
 
     def without_gates(self) -> Call:
         """Return this call with P the identity."""
-        carried = self.carried._replace(gates=())
-        return self._replace(form=self.form._replace(gate=NO_GATE), carried=carried)
+        extras = self.extras._replace(gates=())
+        return self._replace(options=self.options._replace(gate=NO_GATE), extras=extras)
 
     def transposed(self, inputs: Sequence[torch.Tensor]) -> Call:
         """Return the backward call, which maps gradients of the results to gradients of q and k.
@@ -155,42 +155,42 @@ class Call(NamedTuple):
         Args:
             inputs: q and k of the forward call; used only if f is not the identity.
         """
-        form, carried = self.form, self.carried
-        if form.direction == FORWARD:
+        options, extras = self.options, self.extras
+        if options.direction == FORWARD:
             direction = TRANSPOSE
-            if form.act != NONE:
-                carried = carried._replace(inputs=tuple(inputs))
+            if options.act != NONE:
+                extras = extras._replace(inputs=tuple(inputs))
         else:
             direction = FORWARD
-            carried = carried._replace(gates=tuple([-gate for gate in carried.gates]))
+            extras = extras._replace(gates=tuple([-gate for gate in extras.gates]))
         return self._replace(
-            form=form._replace(direction=direction),
-            amplitude=scale(form.direction, self.amplitude),
-            carried=carried,
+            options=options._replace(direction=direction),
+            amplitude=scale(options.direction, self.amplitude),
+            extras=extras,
         )
 
     def tensors(self) -> _Tensors:
         """Return all tensors as one tuple, for autograd functions; None for an absent tensor."""
         fixed = (self.q, self.k, self.primary, self.secondary, self.positions)
-        return (*fixed, *self.carried.flat())
+        return (*fixed, *self.extras.flat())
 
     def with_tensors(self, values: Iterable[Any]) -> Call:
         """Return this call with its :meth:`tensors` replaced."""
-        q, k, primary, secondary, positions, *carried = values
+        q, k, primary, secondary, positions, *extras = values
         return self._replace(
             q=q,
             k=k,
             primary=primary,
             secondary=secondary,
             positions=positions,
-            carried=self.carried.like(carried),
+            extras=self.extras.like(extras),
         )
 
     def with_arguments(self, values: Sequence[Any]) -> Call:
         """Return this call with one value per schema argument, such as vmap's dimensions, in its place."""
         q, k, primary, secondary, positions, _, _, _, *rest = values
-        carried = (rest[0] if rest else None) or [None] * len(self.carried.flat())
-        return self.with_tensors((q, k, primary, secondary, positions, *carried))
+        extras = (rest[0] if rest else None) or [None] * len(self.extras.flat())
+        return self.with_tensors((q, k, primary, secondary, positions, *extras))
 
 
 def pack(call: Call) -> Packed:
@@ -200,11 +200,11 @@ def pack(call: Call) -> Packed:
         call.secondary,
         call.positions,
         call.offset,
-        call.form.pack(),
+        call.options.pack(),
         call.amplitude,
     )
-    carried = call.carried.flat()
-    return packed.carrying(packed.form, carried, call.eps) if carried else packed
+    extras = call.extras.flat()
+    return packed.carrying(packed.options, extras, call.eps) if extras else packed
 
 
 def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
@@ -214,48 +214,48 @@ def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     secondary: torch.Tensor | None,
     positions: torch.Tensor | None,
     offset: int,
-    form: int,
+    options: int,
     amplitude: float,
-    carried: Sequence[torch.Tensor] = (),
+    extras: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> Call:
     """Build the call from the arguments of the schema.
 
     Raises:
-        RuntimeError: ``carried`` does not match the form.
+        RuntimeError: ``extras`` does not match the options.
     """
-    unpacked = form_of(form)
-    parts = carried_of(unpacked, carried)
+    unpacked = options_of(options)
+    parts = extras_of(unpacked, extras)
     return Call(q, k, primary, secondary, positions, offset, unpacked, amplitude, parts, eps)
 
 
-def carried_of(form: Form, carried: Sequence[Any]) -> Carried:
+def extras_of(options: Options, extras: Sequence[Any]) -> Extras:
     """Sort the flat list of extra tensors into its parts.
 
     Raises:
-        RuntimeError: the list does not match the form.
+        RuntimeError: the list does not match the options.
     """
-    carried = tuple(carried)
-    if form.act != NONE and form.direction == INVERSE:
+    extras = tuple(extras)
+    if options.act != NONE and options.direction == INVERSE:
         raise RuntimeError("tightrope::rotate: an act has no inverse")
     kinds = (
-        form.act == RMS_NORM,
-        form.gate != NO_GATE,
-        form.act != NONE and form.direction == TRANSPOSE,
+        options.act == RMS_NORM,
+        options.gate != NO_GATE,
+        options.act != NONE and options.direction == TRANSPOSE,
     )
     # Dynamo does not support divmod of SymInts.
-    others, groups = len(carried) - form.learned, max(sum(kinds), 1)
+    others, groups = len(extras) - options.learned, max(sum(kinds), 1)
     count, rest = others // groups, others % groups
     if rest or count not in ((1, 2) if any(kinds) else (0,)):
         raise RuntimeError(
-            "tightrope::rotate: the number of carried tensors does not match the form"
+            "tightrope::rotate: the number of extra tensors does not match the options"
         )
-    at = int(form.learned)
-    parts = [carried[:at]]
+    at = int(options.learned)
+    parts = [extras[:at]]
     for is_there in kinds:
-        parts.append(carried[at : at + count] if is_there else ())
+        parts.append(extras[at : at + count] if is_there else ())
         at += count if is_there else 0
-    return Carried(*parts)
+    return Extras(*parts)
 
 
 def tensors_of(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -91,7 +91,7 @@ def check_rotation(
     spec, positions, seq_len = arguments
     x = xs[0]
     if rotation.ids is not None:
-        _check_fit(names[0], x, rotation.ids, rotation.ramp, layout, positions)
+        _check_fit(names[0], x, rotation.ids, rotation.add_index, layout, positions)
     heads = rotation.words.shape[2]
     if heads != 1:
         check_heads(spec, heads, names, xs, layout)
@@ -260,12 +260,12 @@ def _check_fit(
     name: str,
     x: torch.Tensor,
     ids: torch.Tensor,
-    ramp: bool,
+    add_index: bool,
     layout: Layout,
     positions: str,
 ) -> None:
     tokens = x.shape[layout.token]
-    if not ramp and ids.shape[2] != tokens:
+    if not add_index and ids.shape[2] != tokens:
         raise bad_value(
             f"{positions} must hold one position for each of {tokens} tokens but got "
             f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "

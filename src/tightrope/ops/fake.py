@@ -9,16 +9,16 @@ import torch
 from . import gradients, schema
 from .call import tensors_of, unpack
 from .layouts import BY_CODE
-from .schema import TRANSPOSE, form_of, present
+from .schema import TRANSPOSE, options_of, present
 
 
 def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
     call = unpack(*arguments, **named)
     _check_devices("rotate", *call.tensors())
     outs = [torch.empty_like(x) for x in call.xs()]
-    if call.form.direction == TRANSPOSE:
+    if call.options.direction == TRANSPOSE:
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        outs += [w.new_empty(w.shape, dtype=dtype) for w in call.carried.weights]
+        outs += [w.new_empty(w.shape, dtype=dtype) for w in call.extras.weights]
     return outs
 
 
@@ -43,12 +43,12 @@ def _angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of th
     turns: torch.Tensor | None,
     positions: torch.Tensor | None,
     offset: int,
-    form: int,
+    options: int,
     by_positions: bool,
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_devices("angle_gradients", y, z, grad_y, grad_z, words, turns, positions)
-    layout = BY_CODE[form_of(form).layout]
+    layout = BY_CODE[options_of(options).layout]
     axes, *shape = words.shape
     rows = 1 if layout.row is None else y.shape[layout.row]
     dtype = gradients.sum_dtype(words.device)
@@ -67,7 +67,7 @@ def _gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the
     gate_k: torch.Tensor | None,
     positions: torch.Tensor | None,
     offset: int,
-    form: int,
+    options: int,
 ) -> list[torch.Tensor]:
     _check_devices("gate_gradients", y, z, grad_y, grad_z, gate_q, gate_k, positions)
     dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
@@ -78,11 +78,11 @@ def register() -> None:
     """Register the fake kernels; called once, at import."""
     for operator, kernel in (
         (schema.rotate, _rotate),
-        (schema.rotate_carried, _rotate),
+        (schema.rotate_extras, _rotate),
         (schema.rotate_, _in_memory),
-        (schema.rotate_carried_, _in_memory),
+        (schema.rotate_extras_, _in_memory),
         (schema.rotate_into, _in_memory),
-        (schema.rotate_carried_into, _in_memory),
+        (schema.rotate_extras_into, _in_memory),
         (schema.angle_gradients, _angle_gradients),
         (schema.gate_gradients, _gate_gradients),
     ):

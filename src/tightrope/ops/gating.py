@@ -130,7 +130,7 @@ def _positions_require_grad(rotation: PreparedRotation) -> bool:
 
 def _token_positions(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
     """The position of each token, ``[rows|1, tokens]``."""
-    positions = Positions(rotation.ids, rotation.offset, rotation.ramp)
+    positions = Positions(rotation.ids, rotation.offset, rotation.add_index)
     written = explicit(positions, tokens, device=device).ids
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]

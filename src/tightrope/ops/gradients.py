@@ -23,7 +23,7 @@ from .. import angles
 from ..activations import NONE, apply
 from .call import Call
 from .layouts import BY_CODE
-from .schema import FORWARD, INVERSE, LOG, SLOPE, SOURCES, Form, scale
+from .schema import FORWARD, INVERSE, LOG, SLOPE, SOURCES, Options, scale
 
 
 def by_angles(
@@ -44,8 +44,8 @@ def by_angles(
     Returns:
         Both gradients in the dtype of :func:`sum_dtype`.
     """
-    words, turns, form, layout = call.primary, call.secondary, call.form, call.layout()
-    learned = call.carried.frequencies
+    words, turns, options, layout = call.primary, call.secondary, call.options, call.layout()
+    learned = call.extras.frequencies
     axes, rows, heads, pairs = words.shape
     wide = sum_dtype(words.device)
     some = layout.to_bhsd(outputs[0])
@@ -63,10 +63,10 @@ def by_angles(
     # One axis at a time limits peak memory to the size of x.
     for output, grad in zip(outputs, grads):
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-        y, z = _pairs(output, pairs, form, dtype)
-        dy, dz = _pairs(grad, pairs, form, dtype)
+        y, z = _pairs(output, pairs, options, dtype)
+        dy, dz = _pairs(grad, pairs, options, dtype)
         by_angle = (y * dz - z * dy).to(wide)
-        if form.direction != FORWARD:
+        if options.direction != FORWARD:
             by_angle = -by_angle
         if by_positions:
             found = [_sum(by_angle * omega[axis], [1, 3]) for axis in range(axes)]
@@ -85,8 +85,8 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 def places(call: Call, tokens: int, device: torch.device) -> torch.Tensor:
     """Return the positions of a call, ``[axes, rows|1, tokens]``, in the widest floating dtype."""
-    offset, ramp = call.offset, call.form.ramp
-    return angles.real(call.positions, offset, ramp, tokens, device, sum_dtype(device))
+    offset, add_index = call.offset, call.options.add_index
+    return angles.real(call.positions, offset, add_index, tokens, device, sum_dtype(device))
 
 
 def sum_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -104,17 +104,17 @@ def by_tables(
         call: the call to differentiate.
         xs, grads: q and k, and the gradient of each result or None.
     """
-    form, cos, sin = call.form, call.primary, cast(torch.Tensor, call.secondary)
-    source = SOURCES[form.source]
+    options, cos, sin = call.options, call.primary, cast(torch.Tensor, call.secondary)
+    source = SOURCES[options.source]
     pairs = angles.pairs_of(cos, source)
     by_cos = by_sin = None
     for i, (x, grad) in enumerate(zip(xs, grads, strict=True)):
         if grad is None:
             continue
         dtype = _wide(x, cos)
-        x, grad = _around(call, i, x.to(dtype), grad.to(dtype))
-        u, v = _pairs(x, pairs, form, dtype)
-        dy, dz = _pairs(grad, pairs, form, dtype)
+        x, grad = _stages(call, i, x.to(dtype), grad.to(dtype))
+        u, v = _pairs(x, pairs, options, dtype)
+        dy, dz = _pairs(grad, pairs, options, dtype)
         one, other = u * dy + v * dz, u * dz - v * dy
         if cos.shape[1] == 1:
             one, other = (g.sum(1, keepdim=True) for g in (one, other))
@@ -122,16 +122,16 @@ def by_tables(
         by_sin = other if by_sin is None else by_sin + other
     if by_cos is None or by_sin is None:
         return torch.zeros_like(cos), torch.zeros_like(sin)
-    if form.direction != FORWARD:
+    if options.direction != FORWARD:
         by_sin = -by_sin
     if call.amplitude != 1.0:
-        factor = scale(form.direction, call.amplitude)
+        factor = scale(options.direction, call.amplitude)
         by_cos, by_sin = by_cos * factor, by_sin * factor
 
-    positions, offset, ramp = call.positions, call.offset, form.ramp
+    positions, offset, add_index = call.positions, call.offset, options.add_index
     return (
-        angles.put_back(by_cos, cos, source, positions, offset, ramp),
-        angles.put_back(by_sin, sin, source, positions, offset, ramp),
+        angles.put_back(by_cos, cos, source, positions, offset, add_index),
+        angles.put_back(by_sin, sin, source, positions, offset, add_index),
     )
 
 
@@ -148,14 +148,14 @@ def by_gates(
         outputs, grads: results of the operator and their gradients.
         gates: the gate tensor of each result.
     """
-    form, layout = call.form, call.layout()
+    options, layout = call.options, call.layout()
     found = []
     for output, grad, gate in zip(outputs, grads, gates, strict=True):
         dtype = _wide(output)
         wide = sum_dtype(output.device)
         each = (layout.to_bhsd(output).to(dtype) * layout.to_bhsd(grad).to(dtype)).to(wide)
         shape = tuple(gate.shape)
-        if form.gate == SLOPE:
+        if options.gate == SLOPE:
             where = places(call, each.shape[2], gate.device)
             each = each * where[0][:, None, :, None]
             shape = (1, shape[0], 1, shape[1])
@@ -175,9 +175,9 @@ def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torc
         tokens: the number of tokens.
         dtype: dtype of the result.
     """
-    gate: torch.Tensor = call.carried.gates[which]
-    sign = -1.0 if call.form.direction == INVERSE else 1.0
-    if call.form.gate == LOG:
+    gate: torch.Tensor = call.extras.gates[which]
+    sign = -1.0 if call.options.direction == INVERSE else 1.0
+    if call.options.gate == LOG:
         return (sign * gate.to(dtype)).exp()
     # The exponent, slope times position, needs more digits than float32 has.
     wide, where = sum_dtype(gate.device), places(call, tokens, gate.device)
@@ -186,17 +186,17 @@ def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torc
     return (sign * gate[:, None].to(wide) * where[0][:, None, :, None]).exp().to(dtype)
 
 
-def _around(
+def _stages(
     call: Call, which: int, x: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the input of the rotation itself, after f, and the gradient of its output, before P."""
-    parts, layout = call.carried, call.layout()
-    if call.form.act != NONE:
+    parts, layout = call.extras, call.layout()
+    if call.options.act != NONE:
         weight = parts.weights[which] if parts.weights else None
-        inside = apply(call.form.act, layout.to_bhsd(x), weight, call.eps)
+        inside = apply(call.options.act, layout.to_bhsd(x), weight, call.eps)
         x = layout.from_bhsd(inside)
     if parts.gates:
-        if call.form.direction == FORWARD:
+        if call.options.direction == FORWARD:
             grad = gated(call, which, grad)
         else:
             x = gated(call, which, x)
@@ -216,11 +216,11 @@ def _wide(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _pairs(
-    x: torch.Tensor, pairs: int, form: Form, dtype: torch.dtype
+    x: torch.Tensor, pairs: int, options: Options, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first and the second channels of the pairs, each ``[rows, heads, tokens, pairs]``."""
-    x = BY_CODE[form.layout].to_bhsd(x).narrow(-1, form.start, 2 * pairs).to(dtype)
-    if form.interleaved:
+    x = BY_CODE[options.layout].to_bhsd(x).narrow(-1, options.start, 2 * pairs).to(dtype)
+    if options.interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x[..., :pairs], x[..., pairs:]
 

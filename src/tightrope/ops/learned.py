@@ -33,6 +33,6 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
     return call._replace(
         primary=words.contiguous(),
         secondary=turns.contiguous(),
-        form=call.form._replace(learned=True),
-        carried=call.carried._replace(frequencies=(full,)),
+        options=call.options._replace(learned=True),
+        extras=call.extras._replace(frequencies=(full,)),
     )

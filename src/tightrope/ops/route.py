@@ -21,11 +21,11 @@ from torch.autograd import forward_ad
 from ..activations import NONE, RMSNorm, code_of
 from ..spec import PreparedRotation
 from . import gating
-from .build import Around
+from .build import Stages
 from .call import Call, tensors_of
 from .layouts import BY_NAME
 from .registry import takes
-from .schema import NO_GATE, Packed, Plain, form_of
+from .schema import NO_GATE, Packed, Plain, options_of
 
 DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
 
@@ -84,7 +84,7 @@ def route_prepared(
     k: torch.Tensor | None,
     layout: str,
     inverse: bool,
-    around: Around | None,
+    stages: Stages | None,
 ) -> Packed | None:
     """Return the cached arguments of a prepared rotation if its kernel may be called directly.
 
@@ -119,9 +119,9 @@ def route_prepared(
         or (packed.positions is not None and packed.positions.requires_grad)
     ):
         return None
-    if around is None:
+    if stages is None:
         return packed
-    return _with_around(packed, q, k, rotation, layout, inverse, around)
+    return _with_stages(packed, q, k, rotation, layout, inverse, stages)
 
 
 def mode() -> str:
@@ -144,10 +144,10 @@ def is_differentiated() -> bool:
 def wanted(call: Call) -> list[str]:
     """Return the names of the arguments, other than q and k, that require grad."""
     names = []
-    angles = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
+    angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
     if any_requires_grad(angles):
         names.append("positions or inv_freq")
-    if any_requires_grad((*call.carried.weights, *call.carried.gates)):
+    if any_requires_grad((*call.extras.weights, *call.extras.gates)):
         names.append("act or gate")
     return names
 
@@ -158,14 +158,14 @@ def _may_exceed_seq_len(rotation: PreparedRotation, q: torch.Tensor, layout: str
     return q.dim() <= at or rotation.passed(q.shape[at]) is not None
 
 
-def _with_around(
+def _with_stages(
     packed: Plain,
     q: torch.Tensor,
     k: torch.Tensor | None,
     rotation: PreparedRotation,
     layout: str,
     inverse: bool,
-    around: Around,
+    stages: Stages,
 ) -> Packed | None:
     """Add f and P to packed arguments; None if their tensors cannot be passed on unchanged.
 
@@ -173,12 +173,12 @@ def _with_around(
     it sees every change of their values.
     """
     count = 1 if k is None else 2
-    first, eps, act, gate = around.acts[0], 0.0, NONE, NO_GATE
-    carried: list[torch.Tensor] = []
-    if first is not None or around.acts[count - 1] is not None:
+    first, eps, act, gate = stages.acts[0], 0.0, NONE, NO_GATE
+    extras: list[torch.Tensor] = []
+    if first is not None or stages.acts[count - 1] is not None:
         if inverse:
             return None
-        for own in around.acts[:count]:
+        for own in stages.acts[:count]:
             if not isinstance(first, RMSNorm):
                 if own != first:
                     return None
@@ -187,26 +187,26 @@ def _with_around(
                 return None
             if own.weight is None:
                 return None
-            carried.append(own.weight if own.weight.dim() == 2 else own.weight[None])
+            extras.append(own.weight if own.weight.dim() == 2 else own.weight[None])
             eps = float(first.eps)
         act = code_of(first)
-    if around.gates[0] or around.gates[1]:
-        found = gating.ready(around.gates[:count], q, rotation, layout)
+    if stages.gates[0] or stages.gates[1]:
+        found = gating.ready(stages.gates[:count], q, rotation, layout)
         if found is None:
             return None
         gate, logs = found
-        carried += logs
+        extras += logs
     device, learns = q.device, torch.is_grad_enabled()
-    for t in carried:
+    for t in extras:
         if type(t) not in _DENSE_TYPES or t.device != device or (learns and t.requires_grad):
             return None
-    form = _form_with(packed.form, act, gate)
-    return packed.carrying(form, carried, eps) if carried else packed._replace(form=form)
+    options = _form_with(packed.options, act, gate)
+    return packed.carrying(options, extras, eps) if extras else packed._replace(options=options)
 
 
 @lru_cache(maxsize=1024)
-def _form_with(form: int, act: int, gate: int) -> int:
-    return form_of(form)._replace(act=act, gate=gate).pack()
+def _form_with(options: int, act: int, gate: int) -> int:
+    return options_of(options)._replace(act=act, gate=gate).pack()
 
 
 def _in_functorch() -> bool:
@@ -242,7 +242,7 @@ def _any_wants_grad(call: Call) -> bool:
         or primary.requires_grad
         or (secondary is not None and secondary.requires_grad)
         or (positions is not None and positions.requires_grad)
-        or any_requires_grad(call.carried.flat())
+        or any_requires_grad(call.extras.flat())
         or any_requires_grad(call.outs)
     )
 

@@ -14,7 +14,7 @@ from .._errors import bad_value
 from ..activations import NONE
 from . import memory
 from .autograd import InPlace, OutOfPlace, Template
-from .build import Around
+from .build import Stages
 from .call import Call, pack, unpack
 from .definition import define
 from .route import (
@@ -57,7 +57,7 @@ def run_prepared(
     k: torch.Tensor | None,
     layout: str,
     inverse: bool,
-    around: Around | None,
+    stages: Stages | None,
 ) -> Results | None:
     """Call the kernel directly for a prepared rotation that was used before.
 
@@ -67,7 +67,7 @@ def run_prepared(
     Returns:
         The rotated tensors; None if the call must be built, or if the kernel refuses it.
     """
-    packed = route_prepared(rotation, q, k, layout, inverse, around)
+    packed = route_prepared(rotation, q, k, layout, inverse, stages)
     if packed is None:
         return None
     try:
@@ -158,15 +158,15 @@ def _in_place_by_autograd(call: Call, way: Way) -> Results:
     _check_in_place([call], True)
     # The backward pass may read the arguments, and k is rotated after q has changed.
     call = memory.copied_before(call, call.xs())
-    beside = (call.primary, call.secondary, call.positions, *call.carried.frequencies)
-    if any_requires_grad((*beside, *call.carried.gates)):
+    beside = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
+    if any_requires_grad((*beside, *call.extras.gates)):
         # Gradients of angles, tables and gates need the values that an in-place rotation overwrites.
         return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
     # Autograd does not allow one function to return two views, so q and k are separate calls.
     for i, x in enumerate(call.xs()):
         one = call.only([i])
         # The copy is made here so that it is part of the graph: the derivative of f depends on it.
-        one = one._replace(q=None if one.form.act == NONE else x.clone())
+        one = one._replace(q=None if one.options.act == NONE else x.clone())
         InPlace.apply(Template.of(one), x, *one.tensors())  # type: ignore[no-untyped-call]
     return call.xs()
 

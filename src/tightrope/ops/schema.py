@@ -30,7 +30,7 @@ NO_GATE, LOG, SLOPE = 0, 1, 2
 _START_BITS = 20
 
 
-class Form(NamedTuple):
+class Options(NamedTuple):
     """The options of a call that are neither tensors nor lengths.
 
     They are packed into one integer argument: each argument costs 0.1 µs in the dispatcher, of the
@@ -42,7 +42,7 @@ class Form(NamedTuple):
         interleaved: whether the pairing is interleaved rather than half.
         direction: FORWARD, y = P·a·R(φ)f(x); TRANSPOSE, its gradient, dx = f'(x)ᵀ·a·R(-φ)P·dy; or
             INVERSE, x = R(-φ)(y / P) / a, where f is the identity.
-        ramp: whether to add the token index to the position.
+        add_index: whether to add the token index to the position.
         source: index into SOURCES.
         learned: whether the extra tensors hold the frequencies of the phase words, for their gradient.
         act: code of f: an index into tightrope.activations.ACTS.
@@ -54,7 +54,7 @@ class Form(NamedTuple):
     start: int = 0
     interleaved: bool = False
     direction: int = FORWARD
-    ramp: bool = True
+    add_index: bool = True
     source: int = WORDS
     learned: bool = False
     act: int = 0
@@ -62,16 +62,16 @@ class Form(NamedTuple):
     numerics: int = 0
 
     def pack(self) -> int:
-        """Pack into one integer; `Form` in csrc/bind_problem.h unpacks it."""
+        """Pack into one integer; `Options` in csrc/bind_problem.h unpacks it."""
         # The compiler cannot trace a cached function, and needs no cache.
         return _pack(self) if torch.compiler.is_compiling() else _packed(self)
 
 
-def _pack(form: Form) -> int:
-    if not 0 <= form.start < 1 << _START_BITS:
+def _pack(options: Options) -> int:
+    if not 0 <= options.start < 1 << _START_BITS:
         raise RuntimeError(f"tightrope: start must lie in [0, 2^{_START_BITS})")
     packed = 0
-    for value, bits in zip(form, _BITS):
+    for value, bits in zip(options, _BITS):
         packed = packed << bits | int(value)
     return packed
 
@@ -82,19 +82,19 @@ _packed = lru_cache(maxsize=1024)(_pack)
 _BITS = (3, _START_BITS, 1, 2, 1, 2, 1, 8, 4, 8)
 
 
-def form_of(packed: int) -> Form:
-    """Unpack the integer of :meth:`Form.pack`.
+def options_of(packed: int) -> Options:
+    """Unpack the integer of :meth:`Options.pack`.
 
-    >>> form_of(Form(start=5, ramp=False).pack())[:5]
+    >>> options_of(Options(start=5, add_index=False).pack())[:5]
     (0, 5, False, 0, False)
     """
     values = []
     for bits in reversed(_BITS):
         values.append(packed & ((1 << bits) - 1))
         packed >>= bits
-    layout, start, interleaved, direction, ramp, source, learned, *rest = reversed(values)
-    return Form(
-        layout, start, bool(interleaved), direction, bool(ramp), source, bool(learned), *rest
+    layout, start, interleaved, direction, add_index, source, learned, *rest = reversed(values)
+    return Options(
+        layout, start, bool(interleaved), direction, bool(add_index), source, bool(learned), *rest
     )
 
 
@@ -107,11 +107,11 @@ def form_of(packed: int) -> Form:
 #             [rows|1, heads|1, length, width], indexed by position along length
 # positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros
 # offset      added to every position
-# form        see Form
+# options     see Options
 # amplitude   a, on the rotated channels only
-# carried     extra tensors, in this order, in each group for q and then for k:
+# extras     extra tensors, in this order, in each group for q and then for k:
 #             learned frequencies, from which the phase words were computed, floating
-#                 [axes, rows|1, heads|1, pairs] (if form.learned; one tensor for q and k)
+#                 [axes, rows|1, heads|1, pairs] (if options.learned; one tensor for q and k)
 #             weights of a norm, floating [heads|1, channels] (if act is a norm)
 #             gates, floating, any strides: LOG [rows|1, heads|1, tokens|1, channels|1] in every
 #                 layout; SLOPE [heads|1, channels|1], for positions of one axis
@@ -123,12 +123,10 @@ def form_of(packed: int) -> Form:
 #
 # rotate returns the results and, if direction is TRANSPOSE and act is a norm, the gradients of its
 # weights after them: in their shapes, float32 (float64 for float64).
-_ARGUMENTS = (
-    "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int form, float amplitude"
-)
-_CARRIED = ", Tensor[] carried, float eps"
+_ARGUMENTS = "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int options, float amplitude"
+_EXTRAS = ", Tensor[] extras, float eps"
 
-#: Schemas by name: of each operator, without and with extra tensors (overload "carried").
+#: Schemas by name: of each operator, without and with extra tensors (overload "extras").
 ROTATIONS = {
     name + overload: f"{name}{overload}({xs}, {_ARGUMENTS}{more}) -> {result}"
     for name, xs, result in (
@@ -136,7 +134,7 @@ ROTATIONS = {
         ("rotate_", "Tensor(a!) q, Tensor(b!)? k", "()"),
         ("rotate_into", "Tensor q, Tensor? k, Tensor(a!) out_q, Tensor(b!)? out_k", "()"),
     )
-    for overload, more in (("", ""), (".carried", _CARRIED))
+    for overload, more in (("", ""), (".extras", _EXTRAS))
 }
 
 # Gradients of the angles, in float64 (float32 on devices without float64): for positions,
@@ -147,11 +145,11 @@ ROTATIONS = {
 # y, z        results of rotate: one or two
 # grad_y, grad_z
 #             their gradients
-# words … form
+# words … options
 #             the arguments of rotate
 ANGLE_GRADIENTS = (
     "angle_gradients(Tensor y, Tensor? z, Tensor grad_y, Tensor? grad_z, Tensor words, "
-    "Tensor? turns, Tensor? positions, SymInt offset, int form, bool by_positions, "
+    "Tensor? turns, Tensor? positions, SymInt offset, int options, bool by_positions, "
     "bool by_frequencies) -> (Tensor, Tensor)"
 )
 
@@ -163,7 +161,7 @@ ANGLE_GRADIENTS = (
 #             the gates given to rotate
 GATE_GRADIENTS = (
     "gate_gradients(Tensor y, Tensor? z, Tensor grad_y, Tensor? grad_z, Tensor gate_q, "
-    "Tensor? gate_k, Tensor? positions, SymInt offset, int form) -> Tensor[]"
+    "Tensor? gate_k, Tensor? positions, SymInt offset, int options) -> Tensor[]"
 )
 
 library = torch.library.Library("tightrope", "DEF")
@@ -173,9 +171,9 @@ for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS):
 rotate = torch.ops.tightrope.rotate.default
 rotate_ = torch.ops.tightrope.rotate_.default
 rotate_into = torch.ops.tightrope.rotate_into.default
-rotate_carried = torch.ops.tightrope.rotate.carried
-rotate_carried_ = torch.ops.tightrope.rotate_.carried
-rotate_carried_into = torch.ops.tightrope.rotate_into.carried
+rotate_extras = torch.ops.tightrope.rotate.extras
+rotate_extras_ = torch.ops.tightrope.rotate_.extras
+rotate_extras_into = torch.ops.tightrope.rotate_into.extras
 angle_gradients = torch.ops.tightrope.angle_gradients.default
 gate_gradients = torch.ops.tightrope.gate_gradients.default
 
@@ -187,13 +185,13 @@ class Plain(NamedTuple):
     secondary: Any
     positions: Any
     offset: Any
-    form: Any
+    options: Any
     amplitude: Any
 
-    def carrying(self, form: int, carried: Sequence[Any], eps: float) -> Carrying:
-        """Add extra tensors, with the form that describes them."""
+    def carrying(self, options: int, extras: Sequence[Any], eps: float) -> Carrying:
+        """Add extra tensors, with the options that describe them."""
         fixed = (self.primary, self.secondary, self.positions, self.offset)
-        return Carrying(*fixed, form, self.amplitude, carried, eps)
+        return Carrying(*fixed, options, self.amplitude, extras, eps)
 
 
 class Carrying(NamedTuple):
@@ -203,9 +201,9 @@ class Carrying(NamedTuple):
     secondary: Any
     positions: Any
     offset: Any
-    form: Any
+    options: Any
     amplitude: Any
-    carried: Any = ()
+    extras: Any = ()
     eps: Any = 0.0
 
 
@@ -228,9 +226,9 @@ class Operator(NamedTuple):
         return self.plain if type(packed) is Plain else self.carrying
 
 
-NEW = Operator(rotate, rotate_carried)
-IN_PLACE = Operator(rotate_, rotate_carried_)
-OUT = Operator(rotate_into, rotate_carried_into)
+NEW = Operator(rotate, rotate_extras)
+IN_PLACE = Operator(rotate_, rotate_extras_)
+OUT = Operator(rotate_into, rotate_extras_into)
 
 
 def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:

@@ -32,10 +32,10 @@ def _rotate(
     info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
     call = unpack(*arguments, **named)
-    dims, size, form = call.with_arguments(in_dims), info.batch_size, call.form
-    parts, mapped = call.carried, dims.carried
-    norm_back = bool(parts.weights) and form.direction == schema.TRANSPOSE
-    slopes = mapped.gates if form.gate == schema.SLOPE else ()
+    dims, size, options = call.with_arguments(in_dims), info.batch_size, call.options
+    parts, mapped = call.extras, dims.extras
+    norm_back = bool(parts.weights) and options.direction == schema.TRANSPOSE
+    slopes = mapped.gates if options.gate == schema.SLOPE else ()
     if norm_back or any(dim is not None for dim in (*mapped.weights, *slopes)):
         return _one_by_one(size, call, dims)
     layout = call.layout()
@@ -46,19 +46,19 @@ def _rotate(
     xs = [in_rows(x, dim) for x, dim in zip(call.xs(), (dims.q, dims.k))]
     rows = xs[0].shape[0] // size if size else 0
     # Phase words and positions are [axes, rows, ...]; tables and gates are [rows, ...].
-    axis = 1 if form.source == schema.WORDS else 0
+    axis = 1 if options.source == schema.WORDS else 0
 
     def each(tensors: tuple[Any, ...], own: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
         return tuple(_in_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, own))
 
-    gates = parts.gates if form.gate == schema.SLOPE else each(parts.gates, mapped.gates, 0)
+    gates = parts.gates if options.gate == schema.SLOPE else each(parts.gates, mapped.gates, 0)
     packed = pack(
         call._replace(
             primary=_in_rows(call.primary, dims.primary, size, rows, axis),
             secondary=_in_rows(call.secondary, dims.secondary, size, rows, axis),
             positions=_in_rows(call.positions, dims.positions, size, rows, 1),
-            form=form._replace(layout=BY_NAME["bhsd"].code),
-            carried=parts._replace(
+            options=options._replace(layout=BY_NAME["bhsd"].code),
+            extras=parts._replace(
                 frequencies=each(parts.frequencies, mapped.frequencies, 1),
                 gates=gates,
                 inputs=tuple(in_rows(x, dim) for x, dim in zip(parts.inputs, mapped.inputs)),
@@ -123,10 +123,10 @@ def register() -> None:
     """Register the vmap rules; called once, at import."""
     for operator, rule in (
         (schema.rotate, _rotate),
-        (schema.rotate_carried, _rotate),
+        (schema.rotate_extras, _rotate),
         (schema.rotate_, _rotate_),
-        (schema.rotate_carried_, _rotate_),
+        (schema.rotate_extras_, _rotate_),
         (schema.rotate_into, _rotate_into),
-        (schema.rotate_carried_into, _rotate_into),
+        (schema.rotate_extras_into, _rotate_into),
     ):
         torch.library.register_vmap(operator, rule)

@@ -1,8 +1,8 @@
 """Positions of tokens: ways to specify them, and the canonical form that the operator takes.
 
-The canonical form is ``(ids, offset, ramp)``. The position of token ``t`` of row ``r`` on an axis is::
+The canonical form is ``(ids, offset, add_index)``. The position of token ``t`` of row ``r`` on an axis is::
 
-    offset + (ids[axis, r, 0 if ramp else t], or 0 without ids) + (t if ramp else 0)
+    offset + (ids[axis, r, 0 if add_index else t], or 0 without ids) + (t if add_index else 0)
 
 so kernels treat ``0..n-1``, an offset, one offset per row and explicit ids alike, and the first three
 allocate nothing per token.
@@ -13,7 +13,7 @@ on the CPU.
 
 from __future__ import annotations
 
-from ._form import (
+from ._canonical import (
     DTYPES as DTYPES,
     ZERO as ZERO,
     Positions as Positions,

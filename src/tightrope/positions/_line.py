@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from .._errors import bad_type, bad_value, check_local, describe, public
-from ._form import (
+from ._canonical import (
     Positions,
     as_positions,
     check_dtype,
@@ -32,7 +32,7 @@ def per_row(offsets: torch.Tensor) -> Positions:
     check_dtype(offsets)
     if offsets.dim() != 1:
         raise bad_value("offsets must have shape (rows,)", offsets=offsets)
-    return Positions(offsets[None, :, None], ramp=True)
+    return Positions(offsets[None, :, None], add_index=True)
 
 
 @public("packed")
@@ -72,7 +72,7 @@ def packed(
     if not isinstance(offsets, torch.Tensor):
         ids = tokens - starts.index_select(0, sequence)
         offset = as_positions(offsets).offset
-        return Positions(ids[None, None], offset, ramp=False, packed=several)
+        return Positions(ids[None, None], offset, add_index=False, packed=several)
     check_dtype(offsets)
     if offsets.shape != starts.shape or offsets.device != cu_seqlens.device:
         raise bad_value(
@@ -83,7 +83,7 @@ def packed(
         )
     # One shift per sequence maps the index in the row to the position.
     ids = tokens + (widened(offsets) - starts).index_select(0, sequence)
-    return Positions(ids[None, None], ramp=False, packed=several)
+    return Positions(ids[None, None], add_index=False, packed=several)
 
 
 @public("left_padded")
@@ -147,7 +147,7 @@ def left_padded(
             )
     real = mask != 0
     ids = (real.to(torch.int64).cumsum(-1) - 1).masked_fill(~real, 0)
-    return Positions(ids[None], ramp=False)
+    return Positions(ids[None], add_index=False)
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:

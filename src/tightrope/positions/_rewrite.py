@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from .._errors import bad_type, bad_value, describe, integer, public
-from ._form import Positions, PositionsLike, as_positions, count, is_readable, widened
+from ._canonical import Positions, PositionsLike, as_positions, count, is_readable, widened
 from ._line import check_cu_seqlens, sequences
 
 
@@ -26,7 +26,7 @@ def explicit(
         device: device of the ids if ``positions`` is None or an int.
 
     Returns:
-        Positions with int64 or float64 ids, ``offset=0`` and ``ramp=False``.
+        Positions with int64 or float64 ids, ``offset=0`` and ``add_index=False``.
 
     >>> explicit(5, 3).ids.tolist()
     [[[5, 6, 7]]]
@@ -37,9 +37,9 @@ def explicit(
     if ids is None:
         ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
     ids = widened(ids) + where.offset
-    if where.ramp:
+    if where.add_index:
         ids = ids + torch.arange(tokens, device=ids.device)
-    return Positions(ids, ramp=False, packed=where.packed)
+    return Positions(ids, add_index=False, packed=where.packed)
 
 
 @public("concatenate")
@@ -64,10 +64,12 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     converted = [as_positions(part) for part in parts]
     if not converted:
         raise bad_value("parts must have at least one element but got none")
-    ramp = along == "rows" and all(where.ramp and where.ids is not None for where in converted)
+    add_index = along == "rows" and all(
+        where.add_index and where.ids is not None for where in converted
+    )
     tensors = []
     for where in converted:
-        if where.ids is None or where.ramp != ramp:
+        if where.ids is None or where.add_index != add_index:
             raise bad_value(
                 "parts must have an id for each token; call positions.explicit(part, tokens)",
                 part=where.offset if where.ids is None else where.ids,
@@ -87,7 +89,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
         floating = any(ids.is_floating_point() for ids in tensors)
         tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
     ids = torch.cat(tensors, 2 if along == "tokens" else 1)
-    return Positions(ids, ramp=ramp, packed=any(where.packed for where in converted))
+    return Positions(ids, add_index=add_index, packed=any(where.packed for where in converted))
 
 
 @public("shard")
@@ -122,7 +124,7 @@ def shard(
     also for packed sequences.
 
     >>> shard(None, 1, 4, tokens=16)
-    Positions(ids=None, offset=4, ramp=True)
+    Positions(ids=None, offset=4, add_index=True)
     >>> shard(None, 1, 2, kind="zigzag", tokens=8).ids.tolist()
     [[[2, 3, 4, 5]]]
     """
@@ -148,11 +150,11 @@ def shard(
     length = tokens // chunks
     first, last = rank * length, (chunks - 1 - rank) * length
     ids = where.ids
-    if ids is not None and not where.ramp:
+    if ids is not None and not where.add_index:
         own = ids.narrow(2, first, length)
         if kind == "zigzag":
             own = torch.cat((own, ids.narrow(2, last, length)), 2)
-        return Positions(own, where.offset, ramp=False, packed=where.packed)
+        return Positions(own, where.offset, add_index=False, packed=where.packed)
     if kind == "contiguous":
         return Positions(ids, where.offset + first)
     halves = (
@@ -165,11 +167,11 @@ def shard(
 def _taken(where: Positions, index: torch.Tensor) -> Positions:
     """Return the positions of the tokens at the given indices."""
     if where.ids is None:
-        return Positions(index[None, None], where.offset, ramp=False)
-    if where.ramp:
-        return Positions(widened(where.ids) + index, where.offset, ramp=False)
+        return Positions(index[None, None], where.offset, add_index=False)
+    if where.add_index:
+        return Positions(widened(where.ids) + index, where.offset, add_index=False)
     ids = where.ids.index_select(2, index)
-    return Positions(ids, where.offset, ramp=False, packed=where.packed)
+    return Positions(ids, where.offset, add_index=False, packed=where.packed)
 
 
 def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) -> torch.Tensor:
@@ -194,7 +196,7 @@ def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) 
 def _tokens_of(where: Positions, tokens: int | None) -> int:
     if tokens is not None:
         tokens = count("tokens", tokens)
-    if where.ids is None or where.ramp:
+    if where.ids is None or where.add_index:
         if tokens is None:
             raise bad_value("tokens must be given for positions without an id per token")
         return tokens

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from .._errors import bad_type, bad_value, integer, public
-from ._form import Positions, PositionsLike, as_positions, check_dtype, count, number
+from ._canonical import Positions, PositionsLike, as_positions, check_dtype, count, number
 
 _Number: TypeAlias = "int | float"
 
@@ -29,7 +29,7 @@ def multi_axis(ids: torch.Tensor) -> Positions:
     check_dtype(ids)
     if ids.dim() not in (2, 3):
         raise bad_value("ids must have shape (axes, tokens) or (axes, rows, tokens)", ids=ids)
-    return Positions(ids if ids.dim() == 3 else ids[:, None], ramp=False)
+    return Positions(ids if ids.dim() == 3 else ids[:, None], add_index=False)
 
 
 @public("text")
@@ -59,7 +59,7 @@ def text(
         ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
     if ids.shape[0] != 1:
         raise bad_value(f"positions must have 1 axis but got {ids.shape[0]}", positions=ids)
-    return Positions(ids.expand(axes, -1, -1), where.offset, where.ramp, where.packed)
+    return Positions(ids.expand(axes, -1, -1), where.offset, where.add_index, where.packed)
 
 
 @public("grid")
@@ -121,7 +121,7 @@ def grid(
             parts = max(size - 1, 1) if ends else max(size, 1)
             starts.append(low if ends else low + (high - low) / (2 * parts))
             steps.append((high - low) / parts)
-    return Positions(_cells(counts, starts, steps, merges, device)[:, None], ramp=False)
+    return Positions(_cells(counts, starts, steps, merges, device)[:, None], add_index=False)
 
 
 def _cells(
@@ -199,7 +199,7 @@ def mrope(
             time = (cells[:1].to(torch.float32) * time_step).to(torch.int64)
             cells = torch.cat((time, cells[1:]))
         parts.append(cells + begin)
-    return Positions(torch.cat(parts, 1)[:, None], ramp=False)
+    return Positions(torch.cat(parts, 1)[:, None], add_index=False)
 
 
 @public("mrope_next")

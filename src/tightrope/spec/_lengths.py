@@ -117,14 +117,14 @@ def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
 
 
 def passed(
-    limits: Limit, offset: int, ramp: bool, tokens: int
+    limits: Limit, offset: int, add_index: bool, tokens: int
 ) -> tuple[int | None, int, int] | None:
     """Find the first row whose positions exceed its stated length.
 
     Args:
         limits: the stated lengths.
-        offset, ramp: see :class:`tightrope.positions.Positions`.
-        tokens: number of tokens per row, which matters if ``ramp``.
+        offset, add_index: see :class:`tightrope.positions.Positions`.
+        tokens: number of tokens per row, which matters if ``add_index``.
 
     Returns:
         Index of the row (None if there is one length and one row of positions), its last position + 1,
@@ -136,7 +136,7 @@ def passed(
     if ids is None:
         needed = [offset + tokens]
     else:
-        needed = _ends(ids, offset + (tokens if ramp else 1))
+        needed = _ends(ids, offset + (tokens if add_index else 1))
     rows = max(len(lengths), len(needed))
     if {len(lengths), len(needed)} - {1, rows}:
         return None  # a mismatch of rows raises its own error elsewhere

@@ -75,7 +75,7 @@ class PreparedRotation:
         channels: the slice that rotates, and its pairing.
         words: phase words, int64 ``[axes, rows|1, heads|1, pairs]``.
         turns: None, or shaped like ``words``: whole turns per position, if some |ω| >= π.
-        ids, offset, ramp: see :class:`tightrope.positions.Positions`.
+        ids, offset, add_index: see :class:`tightrope.positions.Positions`.
         device: the device that rotated tensors must be on.
         memo: see :class:`Memo`.
         amplitude_hex: :attr:`amplitude` as a hexadecimal string: the compiler would make a float a symbol.
@@ -92,7 +92,7 @@ class PreparedRotation:
     turns: torch.Tensor | None = field(repr=False)
     ids: torch.Tensor | None
     offset: int
-    ramp: bool
+    add_index: bool
     device: torch.device
     memo: Memo = field(repr=False)  # no default: torch's Dynamo cannot trace a factory
     amplitude_hex: str = "0x1p+0"
@@ -142,7 +142,7 @@ class PreparedRotation:
             turns,
             self.ids,
             self.offset,
-            self.ramp,
+            self.add_index,
             self.device,
             Memo(),
             tables.amplitude(lengths),
@@ -162,7 +162,7 @@ class PreparedRotation:
         before = self.memo.fitted
         if before is not None and before[0] == tokens and before[1].is_of(self.limit.ids):
             return None
-        found = _lengths.passed(self.limit, self.offset, self.ramp, tokens)
+        found = _lengths.passed(self.limit, self.offset, self.add_index, tokens)
         seen = Snapshot.of(self.limit.ids)
         if found is None and (self.limit.ids is None or seen.version is not None):
             self.memo.fitted = tokens, seen
@@ -231,7 +231,7 @@ def prepare(
     awaits = snapshot = limit = lengths = None
     own = seq_len is None
     if tables.by_length and own:
-        if ids is None or where.ramp:
+        if ids is None or where.add_index:
             awaits = tables
         else:
             snapshot = Snapshot.of(ids)
@@ -252,7 +252,7 @@ def prepare(
         turns,
         ids,
         where.offset,
-        where.ramp,
+        where.add_index,
         device,
         Memo(),
         amplitude_hex,

@@ -335,7 +335,7 @@ class RopeSpec:
                 # Resolve the index of the current device by creating a tensor there.
                 target = torch.empty(0, device=target).device
         rotation = self.on(where, target, seq_len)
-        if not rotation.ramp and rotation.ids is not None:
+        if not rotation.add_index and rotation.ids is not None:
             rotation.check_passed(rotation.ids.shape[2])
         return rotation
 

@@ -10,7 +10,7 @@ from ...ops import gradients, schema
 from ...ops.call import Call, unpack
 from ...ops.definition import define
 from ...ops.memory import shares_memory
-from ...ops.schema import form_of, library, present
+from ...ops.schema import library, options_of, present
 
 #: Device types that this backend serves; empty for all.
 DEVICES: tuple[str, ...] = ()
@@ -72,12 +72,12 @@ def angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the
     turns: torch.Tensor | None,
     positions: torch.Tensor | None,
     offset: int,
-    form: int,
+    options: int,
     by_positions: bool,
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement ``angle_gradients``; see :mod:`tightrope.ops.schema`."""
-    call = Call(y, z, words, turns, positions, offset, form_of(form), 1.0)
+    call = Call(y, z, words, turns, positions, offset, options_of(options), 1.0)
     return gradients.by_angles(
         call, call.xs(), present(grad_y, grad_z), by_positions, by_frequencies
     )
@@ -92,10 +92,10 @@ def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the 
     gate_k: torch.Tensor | None,
     positions: torch.Tensor | None,
     offset: int,
-    form: int,
+    options: int,
 ) -> list[torch.Tensor]:
     """Implement ``gate_gradients``; see :mod:`tightrope.ops.schema`."""
-    call = Call(y, z, None, None, positions, offset, form_of(form), 1.0)
+    call = Call(y, z, None, None, positions, offset, options_of(options), 1.0)
     return gradients.by_gates(call, call.xs(), present(grad_y, grad_z), present(gate_q, gate_k))
 
 
@@ -103,11 +103,11 @@ def register() -> None:
     """Register the definition for every device without a kernel of its own; called once, at import."""
     for operator, kernel in (
         (schema.rotate, rotate),
-        (schema.rotate_carried, rotate),
+        (schema.rotate_extras, rotate),
         (schema.rotate_, rotate_),
-        (schema.rotate_carried_, rotate_),
+        (schema.rotate_extras_, rotate_),
         (schema.rotate_into, rotate_into),
-        (schema.rotate_carried_into, rotate_into),
+        (schema.rotate_extras_into, rotate_into),
         (schema.angle_gradients, angle_gradients),
         (schema.gate_gradients, gate_gradients),
     ):
@@ -115,7 +115,7 @@ def register() -> None:
     # The legacy vmap of is_grads_batched and vectorised jacobians, which ignores registered vmap rules.
     for operator, kernel in (
         (schema.rotate, compose),
-        (schema.rotate_carried, compose),
+        (schema.rotate_extras, compose),
         (schema.angle_gradients, angle_gradients),
         (schema.gate_gradients, gate_gradients),
     ):

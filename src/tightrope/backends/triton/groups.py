@@ -29,13 +29,13 @@ class PositionSteps(NamedTuple):
 
     Attributes:
         axis, row, token: strides of the position tensor; None without one.
-        ramp: 1 to add the token index to the positions, otherwise 0.
+        add_index: 1 to add the token index to the positions, otherwise 0.
     """
 
     axis: Any
     row: Any
     token: Any
-    ramp: Any
+    add_index: Any
 
 
 class AngleSteps(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from ...ops.schema import Carrying, present
 from ..reference import rotate as definition
-from .forms import require
+from .arguments import require
 from .rotation import GIVEN, IN_PLACE, NEW, run
 from .sums import angle_sums, gate_sums
 

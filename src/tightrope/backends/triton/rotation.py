@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...activations import NONE, RMS_NORM
-from ...ops.call import Carried, carried_of
+from ...ops.call import Extras, extras_of
 from ...ops.memory import is_written, shares_memory
-from ...ops.schema import NO_GATE, TRANSPOSE, Carrying, Form, form_of
+from ...ops.schema import NO_GATE, TRANSPOSE, Carrying, Options, options_of
 from . import blocks as shapes, kernels
-from .carried import Read, read
-from .forms import amplitudes_of, head_of, require, source_of, unit_of, views_of
+from .arguments import amplitudes_of, head_of, require, source_of, unit_of, views_of
+from .extras import Read, read
 from .groups import AngleKind, Carries, Extent, Kind, OperandSteps
 from .launch import INTERPRETED, flat, handle_of, launcher
 from .views import ACCESS, has_unit_channels, starts_aligned
@@ -48,14 +48,14 @@ class _Plan(NamedTuple):
         partials: shapes of the sums for the gradients of the weights: tiles, heads (or groups of
             heads), channels.
         apart: distances between tensors at which they are known to share no memory.
-        form: the form of a call with extra tensors; None without them.
+        options: the options of a call with extra tensors; None without them.
     """
 
     launches: tuple[_Launch, ...] = ()
     fixed: tuple[Any, ...] = ()
     partials: tuple[tuple[int, int, int], ...] = ()
     apart: set[tuple[int, ...]] = set()  # noqa: RUF012  (each plan is given its own)
-    form: Form | None = None
+    options: Options | None = None
 
 
 # Plans by everything that they depend on; None if the definition must run the call.
@@ -83,10 +83,10 @@ def run(
     if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
             return run(q, k, outs, whose, given)
-    primary, secondary, positions, offset, form, amplitude, carried, eps = given
-    if whose != NEW and any(is_written(t, outs) for t in carried):
-        carried = [t.clone() if is_written(t, outs) else t for t in carried]
-        given = given._replace(carried=carried)
+    primary, secondary, positions, offset, options, amplitude, extras, eps = given
+    if whose != NEW and any(is_written(t, outs) for t in extras):
+        extras = [t.clone() if is_written(t, outs) else t for t in extras]
+        given = given._replace(extras=extras)
     q_at = where = q.data_ptr()
     k_at = key_of_k = None
     if k is not None:
@@ -98,11 +98,11 @@ def run(
             where |= out.data_ptr()
     words_at = primary.data_ptr()
     key = (
-        form, q.shape, q.stride(), q.dtype, index, where % ACCESS, whose, amplitude, eps, key_of_k,
+        options, q.shape, q.stride(), q.dtype, index, where % ACCESS, whose, amplitude, eps, key_of_k,
         primary.shape, primary.stride(), primary.dtype, words_at % ACCESS, primary.get_device(),
         None if secondary is None else _key(secondary),
         None if positions is None else _key(positions),
-        tuple(map(_key, carried)),
+        tuple(map(_key, extras)),
         tuple(map(_key, outs)) if whose == GIVEN else None,
     )  # fmt: skip
     plan = _plans.get(key, _UNKNOWN)
@@ -114,8 +114,8 @@ def run(
         return None
     if whose != NEW and plan.launches:
         _check_memory(plan, q, k, outs, whose)
-    if plan.form is not None:
-        return _run_carried(plan, plan.form, q, k, outs, given)
+    if plan.options is not None:
+        return _run_extras(plan, plan.options, q, k, outs, given)
     if not plan.launches:
         return []
     out_q, out_k = outs[0], outs[1] if k is not None else None
@@ -154,9 +154,9 @@ def _check_memory(
         plan.apart.add(gaps)
 
 
-def _run_carried(
+def _run_extras(
     plan: _Plan,
-    form: Form,
+    options: Options,
     q: torch.Tensor,
     k: torch.Tensor | None,
     outs: Sequence[torch.Tensor],
@@ -169,10 +169,11 @@ def _run_carried(
         given.positions,
         given.offset,
     )
-    parts = carried_of(form, given.carried)
+    parts = extras_of(options, given.extras)
     if not plan.launches:
         return [
-            weight.new_zeros(weight.shape, dtype=torch.float32) for weight in _summed(form, parts)
+            weight.new_zeros(weight.shape, dtype=torch.float32)
+            for weight in _summed(options, parts)
         ]
     out_k = outs[1] if k is not None else None
     norms = [norm.contiguous() for norm in parts.weights]
@@ -202,9 +203,9 @@ def _carries(handles: tuple[Any, ...], first: int | None) -> tuple[Any, ...]:
     return (*handles, first)
 
 
-def _summed(form: Form, parts: Carried) -> Sequence[torch.Tensor]:
+def _summed(options: Options, parts: Extras) -> Sequence[torch.Tensor]:
     """Return the weights whose gradients the call computes."""
-    return parts.weights if form.act == RMS_NORM and form.direction == TRANSPOSE else ()
+    return parts.weights if options.act == RMS_NORM and options.direction == TRANSPOSE else ()
 
 
 def _key(x: torch.Tensor) -> tuple[Any, ...]:
@@ -235,57 +236,57 @@ def _plan(
     aligned: bool,
     given: Carrying,
 ) -> _Plan | None:
-    primary, secondary, positions, _, packed, amplitude, carried, eps = given
-    form = form_of(packed)
+    primary, secondary, positions, _, packed, amplitude, extras, eps = given
+    options = options_of(packed)
     xs = [q] if k is None else [q, k]
-    parts = carried_of(form, carried)
+    parts = extras_of(options, extras)
     wide = q.dtype == torch.float64
-    views = views_of(xs, form)
-    out_views = views if whose == IN_PLACE else views_of(outs, form)
+    views = views_of(xs, options)
+    out_views = views if whose == IN_PLACE else views_of(outs, options)
     require(
         [view.sizes for view in out_views] == [view.sizes for view in views]
         and outs[0].dtype == q.dtype
         and outs[0].device == q.device,
         "outs must have the shapes, dtype and device of q and k",
     )
-    source = source_of(primary, secondary, positions, form, views, q.device)
+    source = source_of(primary, secondary, positions, options, views, q.device)
     rows, _, tokens, head_dim = views[0].sizes
     block = shapes.power_of_two(source.pairs)
-    if form.numerics or (wide and form.act != NONE):
+    if options.numerics or (wide and options.act != NONE):
         return None
     if source.pairs == 0 or max(2 * block, head_dim) > shapes.WIDEST:
         return None
-    reads = read(form, parts, views, source.axes, q.device)
-    carries = form if form.act != NONE or form.gate != NO_GATE else None
+    reads = read(options, parts, views, source.axes, q.device)
+    carries = options if options.act != NONE or options.gate != NO_GATE else None
     heads = max(view.heads for view in views)
     if 0 in (rows, heads, tokens, head_dim):
-        return _Plan(form=carries)
-    rest = whose != IN_PLACE or form.act != NONE or form.gate != NO_GATE
-    head = head_of(form, source.pairs, head_dim)
+        return _Plan(options=carries)
+    rest = whose != IN_PLACE or options.act != NONE or options.gate != NO_GATE
+    head = head_of(options, source.pairs, head_dim)
     every = [*views, *out_views]
     element = q.element_size()
     unit = unit_of(every, element, aligned)
-    heavy = form.act != NONE or form.gate != NO_GATE or source.heads != 1
+    heavy = options.act != NONE or options.gate != NO_GATE or source.heads != 1
     held = 0
     if rest:
-        behind = head_dim - form.start - 2 * source.pairs
-        held = (head.BLOCK_F if form.start else 0) + (head.BLOCK_B if behind else 0)
-    step = 2 * source.pairs if form.interleaved else source.pairs
-    whole = unit > 1 and form.start % unit == 0 and step % unit == 0
-    back = form.act != NONE and form.direction == TRANSPOSE
+        behind = head_dim - options.start - 2 * source.pairs
+        held = (head.BLOCK_F if options.start else 0) + (head.BLOCK_B if behind else 0)
+    step = 2 * source.pairs if options.interleaved else source.pairs
+    whole = unit > 1 and options.start % unit == 0 and step % unit == 0
+    back = options.act != NONE and options.direction == TRANSPOSE
     blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(source.kind, reads))
     block_tokens = shapes.tokens_of(blocks, block, held)
     tiles = -(-rows * tokens // block_tokens)
     # The kernel loads at most two heads at a time, and only one if a head needs more registers.
     together = 1 if held or heavy else min(blocks.together, heads, 2)
     chunk = shapes.chunk_of(heads, tiles, together)
-    summed = _summed(form, parts)
+    summed = _summed(options, parts)
     # Heads that share their weights share a sum.
     one_sum = bool(summed) and all(weight.shape[0] == 1 for weight in summed)
     kind = Kind(
-        ACT=form.act,
-        GATE=form.gate,
-        DIRECTION=form.direction if heavy else 0,
+        ACT=options.act,
+        GATE=options.gate,
+        DIRECTION=options.direction if heavy else 0,
         REST=rest,
         TOGETHER=together,
         VECTOR=unit,
@@ -309,8 +310,8 @@ def _plan(
     values: dict[str, Any] = {
         "offset": 0,
         "extent": Extent(rows * tokens, tokens, chunk),
-        "amplitude": amplitudes_of(form, amplitude, wide),
-        "eps": float(eps) if form.act == RMS_NORM else None,
+        "amplitude": amplitudes_of(options, amplitude, wide),
+        "eps": float(eps) if options.act == RMS_NORM else None,
         "primary": primary.dtype,
         "secondary": None if secondary is None else secondary.dtype,
         "positions": None if positions is None else positions.dtype,

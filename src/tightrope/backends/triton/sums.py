@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...ops.schema import FORWARD, SLOPE, WORDS, Form, form_of, present
+from ...ops.schema import FORWARD, SLOPE, WORDS, Options, options_of, present
 from . import blocks as shapes, kernels
-from .forms import Source, head_of, require, source_of, unit_of, views_of
+from .arguments import Source, head_of, require, source_of, unit_of, views_of
 from .groups import Tiling
 from .launch import INTERPRETED, flat, handle_of, launcher
 from .views import View, has_unit_channels, starts_aligned
@@ -38,10 +38,10 @@ def _run(
 
 
 def _views(
-    xs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], form: Form
+    xs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], options: Options
 ) -> tuple[list[View], list[View]]:
     require(len(xs) == len(grads), "one gradient for each result")
-    views, grad_views = views_of(xs, form), views_of(grads, form)
+    views, grad_views = views_of(xs, options), views_of(grads, options)
     require(
         [view.sizes for view in views] == [view.sizes for view in grad_views]
         and xs[0].dtype == grads[0].dtype
@@ -65,11 +65,11 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Compute ``angle_gradients`` of :mod:`tightrope.ops.schema`; None if the definition must do it."""
-    form = form_of(packed)
-    require(form.source == WORDS, "tables have gradients of their own")
+    options = options_of(packed)
+    require(options.source == WORDS, "tables have gradients of their own")
     ys, grads = present(y, z), present(grad_y, grad_z)
-    views, grad_views = _views(ys, grads, form)
-    source = source_of(words, turns, positions, form, views, y.device)
+    views, grad_views = _views(ys, grads, options)
+    source = source_of(words, turns, positions, options, views, y.device)
     rows, _, tokens, head_dim = views[0].sizes
     block = shapes.power_of_two(source.pairs)
     if source.pairs == 0 or 2 * block > shapes.WIDEST or source.heads > shapes.MOST_ACROSS:
@@ -91,11 +91,11 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
     every = [*views, *grad_views]
     aligned = all(map(starts_aligned, [*ys, *grads]))
     unit = unit_of(every, element, aligned)
-    head = head_of(form, source.pairs, head_dim)
+    head = head_of(options, source.pairs, head_dim)
     values: dict[str, Any] = {
         "offset": offset,
         "tiling": Tiling(rows, tokens, tiles),
-        "sign": 1.0 if form.direction == FORWARD else -1.0,
+        "sign": 1.0 if options.direction == FORWARD else -1.0,
         **source.values,
         "HEAD": head._replace(BLOCK_T=block_tokens, UNIT=has_unit_channels(every), WIDE=wide),
         "VECTOR": unit,
@@ -156,16 +156,16 @@ def gate_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the schem
     packed: int,
 ) -> list[torch.Tensor] | None:
     """Compute ``gate_gradients`` of :mod:`tightrope.ops.schema`; None if the definition must do it."""
-    form = form_of(packed)
+    options = options_of(packed)
     ys, grads, gates = present(y, z), present(grad_y, grad_z), present(gate_q, gate_k)
-    views, grad_views = _views(ys, grads, form)
+    views, grad_views = _views(ys, grads, options)
     require(len(gates) == len(ys), "one gate for each result")
     if views[0].channels > shapes.WIDEST or any(0 in view.sizes for view in views):
         return None
     if any(view.heads > shapes.MOST_ACROSS for view in views):
         return None
     return [
-        _one_gate(*one, positions, offset, form)
+        _one_gate(*one, positions, offset, options)
         for one in zip(ys, grads, gates, views, grad_views, strict=True)
     ]
 
@@ -178,10 +178,10 @@ def _one_gate(
     grad_view: View,
     positions: torch.Tensor | None,
     offset: int,
-    form: Form,
+    options: Options,
 ) -> torch.Tensor:
     rows, heads, tokens, channels = view.sizes
-    slopes = form.gate == SLOPE
+    slopes = options.gate == SLOPE
     shape = (1, gate.shape[0], 1, gate.shape[1]) if slopes else tuple(gate.shape)
     require(
         len(shape) == 4 and all(size in (1, full) for size, full in zip(shape, view.sizes)),
@@ -201,7 +201,7 @@ def _one_gate(
     unit = unit_of([view, grad_view], element, aligned)
     # A placeholder: only the positions of the source are used.
     words = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=y.device)
-    plain = form._replace(source=WORDS, start=0)
+    plain = options._replace(source=WORDS, start=0)
     places = source_of(words, None, positions if slopes else None, plain, [view], y.device)
     values: dict[str, Any] = {
         "offset": offset,

@@ -79,7 +79,7 @@ class Angles:
             prepared.turns,
             prepared.ids,
             prepared.offset,
-            prepared.ramp,
+            prepared.add_index,
             position_ids.shape[-1],
         )
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -143,7 +143,7 @@ class _Call:
                 return None
             if 0 in other:
                 return None
-        code = schema.Form(
+        code = schema.Options(
             layout=schema.LAYOUTS.index("bhsd" if heads == 1 else "bshd"),
             start=rotation.start(shape[-1], table[-1]),
             interleaved=rotation.pairs != HALF,

@@ -103,8 +103,8 @@ def _calls(fn: Callable[..., Any]) -> list[Call]:
     """Return calls to try: those that the argument names suggest, then the usual ones."""
     found = calls_of(fn)
     # If names identify the cosine, the other order is not tried: it could hide a fault.
-    stated = {call.form for call in found if call.says_its_form}
-    named = [call for call in found if call.says_its_form or call.form not in stated]
+    stated = {call.form for call in found if call.names_its_form}
+    named = [call for call in found if call.names_its_form or call.form not in stated]
     known = {str(call) for call in named}
     return [*named, *(call for call in usual_calls(fn) if str(call) not in known)]
 
@@ -148,7 +148,7 @@ def _fits(subject: Subject) -> _Verdict | None:
     if not y.dtype.is_floating_point:
         return None
     if call.form.takes_tables and not _is_sound(subject, x):
-        return _Verdict(subject, False) if call.says_its_form else None
+        return _Verdict(subject, False) if call.names_its_form else None
     # All tokens have the same x: differences along tokens come from positions, along heads they do not.
     moved = bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4)
     across = y.shape[1] > 1 and bool((y[:, 1:] - y[:, :1]).abs().amax(-1).min() > 1e-4)

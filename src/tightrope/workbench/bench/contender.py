@@ -17,8 +17,8 @@ from .case import Case
 from .method import Call
 
 Value = TypeVar("Value")
-Pair = tuple[torch.Tensor, torch.Tensor]
-Rotate = Callable[[torch.Tensor, torch.Tensor], Pair]
+QK = tuple[torch.Tensor, torch.Tensor]
+Rotate = Callable[[torch.Tensor, torch.Tensor], QK]
 
 
 #: Contenders that only touch memory: each byte is read and written once, in place or to a copy.
@@ -95,7 +95,7 @@ def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
     return where * spec.frequencies().inv_freq.to(ids.device)
 
 
-def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
+def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> QK:
     """Return cos and sin as model files make them: in the dtype of x, with the pairs duplicated."""
     angle = angles_of(case, ids.unsqueeze(-2))
     if case.interleaved:
@@ -105,7 +105,7 @@ def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> Pair:
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def cotangents(q: torch.Tensor, k: torch.Tensor) -> Pair:
+def cotangents(q: torch.Tensor, k: torch.Tensor) -> QK:
     """Return random gradients of the rotated q and k, with their strides; equal for all contenders."""
     generator = torch.Generator(q.device).manual_seed(2)
     y, z = (torch.empty_like(x).normal_(generator=generator) for x in (q.detach(), k.detach()))
@@ -117,7 +117,7 @@ def between(case: Case, rotate: Rotate) -> Rotate:
     if not case.neighbours:
         return rotate
 
-    def scaled(q: torch.Tensor, k: torch.Tensor) -> Pair:
+    def scaled(q: torch.Tensor, k: torch.Tensor) -> QK:
         y, z = rotate(q * 1.25 + 0.5, k * 1.25 + 0.5)
         return y * 1.25, z * 1.25
 

@@ -16,9 +16,9 @@ from ...functional import rotate_qk, rotate_qk_
 from . import factors
 from .case import Case
 from .contender import (
+    QK,
     Contender,
     Made,
-    Pair,
     between,
     functional,
     missing,
@@ -85,7 +85,7 @@ def _ours_compiled(
     rope = spec_of(case).at(positions_of(case, ids), device=q.device)
     tensors = factors.tensors_of(case)
 
-    def rotate(q: torch.Tensor, k: torch.Tensor) -> Pair:
+    def rotate(q: torch.Tensor, k: torch.Tensor) -> QK:
         return rotate_qk(q, k, rope, backend=backend, **factors.arguments(case, tensors))
 
     compiled = torch.compile(between(case, rotate), fullgraph=True)
@@ -132,7 +132,7 @@ def _no_eager(case: Case) -> str | None:
 
 def _eager_function(
     case: Case, ids: torch.Tensor, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
-) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
+) -> Callable[[torch.Tensor, torch.Tensor], QK]:
     cos, sin = tables_of(case, ids, dtype)
     turned = _turned_neighbours if case.interleaved else rotate_half
     width = spec_of(case).rotary_dim

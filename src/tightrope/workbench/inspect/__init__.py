@@ -14,6 +14,6 @@ from __future__ import annotations
 from .compare import Comparison as Comparison, compare as compare
 from .exactness import Exactness as Exactness, Method as Method
 from .notes import Note as Note
-from .pairs import Pair as Pair
+from .pairs import PairRow as PairRow
 from .report import Inspection as Inspection, PartReport as PartReport, inspect as inspect
 from .subject import Field as Field, Part as Part

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...frequencies import DynamicNTK, Given, Llama3, LongRoPE, Rule, YaRN
 from ...spec import RopeSpec
 from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS, Exactness
-from .pairs import Pair
+from .pairs import PairRow
 
 # The base of the first paper, and the fallback of many implementations when a key is lost.
 _USUAL_BASE = 10000.0
@@ -45,7 +45,7 @@ class Facts:
     trained: int | None
     windowed: bool
     """True if these layers attend within a window only."""
-    pairs: tuple[Pair, ...]
+    pairs: tuple[PairRow, ...]
     exactness: Exactness
 
 
@@ -279,7 +279,7 @@ _CHECKS: tuple[Callable[[Facts], Iterator[Note]], ...] = (
 )
 
 
-def _span(pairs: list[Pair]) -> str:
+def _span(pairs: list[PairRow]) -> str:
     """Format pair indices: ``12``, ``12–31``, or ``3, …, 9`` if they are not contiguous."""
     first, last = pairs[0].index, pairs[-1].index
     if first == last:

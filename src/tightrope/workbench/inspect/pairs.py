@@ -11,7 +11,7 @@ from ...spec import RopeSpec
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairRow:
     """One pair of channels that turns together.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pair:
         return f"× {1 / self.slower:.4g}" if self.slower else "started"
 
 
-def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[Pair, ...]:
+def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[PairRow, ...]:
     """Return all pairs of a spec, at a context length.
 
     >>> pairs = pairs_of(RopeSpec(4), context=8, trained=None)
@@ -65,7 +65,7 @@ def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[
     for index, omega in enumerate(scaled.exact):
         pair, plain = index % count, row[index % count]
         made.append(
-            Pair(
+            PairRow(
                 index=index,
                 channels=_channels(spec, pair),
                 axis=_axis(spec, scaled, index),

@@ -14,7 +14,7 @@ from ... import angles
 from ...spec import RopeSpec
 from ..figures import COLOURS, INK, MUTED, legend_below, new_figure, save, styled
 from .exactness import EXACT, FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS, WORDS, errors_at, sample
-from .pairs import Pair, pairs_of
+from .pairs import PairRow, pairs_of
 from .report import Inspection
 
 _NO_CONTEXT = 131072
@@ -37,7 +37,7 @@ class _Curve:
     filled: bool = True
 
     @property
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[PairRow, ...]:
         return pairs_of(self.spec, self.context, self.trained)
 
 

@@ -11,7 +11,7 @@ from ..._errors import bad_value, integer, public
 from ...spec import RopeSpec
 from .exactness import EXACT, Exactness, exactness_of
 from .notes import Facts, Note, notes_on
-from .pairs import Pair, pairs_of
+from .pairs import PairRow, pairs_of
 from .subject import Field, Part, read
 
 # Lengths at which errors are reported, in addition to the context.
@@ -36,7 +36,7 @@ class PartReport:
     part: Part
     context: int | None
     trained: int | None
-    pairs: tuple[Pair, ...]
+    pairs: tuple[PairRow, ...]
     attention_scaling: float
     softmax_scaling: float
     exactness: Exactness

@@ -27,7 +27,7 @@ def position_of(positions, axis, row, token, POSITIONS: tl.constexpr):
     """Positions of the tokens: an integer part, a fraction in [-1/2, 1/2] in units of 2^-63, and whether
     the position is invalid (NaN, infinite or too large for an integer)."""
     steps = positions.steps
-    whole = token * steps.ramp + positions.offset
+    whole = token * steps.add_index + positions.offset
     fraction = token * 0
     lost = token < 0
     if POSITIONS != 0:

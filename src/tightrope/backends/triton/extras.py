@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ops.call import Carried
-from ...ops.schema import LOG, SLOPE, Form
-from .forms import require, steps_of, views_of
+from ...ops.call import Extras
+from ...ops.schema import LOG, SLOPE, Options
+from .arguments import require, steps_of, views_of
 from .groups import Steps
 from .views import View, broadcast_strides, vector_of
 
@@ -37,12 +37,12 @@ class Read(NamedTuple):
 
 
 def read(
-    form: Form, parts: Carried, views: Sequence[View], axes: int, device: torch.device
+    options: Options, parts: Extras, views: Sequence[View], axes: int, device: torch.device
 ) -> Read:
     """Check the extra tensors of a call against q and k, and describe them for the kernel.
 
     Args:
-        form, parts: the form and the extra tensors of the call.
+        options, parts: the options and the extra tensors of the call.
         views: views of q and k.
         axes: number of position axes.
         device: device of q.
@@ -51,12 +51,12 @@ def read(
     for kind, part in (("norm", parts.weights), ("gate", parts.gates), ("input", parts.inputs)):
         require(
             not part or (len(part) == len(views) and all(x.device == device for x in part)),
-            "carried must hold one tensor for each of q and k",
+            "extras must hold one tensor for each of q and k",
         )
         types |= {f"{kind}_{name}": x.dtype for name, x in zip("qk", part)}
     norms = _weights(parts.weights, views)
-    gates, gate_vector = _gates(form, parts.gates, views, axes)
-    inputs, input_vector = _inputs(form, parts.inputs, views)
+    gates, gate_vector = _gates(options, parts.gates, views, axes)
+    inputs, input_vector = _inputs(options, parts.inputs, views)
     return Read(types, norms, gates, inputs, gate_vector, input_vector)
 
 
@@ -74,15 +74,15 @@ def _weights(weights: Sequence[torch.Tensor], views: Sequence[View]) -> list[int
 
 
 def _gates(
-    form: Form, gates: Sequence[torch.Tensor], views: Sequence[View], axes: int
+    options: Options, gates: Sequence[torch.Tensor], views: Sequence[View], axes: int
 ) -> tuple[list[Steps], int]:
     require(
-        not gates or form.gate != SLOPE or axes == 1,
+        not gates or options.gate != SLOPE or axes == 1,
         "a gate of slopes must have positions of 1 axis",
     )
     every: list[tuple[int, ...]] = []
     for gate, view in zip(gates, views):
-        whole = view.sizes if form.gate == LOG else (view.heads, view.channels)
+        whole = view.sizes if options.gate == LOG else (view.heads, view.channels)
         require(
             gate.dim() == len(whole)
             and all(size in (1, full) for size, full in zip(gate.shape, whole))
@@ -90,16 +90,16 @@ def _gates(
             "gates must be [rows|1, heads|1, tokens|1, channels|1], slopes [heads|1, channels|1]",
         )
         steps = broadcast_strides(gate)
-        every.append(steps if form.gate == LOG else (0, steps[0], 0, steps[1]))
+        every.append(steps if options.gate == LOG else (0, steps[0], 0, steps[1]))
     return _scaled(gates, every)
 
 
 def _inputs(
-    form: Form, inputs: Sequence[torch.Tensor], views: Sequence[View]
+    options: Options, inputs: Sequence[torch.Tensor], views: Sequence[View]
 ) -> tuple[list[Steps], int]:
     every: list[tuple[int, ...]] = []
     for x, view in zip(inputs, views):
-        (seen,) = views_of([x], form)
+        (seen,) = views_of([x], options)
         require(seen.sizes == view.sizes, "inputs must have the shapes of q and k")
         every.append(seen.scaled(1))
     return _scaled(inputs, every)

@@ -35,7 +35,7 @@ LEARN = ("x", "weight", "gate", "omega", "where")
 GATES = ("none", "scalar", "exp", "slope", "given", "xpos")
 
 
-class Case(NamedTuple):
+class Drawn(NamedTuple):
     layout: str
     rows: int
     heads: int
@@ -57,12 +57,12 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> Drawn:
     pairs = draw(st.sampled_from([1, 2, 3, 7, 8, 16, 17, 33]))
     before, after = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     layout = draw(st.sampled_from(sorted(LAYOUTS)))
     act = draw(st.sampled_from(["none", "rms_norm", "rms_norm", *ACTS]))
-    return Case(
+    return Drawn(
         layout=layout,
         rows=draw(st.integers(1, 3)) if "b" in layout else 1,
         heads=draw(st.integers(1, 4)) if "h" in layout else 1,
@@ -116,7 +116,7 @@ class Inputs(NamedTuple):
     where: torch.Tensor
 
 
-def made(case: Case) -> Inputs:
+def made(case: Drawn) -> Inputs:
     generator = torch.Generator().manual_seed(case.seed)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ def made(case: Case) -> Inputs:
     )
 
 
-def leaves(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
+def leaves(case: Drawn, inputs: Inputs) -> dict[str, torch.Tensor]:
     """The tensors of the call that require grad."""
     used = {
         "x": True,
@@ -162,7 +162,7 @@ def leaves(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
     }
 
 
-def found(case: Case, way: str) -> dict[str, torch.Tensor]:
+def found(case: Drawn, way: str) -> dict[str, torch.Tensor]:
     """The results and gradients of the library."""
     if way != "reference":
         cpu.use_instruction_set(way)
@@ -201,7 +201,7 @@ def found(case: Case, way: str) -> dict[str, torch.Tensor]:
     return result
 
 
-def true(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The same in float64, and an upper bound of each gradient: the sum of the moduli of its terms."""
     given_ = Inputs(*(t.detach() for t in made(case)))
     inputs = Inputs(*(t.double() for t in given_))
@@ -271,7 +271,7 @@ def true(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(cases())
-def test_anything_beside_anything(case: Case) -> None:
+def test_anything_beside_anything(case: Drawn) -> None:
     wanted, sizes = true(case)
     bound = tolerances.value(f"f and P, {str(case.dtype)[6:]}")
     before = cpu.instruction_set()

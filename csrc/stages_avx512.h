@@ -2,7 +2,7 @@
 // widened, goes through f, is rotated by angles that stay in registers from head to head, multiplied by
 // P and rounded once.
 //
-// Other activations, and double, use the loops of outer.h.
+// Other activations, and double, use the loops of stages.h.
 #pragma once
 
 #include "norms_avx512.h"
@@ -164,7 +164,7 @@ inline void whole_line(const Problem& p, const Line<typename F::Stored>& line, c
 
 // Rotates the heads of a line with f and P; returns false if the activation does not work on registers.
 template <class F>
-inline bool turn_outer(const Problem& p, const Outer& o, Line<typename F::Stored> line, const float* c,
+inline bool turn_stages(const Problem& p, const Stages& o, Line<typename F::Stored> line, const float* c,
                        const float* s) {
   const auto run = [&](auto act, auto back, const float* scale) {
     using A = decltype(act);
@@ -199,7 +199,7 @@ inline bool turn_outer(const Problem& p, const Outer& o, Line<typename F::Stored
   });
 }
 
-inline bool in_registers(const Outer& o) {
+inline bool in_registers(const Stages& o) {
   return o.act == Act::kRmsNorm || with_registers(o.act, [](auto) {});
 }
 

@@ -1,8 +1,8 @@
-// Loops over a tile of tokens and its heads for outer_avx512.h, as outer_tile in outer.h does for plain
+// Loops over a tile of tokens and its heads for stages_avx512.h, as stages_tile in stages.h does for plain
 // loops.
 #pragma once
 
-#include "outer_avx512.h"
+#include "stages_avx512.h"
 #include "powers_avx512.h"
 
 namespace tightrope {
@@ -11,7 +11,7 @@ namespace {
 
 // Scratch rows of one thread, in register order; see scratch_values().
 struct Rows {
-  Rows(const Problem& p, const Outer& o, float* memory) : width(row_values(p)) {
+  Rows(const Problem& p, const Stages& o, float* memory) : width(row_values(p)) {
     const auto take = [&](int64_t rows) {
       float* from = memory;
       memory += rows * width;
@@ -35,7 +35,7 @@ struct Rows {
 
 // Arranges the weights, factors and slopes that all tokens of a row share.
 template <class F>
-inline void arrange_constants(const Problem& p, const Outer& o, const Scratch<float>& w, int64_t row, Rows& rows) {
+inline void arrange_constants(const Problem& p, const Stages& o, const Scratch<float>& w, int64_t row, Rows& rows) {
   for (int32_t i = 0; i < p.operands; ++i) {
     const Part& part = o.part[i];
     const auto all_heads = [&](const void* from, int64_t step, float* to) {
@@ -64,11 +64,11 @@ inline void add_weights(const Problem& p, const Scratch<float>& w, const Rows& r
 // Processes the heads of a line; in the backward pass of a norm, adds the gradient by its weight to `to`
 // unless that is null.
 template <class F>
-inline void turn_any(const Problem& p, const Outer& o, Line<typename F::Stored> line, const float* c,
+inline void turn_any(const Problem& p, const Stages& o, Line<typename F::Stored> line, const float* c,
                      const float* s, const Scratch<float>& w, const Rows& rows, double* to,
                      int64_t to_step, int64_t* together) {
   if (o.forward || o.act != Act::kRmsNorm) {
-    turn_outer<F>(p, o, line, c, s);
+    turn_stages<F>(p, o, line, c, s);
     return;
   }
   const int64_t bytes = p.head_dim * int64_t(sizeof(typename F::Stored));
@@ -94,7 +94,7 @@ inline void turn_any(const Problem& p, const Outer& o, Line<typename F::Stored> 
 }
 
 template <class F>
-inline void register_tile(const Problem& p, const Outer& o, const Scratch<float>& w, Rows& rows, int64_t run,
+inline void register_tile(const Problem& p, const Stages& o, const Scratch<float>& w, Rows& rows, int64_t run,
                           int64_t row, int64_t token, int64_t tokens) {
   using Stored = typename F::Stored;
   const int64_t width = padded(p.head_dim), bytes = int64_t(sizeof(Stored));

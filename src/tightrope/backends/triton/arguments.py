@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...ops.layouts import BY_CODE
-from ...ops.schema import FORWARD, SOURCES, WORDS, Form, scale
+from ...ops.schema import FORWARD, SOURCES, WORDS, Options, scale
 from . import blocks as shapes
 from .groups import Amplitude, AngleKind, AngleSteps, Head, PositionSteps, Steps
 from .views import ACCESS, View, broadcast_strides, is_aligned, vector_of, view_of
@@ -58,11 +58,11 @@ def require(condition: bool, rule: str) -> None:
         raise RuntimeError(f"tightrope: {rule}")
 
 
-def views_of(xs: Sequence[torch.Tensor], form: Form) -> list[View]:
+def views_of(xs: Sequence[torch.Tensor], options: Options) -> list[View]:
     """Return views of q and k; check that they have equal rows, tokens and channels."""
-    require(form.layout < len(BY_CODE), "layout")
-    require(form.direction <= 2, "direction")
-    layout = BY_CODE[form.layout]
+    require(options.layout < len(BY_CODE), "layout")
+    require(options.direction <= 2, "direction")
+    layout = BY_CODE[options.layout]
     first = xs[0]
     require(first.dtype in _FLOATING, "dtype of x")
     for x in xs:
@@ -84,13 +84,13 @@ def source_of(
     primary: torch.Tensor,
     secondary: torch.Tensor | None,
     positions: torch.Tensor | None,
-    form: Form,
+    options: Options,
     views: Sequence[View],
     device: torch.device,
 ) -> Source:
     """Check phase words or tables, and positions, against q and k; derive the kernel parameters."""
     vector = 0
-    if form.source == WORDS:
+    if options.source == WORDS:
         for words in (primary, secondary):
             require(
                 words is None
@@ -120,7 +120,7 @@ def source_of(
         require(primary.shape == secondary.shape, "tables must share a shape")
         axes = 1
         rows, heads, length, width = primary.shape
-        kind = SOURCES[form.source]
+        kind = SOURCES[options.source]
         pairs = width if kind == "half" else width // 2
         step = 2 if kind == "repeat" else 1
         both = [broadcast_strides(table) for table in (primary, secondary)]
@@ -131,11 +131,11 @@ def source_of(
         steps = AngleSteps(length=length, cos=cos, sin=sin)
     require(rows in (1, views[0].rows), "rows of angles")
     require(all(heads in (1, view.heads) for view in views), "heads of angles")
-    require(form.start + 2 * pairs <= views[0].channels, "rotated channels lie outside the head")
-    places = PositionSteps(None, None, None, int(form.ramp))
+    require(options.start + 2 * pairs <= views[0].channels, "rotated channels lie outside the head")
+    places = PositionSteps(None, None, None, int(options.add_index))
     kind_of = 0
     if positions is not None:
-        tokens = 1 if form.ramp else views[0].tokens
+        tokens = 1 if options.add_index else views[0].tokens
         require(
             positions.dim() == 3 and positions.device == device and positions.shape[0] == axes,
             "positions must be [axes, rows|1, tokens|1]",
@@ -144,10 +144,10 @@ def source_of(
         require(positions.shape[2] == tokens, "tokens of positions")
         require(positions.dtype in _POSITIONS, "dtype of positions")
         kind_of = _POSITIONS[positions.dtype]
-        require(form.source == WORDS or kind_of == 1, "positions in a table must be integers")
+        require(options.source == WORDS or kind_of == 1, "positions in a table must be integers")
         axis, row, token = broadcast_strides(positions)
-        places = PositionSteps(axis, row, token, places.ramp)
-    is_words = form.source == WORDS
+        places = PositionSteps(axis, row, token, places.add_index)
+    is_words = options.source == WORDS
     angles = AngleKind(
         TABLES=not is_words,
         TABLE_VECTOR=vector,
@@ -171,29 +171,29 @@ def unit_of(views: Sequence[View], element: int, pointers_aligned: bool) -> int:
     return ACCESS // element if pointers_aligned and is_aligned(views, element) else 1
 
 
-def head_of(form: Form, pairs: int, head_dim: int) -> Head:
+def head_of(options: Options, pairs: int, head_dim: int) -> Head:
     """Return the constants of a head; the caller fills in BLOCK_T, UNIT and WIDE."""
     return Head(
         DIM=head_dim,
-        START=form.start,
+        START=options.start,
         PAIRS=pairs,
         BLOCK_T=None,
         BLOCK_P=shapes.power_of_two(pairs),
-        BLOCK_F=shapes.power_of_two(form.start),
-        BLOCK_B=shapes.power_of_two(head_dim - form.start - 2 * pairs),
-        INTERLEAVED=form.interleaved,
+        BLOCK_F=shapes.power_of_two(options.start),
+        BLOCK_B=shapes.power_of_two(head_dim - options.start - 2 * pairs),
+        INTERLEAVED=options.interleaved,
         UNIT=None,
         WIDE=None,
     )
 
 
-def amplitudes_of(form: Form, amplitude: float, wide: bool) -> Amplitude:
+def amplitudes_of(options: Options, amplitude: float, wide: bool) -> Amplitude:
     """Return the factors of the cosines and of the sines.
 
     A float parameter of a kernel is float32, so a float64 is passed as an integer with the same bits.
     """
-    factor = scale(form.direction, float(amplitude))
-    both = factor, factor if form.direction == FORWARD else -factor
+    factor = scale(options.direction, float(amplitude))
+    both = factor, factor if options.direction == FORWARD else -factor
     if wide:
         return Amplitude(*struct.unpack("<2q", struct.pack("<2d", *both)))
     return Amplitude(*both)

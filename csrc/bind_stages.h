@@ -153,17 +153,17 @@ inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool inve
 }
 
 // Checks f and P and converts their tensors to the format of the loops.
-inline Outer outer_of(const Problem& p, const Operands& xs, const Arguments& a, Values& values) {
-  const Form& form = a.form;
-  Outer o{};
-  STD_TORCH_CHECK(form.act <= int64_t(Act::kRmsNorm) && form.gate <= int64_t(Gate::kSlope),
+inline Stages stages_of(const Problem& p, const Operands& xs, const Arguments& a, Values& values) {
+  const Options& options = a.options;
+  Stages o{};
+  STD_TORCH_CHECK(options.act <= int64_t(Act::kRmsNorm) && options.gate <= int64_t(Gate::kSlope),
                   "tightrope: act and gate must be known");
-  STD_TORCH_CHECK(form.act == 0 || form.direction != kInverse, "tightrope: an act has no inverse");
-  o.act = Act(form.act), o.gate = Gate(form.gate), o.eps = a.eps;
-  o.forward = form.direction == kForward;
-  o.invert = form.direction == kInverse;
+  STD_TORCH_CHECK(options.act == 0 || options.direction != kInverse, "tightrope: an act has no inverse");
+  o.act = Act(options.act), o.gate = Gate(options.gate), o.eps = a.eps;
+  o.forward = options.direction == kForward;
+  o.invert = options.direction == kInverse;
   o.tiles = 1;
-  const Tensor* next = a.carried;
+  const Tensor* next = a.extras;
   for (int32_t i = 0; o.act == Act::kRmsNorm && i < p.operands; ++i)
     read_weight(*next++, p.operand[i].heads, p, values, o.part[i]);
   for (int32_t i = 0; o.gate != Gate::kNone && i < p.operands; ++i)
@@ -178,15 +178,15 @@ inline Outer outer_of(const Problem& p, const Operands& xs, const Arguments& a, 
       STD_TORCH_CHECK(in.size[d] == as.size[d],
                       "tightrope: x must have the shape and dtype of its gradient");
     o.part[i].x = x.const_data_ptr();
-    o.part[i].x_stride = in.strides(kLayouts[form.layout]);
+    o.part[i].x_stride = in.strides(kLayouts[options.layout]);
   }
   return o;
 }
 
 // Runs a rotation with f and P; in the backward pass of a norm, returns the gradients by its weights.
-inline std::vector<Tensor> run_outer(Problem& p, const Operands& xs, const Arguments& a) {
+inline std::vector<Tensor> run_stages(Problem& p, const Operands& xs, const Arguments& a) {
   Values values(p.dtype == Dtype::kDouble);
-  Outer o = outer_of(p, xs, a, values);
+  Stages o = stages_of(p, xs, a, values);
   const bool sums = o.act == Act::kRmsNorm && !o.forward, empty = is_empty(p);
   int64_t items = empty ? 0 : divide(p, tile_of(p));
   if (sums && !empty) {
@@ -196,14 +196,14 @@ inline std::vector<Tensor> run_outer(Problem& p, const Operands& xs, const Argum
   std::vector<Tensor> partial, by_weight;
   std::vector<int64_t> entries;
   for (int32_t i = 0; sums && i < p.operands; ++i) {
-    const int64_t own = a.carried[i].size(0);
+    const int64_t own = a.extras[i].size(0);
     entries.push_back(own * p.head_dim);
     partial.push_back(zeros(*xs.tensor[0], {items, own, p.head_dim}));
     by_weight.push_back(zeros(*xs.tensor[0], {own, p.head_dim}, value_type(p)));
     o.part[i].by_weight = static_cast<double*>(partial[i].mutable_data_ptr());
   }
   if (empty) return by_weight;
-  const OuterLoop loop = loops().outer;
+  const StagesLoop loop = loops().stages;
   const int64_t bytes = scratch_values(p, o) * value_bytes(p);
   share(p, items, p.tile * o.tiles, [&](int64_t begin, int64_t end) {
     Memory memory(bytes);

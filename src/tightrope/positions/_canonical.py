@@ -30,15 +30,15 @@ class Positions:
 
     Attributes:
         ids: int32, int64, float32 or float64 ``[axes, rows|1, tokens]``, or ``[axes, rows|1, 1]``
-            with ``ramp``; None means zeros on one axis.
+            with ``add_index``; None means zeros on one axis.
         offset: added to every position.
-        ramp: whether to add the token index to every position.
+        add_index: whether to add the token index to every position.
         packed: whether rows are known to hold several sequences, each with its own length.
     """
 
     ids: torch.Tensor | None = None
     offset: int = 0
-    ramp: bool = True
+    add_index: bool = True
     packed: bool = field(default=False, repr=False)
 
     @public("Positions")
@@ -46,8 +46,10 @@ class Positions:
         if self.ids is None:
             return
         check_dtype(self.ids)
-        if self.ids.dim() != 3 or (self.ramp and self.ids.shape[2] != 1):
-            shape = "(axes, rows, 1) with ramp=True" if self.ramp else "(axes, rows, tokens)"
+        if self.ids.dim() != 3 or (self.add_index and self.ids.shape[2] != 1):
+            shape = (
+                "(axes, rows, 1) with add_index=True" if self.add_index else "(axes, rows, tokens)"
+            )
             raise bad_value(f"ids must have shape {shape}", ids=self.ids)
 
     @property
@@ -68,9 +70,9 @@ def as_positions(positions: PositionsLike) -> Positions:
     if isinstance(positions, torch.Tensor):
         check_dtype(positions)
         if positions.dim() == 1:
-            return Positions(positions[None, None], ramp=False)
+            return Positions(positions[None, None], add_index=False)
         if positions.dim() == 2:
-            return Positions(positions[None], ramp=False)
+            return Positions(positions[None], add_index=False)
         hint = (
             "; pass one offset as an int" if positions.dim() == 0 else "; see positions.multi_axis"
         )
@@ -104,7 +106,7 @@ def canonical(positions: PositionsLike) -> Positions:
         ValueError: ids of another rank.
 
     >>> canonical(7)
-    Positions(ids=None, offset=7, ramp=True)
+    Positions(ids=None, offset=7, add_index=True)
     >>> canonical(torch.tensor([3, 1, 4])).ids.shape
     torch.Size([1, 1, 3])
     """

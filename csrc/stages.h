@@ -8,7 +8,7 @@
 #include "acts.h"
 #include "heads.h"
 #if defined(__AVX512F__)
-#include "outer_avx512.h"
+#include "stages_avx512.h"
 #endif
 
 namespace tightrope {
@@ -162,7 +162,7 @@ inline bool has_large(const double*, int64_t) { return false; }
 
 // Applies f in place.
 template <class T>
-inline void apply(const Outer& o, const T* weight, T* __restrict x, int64_t n) {
+inline void apply(const Stages& o, const T* weight, T* __restrict x, int64_t n) {
   if (o.act == Act::kRmsNorm) {
     const T scale = inverse_rms(x, n, o.eps);
     for (int64_t k = 0; k < n; ++k) x[k] = x[k] * scale * weight[k];
@@ -181,7 +181,7 @@ inline void apply(const Outer& o, const T* weight, T* __restrict x, int64_t n) {
 
 // Replaces g by f'ᵀ·g; overwrites x.
 template <class T>
-inline void apply_back(const Outer& o, const T* __restrict weight, T* __restrict x, T* __restrict g,
+inline void apply_back(const Stages& o, const T* __restrict weight, T* __restrict x, T* __restrict g,
                        T* __restrict by_weight, int64_t n) {
   if (o.act == Act::kRmsNorm) {
     const T scale = inverse_rms(x, n, o.eps);
@@ -245,7 +245,7 @@ inline double distance_of(const Problem& p, int64_t row, int64_t token) {
 
 // Computes P of one token and head.
 template <class T>
-inline void factors_of(const Problem& p, const Outer& o, const Part& part, int64_t row, int64_t head,
+inline void factors_of(const Problem& p, const Stages& o, const Part& part, int64_t row, int64_t head,
                        int64_t token, T* out) {
   if (part.slope != nullptr) {
     by_slope(part.slope + head * part.slope_head, distance_of(p, row, token), out, p.head_dim);
@@ -387,7 +387,7 @@ inline void turn_and_store(const Problem& p, const Head<F>& h, const typename F:
 }
 
 template <class F>
-inline void go_ahead(const Problem& p, const Outer& o, const Head<F>& h,
+inline void go_ahead(const Problem& p, const Stages& o, const Head<F>& h,
                      const Scratch<typename F::Value>& w) {
   const int64_t n = p.head_dim;
   const bool together = h.in_channel == 1 && Converts<F>::kWell && o.act != Act::kSin &&
@@ -401,7 +401,7 @@ inline void go_ahead(const Problem& p, const Outer& o, const Head<F>& h,
 }
 
 template <class F>
-inline void go_back(const Problem& p, const Outer& o, const Head<F>& h,
+inline void go_back(const Problem& p, const Stages& o, const Head<F>& h,
                     const Scratch<typename F::Value>& w) {
   using T = typename F::Value;
   const int64_t n = p.head_dim;
@@ -455,7 +455,7 @@ struct WeightSums {
 };
 
 template <class F>
-inline void outer_tile(const Problem& p, const Problem& turns, const Outer& o,
+inline void stages_tile(const Problem& p, const Problem& turns, const Stages& o,
                        const Scratch<typename F::Value>& w, int64_t run, int64_t row, int64_t token,
                        int64_t tokens) {
   using Stored = typename F::Stored;
@@ -532,7 +532,7 @@ inline void outer_tile(const Problem& p, const Problem& turns, const Outer& o,
 }  // namespace tightrope
 
 #if defined(__AVX512F__)
-#include "outer_tiles_avx512.h"
+#include "stage_tiles_avx512.h"
 #endif
 
 namespace tightrope {
@@ -540,7 +540,7 @@ namespace TIGHTROPE_ISA {
 namespace {
 
 template <class F>
-void run_outer(const Problem& p, const Outer& o, void* memory, int64_t begin, int64_t end) {
+void run_stages(const Problem& p, const Stages& o, void* memory, int64_t begin, int64_t end) {
   const Scratch<typename F::Value> w(p, memory);
   // A dtype other than bfloat16 keeps the angles in the order of the pairs: see in_twos.
   Problem turns = p;
@@ -564,19 +564,19 @@ void run_outer(const Problem& p, const Outer& o, void* memory, int64_t begin, in
         }
       }
 #endif
-      outer_tile<F>(p, turns, o, w, run, row, token, tokens);
+      stages_tile<F>(p, turns, o, w, run, row, token, tokens);
     }
   }
 }
 
 }  // namespace
 
-void outer_loop(const Problem& p, const Outer& outer, void* scratch, int64_t begin, int64_t end) {
+void stages_loop(const Problem& p, const Stages& stages, void* scratch, int64_t begin, int64_t end) {
   switch (p.dtype) {
-    case Dtype::kFloat: return run_outer<Float>(p, outer, scratch, begin, end);
-    case Dtype::kDouble: return run_outer<Double>(p, outer, scratch, begin, end);
-    case Dtype::kBFloat16: return run_outer<BFloat16>(p, outer, scratch, begin, end);
-    case Dtype::kHalf: return run_outer<Half>(p, outer, scratch, begin, end);
+    case Dtype::kFloat: return run_stages<Float>(p, stages, scratch, begin, end);
+    case Dtype::kDouble: return run_stages<Double>(p, stages, scratch, begin, end);
+    case Dtype::kBFloat16: return run_stages<BFloat16>(p, stages, scratch, begin, end);
+    case Dtype::kHalf: return run_stages<Half>(p, stages, scratch, begin, end);
   }
 }
 

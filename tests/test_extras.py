@@ -37,7 +37,7 @@ X = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=to
 VALUES = torch.rand(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
 
 # Calls that take values (3, 8) as an extra tensor, by name.
-OUTER: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+STAGES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda values: {"act": RMSNorm(values)},
     "a weight past 1": lambda values: {"act": RMSNorm(values, unit_offset=True)},
     "a weight of all heads": lambda values: {"act": RMSNorm(values[0])},
@@ -77,13 +77,13 @@ class Wrapper(torch.Tensor):
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
-@pytest.mark.parametrize("kind", OUTER)
+@pytest.mark.parametrize("kind", STAGES)
 @pytest.mark.parametrize("make", [negated, Wrapper])
 def test_numbers_are_taken_as_they_are(
     make: Callable[[torch.Tensor], torch.Tensor], kind: str, prepared: bool
 ) -> None:
     spec = SPEC.at(None) if prepared else SPEC
-    plain, other = OUTER[kind](VALUES), OUTER[kind](make(VALUES))
+    plain, other = STAGES[kind](VALUES), STAGES[kind](make(VALUES))
     wanted = rotate(X, spec, **plain)
     rotate(X, spec, **plain)  # a prepared rotation may have cached its arguments by now
     assert_near(rotate(X, spec, **other), wanted, "float64 ways")
@@ -97,7 +97,7 @@ def test_numbers_are_taken_as_they_are(
         assert_near(rotate(X, spec, inverse=True, **other), wanted, "float64 ways")
 
 
-@pytest.mark.parametrize("kind", OUTER)
+@pytest.mark.parametrize("kind", STAGES)
 @pytest.mark.parametrize("make", [negated, Wrapper])
 def test_their_gradients(make: Callable[[torch.Tensor], torch.Tensor], kind: str) -> None:
     found = []
@@ -105,7 +105,7 @@ def test_their_gradients(make: Callable[[torch.Tensor], torch.Tensor], kind: str
         x, values = X.clone().requires_grad_(), VALUES.clone().requires_grad_()
         # A wrapper is a leaf of its own.
         some = make(VALUES).requires_grad_() if how is Wrapper else how(values)
-        y = rotate(x, SPEC, **OUTER[kind](some))
+        y = rotate(x, SPEC, **STAGES[kind](some))
         leaf = some if how is Wrapper else values
         found.append(torch.autograd.grad(y.square().sum(), (x, leaf)))
     for one, other in zip(*found):
@@ -237,7 +237,7 @@ def test_shards_are_refused(sharded: torch.Tensor) -> None:
         "[left_padded] lengths": lambda: positions.left_padded(lengths=ids, total=5),
         "[multi_axis] positions": lambda: positions.multi_axis(ids[None]),
         "[concatenate] positions": lambda: positions.concatenate([ids]),
-        "[Positions] positions": lambda: positions.Positions(ids[None, None], ramp=False),
+        "[Positions] positions": lambda: positions.Positions(ids[None, None], add_index=False),
         "[seq_len] lengths": lambda: rotate(X, by_length, seq_len=ids[:1]),
         "[rerotate] positions": lambda: rerotate(X, SPEC, SPEC, 0, ids),
         "[apply_rotary_pos_emb] position_ids": lambda: apply_rotary_pos_emb(
@@ -273,13 +273,13 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text:
 
 
 # Extra tensors of the raw operator, all float64 and (3, 8), and the form that declares them.
-RAW: dict[str, tuple[schema.Form, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "a weight": (schema.Form(act=ACTS.index("rms_norm")), lambda values: values),
-    "a gate": (schema.Form(gate=schema.LOG), lambda values: values[None, :, None]),
-    "a slope": (schema.Form(gate=schema.SLOPE), lambda values: values),
-    "frequencies": (schema.Form(learned=True), lambda values: values[None, None, :, :4]),
+RAW: dict[str, tuple[schema.Options, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a weight": (schema.Options(act=ACTS.index("rms_norm")), lambda values: values),
+    "a gate": (schema.Options(gate=schema.LOG), lambda values: values[None, :, None]),
+    "a slope": (schema.Options(gate=schema.SLOPE), lambda values: values),
+    "frequencies": (schema.Options(learned=True), lambda values: values[None, None, :, :4]),
     "an input": (
-        schema.Form(act=ACTS.index("silu"), direction=schema.TRANSPOSE),
+        schema.Options(act=ACTS.index("silu"), direction=schema.TRANSPOSE),
         lambda values: values.expand(2, 5, 3, 8).transpose(1, 2),
     ),
 }
@@ -299,17 +299,17 @@ def raw(kind: str, values: torch.Tensor, how: str = "new", *, share: bool = True
 
 def carrying(kind: str, one: torch.Tensor, how: str = "new", *, share: bool = True) -> torch.Tensor:
     """Call :func:`raw` with an extra tensor that already has its final shape."""
-    form, x = RAW[kind][0], X.clone()
-    k, carried = (None, [one]) if kind == "frequencies" or not share else (x.clone(), [one, one])
-    end = (SPEC.at().words, None, None, 3, form.pack(), 1.0, carried, 0.0)
+    options, x = RAW[kind][0], X.clone()
+    k, extras = (None, [one]) if kind == "frequencies" or not share else (x.clone(), [one, one])
+    end = (SPEC.at().words, None, None, 3, options.pack(), 1.0, extras, 0.0)
     if how == "new":
-        made: list[torch.Tensor] = schema.rotate_carried(x, k, *end)
+        made: list[torch.Tensor] = schema.rotate_extras(x, k, *end)
         return made[0]
     if how == "in place":
-        schema.rotate_carried_(x, k, *end)
+        schema.rotate_extras_(x, k, *end)
         return x
     outs = [torch.zeros_like(X), None if k is None else torch.zeros_like(X)]
-    schema.rotate_carried_into(x, k, *outs, *end)
+    schema.rotate_extras_into(x, k, *outs, *end)
     assert outs[0] is not None
     return outs[0]
 
@@ -387,30 +387,30 @@ def test_only_calls_that_carry_tensors_have_a_list() -> None:
         rotate(X, SPEC)
         rotate_(X.clone(), SPEC.at(3), act="silu")
         rotate(X, SPEC, out=torch.empty_like(X))
-        for outer in OUTER.values():
-            rotate(X, SPEC, **outer(VALUES))
-            rotate_(X.clone(), SPEC.at(3), **outer(VALUES))
-            rotate(X, SPEC, **outer(VALUES), out=torch.empty_like(X))
+        for stages in STAGES.values():
+            rotate(X, SPEC, **stages(VALUES))
+            rotate_(X.clone(), SPEC.at(3), **stages(VALUES))
+            rotate(X, SPEC, **stages(VALUES), out=torch.empty_like(X))
         rotate(X, SPEC, inv_freq=VALUES[:, :4])
     plain = [
         "tightrope.rotate.default",
         "tightrope.rotate_.default",
         "tightrope.rotate_into.default",
     ]
-    carried = [name.replace("default", "carried") for name in plain]
-    assert mode.names == [*plain, *carried * len(OUTER), carried[0]]
+    extras = [name.replace("default", "extras") for name in plain]
+    assert mode.names == [*plain, *extras * len(STAGES), extras[0]]
 
 
 def test_a_list_may_be_empty() -> None:
     """A direct caller of the operator may use the overload with a list for every call."""
-    end = (SPEC.at().words, None, None, 3, schema.Form().pack(), 1.0)
+    end = (SPEC.at().words, None, None, 3, schema.Options().pack(), 1.0)
     x = X.clone().requires_grad_()
-    (wanted,), (got,) = schema.rotate(x, None, *end), schema.rotate_carried(x, None, *end, [], 0.0)
+    (wanted,), (got,) = schema.rotate(x, None, *end), schema.rotate_extras(x, None, *end, [], 0.0)
     assert torch.equal(got, wanted)
     one, other = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, wanted))
     assert torch.equal(one, other)
-    torch.library.opcheck(schema.rotate_carried, (x, None, *end, [], 0.0))
-    both = torch.vmap(lambda x: schema.rotate_carried(x, None, *end, [], 0.0)[0])(X[None])
+    torch.library.opcheck(schema.rotate_extras, (x, None, *end, [], 0.0))
+    both = torch.vmap(lambda x: schema.rotate_extras(x, None, *end, [], 0.0)[0])(X[None])
     assert torch.equal(both[0], wanted)
     with pytest.raises(RuntimeError, match="tightrope"):
         schema.rotate(X, None, *end[:4], RAW["a weight"][0].pack(), 1.0)
@@ -422,5 +422,5 @@ def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
     """Otherwise it would read at address 0 after a shard was freed."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="carried tensors must have memory"):
+    with pytest.raises(RuntimeError, match="extras tensors must have memory"):
         carrying(kind, freed)
