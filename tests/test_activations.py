@@ -501,14 +501,14 @@ ERRORS = {
     "[rotate] act must be given as RMSNorm(weight), or RMSNorm() without": lambda: rotate(
         X, RopeSpec(8), act="rms_norm"
     ),
-    "[rotate] act must be a single value, not a pair": lambda: rotate(
+    "[rotate] act must be a single value for one tensor but got a pair": lambda: rotate(
         X, RopeSpec(8), act=("silu", None)
     ),
-    "[rotate] gate must be a single value, not a pair": lambda: rotate(
+    "[rotate] gate must be a single value for one tensor but got a pair": lambda: rotate(
         X, RopeSpec(8), gate=(None, None)
     ),
-    "[rotate_qk] act must be one activation, or a pair for q and k, but got 3": lambda: rotate_qk(
-        X, X, RopeSpec(8), act=("silu",) * 3
+    "[rotate_qk] act must be one activation, or a pair for q and k, but got 3 of them": lambda: (
+        rotate_qk(X, X, RopeSpec(8), act=("silu",) * 3)
     ),
     "[rotate] gate must be None, a gate": lambda: rotate(X, RopeSpec(8), gate=2.0),
     "[rotate] inverse must be False with an act": lambda: rotate(

@@ -208,13 +208,13 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "ids as unsqueeze_dim": (
         lambda: apply_rotary_pos_emb(X, None, *COS, IDS),  # type: ignore[arg-type]
         TypeError,
-        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[5]; ids go into "
+        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[5]; pass ids as "
         "position_ids=.",
     ),
     "no unsqueeze_dim": (
         lambda: apply_rotary_pos_emb(X, None, *COS, None),  # type: ignore[arg-type]
         TypeError,
-        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got None; ids go into position_ids=.",
+        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got None; pass ids as position_ids=.",
     ),
     "sparse": (
         lambda: rotate(X.to_sparse(), SPEC),

@@ -290,7 +290,7 @@ def test_negated_views() -> None:
         assert torch.equal(x, rotate(before, SPEC, 3))
         return
     with pytest.raises(
-        ValueError, match=r"\[rotate_\] x is a negated view .*resolve_neg\(\) first"
+        ValueError, match=r"\[rotate_\] x must not be a negated view .*resolve_neg\(\) first"
     ):
         rotate_(x, SPEC, 3)
     assert torch.equal(x, before)

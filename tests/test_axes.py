@@ -571,8 +571,8 @@ def test_frozen() -> None:
 
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Axes(0, ()), ValueError, "[Axes] count must be at least 1 but got 0."),
-    (lambda: Axes(True, ()), TypeError, "[Axes] count must be int but got True."),
-    (lambda: Axes(2.0, ()), TypeError, "[Axes] count must be int but got 2.0."),  # type: ignore[arg-type]
+    (lambda: Axes(True, ()), TypeError, "[Axes] count must be an int but got True."),
+    (lambda: Axes(2.0, ()), TypeError, "[Axes] count must be an int but got 2.0."),  # type: ignore[arg-type]
     (
         lambda: Axes(1, 7),  # type: ignore[arg-type]
         TypeError,
@@ -591,7 +591,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes(1, ((0, 0.5, 4),)),  # type: ignore[arg-type]
         TypeError,
-        "[Axes] axis, index and dim must be int but got 0.5.",
+        "[Axes] each of axis, index and dim must be an int but got 0.5.",
     ),
     (
         lambda: Axes(2, ((2, 0, 4),)),
@@ -641,7 +641,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes.blocks((4, 2.5)),  # type: ignore[list-item]
         TypeError,
-        "[Axes.blocks] a size must be int but got 2.5.",
+        "[Axes.blocks] a size must be an int but got 2.5.",
     ),
     (
         lambda: Axes.sections((4, 4), interleaved=1),  # type: ignore[arg-type]
@@ -667,7 +667,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes.strided(2, "32"),  # type: ignore[arg-type]
         TypeError,
-        "[Axes.strided] pairs must be int but got '32'.",
+        "[Axes.strided] pairs must be an int but got '32'.",
     ),
 ]
 

@@ -261,7 +261,7 @@ CASES = {
     "positions twice": (
         lambda: rotate(X, SPEC.at(3), 4),
         ValueError,
-        "[rotate] positions must be None with a prepared rotation, which brings its own; call "
+        "[rotate] positions must be None with a prepared rotation, which has its own; call "
         "spec.at(positions).",
     ),
     "prepared on another device": (

@@ -860,7 +860,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a dictionary that lacks a key": (
         lambda: Rule.from_dict({"rule": "dynamic", "factor": 1.0}),
         ValueError,
-        "[from_dict] rule 'dynamic' must have the keys original_max_position.",
+        "[from_dict] rule 'dynamic' must have all required keys but lacks original_max_position.",
     ),
 }
 

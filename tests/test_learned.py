@@ -670,29 +670,29 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "heads": (
         lambda: rotate(X, SPEC, inv_freq=torch.ones(3, 3)),
         ValueError,
-        "[rotate] inv_freq must be for 1 or 4 heads of x but is for 3 (x: float32[2, 4, 5, 8]).",
+        "[rotate] inv_freq must have 1 or 4 heads for x but got 3 (x: float32[2, 4, 5, 8]).",
     ),
     "no heads": (
         lambda: rotate(X, SPEC, inv_freq=torch.ones(0, 3)),
         ValueError,
-        "[rotate] inv_freq must be for 1 or 4 heads of x but is for 0 (x: float32[2, 4, 5, 8]).",
+        "[rotate] inv_freq must have 1 or 4 heads for x but got 0 (x: float32[2, 4, 5, 8]).",
     ),
     "heads in a layout without": (
         lambda: rotate(X[0], SPEC, inv_freq=torch.ones(4, 3), layout="bsd"),
         ValueError,
-        "[rotate] inv_freq must be for 1 or 1 heads of x but is for 4 (x: float32[4, 5, 8]).",
+        "[rotate] inv_freq must have 1 or 1 heads for x but got 4 (x: float32[4, 5, 8]).",
     ),
     "heads of queries, not of keys": (
         lambda: rotate_qk(X, K, SPEC, inv_freq=torch.ones(4, 3)),
         ValueError,
-        "[rotate_qk] inv_freq must be for 1 or 2 heads of k but is for 4; rotate q and k one by "
-        "one, each with its own (k: float32[2, 2, 5, 8]).",
+        "[rotate_qk] inv_freq must have 1 or 2 heads for k but got 4; rotate q and k one by "
+        "one, each with its own inv_freq (k: float32[2, 2, 5, 8]).",
     ),
     "heads of keys, not of queries": (
         lambda: rotate_qk_(X, K, SPEC, inv_freq=torch.ones(2, 3)),
         ValueError,
-        "[rotate_qk_] inv_freq must be for 1 or 4 heads of q but is for 2; rotate q and k one by "
-        "one, each with its own (q: float32[2, 4, 5, 8]).",
+        "[rotate_qk_] inv_freq must have 1 or 4 heads for q but got 2; rotate q and k one by "
+        "one, each with its own inv_freq (q: float32[2, 4, 5, 8]).",
     ),
     "another device": (
         lambda: rotate_qk(X, K, SPEC, inv_freq=torch.ones(3, device="meta")),

@@ -695,13 +695,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "lengths of other rows": (
         lambda: rotate(torch.zeros(2, 1, 5, 12), spec_of("dynamic"), seq_len=[5000, 6000, 7000]),
         ValueError,
-        "[rotate] seq_len must be one length, or one for each of 2 rows, but is 3 "
+        "[rotate] seq_len must be one length, or one for each of 2 rows, but got 3 "
         "(x: float32[2, 1, 5, 12]).",
     ),
     "lengths of other rows that are all short": (
         lambda: rotate(torch.zeros(2, 1, 5, 12), spec_of("dynamic"), seq_len=[5, 6, 7]),
         ValueError,
-        "[rotate] seq_len must be one length, or one for each of 2 rows, but is 3 "
+        "[rotate] seq_len must be one length, or one for each of 2 rows, but got 3 "
         "(x: float32[2, 1, 5, 12]).",
     ),
     "a length for each sequence of a pack": (
@@ -709,13 +709,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             torch.zeros(5, 1, 12), spec_of("longrope"), seq_len=torch.tensor([2, 3]), layout="thd"
         ),
         ValueError,
-        "[rotate] seq_len must be one length but is 2 (layout 'thd' has no rows) "
+        "[rotate] seq_len must be one length but got 2 (layout 'thd' has no rows) "
         "(x: float32[5, 1, 12]).",
     ),
     "a length beside a prepared rotation": (
         lambda: rotate(torch.zeros(5, 12), spec_of("dynamic").at(), seq_len=5, layout="sd"),
         ValueError,
-        "[rotate] seq_len must be None with a prepared rotation, which brings its own; call "
+        "[rotate] seq_len must be None with a prepared rotation, which has its own; call "
         "spec.at(positions, seq_len=…).",
     ),
     "an invalid length": (
@@ -1081,7 +1081,7 @@ def test_a_rotation_for_some_rows_refuses_others_the_second_time_too() -> None:
     """Phase words are equal for all rows here, so the kernel would not detect the mismatch."""
     rope = RopeSpec(8, scaling=DynamicNTK(2.0, 64)).at(seq_len=[10, 20])
     rotate_(torch.ones(2, 1, 5, 8), rope)
-    sentence = "[rotate_] seq_len must be one length, or one for each of 3 rows, but is 2"
+    sentence = "[rotate_] seq_len must be one length, or one for each of 3 rows, but got 2"
     for _ in range(2):
         with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
             rotate_(torch.ones(3, 1, 5, 8), rope)

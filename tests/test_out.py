@@ -143,7 +143,7 @@ ERRORS = {
     "one for two": (
         lambda: rotate_qk(X, X.clone(), SPEC, out=(X.clone(), None)),
         ValueError,
-        "[rotate_qk] out must hold one tensor for each of q, k, got 1.",
+        "[rotate_qk] out must hold one tensor for each of q, k but got 1.",
     ),
     "no pair": (
         lambda: rotate_qk(X, X.clone(), SPEC, out=3),

@@ -752,7 +752,7 @@ CASES = {
     "cache without causal": (
         lambda: A(Y, cache=KVCache()),
         ValueError,
-        "[PolarRoPEAttention] causal must be True with a cache, whose keys see no later tokens.",
+        "[PolarRoPEAttention] causal must be True with a cache: its tokens cannot attend to later ones.",
     ),
     "cache of other rows": (
         lambda: C(Y, cache=filled(3)),
@@ -765,7 +765,7 @@ CASES = {
             12, 4, 8, causal=True, spec=RopeSpec(8, scaling=DynamicNTK(2.0, 16))
         )(Y, cache=KVCache()),
         ValueError,
-        "[PolarRoPEAttention] cache must be None where the frequencies depend on the length, since its "
+        "[PolarRoPEAttention] cache must be None if the frequencies depend on the length, because its "
         "keys were rotated for a shorter one (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
         "original_max_position=16))).",
     ),

@@ -884,7 +884,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: packed(ENDS.to("meta")),
         ValueError,
-        "[packed] total must be given where reading cu_seqlens would wait for a device or break a "
+        "[packed] total must be given if reading cu_seqlens would wait for a device or break a "
         "graph (cu_seqlens: int64[3]).",
     ),
     (
@@ -907,17 +907,18 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: left_padded(),
         ValueError,
-        "[left_padded] give either an attention_mask, or lengths and a total, and nothing else.",
+        "[left_padded] either attention_mask, or lengths and total, must be given but got none.",
     ),
     (
         lambda: left_padded(MASK, lengths=ENDS, total=5),
         ValueError,
-        "[left_padded] give either an attention_mask, or lengths and a total, and nothing else.",
+        "[left_padded] either attention_mask, or lengths and total, must be given but got "
+        "attention_mask, lengths, total.",
     ),
     (
         lambda: left_padded(lengths=ENDS),
         ValueError,
-        "[left_padded] give either an attention_mask, or lengths and a total, and nothing else.",
+        "[left_padded] either attention_mask, or lengths and total, must be given but got lengths.",
     ),
     (
         lambda: left_padded(MASK),
@@ -938,7 +939,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: left_padded(lengths=ENDS, total=4),
         ValueError,
-        "[left_padded] lengths must lie in [0, 4], total, but go from 0 to 5.",
+        "[left_padded] lengths must lie between 0 and total, 4, but go from 0 to 5.",
     ),
     (
         lambda: left_padded(lengths=ENDS[None], total=5),
@@ -991,7 +992,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: grid(4, 3, step="1"),  # type: ignore[arg-type]
         TypeError,
-        "[grid] step must be int or float but got '1'.",
+        "[grid] step must be an int or a float but got '1'.",
     ),
     (
         lambda: grid(4, 3, ends=True),
@@ -1021,7 +1022,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: grid(4, span=(None, 1)),  # type: ignore[arg-type]
         TypeError,
-        "[grid] an end of span must be int or float but got None.",
+        "[grid] an end of span must be an int or a float but got None.",
     ),
     (
         lambda: mrope(5),  # type: ignore[arg-type]
@@ -1161,28 +1162,28 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: TWO.at(torch.zeros(2, 5)),
         ValueError,
         "[at] positions must have 2 axes for this spec but got 1; call positions.multi_axis with ids "
-        "(2, tokens) or (2, rows, tokens), or positions.text(…, axes=2) where all coordinates of a "
+        "(2, tokens) or (2, rows, tokens), or positions.text(…, axes=2) if all coordinates of a "
         "token are equal (positions: float32[2, 5]).",
     ),
     (
         lambda: rotate(torch.ones(2, 5, 8), TWO, torch.zeros(5), layout="bsd"),
         ValueError,
         "[rotate] positions must have 2 axes for this spec but got 1; call positions.multi_axis with "
-        "ids (2, tokens) or (2, rows, tokens), or positions.text(…, axes=2) where all coordinates of "
+        "ids (2, tokens) or (2, rows, tokens), or positions.text(…, axes=2) if all coordinates of "
         "a token are equal (positions: float32[1, 5]).",
     ),
     (
         lambda: rotate(torch.ones(2, 5, 8), TWO, layout="bsd"),
         ValueError,
         "[rotate] positions must have 2 axes for this spec but got 1; call positions.multi_axis with "
-        "ids (2, tokens) or (2, rows, tokens), or positions.text(…, axes=2) where all coordinates of "
+        "ids (2, tokens) or (2, rows, tokens), or positions.text(…, axes=2) if all coordinates of "
         "a token are equal (positions: None).",
     ),
     (
         lambda: rotate(torch.ones(2, 5, 8), TWO, multi_axis(torch.zeros(3, 5)), layout="bsd"),
         ValueError,
         "[rotate] positions must have 2 axes for this spec but got 3; call positions.multi_axis with "
-        "ids (2, tokens) or (2, rows, tokens), or positions.text(…, axes=2) where all coordinates of "
+        "ids (2, tokens) or (2, rows, tokens), or positions.text(…, axes=2) if all coordinates of "
         "a token are equal (positions: float32[3, 1, 5]).",
     ),
     (

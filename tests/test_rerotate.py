@@ -572,25 +572,25 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             0,
         ),
         ValueError,
-        "[rerotate] to_spec must be for 1 or 3 heads of k but is for 2 (k: float32[2, 3, 4, 4]).",
+        "[rerotate] to_spec must have 1 or 3 heads for k but got 2 (k: float32[2, 3, 4, 4]).",
     ),
     "other axes": (
         lambda: rerotate(K, SPEC, spec_of(axes=SECTIONS), 5),
         ValueError,
         "[rerotate] positions must have 3 axes for this spec but got 1; call positions.multi_axis "
-        "with ids (3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) where all "
+        "with ids (3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) if all "
         "coordinates of a token are equal (positions: None).",
     ),
     "lengths of other rows": (
         lambda: rerotate(K, spec_of(DYNAMIC), spec_of(DYNAMIC), 5, to_seq_len=[1, 2, 3]),
         ValueError,
-        "[rerotate] to_seq_len must be one length, or one for each of 2 rows, but is 3 "
+        "[rerotate] to_seq_len must be one length, or one for each of 2 rows, but got 3 "
         "(k: float32[2, 3, 4, 16]).",
     ),
     "lengths of other rows before": (
         lambda: rerotate(K, spec_of(DYNAMIC), spec_of(DYNAMIC), 5, from_seq_len=[1, 2, 3]),
         ValueError,
-        "[rerotate] from_seq_len must be one length, or one for each of 2 rows, but is 3 "
+        "[rerotate] from_seq_len must be one length, or one for each of 2 rows, but got 3 "
         "(k: float32[2, 3, 4, 16]).",
     ),
     "an unknown layout": (

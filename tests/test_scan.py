@@ -545,7 +545,7 @@ CASES = {
             state=PolarState(torch.zeros(2, 2, 8, 5, dtype=torch.float64), 1),
         ),
         ValueError,
-        "[polar_scan] seq_len must be given with a state, and be the same for all calls, where the "
+        "[polar_scan] seq_len must be given with a state, the same in all calls, if the "
         "frequencies depend on the length (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
         "original_max_position=16))).",
     ),

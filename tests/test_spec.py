@@ -823,7 +823,7 @@ def test_sizes_without_channels_are_fine() -> None:
 def test_positions_of_too_few_axes() -> None:
     rule = (
         "positions must have 3 axes for this spec but got 1; call positions.multi_axis with ids "
-        "(3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) where all coordinates of a "
+        "(3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) if all coordinates of a "
         "token are equal (positions: int64[1, 9])."
     )
     with refused(ValueError, f"[at] {rule}"):
@@ -861,7 +861,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             4, axes=Axes.blocks((1, 1)), scaling=Given((((1.0, 0.1),), ((0.5, 9.0),)))
         ),
         ValueError,
-        "[RopeSpec] axes must be None where the given frequencies have axes of their own but got "
+        "[RopeSpec] axes must be None if the given frequencies have axes of their own but got "
         "Axes.blocks((1, 1)).",
     ),
     "another version": (
@@ -883,7 +883,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a missing key": (
         lambda: RopeSpec.from_dict({"version": 1}),
         ValueError,
-        "[from_dict] a spec must have the keys head_dim.",
+        "[from_dict] a spec must have all required keys but lacks head_dim.",
     ),
     "axes with an unknown key": (
         lambda: RopeSpec.from_dict(
@@ -895,7 +895,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "axes with a missing key": (
         lambda: RopeSpec.from_dict({"version": 1, "head_dim": 2, "axes": {}}),
         ValueError,
-        "[from_dict] axes must have the keys count, pairs.",
+        "[from_dict] axes must have all required keys but lacks count, pairs.",
     ),
     "not a dictionary": (
         lambda: RopeSpec.from_dict("{}"),  # type: ignore[arg-type]

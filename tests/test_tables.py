@@ -263,8 +263,8 @@ ERRORS = {
     "unsqueeze_dim": (
         lambda: apply_rotary_pos_emb(X, None, C, C, 3),
         ValueError,
-        "[apply_rotary_pos_emb] unsqueeze_dim must name the heads of q: 1 or 2 of four dimensions, "
-        "0 or 1 of three, but got 3 (q: float32[2, 3, 5, 8]).",
+        "[apply_rotary_pos_emb] unsqueeze_dim must be the heads dimension of q: 1 or 2 of four "
+        "dimensions, 0 or 1 of three, but got 3 (q: float32[2, 3, 5, 8]).",
     ),
     "format": (
         lambda: apply_rotary_pos_emb(X, None, C, C, tables="neox"),
@@ -441,7 +441,7 @@ def test_integers_of_numpy_are_integers(kind: Callable[[int], Any]) -> None:
         (
             5,
             ValueError,
-            "start must lie between 0 and 4, as tables 'cat' of width 8 rotate 8 channels",
+            "start must lie between 0 and 4, because tables 'cat' of width 8 rotate 8 channels",
         ),
         (-1, ValueError, "start must lie between 0 and 4"),
         (1.0, TypeError, "start must be an int but got 1.0"),

@@ -1,11 +1,10 @@
-"""Construction of error messages: every one that a user can cause has the same form.
+"""Errors about bad input, all in one form.
 
-``[operation] rule but got value (x: float32[2, 8, 64]).``: the operation in brackets, one sentence,
-and the tensors concerned.
+The form is ``[operation] rule but got value (x: float32[2, 8, 64]).``: the operation in brackets, one
+sentence, and the tensors concerned.
 
-The code that finds the fault raises the rule alone: ``raise bad_value("x must be dense", x=x)``. It
-does not know which public function the user called; that function is decorated with :func:`public`,
-which puts the operation in front.
+A check raises the rule alone: ``raise bad_value("x must be dense", x=x)``. It does not know which
+public function the user called. The decorator :func:`public` on that function adds the operation.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def public(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Decorate a public function: put its name in front of every error about bad input.
 
-    Where one such function calls another, the error keeps the name of the inner one.
+    If one such function calls another, the error has the name of the inner one.
 
     Args:
         operation: name of the function, without its module; by default the class of ``self``.

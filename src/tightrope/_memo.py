@@ -27,19 +27,19 @@ class TensorMemo:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Hashable, Any]]] = {}
 
     def knows(self, x: torch.Tensor, key: Hashable) -> bool:
-        """Return True if :meth:`find` would answer from the cache; always False for views, to be quick."""
+        """Return True if :meth:`find` would use the cache; False for views, whose lookup is slower."""
         known = self._known.get(id(x))
         if known is None or known[0]() is not x or key not in known[2]:
             return False
         return (x.is_inference() and self._trusts) or known[1] == x._version
 
     def find(
-        self, x: torch.Tensor, key: Hashable, look: Callable[..., Any], *arguments: Any
+        self, x: torch.Tensor, key: Hashable, compute: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """Return the fact stored about a tensor under a key; compute it first if it is not stored.
+        """Return the cached fact about a tensor under a key, or compute it.
 
         Args:
-            look: called with the arguments to compute the fact.
+            compute: called with the arguments to compute the fact.
         """
         base = x._base
         owner = x if base is None else base
@@ -48,7 +48,7 @@ class TensorMemo:
         elif self._trusts:
             version = 0
         else:
-            return look(*arguments)
+            return compute(*arguments)
         if base is not None:
             key = key, x.shape, x.stride(), x.storage_offset()
         known = self._known.get(id(owner))
@@ -58,5 +58,5 @@ class TensorMemo:
             known = self._known[id(owner)] = weakref.ref(owner), version, {}
         facts = known[2]
         if key not in facts:
-            facts[key] = look(*arguments)
+            facts[key] = compute(*arguments)
         return facts[key]

@@ -1,4 +1,4 @@
-"""Tests of whether Python code may read the values of a tensor, or keep a new tensor."""
+"""Conditions under which Python code may read the values of a tensor, or cache a new tensor."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch
 from ._errors import bad_type, bad_value, check_dense, check_local, describe, public
 from ._tracing import broadcasts
 
-#: Names of every f. The index of a name is its code in the schema of the operator.
+#: Names of all prologues f. The index of a name is its code in the operator's schema.
 ACTS = (
     *("none", "relu", "sigmoid", "silu", "gelu", "elu", "relu2", "softplus", "exp", "leaky_relu"),
     *("tanh", "sin", "cos", "softmax", "rms_norm"),
@@ -37,9 +37,9 @@ class RMSNorm:
     """x / sqrt(mean(x²) + eps) · weight over the channels of a head: the norm of queries and keys.
 
     The mean is over all channels of the head, including those that do not rotate. It is computed in
-    float32 (float64 for float64), and nothing is rounded between the norm and the rotation. A head whose
-    sum of squares overflows, which one channel of about 1.8e19 does in float32, becomes 0, as in
-    ``torch.nn.functional.rms_norm``.
+    float32 (float64 for float64), and nothing is rounded between the norm and the rotation. If the
+    sum of squares of a head overflows (in float32, one channel of about 1.8e19 suffices), the head
+    becomes 0, as in ``torch.nn.functional.rms_norm``.
 
     Args:
         weight: floating ``(head_dim,)`` or ``(heads, head_dim)``, learnable; None for ones.
@@ -128,7 +128,9 @@ def pair(act: object) -> tuple[Act, Act]:
     """
     both = act if isinstance(act, tuple) else (act, act)
     if len(both) != 2:
-        raise bad_value(f"act must be one activation, or a pair for q and k, but got {len(both)}")
+        raise bad_value(
+            f"act must be one activation, or a pair for q and k, but got {len(both)} of them"
+        )
     return _one(both[0]), _one(both[1])
 
 

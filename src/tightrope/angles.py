@@ -20,7 +20,7 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 _TURN = 2.0**-64  # one phase unit, in turns
 _FLOAT_TWO_PI = float(TWO_PI)
 _RADIANS = _FLOAT_TWO_PI * _TURN
-_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels test for it too
+_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large, for kernels as well
 
 
 def _parts(value: decimal.Decimal) -> tuple[float, float, float]:
@@ -90,7 +90,7 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     lost = ~(scaled.abs() < 2.0**62)
     fraction = (scaled - torch.round(scaled)) * 2.0**62
     units = torch.round(fraction)
-    # The rounding error of the product. From 2^50 turns on, the error itself is whole turns.
+    # The rounding error of the product. From 2^50 turns on, that error is a whole number of turns.
     upper = omega.to(torch.float32).to(torch.float64)
     lower = omega - upper
     first, second, third = _PARTS
@@ -174,7 +174,7 @@ def look_up(
 
     Args:
         table: floating ``[rows|1, heads|1, length, width]``.
-        form: "cat", "repeat" or "half": the layout of pairs in the width.
+        form: "cat", "repeat" or "half": the format of the table.
         positions, offset, add_index, tokens: as in :func:`phases`, with one axis of integers.
 
     Returns:

@@ -1,8 +1,8 @@
 """Axes: the assignment of channel pairs to coordinates of a position (height, width, time).
 
-A token of an image or a video has several coordinates. Model families assign the
-pairs to them differently; an :class:`Axes` records one assignment, pair by pair. It holds no values:
-frequencies come from the rule of a spec, coordinates from positions.
+A token of an image or a video has several coordinates. Model families assign the pairs to them
+differently; an :class:`Axes` records one assignment, pair by pair. The frequencies themselves come
+from the rule of a spec, the coordinates from positions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Axes:
             triple = _sequence(rule, pair)
             if len(triple) != 3:
                 raise bad_value(f"{rule} {pair!r}")
-            axis, index, dim = (_int("axis, index and dim", value) for value in triple)
+            axis, index, dim = (_int("each of axis, index and dim", value) for value in triple)
             if not 0 <= axis < count:
                 raise bad_value(f"axis must lie in [0, {count}) but got {axis} in {triple}")
             if dim < 2 or dim % 2:
@@ -140,7 +140,7 @@ class Axes:
     @classmethod
     @public("Axes.strided")
     def strided(cls, count: int, pairs: int) -> Axes:
-        """Strided axial RoPE: one row of frequencies, of which each axis takes every ``count``-th.
+        """Strided axial RoPE: each axis takes every ``count``-th frequency of one row.
 
         Axis ``a`` rotates the ``a``-th block of ``pairs / count`` pairs, with frequencies ``a``,
         ``a + count``, ``a + 2 · count``, … of the row.
@@ -178,7 +178,7 @@ class Axes:
         return 2 * len(self.pairs)
 
     def __repr__(self) -> str:
-        # The shortest call that makes an equal value: hundreds of triples are unreadable.
+        # The shortest call that makes an equal value, because hundreds of triples are unreadable.
         sizes = [0] * self.count
         for axis, _, _ in self.pairs:
             sizes[axis] += 1
@@ -190,8 +190,8 @@ class Axes:
             return f"Axes.blocks({one})"
         if total % self.count == 0 and self == Axes.strided(self.count, total):
             return f"Axes.strided({self.count}, pairs={total})"
-        turns = [axis + self.count * (size - 1) for axis, size in enumerate(sizes) if axis and size]
-        if max(turns, default=0) < total and self == Axes.sections(sizes, interleaved=True):
+        last = [axis + self.count * (size - 1) for axis, size in enumerate(sizes) if axis and size]
+        if max(last, default=0) < total and self == Axes.sections(sizes, interleaved=True):
             return f"Axes.sections({one}, interleaved=True)"
         return f"Axes(count={self.count}, pairs={self.pairs})"
 
@@ -215,4 +215,4 @@ def _sequence(rule: str, values: object) -> tuple[object, ...]:
 
 
 def _int(name: str, value: object) -> int:
-    return operator.index(integer(name, value, kind="int", tensors=True))
+    return operator.index(integer(name, value, tensors=True))

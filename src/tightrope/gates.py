@@ -73,13 +73,13 @@ class Gate:
         return onto(self.log_factor(channels, positions, x.dtype), x.device)
 
     def for_keys(self) -> Gate:
-        """Return the gate of the keys when this gate is given once for queries and keys."""
+        """Return the gate for keys, if one gate is given for queries and keys."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class Scalar(Gate):
-    """One factor for everything.
+    """One factor for all tokens, heads and channels.
 
     Args:
         value: a positive number, or a floating tensor ``()``, learnable.
@@ -119,7 +119,7 @@ class Scalar(Gate):
 
     def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the logarithm: of a number on ``device``, of a tensor on the tensor's own device."""
-        inside = _inside(dtype)
+        inside = _compute_dtype(dtype)
         if isinstance(self.value, torch.Tensor):
             return self.value.to(inside).log().reshape(1, 1, 1, 1)
         return torch.full((1, 1, 1, 1), math.log(self.value), dtype=inside, device=device)
@@ -130,8 +130,8 @@ class Exp(Gate):
     """exp(γ), for each head and channel.
 
     Args:
-        gamma: floating ``(channels,)`` or ``(heads|1, channels|1)``; with ``tied="pair"`` pairs in
-            place of channels. Learnable.
+        gamma: floating ``(channels,)`` or ``(heads|1, channels|1)``; with ``tied="pair"`` one
+            value per pair instead of per channel. Learnable.
         tied: None, or "pair".
 
     >>> gate = Exp(torch.tensor([0.5, -0.5]), tied="pair")
@@ -186,7 +186,7 @@ class Slope(Gate):
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """See :meth:`Gate.log_factor`."""
-        where = _needed(positions).to(_inside(dtype))[:, None, :, None]
+        where = _required(positions).to(_compute_dtype(dtype))[:, None, :, None]
         return onto(self.rates(channels, dtype), where.device)[None, :, None] * where
 
     @public("Slope")
@@ -203,7 +203,7 @@ class Given(Gate):
 
     Args:
         log: g, floating ``(tokens|1, heads|1, channels|1)`` or ``(rows|1, tokens|1, heads|1,
-            channels|1)``; with ``tied="pair"`` pairs in place of channels. Learnable.
+            channels|1)``; with ``tied="pair"`` one value per pair instead of per channel. Learnable.
         tied: None, or "pair".
 
     >>> Given(torch.zeros(5, 2, 1)).factor(Channels(4, 0, 4, True)).shape
@@ -291,8 +291,8 @@ class XPos(Gate):
             ValueError: the factor, or its inverse, would overflow ``dtype``. On a device, where
                 checking would synchronise, and in compiled code, such a factor becomes NaN.
         """
-        inside = _inside(dtype)
-        where = _needed(positions)
+        inside = _compute_dtype(dtype)
+        where = _required(positions)
         away = self._away(where, inside)[:, None, :, None] / self.scale_base
         rate = _rates(self.smoothing, channels, inside, where.device)
         log = (-rate if self.opposite else rate) * away
@@ -331,7 +331,7 @@ _MOST_KEPT = 64
 def _rates(
     smoothing: float, channels: Channels, inside: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return log ζ of each channel; computed on the host, then cached per device to avoid a copy per call."""
+    """Return log ζ of each channel, computed on the host and cached per device to avoid copies."""
     key = smoothing, channels, inside, device
     found = None if is_tracing() else _kept.get(key)
     if found is None:
@@ -449,11 +449,11 @@ def pair(gate: object) -> tuple[Gate | None, Gate | None]:
     return first, second
 
 
-def _inside(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _needed(positions: torch.Tensor | None) -> torch.Tensor:
+def _required(positions: torch.Tensor | None) -> torch.Tensor:
     if positions is None:
         raise bad_value("positions must be given but got None")
     return positions
@@ -483,7 +483,7 @@ def _widened(
         raise bad_value(
             f"{name} must have 1 or {width} {kind} but got {values.shape[-1]}", **{name: values}
         )
-    values = values.to(_inside(dtype))
+    values = values.to(_compute_dtype(dtype))
     return values if tied is None else channels.spread(values)
 
 

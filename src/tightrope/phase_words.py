@@ -21,8 +21,8 @@ T = TypeVar("T")
 #: Computes phase words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in
 #: csrc/stretched.cpp. Arguments: its constants, the original length, the lengths of the rows, the error
 #: bound, the first row, and the tensor ``[rows, pairs]`` that it writes. Returns the first row whose
-#: rounding it cannot prove. Set by the native library; without it the definition computes these phase
-#: words.
+#: rounding it cannot prove correct. Set by the native library; without it the definition computes these
+#: phase words.
 stretched_natively: Callable[[bytes, int, Sequence[int], int, int, torch.Tensor], int] | None = None
 
 # 32 times the error bound that csrc/stretched.cpp derives. One phase word in eight million remains unproven.
@@ -214,7 +214,7 @@ def _constants(rule: Rule, dim: int, base: float) -> _Constants | None:
 def _places(
     rotary_dim: int, axes: Axes | None
 ) -> tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor | None]:
-    """Return which rows of frequencies the axes use, and the row entry and axis of each pair.
+    """Return the rows of frequencies that the axes use, and the row entry and axis of each pair.
 
     Returns:
         The rotary dimensions of the rows; the column of each pair in the concatenated rows, or None if

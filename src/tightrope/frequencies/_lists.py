@@ -31,10 +31,10 @@ class LongRoPE(Rule):
 
     Details that implementations get wrong: the length of the row itself selects the set, not the
     capacity of a cache or the longest row of the batch, and the switch is at L > L0: a sequence of
-    exactly L0 tokens is short. Keys cached before the switch must be re-rotated after it. The factor
-    is the ratio of the longest length to L0, which configurations often leave to be computed from
-    ``max_position_embeddings``. The factor on the channels cannot be guessed without it, so one of
-    the three must be given. Mscales may differ between short and long (PhiMoE).
+    exactly L0 tokens is short. Keys cached before the switch must be re-rotated after it. ``factor``
+    is the ratio of the longest length to L0; many configurations omit it, and it must be computed from
+    ``max_position_embeddings``. The factor on the channels is never guessed: give ``factor``,
+    ``attention_factor`` or both mscales. Mscales may differ between short and long (PhiMoE).
 
     Args:
         short_factor, long_factor: one divisor per pair.

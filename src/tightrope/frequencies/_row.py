@@ -129,7 +129,7 @@ class DynamicNTK(Rule):
 
     Up to ``original_max_position`` = L0 the frequencies are the default ones. For a length L above it
     they are those of :class:`NTK` with the scale ``factor · L / L0 − (factor − 1)``, which grows from
-    1 at L0. With ``factor=1`` that is L / L0, the rule as the paper has it.
+    1 at L0. With ``factor=1`` that is L / L0, the rule of the paper.
 
     Details that implementations get wrong: L is the length of the row itself, so the result for a row
     does not depend on the other rows of a batch or on earlier calls (transformers 5.23 keeps the
@@ -175,7 +175,10 @@ class DynamicNTK(Rule):
         return Frequencies(_stretched(rotary_dim, base, 1 + Decimal(self.factor) * excess))
 
     def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Compute in float64: relative error at most 1e-15 · (4 + 2 ln scale), so 4e-14 up to scale 1e7."""
+        """Compute in float64, with a relative error of at most 1e-15 · (4 + 2 ln scale).
+
+        That is 4e-14 for scales up to 1e7.
+        """
         excess = (lengths - self.original_max_position) / self.original_max_position
         logarithm = torch.log1p(self.factor * excess)[:, None]
         pairs = within.shape[0]

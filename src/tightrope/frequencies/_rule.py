@@ -56,7 +56,7 @@ class Frequencies:
 
 
 RULES: dict[str, type[Rule]] = {}
-"""The rule of each name."""
+"""The class of each rule, by all its names."""
 
 
 @public("seq_len")
@@ -230,7 +230,9 @@ class Rule:
             if field.default is dataclasses.MISSING and field.name not in values
         ]
         if missing:
-            raise bad_value(f"rule {name!r} must have the keys {_named(missing)}")
+            raise bad_value(
+                f"rule {name!r} must have all required keys but lacks {_named(missing)}"
+            )
         return kind(**values)
 
     def __hash__(self) -> int:

@@ -156,7 +156,7 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
         return False
     if isinstance(offset, (torch.Tensor, Positions)) or offset != 0:
         raise bad_value(
-            "offset must be 0 for a softmax over the tokens, which needs all of them in one row, "
+            "offset must be 0 for a softmax over the tokens, which needs all of them in one call, "
             f"but got {describe(offset)}"
         )
     return True

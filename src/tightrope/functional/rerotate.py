@@ -1,8 +1,8 @@
-"""Move rotated keys to new positions or frequencies, by one rotation by the difference of angles.
+"""Move rotated keys to new positions or frequencies: rotate once, by the difference of the angles.
 
-The phases of all axes are added before any cosine is computed. So the new angle minus the old one is
-a rotation with twice the axes: the new frequencies at the new positions, and the old frequencies at
-the negated old positions. It is exact modulo a turn, like each of the two.
+The phases of all axes are added before any cosine is computed. So a rotation by the new angle minus
+the old one is a rotation with twice the axes: the new frequencies at the new positions, and the old
+frequencies at the negated old positions. Like the two, it is exact modulo a turn.
 
 If both rotations have the same frequencies and integer positions, as in a context shift, it is a
 rotation by the difference of the positions, or by an offset if that difference is constant.
@@ -168,15 +168,15 @@ def _shift(
     after: PreparedRotation, before: PreparedRotation, tokens: int
 ) -> tuple[torch.Tensor | None, int]:
     """Return the distance that each token moves: ids or None, and an offset."""
-    both_count = after.add_index and before.add_index
-    if both_count and after.ids is None and before.ids is None:
+    both_add_index = after.add_index and before.add_index
+    if both_add_index and after.ids is None and before.ids is None:
         offset = after.offset - before.offset
         if not torch.compiler.is_compiling():
             # Angles are the same modulo 2^64, and an offset has 64 bits.
             offset = (offset + 2**63) % 2**64 - 2**63
         return None, offset
     # If both add the token index, it cancels: the first tokens suffice.
-    new, old = (_explicit(each, 1 if both_count else tokens) for each in (after, before))
+    new, old = (_explicit(each, 1 if both_add_index else tokens) for each in (after, before))
     return (new - old).expand(-1, -1, tokens), 0
 
 

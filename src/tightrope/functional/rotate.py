@@ -292,7 +292,7 @@ def rotate_first(
 ) -> torch.Tensor:
     """Rotate a tensor that may have more channels than the spec; the others are copied.
 
-    For modules, which learn the width of their input only in ``forward``.
+    For modules, whose input width is known only in ``forward``.
 
     Args:
         x, spec, positions, layout, inverse: see :func:`rotate`.

@@ -4,9 +4,9 @@
 
 so that o_t = Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i.
 
-A block of tokens is computed at once from the state before it. Every exponential is that of a sum of
-decays. Each sum is added up by itself, never taken as the difference of two sums: none overflows, and
-a strong decay does not cost its weak neighbours their precision. −∞ forgets everything before a token.
+A block of tokens is computed at once from the state before it. Every exponent is a sum of decays, added
+up by itself and not taken as the difference of two running sums. So no exponential overflows, and a
+strong decay does not reduce the precision of weak ones next to it. A decay of −∞ erases the memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..spec import PreparedRotation, RopeSpec, SeqLen
 
 _QK = ("q", "k")
 
-# Decays per channel weigh each pair of tokens, which takes (block, block, channels) numbers per block.
+# Tokens per block for decays per channel, which take (block, block, channels) weights per block.
 BLOCK = 16
 
 FORMS = ("chunked", "quadratic", "step")
@@ -90,7 +90,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
         spec, positions, seq_len: see :func:`rotate`. By default positions continue from ``state``.
         log_decay: logarithms <= 0 of the factor on the memory at each token: None, a number, or a
             floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1, tokens|1,
-            channels|1)``, in this order for every layout. −∞ forgets everything before the token.
+            channels|1)``, in this order for every layout. −∞ erases everything before the token.
         gate: a gate of :mod:`tightrope.gates` for q and k, or a pair, one for each.
         state: the state returned by the call on the preceding tokens; None to start a sequence.
         form: "chunked" for training; "step", token by token, for decoding; "quadratic", the
@@ -133,8 +133,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
     if state is not None and isinstance(spec, RopeSpec):
         if spec.by_length and seq_len is None:
             raise bad_value(
-                "seq_len must be given with a state, and be the same for all calls, where the "
-                "frequencies depend on the length",
+                "seq_len must be given with a state, the same in all calls, if the frequencies "
+                "depend on the length",
                 spec=spec,
             )
         positions = state.tokens if positions is None else positions
@@ -204,7 +204,7 @@ def chunked(
     recompute = (
         torch.is_grad_enabled()
         and any(x.requires_grad for x in (q, k, v, decay, state))
-        # torch.func transforms do not support checkpointing, and a compiler decides for itself.
+        # torch.func transforms do not support checkpointing, and a compiler chooses what to recompute.
         and mode() in ("eager", "forward")
     )
     outs = []
@@ -240,7 +240,7 @@ def _parts(
 def stepped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scan token by token, as the recurrence is written: for decoding.
+    """Scan token by token, by the recurrence itself, for decoding.
 
     Args: see :func:`quadratic`.
     """
@@ -252,7 +252,7 @@ def stepped(
 
 
 def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
-    """Check decays and expand them over the tokens, as the functions above take them.
+    """Check decays and expand them over the tokens, for the functions above.
 
     Args:
         given: None for no decay; a number; or a tensor ``()``, ``(kv_heads|1, channels|1)`` or

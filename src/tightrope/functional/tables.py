@@ -1,4 +1,4 @@
-"""Rotation by the caller's tables of cosines and sines, in all the shapes in common use."""
+"""Rotation by the caller's tables of cosines and sines, in all common shapes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
     position_ids: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
-    """Rotate queries and keys by tables of cosines and sines, with the signature in common use.
+    """Rotate queries and keys by tables of cosines and sines, with the common signature.
 
     For code that already has tables. :func:`rotate_qk` needs none and is exact at any position.
 
@@ -59,8 +59,8 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
             (batch, seq, heads, dim).
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
         tables: the format of the last dimension: "half", one entry per pair; "cat", all these
-            entries and then all again; "repeat", each entry twice in a row. Only the first of two
-            duplicates is read. Tables whose last row contradicts the format raise an error, unless
+            entries and then all of them again; "repeat", each entry twice in a row. Only the first of
+            two duplicates is read. Tables whose last row contradicts the format raise an error, unless
             they require grad, are on a GPU or are being traced.
         start: the first channel that rotates.
         inverse: rotate by the negative angles. If the tables also scale, the result is scaled as in
@@ -266,7 +266,7 @@ def _build(
     cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids = given
     check_flag("interleaved", interleaved)
     check_flag("inverse", inverse)
-    hint = "; ids go into position_ids="
+    hint = "; pass ids as position_ids="
     unsqueeze_dim = integer("unsqueeze_dim", unsqueeze_dim, hint)
     layout = _layout(q, unsqueeze_dim)
     shape = shape_of("q", q, layout)
@@ -313,8 +313,8 @@ def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:
     name = _LAYOUTS.get((dims, unsqueeze_dim + dims if unsqueeze_dim < 0 else unsqueeze_dim))
     if name is None:
         raise bad_value(
-            "unsqueeze_dim must name the heads of q: 1 or 2 of four dimensions, 0 or 1 of "
-            f"three, but got {unsqueeze_dim}",
+            "unsqueeze_dim must be the heads dimension of q: 1 or 2 of four dimensions, 0 or 1 "
+            f"of three, but got {unsqueeze_dim}",
             q=q,
         )
     return BY_NAME[name]
@@ -346,7 +346,7 @@ def _check_tables(
         )
     if start and not 0 <= start <= channels - rotated:
         raise bad_value(
-            f"start must lie between 0 and {channels - rotated}, as tables {tables!r} of width "
+            f"start must lie between 0 and {channels - rotated}, because tables {tables!r} of width "
             f"{width} rotate {rotated} channels, but got {start}",
             q=q,
             cos=cos,

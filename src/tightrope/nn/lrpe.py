@@ -161,12 +161,14 @@ def _check_options(
     if num_heads is not None:
         check_count("num_heads", num_heads)
     if per not in _PER:
-        raise bad_value(f"per must be one of {', '.join(_PER)} but got {per!r}")
+        raise bad_value(f"per must be one of {', '.join(map(repr, _PER))} but got {per!r}")
     if num_heads is None and per != "pair":
         raise bad_value(f"num_heads must be given for per={per!r} but is None")
     if pairs is not None:
         if per == "head":
-            raise bad_value(f"pairs must be None for per='head', where all rotate, but got {pairs}")
+            raise bad_value(
+                f"pairs must be None for per='head', where all pairs rotate, but got {pairs}"
+            )
         check_count("pairs", pairs)
         if isinstance(pairs, int) and pairs > every:
             raise bad_value(f"pairs must be at most {every} but got {pairs}")

@@ -145,7 +145,7 @@ class PolarRoPEAttention(torch.nn.Module):
         use_spd: whether each head has a gate exp(γ) per channel, ``heads.{i}.gamma``, initialised
             to 1.
         num_kv_heads: number of groups of heads that share keys and values; the first head of a group
-            has its keys, values and key gate. ``num_heads`` by default.
+            holds the keys, values and key gate of the group. ``num_heads`` by default.
         causal: whether a token attends only to itself and to earlier tokens; False by default.
         dropout: fraction of attention weights dropped in training.
         spec: the rotation; by default interleaved, over all channels, with base 10000.
@@ -382,10 +382,12 @@ class PolarRoPEAttention(torch.nn.Module):
         if not isinstance(cache, KVCache):
             raise bad_type(f"cache must be a KVCache but got {cache!r}")
         if not self.causal:
-            raise bad_value("causal must be True with a cache, whose keys see no later tokens")
+            raise bad_value(
+                "causal must be True with a cache: its tokens cannot attend to later ones"
+            )
         if self.spec.by_length:
             raise bad_value(
-                "cache must be None where the frequencies depend on the length, since its keys "
+                "cache must be None if the frequencies depend on the length, because its keys "
                 "were rotated for a shorter one",
                 spec=self.spec,
             )

@@ -1,4 +1,4 @@
-"""RoPE as a module, with the attributes of the original implementation."""
+"""RoPE as a module, with the usual attributes (``inv_freq``, ``cos_cached``, …)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .._errors import bad_type, bad_value, class_of, describe, public, sentence
 from ..positions import PositionsLike
 from ..spec import RopeSpec
 
-# Updating `max_seq_len_cached` is a read and a write. All modules share one lock, since a module that
-# holds a lock could not be copied or pickled.
+# Guards updates of `max_seq_len_cached`, each a read and a write. All modules share one lock, because a
+# module with a lock of its own could not be copied or pickled.
 _GROWING = threading.Lock()
 
 # Keys under which other implementations save frequencies and tables; a spec already defines both.

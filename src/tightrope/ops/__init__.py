@@ -1,4 +1,4 @@
-"""The operator as PyTorch sees it: schema, fake kernel, gradients, vmap rule and input checks."""
+"""The operator in PyTorch: schema, fake kernel, gradients, vmap rule and input checks."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ class OutOfPlace(torch.autograd.Function):
         # Under vmap requires_grad of a tensor is unreliable, but needs_input_grad is not.
         needs = ctx.needs_input_grad[1:]
         wants = _save(ctx, template.filled(tensors), template.filled(needs), output)
-        if not wants.beside_x():
+        if not wants.any_but_x():
             idle = [y for y, needed in zip(output, needs) if not needed]
             ctx.mark_non_differentiable(*idle)
-        # An output that the loss does not use costs nothing.
+        # No zeros as gradients of outputs that the loss does not use.
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -83,7 +83,7 @@ class InPlace(torch.autograd.Function):
 
 
 class _Wants(NamedTuple):
-    """Tensors other than q and k need a gradient.
+    """The tensors, other than q and k, that need a gradient.
 
     Attributes:
         positions, frequencies, tables: whether these do.
@@ -100,16 +100,16 @@ class _Wants(NamedTuple):
     def angles(self) -> bool:
         return self.positions or self.frequencies
 
-    def beside_x(self) -> bool:
+    def any_but_x(self) -> bool:
         return self.angles() or self.tables or any(self.weights) or self.gates
 
 
 def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
-    """Save tensors for the backward pass: always those other than q and k; q and k if the gradients of
-    f or tables read them; the results if the gradients of positions, frequencies or gates read them.
+    """Save tensors for the backward pass: q and k only if the gradients of f or tables read them, the
+    results only if those of positions, frequencies or gates do, and all other tensors always.
 
     Args:
-        needs: the call with a bool in place of each tensor: whether it needs a gradient.
+        needs: the call with a bool instead of each tensor: whether it needs a gradient.
     """
     options, of = call.options, needs.extras
     wants = _Wants(
@@ -281,11 +281,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) ->
     _save(ctx, call, call.with_tensors(needs), output)
 
 
-def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], carries: bool) -> tuple[Any, ...]:
+def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], has_extras: bool) -> tuple[Any, ...]:
     found = _gradients(ctx, grads, ctx.needs_input_grad[:2])
     fixed = (found.q, found.k, found.primary, found.secondary, found.positions)
     # None for offset, options and amplitude, and for eps.
-    return (*fixed, None, None, None, *((list(found.extras.flat()), None) if carries else ()))
+    return (*fixed, None, None, None, *((list(found.extras.flat()), None) if has_extras else ()))
 
 
 def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
@@ -321,8 +321,8 @@ def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
 
 def register() -> None:
     """Register the gradients; called once, at import."""
-    for operator, carries in ((schema.rotate, False), (schema.rotate_extras, True)):
-        backward = partial(_backward, carries=carries)
+    for operator, has_extras in ((schema.rotate, False), (schema.rotate_extras, True)):
+        backward = partial(_backward, has_extras=has_extras)
         torch.library.register_autograd(operator, backward, setup_context=_setup)
     own = "tightrope.functional.rotate or rotate_, which have one"
     again = "torch.autograd.grad with create_graph=True"

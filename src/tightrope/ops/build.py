@@ -41,7 +41,7 @@ def stages_of(act: object, gate: object, count: int = 2) -> Stages | None:
         return None
     for name, value in (("act", act), ("gate", gate)):
         if count == 1 and isinstance(value, tuple):
-            raise bad_type(f"{name} must be a single value, not a pair, for one tensor")
+            raise bad_type(f"{name} must be a single value for one tensor but got a pair")
     acts, (first, second) = activations.pair(act), gates_.pair(gate)
     if acts == (None, None) and first is None and second is None:
         return None
@@ -137,7 +137,7 @@ def _add_stages(call: Call, stages: Stages, rotation: PreparedRotation) -> list[
     for name, view, act, (gate, _) in zip(names, views, stages.acts, gates):
         if call.options.direction == schema.INVERSE and act is not None:
             raise bad_value(
-                f"inverse must be False with an act, which cannot be undone, but act is {act!r}"
+                f"inverse must be False with an act, which has no inverse, but act is {act!r}"
             )
         norm = act if isinstance(act, RMSNorm) else None
         weights.append(None if norm is None else norm.factors(name, view, view.shape[1]))

@@ -187,7 +187,7 @@ class Call(NamedTuple):
         )
 
     def with_arguments(self, values: Sequence[Any]) -> Call:
-        """Return this call with one value per schema argument, such as vmap's dimensions, in its place."""
+        """Return this call with each schema argument replaced by a value, such as a dimension of vmap."""
         q, k, primary, secondary, positions, _, _, _, *rest = values
         extras = (rest[0] if rest else None) or [None] * len(self.extras.flat())
         return self.with_tensors((q, k, primary, secondary, positions, *extras))

@@ -106,7 +106,7 @@ def _check_rows(name: str, x: torch.Tensor, rows: int, layout: Layout, seq_len: 
     if rows != own:
         fits = f", or one for each of {own} rows," if layout.row is not None else ""
         without = "" if layout.row is not None else f" (layout {layout.name!r} has no rows)"
-        raise bad_value(f"{seq_len} must be one length{fits} but is {rows}{without}", **{name: x})
+        raise bad_value(f"{seq_len} must be one length{fits} but got {rows}{without}", **{name: x})
 
 
 def _rotation(
@@ -118,12 +118,12 @@ def _rotation(
     if isinstance(spec, PreparedRotation):
         if seq_len is not None:
             raise bad_value(
-                "seq_len must be None with a prepared rotation, which brings its own; call "
+                "seq_len must be None with a prepared rotation, which has its own; call "
                 "spec.at(positions, seq_len=…)"
             )
         if positions is not None:
             raise bad_value(
-                "positions must be None with a prepared rotation, which brings its own; "
+                "positions must be None with a prepared rotation, which has its own; "
                 "call spec.at(positions)"
             )
         if spec.device != x.device:
@@ -249,9 +249,11 @@ def check_heads(
     for name, x in zip(names, xs):
         own = 1 if x is None or layout.head is None else x.shape[layout.head]
         if x is not None and not broadcasts(heads, own):
-            alone = "; rotate q and k one by one, each with its own" if len(names) > 1 else ""
+            alone = (
+                f"; rotate q and k one by one, each with its own {what}" if len(names) > 1 else ""
+            )
             raise bad_value(
-                f"{what} must be for 1 or {own} heads of {name} but is for {heads}{alone}",
+                f"{what} must have 1 or {own} heads for {name} but got {heads}{alone}",
                 **{name: x},
             )
 
@@ -286,7 +288,9 @@ def check_outs(
 ) -> None:
     """Refuse ``out`` tensors that do not match the tensors to rotate."""
     if len(outs) != len(xs):
-        raise bad_value(f"out must hold one tensor for each of {', '.join(names)}, got {len(outs)}")
+        raise bad_value(
+            f"out must hold one tensor for each of {', '.join(names)} but got {len(outs)}"
+        )
     for name, x, out in zip(names, xs, outs, strict=True):
         if not isinstance(out, torch.Tensor):
             raise bad_type(f"out must be a tensor for {name} but got {describe(out)}")

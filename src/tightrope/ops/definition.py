@@ -37,7 +37,7 @@ def define(call: Call) -> list[torch.Tensor]:
     if options.source == WORDS:
         c, s = _cos_sin(call, tokens, dtype)
     elif call.secondary is None:
-        raise RuntimeError("tightrope::rotate: cosines without sines")
+        raise RuntimeError("tightrope::rotate: a table of cosines must come with one of sines")
     else:
         source, positions = SOURCES[options.source], call.positions
         c, s = (
@@ -59,13 +59,13 @@ def define(call: Call) -> list[torch.Tensor]:
         if options.direction == FORWARD:
             if options.act != activations.NONE:
                 x = activations.apply(options.act, x, weight, call.eps)
-            y = _turn(x, c, s, options, dtype)
+            y = _rotate_slice(x, c, s, options, dtype)
             if gate is not None:
                 y = y * gate
         else:
             if gate is not None:
                 x = x * gate
-            y = _turn(x, c, s, options, dtype)
+            y = _rotate_slice(x, c, s, options, dtype)
             if options.act != activations.NONE:
                 inside = inputs[i].to(dtype)
                 if weight is not None:
@@ -76,7 +76,7 @@ def define(call: Call) -> list[torch.Tensor]:
 
 
 def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Refuse what kernels refuse as well. The public functions raise readable errors before this."""
+    """Refuse the input that kernels refuse. Public functions raise readable errors before this."""
     options, parts = call.options, call.extras
     if options.act >= len(activations.ACTS) or options.gate > SLOPE:
         raise RuntimeError("tightrope::rotate: act and gate must be known")
@@ -98,12 +98,12 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
         raise RuntimeError("tightrope::rotate: extras must fit q and k")
 
 
-def _turn(
+def _rotate_slice(
     x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, options: Options, dtype: torch.dtype
 ) -> torch.Tensor:
     """Rotate the slice of channels and pass the others through, in the dtype of x."""
     start, width = options.start, 2 * c.shape[-1]
-    y = _turn_pairs(x.narrow(-1, start, width).to(dtype), c, s, options.interleaved).to(x.dtype)
+    y = _rotate_pairs(x.narrow(-1, start, width).to(dtype), c, s, options.interleaved).to(x.dtype)
     rest = x.shape[-1] - start - width
     if start or rest:
         y = torch.cat((x.narrow(-1, 0, start), y, x.narrow(-1, start + width, rest)), -1)
@@ -134,7 +134,7 @@ def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     return cos * step_cos - sin * step_sin, sin * step_cos + cos * step_sin
 
 
-def _turn_pairs(
+def _rotate_pairs(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
     if interleaved:

@@ -113,14 +113,16 @@ def _cached_log(
         return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
     found = rotation.memo.gate_logs.get(key)
     if found is not None:
-        made, of, at = found
+        log, old_tokens, old_ids = found
         # The ids may have been overwritten since.
-        if of == tokens and (ids is None or (at is not None and torch.equal(ids, at))):
-            return made
-    made = gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
+        if old_tokens == tokens and (
+            ids is None or (old_ids is not None and torch.equal(ids, old_ids))
+        ):
+            return log
+    log = gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
     if may_keep(x.device):
-        rotation.memo.gate_logs[key] = made, tokens, None if ids is None else ids.clone()
-    return made
+        rotation.memo.gate_logs[key] = log, tokens, None if ids is None else ids.clone()
+    return log
 
 
 def _positions_require_grad(rotation: PreparedRotation) -> bool:
@@ -129,7 +131,7 @@ def _positions_require_grad(rotation: PreparedRotation) -> bool:
 
 
 def _token_positions(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
-    """The position of each token, ``[rows|1, tokens]``."""
+    """Return the position of each token, ``[rows|1, tokens]``."""
     positions = Positions(rotation.ids, rotation.offset, rotation.add_index)
     written = explicit(positions, tokens, device=device).ids
     if written is None or written.shape[0] != 1:

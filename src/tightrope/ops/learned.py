@@ -11,7 +11,7 @@ from .checks import check_floating, check_heads
 
 
 def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
-    """Return the call with phase words of these frequencies; it keeps them for their gradient."""
+    """Return the call with the phase words of these frequencies, kept for their gradient."""
     if isinstance(inv_freq, torch.Tensor):
         check_local("inv_freq", inv_freq)
     check_floating("inv_freq", inv_freq)
@@ -24,8 +24,9 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
         )
         raise bad_value(f"inv_freq must have shape {shapes}", inv_freq=inv_freq)
     if inv_freq.device != call.q.device:
-        where = f"inv_freq is on {inv_freq.device} but {call.names[0]} is on {call.q.device}"
-        raise bad_value(where)
+        raise bad_value(
+            f"inv_freq is on {inv_freq.device} but {call.names[0]} is on {call.q.device}"
+        )
     full = inv_freq.reshape(axes, 1, 1 if dims == 1 else inv_freq.shape[-2], pairs)
     check_heads("inv_freq", full.shape[2], call.names, call.xs(), call.layout())
     words, turns = angles.words_from(full.detach())

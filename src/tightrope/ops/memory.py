@@ -19,7 +19,7 @@ def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
         _check_not_frozen(name, x)
         if x.is_neg():
             raise bad_value(
-                f"{name} is a negated view (of a conjugate's imaginary part); call "
+                f"{name} must not be a negated view (of a conjugate's imaginary part); call "
                 f"{name}.resolve_neg() first",
                 **{name: x},
             )

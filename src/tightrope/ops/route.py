@@ -3,7 +3,7 @@
 The first rule that matches decides:
 
 * DEFINITION (plain torch): the caller forces the reference; forward mode is active; the call is
-  compiled inside a functorch transform; a functorch transform sees a call with f or P;
+  compiled inside a functorch transform; a functorch transform is active and the call has f or P;
 * TRACED: compile, export, functionalize;
 * AUTOGRAD: other functorch transforms; eager code in which a tensor requires grad;
 * KERNEL: everything else.
@@ -89,8 +89,8 @@ def route_prepared(
     """Return the cached arguments of a prepared rotation if its kernel may be called directly.
 
     One decoded token takes a few microseconds of memory access; full checks in Python would take most
-    of the time. This function therefore checks only what the kernel cannot see. The kernel refuses
-    every other invalid input before it writes.
+    of the time. This function therefore checks only what the kernel cannot check. The kernel
+    refuses every other invalid input before it writes.
 
     Returns:
         None if the call must be built: because it needs another route, or to raise the readable error.
@@ -200,12 +200,12 @@ def _with_stages(
     for t in extras:
         if type(t) not in _DENSE_TYPES or t.device != device or (learns and t.requires_grad):
             return None
-    options = _form_with(packed.options, act, gate)
+    options = _options_with(packed.options, act, gate)
     return packed.carrying(options, extras, eps) if extras else packed._replace(options=options)
 
 
 @lru_cache(maxsize=1024)
-def _form_with(options: int, act: int, gate: int) -> int:
+def _options_with(options: int, act: int, gate: int) -> int:
     return options_of(options)._replace(act=act, gate=gate).pack()
 
 

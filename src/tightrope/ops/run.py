@@ -151,15 +151,15 @@ def _in_place_by_kernel(call: Call, way: Way) -> Results:
 
 
 def _in_place_by_autograd(call: Call, way: Way) -> Results:
-    """`InPlace.apply` for each tensor, if only it or a norm weight requires grad; otherwise, and under
+    """`InPlace.apply` for each tensor, if only q, k and norm weights require grad; otherwise, and under
     transforms, `OutOfPlace.apply` on copies, written back."""
     if way.transformed:
         return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
     _check_in_place([call], True)
     # The backward pass may read the arguments, and k is rotated after q has changed.
     call = memory.copied_before(call, call.xs())
-    beside = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
-    if any_requires_grad((*beside, *call.extras.gates)):
+    others = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
+    if any_requires_grad((*others, *call.extras.gates)):
         # Gradients of angles, tables and gates need the values that an in-place rotation overwrites.
         return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
     # Autograd does not allow one function to return two views, so q and k are separate calls.

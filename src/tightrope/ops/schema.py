@@ -23,8 +23,8 @@ SOURCES = ("words", "cat", "repeat", "half")
 WORDS = 0
 TABLES = SOURCES[1:]
 
-#: Kinds of P: none; given by the logarithms of its factors; or by slopes, which times the position give
-#: the logarithms.
+#: Kinds of P: none; given by the logarithms of its factors; or by slopes, whose products with the
+#: position are the logarithms.
 NO_GATE, LOG, SLOPE = 0, 1, 2
 
 _START_BITS = 20
@@ -33,8 +33,8 @@ _START_BITS = 20
 class Options(NamedTuple):
     """The options of a call that are neither tensors nor lengths.
 
-    They are packed into one integer argument: each argument costs 0.1 µs in the dispatcher, of the
-    about 8 µs that rotating one token in place takes.
+    They are packed into one integer argument, because each argument costs 0.1 µs in the dispatcher,
+    and rotating one token in place takes only about 8 µs.
 
     Attributes:
         layout: index into LAYOUTS.
@@ -109,7 +109,7 @@ def options_of(packed: int) -> Options:
 # offset      added to every position
 # options     see Options
 # amplitude   a, on the rotated channels only
-# extras     extra tensors, in this order, in each group for q and then for k:
+# extras      extra tensors, in this order, in each group for q and then for k:
 #             learned frequencies, from which the phase words were computed, floating
 #                 [axes, rows|1, heads|1, pairs] (if options.learned; one tensor for q and k)
 #             weights of a norm, floating [heads|1, channels] (if act is a norm)
@@ -118,8 +118,8 @@ def options_of(packed: int) -> Options:
 #             q and k of the forward call (if direction is TRANSPOSE and f is not the identity)
 # eps         epsilon of a norm
 #
-# Calls with extra tensors have an overload of their own: the dispatcher inspects the tensors of a list
-# only if the list is not optional, and such a list costs half a microsecond even if it is empty.
+# Calls with extra tensors have their own overload: the dispatcher inspects the tensors of a list only
+# if the list is not optional, and such a list costs half a microsecond even if it is empty.
 #
 # rotate returns the results and, if direction is TRANSPOSE and act is a norm, the gradients of its
 # weights after them: in their shapes, float32 (float64 for float64).

@@ -116,8 +116,8 @@ def canonical(positions: PositionsLike) -> Positions:
 def check_axes(where: Positions, axes: int) -> None:
     """Raise an error unless positions have one coordinate for each axis of a spec.
 
-    There is no guessing: ids ``(rows, tokens)`` are not taken for coordinates even if there are as
-    many rows as axes, and one coordinate is not broadcast to all axes.
+    It does not guess: ids ``(rows, tokens)`` are not taken for coordinates even if there are as many
+    rows as axes, and one coordinate is not broadcast to all axes.
 
     Args:
         where: canonical positions.
@@ -135,7 +135,7 @@ def check_axes(where: Positions, axes: int) -> None:
     if axes > 1:
         hint = (
             f"; call positions.multi_axis with ids ({axes}, tokens) or ({axes}, rows, tokens), or "
-            f"positions.text(…, axes={axes}) where all coordinates of a token are equal"
+            f"positions.text(…, axes={axes}) if all coordinates of a token are equal"
         )
     found = where.ids[0] if where.ids is not None and where.axes == 1 else where.ids
     raise bad_value(f"{rule}{where.axes}{hint}", positions=found)
@@ -170,7 +170,7 @@ def count(name: str, value: object) -> int:
 def number(name: str, value: object) -> int | float:
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         return float(value)
-    return integer(name, value, kind="int or float")
+    return integer(name, value, kind="an int or a float")
 
 
 def is_readable(values: torch.Tensor) -> bool:

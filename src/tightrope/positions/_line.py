@@ -119,7 +119,11 @@ def left_padded(
     [-2, 0]
     """
     if (attention_mask is None) == (lengths is None) or (lengths is None) != (total is None):
-        raise bad_value("give either an attention_mask, or lengths and a total, and nothing else")
+        options = {"attention_mask": attention_mask, "lengths": lengths, "total": total}
+        given = ", ".join(name for name, value in options.items() if value is not None)
+        raise bad_value(
+            f"either attention_mask, or lengths and total, must be given but got {given or 'none'}"
+        )
     if lengths is not None and total is not None:
         check_integers("lengths", lengths)
         total = count("total", total)
@@ -129,7 +133,7 @@ def left_padded(
             low, high = (int(end) for end in torch.aminmax(lengths))
             if low < 0 or high > total:
                 raise bad_value(
-                    f"lengths must lie in [0, {total}], total, but go from {low} to {high}"
+                    f"lengths must lie between 0 and total, {total}, but go from {low} to {high}"
                 )
         return per_row(lengths - total)
     mask = attention_mask
@@ -163,7 +167,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:
     if not is_readable(cu_seqlens):
         if total is None:
             raise bad_value(
-                "total must be given where reading cu_seqlens would wait for a device or break "
+                "total must be given if reading cu_seqlens would wait for a device or break "
                 "a graph",
                 cu_seqlens=cu_seqlens,
             )

@@ -237,7 +237,7 @@ def _walk(
         else:
             if len(segment) not in (3, 4):
                 raise bad_value(f"{rule} but got {segment!r}")
-            sizes = tuple(count("t, h and w", size) for size in segment[:3])
+            sizes = tuple(count("each of t, h and w", size) for size in segment[:3])
             if min(sizes) < 1:
                 raise bad_value(f"t, h and w must be positive but got {tuple(segment)}")
             time_step = number("time_step", segment[3]) if len(segment) == 4 else 1.0

@@ -34,7 +34,7 @@ class DeviceCache:
     def get(self, device: torch.device, key: Key, make: Callable[[torch.device, Any], T]) -> T:
         """Return the cached value, or make it.
 
-        Under fake tensors and functorch transforms the value is always made anew. Dynamo reads the
+        Under fake tensors and functorch transforms the value is always made anew; Dynamo uses the
         cache.
 
         Args:

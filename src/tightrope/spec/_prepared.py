@@ -46,7 +46,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(eq=False)
 class Memo:
-    """Facts about one prepared rotation, cached by its calls; never a result.
+    """Facts about one prepared rotation, cached by its calls. Results are never cached.
 
     Attributes:
         packed: the arguments of the operator, by layout and direction.

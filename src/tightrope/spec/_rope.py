@@ -41,7 +41,7 @@ class RopeSpec:
         base: base of the geometric row of frequencies, a positive number.
         rotary_dim: number of channels that rotate, even; by default all from ``start`` on.
         start: first channel that rotates.
-        interleaved: pair channels (0, 1), (2, 3), … if true, as GPT-J and the first paper do; pair
+        interleaved: pair channels (0, 1), (2, 3), … if true, as GPT-J and the original paper do; pair
             channel i with i + rotary_dim / 2 if false, as GPT-NeoX and Llama in transformers do.
         scaling: a rule of :mod:`tightrope.frequencies`; None for the unscaled geometric row.
         axes: the coordinate that rotates each pair, for positions that have several.
@@ -374,7 +374,7 @@ def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:
         )
     if isinstance(scaling, Given) and len(scaling.shape) == 3:
         raise bad_value(
-            f"axes must be None where the given frequencies have axes of their own but got {axes!r}"
+            f"axes must be None if the given frequencies have axes of their own but got {axes!r}"
         )
 
 
@@ -392,4 +392,6 @@ def _check_keys(name: str, values: Mapping[str, Any], known: list[str], needed: 
             f"{', '.join(sorted(map(str, unknown)))}"
         )
     if missing:
-        raise bad_value(f"{name} must have the keys {', '.join(sorted(missing))}")
+        raise bad_value(
+            f"{name} must have all required keys but lacks {', '.join(sorted(missing))}"
+        )
