@@ -20,7 +20,7 @@ _METHOD = (
     f"Medians of interleaved calls in random order, of {RUNS} runs, on transposed views, as models "
     "pass them; for sequences of 1024 tokens and more, caches are flushed before each call. Eager is "
     "out of place with tables in the dtype of x. The floor reads and writes each byte once: neg_ in "
-    "place, else clone."
+    "place, otherwise clone."
 )
 
 
