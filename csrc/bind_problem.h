@@ -1,8 +1,8 @@
-// Converts tensors to a Problem, with checks, so that even a direct call of a raw operator stays inside
-// its tensors. Only the bind_* files include torch headers, and only those of the stable ABI, so one
-// binary serves every Python and every torch from 2.10 on. All functions here are local to each
-// translation unit, so the compiler inlines those that are called once: decoding one token costs little
-// more than these checks.
+// Converts tensors to a Problem. The checks keep even a direct call of a raw operator inside its tensors.
+// Only the bind_* files include torch headers, and only those of the stable ABI: one binary serves every
+// Python and every torch from 2.10 on. All functions here are local to each translation unit, and the
+// compiler inlines those that are called once. This matters because decoding one token takes little
+// longer than these checks.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -9,7 +9,7 @@ from . import keys
 from .scaling import Fact, claimed_by
 from .source import Found, Part, Source, agreed, fail, whole
 
-# Limit on mrope_section, so that a wrong number raises an error before it costs memory and time.
+# Limit on mrope_section, so that a wrong number raises an error before it takes memory and time.
 _MOST_PAIRS = 32768
 
 

@@ -25,7 +25,7 @@ def fail(message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Source:
-    """A configuration with the key names of transformers, in whatever format the user gave it.
+    """A configuration with the key names of transformers, in any original format.
 
     Attributes:
         values: key -> value.

@@ -39,7 +39,7 @@ def _too_old() -> str | None:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        # Builds for other vendors have other package names; ask the module.
+        # Builds for other vendors have other package names; read the version from the module.
         import triton
 
         found = triton.__version__
