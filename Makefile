@@ -1,6 +1,6 @@
-# Every target does its own set-up, also in a fresh clone.
+# Every target sets up all that it needs, also in a fresh clone.
 #
-#   make demo     train a small model with the library, on real text, and show what it costs
+#   make demo     train small models on real text, and compare the speed with eager rotation
 #   make test     the tests, except slow ones that rarely fail alone
 #   make test-all all tests
 #   make check    formatting, lint, types, wording, spelling, documentation
@@ -33,8 +33,8 @@ help:
 demo: $(READY)
 	$(BIN)/tightrope demo $(ARGS)
 
-# One thread per process: two processes with two threads each would only compete for two cores. Tests
-# of threading set their own number of threads. `make check` runs the code blocks of the documents.
+# One thread per process: more would only compete for the cores. Tests of threading set their own
+# number of threads. `make check` runs tests/test_docs.py, the code blocks of the documents.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	--ignore=tests/test_docs.py
 
@@ -44,8 +44,8 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) $(ARGS)
 
-# Run this before a release and after a change to code that torch.compile traces; with
-# PYTHON=python3.10 as well.
+# Run this before a release and after a change to code that torch.compile traces; also with
+# PYTHON=python3.10.
 oldest:
 	mkdir -p build
 	sed -e 's/^torch==.*/torch==2.10.0/' -e '/^triton==/d' constraints.txt > build/oldest.txt
@@ -70,8 +70,8 @@ clean:
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environment: torch first, then the build tools, so that the package can be built without
-# isolation, against this torch. The kernel compiles in the background while pip installs the rest;
+# The environment. torch and the build tools come first: the package is built without isolation,
+# against this torch. The kernel compiles in the background while pip installs the rest;
 # the next rule links its object files, or reports why there are none.
 $(TOOLS): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -89,8 +89,8 @@ $(TOOLS): pyproject.toml setup.py constraints.txt
 		-e '.[cli,dev]'; status=$$?; wait; exit $$status
 	@touch $@
 
-# pip hides the output of a build, so build the library once more in the open: nothing is compiled
-# twice, and if the build fails, the reason appears here.
+# pip hides the output of a build, so run the build once more, visibly. It compiles nothing twice; if it
+# fails, the reason appears here.
 $(READY): $(TOOLS) $(wildcard csrc/*)
 	$(BIN)/python setup.py --quiet build_native --inplace
 	@touch $@

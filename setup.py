@@ -62,12 +62,12 @@ ISA_FLAGS = {
         ],
     },
 }
-# Other machines get only the baseline. On aarch64 that includes NEON and FMA, which all have.
+# Other machines get only the baseline. On aarch64 it includes NEON and FMA, which all of them have.
 ISA_FLAGS_ELSEWHERE: dict[str, list[str]] = {"rotate_baseline.cpp": []}
 
 
 class NotBuilt(Exception):
-    """The native library cannot be built; the message gives the user the reason."""
+    """The native library cannot be built; the message is the reason, which the user sees."""
 
 
 def find_compiler() -> tuple[list[str], str]:
@@ -141,7 +141,7 @@ def build_library() -> Path:
     compiler, version = find_compiler()
     includes, libraries, torch_version = find_torch()
 
-    # The architecture of this Python, not of the kernel: a 32-bit Python can run on a 64-bit kernel.
+    # The architecture of this Python, not of the system: a 32-bit Python can run on a 64-bit system.
     name = sysconfig.get_platform()
     machine = platform.machine() if name.endswith("universal2") else name.split("-")[-1]
     torch_flags = ["-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
@@ -186,7 +186,7 @@ def say(text: str) -> None:
 
 
 class build_native(Command):
-    """Build step that makes the library and puts it beside the Python files."""
+    """Build step that builds the library and puts it next to the Python files."""
 
     description = "build the fused CPU kernel (compile and link csrc/)"
     user_options: ClassVar = [("inplace", "i", "put the library into src/tightrope")]
@@ -220,8 +220,8 @@ class build_native(Command):
             # Remove the library of an earlier build, which may not match the source.
             target.unlink(missing_ok=True)
             say(
-                f"tightrope is built without its fused CPU kernel: {reason}. Everything works, on "
-                "the plain torch definition, only slower. For the fast path, install torch, "
+                f"tightrope is built without its fused CPU kernel: {reason}. Everything works, but runs "
+                "slower, on the plain torch definition. For the fused kernel, install torch, "
                 "setuptools and a C++17 compiler (g++ or clang++), then install tightrope again "
                 "without build isolation: pip install --no-build-isolation --no-cache-dir "
                 "--force-reinstall --no-deps followed by tightrope or the path of this folder."
@@ -234,7 +234,7 @@ class build_native(Command):
         partial.replace(target)
         self.built = True
 
-    # setuptools requires these methods of a build step.
+    # setuptools calls these methods of every build step.
     def get_source_files(self) -> list[str]:
         return [path.relative_to(ROOT).as_posix() for path in sorted(CSRC.glob("*.*"))]
 
@@ -249,8 +249,8 @@ class wheel_of_any_python(bdist_wheel):
     """A wheel tagged py3-none-<platform> with the native library, py3-none-any without."""
 
     def run(self) -> None:
-        # setuptools never empties this folder: files renamed or deleted since the last build would
-        # go into the wheel.
+        # setuptools never empties this folder, so the wheel would include files that were renamed or
+        # deleted since the last build.
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         # Build the library first: the tag of the wheel depends on whether that succeeds.
         self.run_command("build_native")

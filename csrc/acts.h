@@ -15,7 +15,7 @@ namespace {
 
 // Without inlining, the compiler does not vectorise.
 #define TIGHTROPE_INLINE inline __attribute__((always_inline))
-// For loops with many callers: the compiler vectorises them better when they are not inlined.
+// For loops with many callers: not inlined, they vectorise better.
 #define TIGHTROPE_LOOP __attribute__((noinline))
 
 inline float root(float x) { return __builtin_sqrtf(x); }
@@ -34,7 +34,7 @@ constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
 TIGHTROPE_INLINE int32_t rounded(float shifted) { return int32_t(bits<uint32_t>(shifted) - bits<uint32_t>(kRounder)); }
 
 TIGHTROPE_INLINE float exponential(float x) {
-  // Beyond these limits e^x is 0 or infinite; NaN passes both.
+  // Beyond these limits e^x is 0 or infinite; NaN is not clamped.
   x = choose(x > 89.0f, 89.0f, x);
   x = choose(x < -104.0f, -104.0f, x);
   const float shifted = fma_(x, 1.44269502f, kRounder);
@@ -103,7 +103,7 @@ TIGHTROPE_INLINE float bell(float t) {
   return choose(square < 1e30f, fma_(e * rest, -0.5f, e), e);
 }
 
-// Φ(x), the standard normal distribution function; and the density at x, up to a factor.
+// Returns Φ(x), the standard normal distribution function; writes the density at x, up to a factor.
 TIGHTROPE_INLINE float below(float x, float* density) {
   const float t = magnitude(x), u = 1.0f / fma_(0.33f, t, 1.0f);
   float p = fma_(u, -2.58295406e-2f, 1.48384750e-1f);
@@ -132,7 +132,7 @@ TIGHTROPE_INLINE void sigmoids(T x, T* here, T* there) {
   *there = choose(x < T(0), r, other);
 }
 
-// Up to this angle, π/2 in three parts is exact enough.
+// Up to this angle, π/2 as a sum of three floats is exact enough.
 constexpr float kLargeAngle = 8192.0f;
 
 TIGHTROPE_INLINE void sine_cosine(float x, float* s, float* c) {

@@ -67,11 +67,11 @@ TIGHTROPE_INLINE V quotient(V a, V d) {
 // 1 + e^-x; infinite where float overflows.
 //
 // e^-x is 2^(k/N) from a table, with the power of two added to its exponent as an integer, times a
-// polynomial of degree 2: two fused multiply-adds fewer than without the table. If brief, the polynomial
-// is a completed square, centred at a whole number of steps, which needs only one of them.
+// polynomial of degree 2. The table saves two fused multiply-adds. If brief, the polynomial is a completed
+// square, centred at a whole number of steps, and takes only one.
 alignas(64) constexpr int32_t kSixteenths[16] = {
     // 9.41845871e-4 · 2^(j/16), minus j in the bits to which j is added. Two entries are off by a few units
-    // on purpose: then, of all bfloat16 x, silu rounds one wrongly, 2^-7, and sigmoid two, all nearly ties.
+    // on purpose. With them, silu rounds only one bfloat16 x wrongly (2^-7), and sigmoid two, all near ties.
     0x3A76E635, 0x3A78EA4B, 0x3A769F6E, 0x3A749541, 0x3A72CEA3, 0x3A714E90, 0x3A701825, 0x3A6F2EAE,
     0x3A6E958A, 0x3A6E504A, 0x3A6E62A6, 0x3A6ED083, 0x3A6F9DDF, 0x3A70CF05, 0x3A726859, 0x3A746E78,
 };

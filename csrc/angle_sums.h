@@ -1,11 +1,11 @@
-// Gradients by positions and by frequencies, as sums of gradients by angles.
+// Gradients of positions and of frequencies, as sums of gradients of angles.
 //
-// For a rotated pair (y, z) with gradient (dy, dz), the gradient by its angle is y·dz − z·dy. The
-// gradient by a position is its sum over heads and pairs, times ω; that by a frequency is its sum over
+// For a rotated pair (y, z) with gradient (dy, dz), the gradient of its angle is y·dz − z·dy. The
+// gradient of a position is its sum over heads and pairs, times ω; that of a frequency is its sum over
 // tokens, times the position. The order of every sum does not depend on the number of threads: pairs
-// and heads in the order of the tensor, tokens within runs that only the shapes determine. At most a
-// few products are accumulated in float before widening to double, so many heads are summed as exactly
-// as few.
+// and heads in the order of the tensor, tokens within runs that only the shapes determine. Only a few
+// products are accumulated in float before widening to double, so the error does not grow with the
+// number of heads.
 #pragma once
 
 #include "heads.h"
@@ -65,7 +65,7 @@ inline void add_neighbours<Half>(const uint16_t* out, const uint16_t* grad, int6
 }
 #endif
 
-// Adds the gradients by the angles of pairs [first, first + n) of one head.
+// Adds the gradients of the angles of pairs [first, first + n) of one head.
 template <class F>
 inline void add_head(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t token,
                      int64_t first, int64_t n, typename F::Value* sum) {
@@ -111,7 +111,7 @@ inline double by_position(const int64_t* __restrict word, const int64_t* __restr
   return sum;
 }
 
-// Adds the gradients by the angles of one token and head (all heads, if they share angles) to both sums.
+// Adds the gradients of the angles of one token and head (all heads, if they share angles) to both sums.
 inline void spread(const Problem& p, const AngleSums& sums, int64_t run, int64_t row, int64_t head,
                    int64_t token, int64_t first, int64_t n, const double* __restrict total) {
   const double sign = p.conjugate ? -1.0 : 1.0;

@@ -1,4 +1,4 @@
-// The CPU operators for gradients by angles and by gates.
+// The CPU operators for gradients of angles and of gates.
 #include <algorithm>
 #include <tuple>
 #include <vector>
@@ -20,8 +20,8 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
     STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y),
                     "tightrope: gradients must have the dtype and device of results");
   const Arguments a{words, turns, positions, offset, Options(options), 1.0, nullptr, 0.0};
-  STD_TORCH_CHECK(a.options.source == kWords, "tightrope: tables have gradients of their own");
-  STD_TORCH_CHECK(a.options.is_plain(), "tightrope: gradients by angles need options without act and gate");
+  STD_TORCH_CHECK(a.options.source == kWords, "tightrope: angle_gradients takes phase words, not tables");
+  STD_TORCH_CHECK(a.options.is_plain(), "tightrope: angle_gradients takes no act and no gate");
   Problem p = problem_of(ys, grads, a);
   const bool empty = is_empty(p) || p.pairs == 0;
   const int64_t sequences = p.word_rows;
@@ -80,7 +80,7 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
     Problem p = all;
     p.operands = 1, p.operand[0] = all.operand[i];
     const View g(*gates.tensor[i]);
-    STD_TORCH_CHECK(g.dims == (slopes ? 2 : 4), "tightrope: dimensions of a gate");
+    STD_TORCH_CHECK(g.dims == (slopes ? 2 : 4), "tightrope: gates must have 4 dimensions, slopes 2");
     const int64_t rows = slopes ? 1 : g.size[0], tokens = slopes ? 1 : g.size[2];
     const int64_t heads = g.size[slopes ? 0 : 1], channels = g.size[slopes ? 1 : 3];
     const int64_t own = p.operand[0].heads;

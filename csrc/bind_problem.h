@@ -1,8 +1,8 @@
-// Converts tensors to a Problem, with checks, so that even a direct call of a raw operator stays inside
-// its tensors. Only the bind_* files include torch headers, and only those of the stable ABI, so one
-// binary serves every Python and every torch from 2.10 on. All functions here are local to each
-// translation unit, so the compiler inlines those that are called once: decoding one token costs little
-// more than these checks.
+// Converts tensors to a Problem. The checks keep even a direct call of a raw operator inside its tensors.
+// Only the bind_* files include torch headers, and only those of the stable ABI: one binary serves every
+// Python and every torch from 2.10 on. All functions here are local to each translation unit, and the
+// compiler inlines those that are called once. This matters because decoding one token takes little
+// longer than these checks.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -28,11 +28,11 @@ constexpr Layout kLayouts[] = {
 
 constexpr int64_t kForward = 0, kInverse = 2;
 
-// One thread rotates fewer elements than this before a second thread would wake.
+// With fewer elements than this per thread, one thread finishes before a second one wakes.
 constexpr int64_t kElementsPerThread = 1 << 16;
 
-// Upper limit for strides, in elements, beyond any memory. torch accepts any stride for a dimension of
-// size 1 and for an empty tensor, and the loops' address arithmetic would overflow.
+// Upper limit for strides, in elements: more than any memory holds. torch accepts any stride for a
+// dimension of size 1 and for an empty tensor, so without a limit address arithmetic could overflow.
 constexpr int64_t kFar = int64_t(1) << 52;
 
 // Sizes and strides of one tensor, fetched once: every access through the stable ABI is a call.
@@ -61,7 +61,7 @@ inline Dtype dtype_of(int32_t code) {
   if (code == aoti_torch_dtype_float32()) return Dtype::kFloat;
   if (code == aoti_torch_dtype_bfloat16()) return Dtype::kBFloat16;
   if (code == aoti_torch_dtype_float16()) return Dtype::kHalf;
-  STD_TORCH_CHECK(code == aoti_torch_dtype_float64(), "tightrope: dtype of x");
+  STD_TORCH_CHECK(code == aoti_torch_dtype_float64(), "tightrope: x must be float16, bfloat16, float32 or float64");
   return Dtype::kDouble;
 }
 
@@ -69,7 +69,7 @@ inline PositionDtype position_dtype_of(int32_t code) {
   if (code == aoti_torch_dtype_int64()) return PositionDtype::kInt64;
   if (code == aoti_torch_dtype_int32()) return PositionDtype::kInt32;
   if (code == aoti_torch_dtype_float32()) return PositionDtype::kFloat;
-  STD_TORCH_CHECK(code == aoti_torch_dtype_float64(), "tightrope: dtype of positions");
+  STD_TORCH_CHECK(code == aoti_torch_dtype_float64(), "tightrope: positions must be int32, int64, float32 or float64");
   return PositionDtype::kDouble;
 }
 
@@ -135,7 +135,7 @@ inline Table table_of(const Tensor& x, const View& view) {
 }
 
 inline void read_tables(const Arguments& a, Problem& p) {
-  STD_TORCH_CHECK(a.secondary.has_value(), "tightrope: cosines without sines");
+  STD_TORCH_CHECK(a.secondary.has_value(), "tightrope: cosines must come with sines");
   const Tensor &c = a.primary, &s = *a.secondary;
   const View cos(c), sin(s);
   STD_TORCH_CHECK(cos.dims == 4 && sin.dims == 4 && c.is_cpu() && s.is_cpu() &&
@@ -146,7 +146,7 @@ inline void read_tables(const Arguments& a, Problem& p) {
   p.table_dtype = dtype_of(code_of(c));
   p.cosine = table_of(c, cos);
   p.sine = table_of(s, sin);
-  // An empty table has a null pointer, which must not read as "no table".
+  // An empty table has a null pointer, which elsewhere means that there is no table.
   if (p.cosine.data == nullptr) p.cosine.data = &p;
   p.axes = 1, p.word_rows = cos.size[0], p.word_heads = cos.size[1];
   p.table_length = cos.size[2];
@@ -175,8 +175,9 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
   const View at(*positions);
   STD_TORCH_CHECK(at.dims == 3 && positions->is_cpu() && at.size[0] == p.axes,
                   "tightrope: positions must be [axes, rows|1, tokens|1]");
-  STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: rows of positions");
-  STD_TORCH_CHECK(at.size[2] == (add_index ? 1 : p.tokens), "tightrope: tokens of positions");
+  STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: positions must have 1 row or those of q");
+  STD_TORCH_CHECK(at.size[2] == (add_index ? 1 : p.tokens),
+                  "tightrope: positions must have the tokens of q, or 1 with add_index");
   p.positions = positions->const_data_ptr();
   p.position_dtype = position_dtype_of(code_of(*positions));
   STD_TORCH_CHECK(p.cosine.data == nullptr || p.position_dtype == PositionDtype::kInt64 ||
@@ -202,8 +203,8 @@ struct Operands {
 // direct call of the raw operator from reading or writing outside its tensors, and they are the only
 // checks on the fast path through Python.
 inline Problem operands_of(const Operands& xs, const Operands& outs, const Options& options) {
-  STD_TORCH_CHECK(options.layout < 6, "tightrope: layout");
-  STD_TORCH_CHECK(options.direction <= 2, "tightrope: direction");
+  STD_TORCH_CHECK(options.layout < 6, "tightrope: the layout must be known");
+  STD_TORCH_CHECK(options.direction <= 2, "tightrope: the direction must be known");
   STD_TORCH_CHECK(options.reserved == 0, "tightrope: numerics is reserved");
   const Layout& layout = kLayouts[options.layout];
 
@@ -241,10 +242,11 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
     read_tables(a, p);
   }
   p.start = options.start;
-  STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows, "tightrope: rows of angles");
+  STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows,
+                  "tightrope: angles must have 1 row or those of q");
   for (int32_t i = 0; i < p.operands; ++i)
     STD_TORCH_CHECK(p.word_heads == 1 || p.word_heads == p.operand[i].heads,
-                    "tightrope: heads of angles");
+                    "tightrope: angles must have 1 head or those of q and k");
   STD_TORCH_CHECK(p.start <= p.head_dim && p.pairs <= (p.head_dim - p.start) / 2,
                   "tightrope: rotated channels lie outside the head");
   p.angles_per_head = p.word_heads != 1;

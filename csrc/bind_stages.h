@@ -158,7 +158,7 @@ inline Stages stages_of(const Problem& p, const Operands& xs, const Arguments& a
   Stages o{};
   STD_TORCH_CHECK(options.act <= int64_t(Act::kRmsNorm) && options.gate <= int64_t(Gate::kSlope),
                   "tightrope: act and gate must be known");
-  STD_TORCH_CHECK(options.act == 0 || options.direction != kInverse, "tightrope: an act has no inverse");
+  STD_TORCH_CHECK(options.act == 0 || options.direction != kInverse, "tightrope: an inverse call must have no act");
   o.act = Act(options.act), o.gate = Gate(options.gate), o.eps = a.eps;
   o.forward = options.direction == kForward;
   o.invert = options.direction == kInverse;
@@ -183,7 +183,7 @@ inline Stages stages_of(const Problem& p, const Operands& xs, const Arguments& a
   return o;
 }
 
-// Runs a rotation with f and P; in the backward pass of a norm, returns the gradients by its weights.
+// Runs a rotation with f and P; in the backward pass of a norm, returns the gradients of its weights.
 inline std::vector<Tensor> run_stages(Problem& p, const Operands& xs, const Arguments& a) {
   Values values(p.dtype == Dtype::kDouble);
   Stages o = stages_of(p, xs, a, values);

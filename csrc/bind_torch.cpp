@@ -1,4 +1,4 @@
-// The CPU rotation operators: out of place, in place and into given memory.
+// The CPU rotation operators: out of place, in place, and into the caller's tensors.
 #include <optional>
 #include <utility>
 #include <vector>
@@ -30,7 +30,7 @@ Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Argument
 #define TIGHTROPE_PARAMETERS                                                         \
   Tensor primary, std::optional<Tensor> secondary, std::optional<Tensor> positions, \
       int64_t offset, int64_t options, double amplitude
-#define TIGHTROPE_CARRIED Tensors extras, double eps
+#define TIGHTROPE_EXTRAS Tensors extras, double eps
 
 #define TIGHTROPE_ARGUMENTS(extras, eps) \
   arguments_of(primary, secondary, positions, offset, options, amplitude, extras, eps, xs.count)
@@ -48,7 +48,7 @@ Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secon
   // Storage may have been freed, for example that of parameter shards between layers.
   for (int64_t i = what.learned; i < count; ++i)
     STD_TORCH_CHECK(extras[i].numel() == 0 || extras[i].const_data_ptr() != nullptr,
-                    "tightrope: extras tensors must have memory");
+                    "tightrope: extra tensors must have memory");
   const Tensor* first = count == 0 ? nullptr : extras.data() + what.learned;
   return {primary, secondary, positions, offset, what, amplitude, first, eps};
 }
@@ -76,7 +76,7 @@ Tensors rotate(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
   return rotate_xs(xs, TIGHTROPE_ARGUMENTS({}, 0));
 }
 
-Tensors rotate_extras(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
+Tensors rotate_extras(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_EXTRAS) {
   const Operands xs(q, k);
   return rotate_xs(xs, TIGHTROPE_ARGUMENTS(extras, eps));
 }
@@ -86,7 +86,7 @@ void rotate_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS) {
   run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS({}, 0));
 }
 
-void rotate_extras_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
+void rotate_extras_(Tensor q, std::optional<Tensor> k, TIGHTROPE_PARAMETERS, TIGHTROPE_EXTRAS) {
   const Operands xs(q, k);
   run(xs, xs, Outs::kInPlace, TIGHTROPE_ARGUMENTS(extras, eps));
 }
@@ -98,7 +98,7 @@ void rotate_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<
 }
 
 void rotate_extras_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<Tensor> out_k,
-                         TIGHTROPE_PARAMETERS, TIGHTROPE_CARRIED) {
+                         TIGHTROPE_PARAMETERS, TIGHTROPE_EXTRAS) {
   const Operands xs(q, k), outs(out_q, out_k);
   rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS(extras, eps));
 }

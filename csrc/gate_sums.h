@@ -1,4 +1,4 @@
-// Gradients by gates: Σ y·dy over the elements that share an entry; for slopes, times the position.
+// Gradients of gates: Σ y·dy over the elements that share an entry; for slopes, times the position.
 //
 // The order of a sum does not depend on the number of threads, as in angle_sums.h.
 #pragma once

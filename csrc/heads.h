@@ -210,7 +210,7 @@ inline void turn_neighbours_<Half>(uint16_t* __restrict x, const float* __restri
 }
 #endif
 
-// Rotates pairs at any channel stride: correct, not fast.
+// Rotates pairs at any channel stride; slow.
 template <class F>
 inline void turn_strided(const typename F::Stored* x, int64_t x_channel, typename F::Stored* y,
                          int64_t y_channel, int64_t pair, int64_t other,
@@ -233,8 +233,8 @@ inline void turn_strided(const typename F::Stored* x, int64_t x_channel, typenam
 // not (2 times longer), so for rows that are far apart the caller computes the distance.
 constexpr int64_t kAhead = 2048;
 
-// Heads processed together when they are far apart in memory: an L1 cache has 8 to 12 places for lines
-// whose addresses differ by a power of two.
+// Heads processed together when they are far apart in memory: an L1 cache holds only 8 to 12 lines
+// whose addresses differ by multiples of a large power of two.
 constexpr int64_t kStreams = 8;
 
 // Heads accumulated in the type of the values before widening to double.
@@ -244,7 +244,7 @@ constexpr int64_t kHeadsTogether = 8;
 template <class Stored>
 struct Heads {
   const Stored* in;  // channel 0 of the first head
-  Stored* out;       // == in for a rotation in place
+  Stored* out;       // equals `in` for a rotation in place
   int64_t in_step, out_step;        // from head to head, in elements
   int64_t in_channel, out_channel;  // from channel to channel
   int64_t count;
@@ -253,7 +253,7 @@ struct Heads {
 
 // Prefetches the input of a head `ahead` bytes away, and its output unless that is the input.
 template <class Stored>
-inline void ask(const Stored* in, const Stored* out, int64_t ahead, int64_t bytes) {
+inline void prefetch(const Stored* in, const Stored* out, int64_t ahead, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes; byte += 64) {
     __builtin_prefetch(reinterpret_cast<const char*>(in) + ahead + byte);
     if (in != out) __builtin_prefetch(reinterpret_cast<const char*>(out) + ahead + byte, 1);
@@ -286,7 +286,7 @@ inline void turn_in_loops(const Problem& p, const Heads<typename F::Stored>& hea
   for (int64_t head = 0; head < heads.count; ++head) {
     const Stored* in = heads.in + head * heads.in_step;
     Stored* out = heads.out + head * heads.out_step;
-    ask(in, out, heads.ahead, bytes);
+    prefetch(in, out, heads.ahead, bytes);
     if (i != 1 || j != 1) {
       turn_strided<F>(in + at * i, i, out + at * j, j, pair, other, c, s, n, in_twos(p));
     } else if (p.interleaved) {

@@ -1,4 +1,4 @@
-// Rotates the heads of one token, with the token's angles in registers: the hot loops. Pairs go through
+// The hot loops: rotate the heads of one token, with the token's angles in registers. Pairs go through
 // registers of 16, 8 and 4 lanes, the widest first, and each set of registers goes through all heads
 // before the next. The remainder, at most three pairs, goes one pair at a time. (Masked registers could
 // process it too, but the loads of the next head would wait for masked stores.)
@@ -45,7 +45,7 @@ struct Register;
     static Floats even(Words x) { return p##_cast##si##_ps(left(x)); }                           \
     static Floats odd(Words x) { return p##_cast##si##_ps(p##_and_##si(x, upper())); }           \
     /* Cut both to their upper halves, and add one if the lower half is above one half, or equal  \
-       to it with an odd result. No NaN can be extras into an infinity: see BFloat16. */        \
+       to it with an odd result. No NaN can become an infinity: see BFloat16. */                 \
     static Words twin(Floats a, Floats b) {                                                      \
       const Words e = p##_castps_##si(a), o = p##_castps_##si(b);                                \
       const Words ones = p##_set1_epi16(1);                                                      \
@@ -181,7 +181,7 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
   const Stored* in = heads.in + channel + at * kPair;
   Stored* out = heads.out + channel + at * kPair;
   for (int64_t head = 0; head < heads.count; ++head) {
-    ask(in, out, heads.ahead, bytes);
+    prefetch(in, out, heads.ahead, bytes);
 #pragma GCC unroll 8
     for (int b = 0; b < blocks; ++b) {
       constexpr int64_t kStep = kPair * B::kPairs;

@@ -57,7 +57,7 @@ TIGHTROPE_INLINE V squares_of(const Line<typename F::Stored>& line, int64_t chan
   if constexpr (n == 1) {
     return first < line.count ? squares<F>(line.in + first * line.in_step, channels) : all(0.0f);
   } else {
-    // A separate statement fixes the order of memory accesses; that of arguments is up to the compiler.
+    // A separate statement fixes the order of memory accesses; the compiler may evaluate arguments in any order.
     const V these = squares_of<F, n / 2>(line, channels, first);
     return folded<n / 2>(these, squares_of<F, n / 2>(line, channels, first + n / 2));
   }

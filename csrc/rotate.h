@@ -1,7 +1,7 @@
 // The contract between the binding and the loops: plain pointers, strides, sizes and flags.
 //
-// No torch here. The loops that include this file use no standard-library template: the linker could
-// keep a copy that was compiled for AVX-512 for the whole program.
+// Nothing here depends on torch. The loops that include this file use no standard-library template: the
+// linker could choose the copy that was compiled for AVX-512 for the whole program.
 #pragma once
 
 #include <stdint.h>
@@ -27,7 +27,7 @@ struct Strides {
 
 struct Operand {
   const void* in;
-  void* out;  // == in for a rotation in place
+  void* out;  // equals `in` for a rotation in place
   int64_t heads;
   Strides in_stride;
   Strides out_stride;
@@ -54,7 +54,7 @@ struct Problem {
   const int64_t* turns;
   int64_t axes, word_rows, word_heads;
 
-  // Or tables, if their data is not null: a position is then a row number.
+  // Tables instead, if their data is not null: a position is then a row number.
   Table cosine, sine;
   Dtype table_dtype;
   int64_t table_length;
@@ -76,7 +76,7 @@ struct Problem {
 // Processes work items [begin, end).
 using Loop = void (*)(const Problem&, int64_t begin, int64_t end);
 
-// Outputs of the gradients by angles, or null: sums over heads and pairs, [axes, rows, tokens], and
+// Outputs of the gradients of angles, or null: sums over heads and pairs, [axes, rows, tokens], and
 // sums over the tokens of each run, [runs of all sequences, axes, word_heads, pairs]. The caller sets
 // both to zero. A sequence is the tokens that share phase words: those of one row, or of all rows.
 struct AngleSums {
@@ -114,7 +114,7 @@ struct Part {
   bool per_head;          // whether slopes or logarithms differ between heads
   const void* x;          // the input of the forward call, at which f' is evaluated
   Strides x_stride;
-  double* by_weight;      // gradient by the weight, a sum per run, [runs, heads|1, head_dim], or null
+  double* by_weight;      // gradient of the weight, a sum per run, [runs, heads|1, head_dim], or null
 };
 
 // The prologue f and epilogue P of a problem.
@@ -135,7 +135,7 @@ using StagesLoop = void (*)(const Problem& p, const Stages& stages, void* scratc
 // Replaces n values by their exponentials.
 using Exponentials = void (*)(Dtype dtype, void* values, int64_t n);
 
-// Output of the gradient by one gate, of a problem with one operand. A work item is the tokens that
+// Output of the gradient of one gate, of a problem with one operand. A work item is the tokens that
 // share an entry: a run of a sequence, as in AngleSums; or, by token, one token of one row or of all
 // rows. Each item has its own sums.
 struct GateSums {
@@ -146,14 +146,14 @@ struct GateSums {
   bool times_position;
 };
 
-// Takes a problem like that of an AngleLoop, and scratch memory like an StagesLoop.
+// Takes a problem like that of an AngleLoop, and scratch memory like a StagesLoop.
 using GateLoop = void (*)(const Problem& p, const GateSums& sums, void* scratch, int64_t begin,
                           int64_t end);
 
 // The loop keeps this many cosines, and as many sines, of a tile on its stack.
 constexpr int64_t kAngles = 2048;
 
-// Values of scratch memory that an StagesLoop needs; see Scratch in stages.h and Rows in
+// Values of scratch memory that a StagesLoop needs; see Scratch in stages.h and Rows in
 // stage_tiles_avx512.h.
 inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
 // Values of a head when its rotated halves and its other channels are each padded.

@@ -61,7 +61,7 @@ inline void add_weights(const Problem& p, const Scratch<float>& w, const Rows& r
   for (int64_t k = 0; k < rows.width; ++k) rows.by_weight[k] = 0.0f;
 }
 
-// Processes the heads of a line; in the backward pass of a norm, adds the gradient by its weight to `to`
+// Processes the heads of a line; in the backward pass of a norm, adds the gradient of its weight to `to`
 // unless that is null.
 template <class F>
 inline void turn_any(const Problem& p, const Stages& o, Line<typename F::Stored> line, const float* c,
@@ -73,8 +73,8 @@ inline void turn_any(const Problem& p, const Stages& o, Line<typename F::Stored>
   }
   const int64_t bytes = p.head_dim * int64_t(sizeof(typename F::Stored));
   for (int64_t head = 0; head < line.count; ++head) {
-    ask(line.in, line.out, line.ahead, bytes);
-    ask(line.x, line.x, line.ahead, bytes);
+    prefetch(line.in, line.out, line.ahead, bytes);
+    prefetch(line.x, line.x, line.ahead, bytes);
     float* by_weight = to == nullptr ? nullptr : rows.by_weight;
     if (p.interleaved) {
       norm_back<F, true>(p, o.eps, line, c, s, rows.g, rows.x, by_weight);

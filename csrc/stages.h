@@ -437,7 +437,7 @@ inline void angles_of_tile(const Problem& p, int64_t row, int64_t head, int64_t 
   }
 }
 
-// Gradient by the weights in one run: accumulates kHeadsTogether heads, then widens to double.
+// Gradient of the weights in one run: accumulates kHeadsTogether heads, then widens to double.
 template <class T>
 struct WeightSums {
   T* sum;
@@ -495,9 +495,9 @@ inline void stages_tile(const Problem& p, const Problem& turns, const Stages& o,
           h.x = part.x == nullptr ? nullptr
                                   : static_cast<const Stored*>(part.x) + row * xs.row +
                                         head * xs.head + at * xs.token;
-          const bool asks = adjacent && group > 1;
-          ask(h.in, h.out, kAhead, asks ? bytes : 0);
-          if (h.x != nullptr) ask(h.x, h.x, kAhead, asks ? bytes : 0);
+          const bool prefetches = adjacent && group > 1;
+          prefetch(h.in, h.out, kAhead, prefetches ? bytes : 0);
+          if (h.x != nullptr) prefetch(h.x, h.x, kAhead, prefetches ? bytes : 0);
           h.cosine = w.cosine + t * w.pairs, h.sine = w.sine + t * w.pairs;
           h.weight = weight == nullptr ? nullptr : weight + head * part.weight_head;
           h.by_weight = part.by_weight == nullptr ? nullptr : w.weight;

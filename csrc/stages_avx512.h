@@ -68,8 +68,8 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
     for (int b = 0; b < blocks; ++b) weighed[b].take(turns[b], weight + b * kRow);
   }
   for (int64_t head = 0; head < count; ++head) {
-    ask(in, out, ahead, bytes);
-    if (back && !kIsNone<A>) ask(x, x, ahead, bytes);
+    prefetch(in, out, ahead, bytes);
+    if (back && !kIsNone<A>) prefetch(x, x, ahead, bytes);
 #pragma GCC unroll 8
     for (int b = 0; b < blocks; ++b) {
       V y[T::kRegisters];

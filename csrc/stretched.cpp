@@ -59,7 +59,7 @@ bool root(Units scale, int64_t n, Units* found) {
 // constants: 1 / 2pi, ratio and growth, each below 1, in units: 16 bytes each, in native byte order.
 // limit, lengths: at least 0. Together, with lengths below limit + 2^32, pairs * scale < 2^31 and
 //   growth >= 2^-60, they keep the error of a frequency below 2^35 units.
-// doubt: the error bound, in units.
+// doubt: the error bound of a frequency, in units.
 //
 // Starts at `row`. Returns the first row whose rounding it cannot prove, or `rows` if all are done.
 TIGHTROPE_EXPORT int64_t tightrope_stretched(const void* constants, int64_t limit,

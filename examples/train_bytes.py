@@ -2,9 +2,9 @@
 
     python examples/train_bytes.py --steps 300
 
-The model is a causal transformer over bytes. It trains on text that comes with every Python: the sources
-of the standard library. Positions enter only through the rotation in :class:`Attention`. The file needs
-only torch and tightrope; copy from it freely. `tightrope demo` trains it twice, once with another
+The model is a causal transformer over bytes. It trains on text that every Python includes: the
+sources of the standard library. Positions enter only through the rotation in :class:`Attention`. The file
+needs only torch and tightrope; copy from it freely. `tightrope demo` trains it twice, once with another
 rotation, to compare the two.
 """
 
@@ -302,7 +302,7 @@ def write(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, validate, write."""
+    """Train the model, validate it and generate text."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

@@ -108,7 +108,7 @@ def test_parts_and_what_does_not_rotate(tmp_path: Path) -> None:
     output = run(path)[1]
     assert "\ntext_config\n" in output
     assert "\nvision_config\n" in output
-    assert "With all coordinates of a position equal." in output
+    assert "The positions for these errors have equal coordinates." in output
     assert "vision_config" not in run(path, "--section", "text_config")[1]
 
 
@@ -154,7 +154,7 @@ def test_unknown_keys_are_warned_of_on_request(tmp_path: Path) -> None:
     path.write_text(json.dumps({**LLAMA3, "rope_tetha": 1.0}))
     code, output, error = run(path)
     assert (code, output) == (2, "")
-    assert "rope_tetha; --lenient warns and ignores" in error
+    assert "rope_tetha; --lenient ignores them with a warning" in error
     code, output, error = run(path, "--lenient")
     assert code == 0
     assert error.startswith("Warning: [from_config] every key about RoPE must be known")
@@ -265,7 +265,7 @@ def one_line(arguments: list[object]) -> str:
         (b"[" * 100_000, "is nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "has a number of thousands of digits"),
         (b"{}", "the config must give the base of the frequencies"),
-        (b"GGUF", "must be a whole GGUF file but ends in the middle"),
+        (b"GGUF", "must be a complete GGUF file but ends in the middle"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path: Path, content: bytes, about: str) -> None:

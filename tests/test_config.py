@@ -283,75 +283,75 @@ MEGATRON = {
 WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     "two bases": (
         {**LLAMA, "rope_parameters": {"rope_theta": 10000.0}}, {}, ValueError,
-        "[from_config] base must be given once but got rope_parameters.rope_theta = 10000.0 and "
+        "[from_config] base must have one value but got rope_parameters.rope_theta = 10000.0 and "
         "rope_theta = 500000.0.",
     ),
     "two fractions": (
         {**LLAMA, "partial_rotary_factor": 0.5, "rotary_pct": 0.25}, {}, ValueError,
-        "[from_config] rotary_dim must be given once but got partial_rotary_factor = 0.5 of 128 = 64 "
+        "[from_config] rotary_dim must have one value but got partial_rotary_factor = 0.5 of 128 = 64 "
         "and rotary_pct = 0.25 of 128 = 32.",
     ),
     "a fraction and a width": (
         {**LLAMA, "partial_rotary_factor": 0.5, "rotary_dim": 32}, {}, ValueError,
-        "[from_config] rotary_dim must be given once but got rotary_dim = 32 and "
+        "[from_config] rotary_dim must have one value but got rotary_dim = 32 and "
         "partial_rotary_factor = 0.5 of 128 = 64.",
     ),
     "two widths": (
         {**LLAMA, "head_dim": 128, "head_size": 64}, {}, ValueError,
-        "[from_config] head_dim must be given once but got head_dim = 128 and head_size = 64.",
+        "[from_config] head_dim must have one value but got head_dim = 128 and head_size = 64.",
     ),
     "two kinds of scaling": (
         {**LLAMA, "rope_scaling": {**YARN, "type": "linear"}}, {}, ValueError,
-        "[from_config] the kind of scaling must be given once but got rope_scaling.rope_type = 'yarn' "
+        "[from_config] the kind of scaling must have one value but got rope_scaling.rope_type = 'yarn' "
         "and rope_scaling.type = 'linear'.",
     ),
     "two sections": (
         {**LLAMA, "rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}}, {}, ValueError,
-        "[from_config] factor must be given once but got rope_scaling.factor = 4.0 and "
+        "[from_config] factor must have one value but got rope_scaling.factor = 4.0 and "
         "rope_parameters.factor = 8.0.",
     ),
     "two original lengths": (
         {**LLAMA, "rope_scaling": YARN, "original_max_position_embeddings": 4096}, {}, ValueError,
-        "[from_config] original_max_position must be given once but got "
+        "[from_config] original_max_position must have one value but got "
         "rope_scaling.original_max_position_embeddings = 8192 and original_max_position_embeddings = "
         "4096.",
     ),
     "two factors on the channels": (
         {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1.5, "attn_factor": 2}}, {},
         ValueError,
-        "[from_config] attention_factor must be given once but got attention_factor = 1.5 and "
+        "[from_config] attention_factor must have one value but got attention_factor = 1.5 and "
         "rope_scaling.attn_factor = 2.",
     ),
     "a key that is not the rule's": (
         {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, {},
         ValueError,
         "[from_config] every key about RoPE must be known but got rope_scaling.beta_fast; "
-        "strict=False warns and ignores.",
+        "strict=False ignores them with a warning.",
     ),
     "a factor without a rule": (
         {**LLAMA, "rope_scaling": {"rope_type": "default", "factor": 2.0}}, {}, ValueError,
-        "[from_config] every key about RoPE must be known but got rope_scaling.factor; strict=False "
-        "warns and ignores.",
+        "[from_config] every key about RoPE must be known but got rope_scaling.factor; "
+        "strict=False ignores them with a warning.",
     ),
     "misspelt keys": (
         {**LLAMA, "rope_tehta": 1e6, "rotary_fraction": 0.5}, {}, ValueError,
         "[from_config] every key about RoPE must be known but got rope_tehta, rotary_fraction; "
-        "strict=False warns and ignores.",
+        "strict=False ignores them with a warning.",
     ),
     "a section under another name": (
         {**LLAMA, "positions": dict(YARN)}, {}, ValueError,
-        "[from_config] every key about RoPE must be known but got positions; strict=False warns and "
-        "ignores.",
+        "[from_config] every key about RoPE must be known but got positions; "
+        "strict=False ignores them with a warning.",
     ),
     "another family's key": (
         {**LLAMA, "rope_local_base_freq": 10000.0}, {}, ValueError,
-        "[from_config] every key about RoPE must be known but got rope_local_base_freq; strict=False "
-        "warns and ignores.",
+        "[from_config] every key about RoPE must be known but got rope_local_base_freq; "
+        "strict=False ignores them with a warning.",
     ),
     "layers without RoPE in a family that has none": (
         {**LLAMA, "no_rope_layers": [1, 1, 0]}, {}, ValueError,
-        "[from_config] every key about RoPE must be known but got no_rope_layers; strict=False warns "
-        "and ignores.",
+        "[from_config] every key about RoPE must be known but got no_rope_layers; "
+        "strict=False ignores them with a warning.",
     ),
     "a section without a type": (
         {**LLAMA, "rope_scaling": {"factor": 2.0}}, {}, ValueError,
@@ -418,12 +418,12 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a pairing that is not the family's": (
         {**LLAMA, "rope_interleaved": True}, {}, ValueError,
-        "[from_config] interleaved must be given once but got rope_interleaved for True and model_type "
-        "'llama' for False; pass interleaved=True if the key is right.",
+        "[from_config] interleaved must have one value but got True from rope_interleaved and False from "
+        "model_type 'llama'; pass interleaved=True if the key is right.",
     ),
     "two pairings": (
         {**VLLM, "rope_interleaved": True}, {}, ValueError,
-        "[from_config] interleaved must be given once but got rope_interleaved = True and "
+        "[from_config] interleaved must have one value but got rope_interleaved = True and "
         "is_neox_style = False.",
     ),
     "a pairing that is no bool": (
@@ -446,7 +446,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "latent attention of another width": (
         {**LLAMA, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "head_dim": 100}, {}, ValueError,
-        "[from_config] head_dim must be given once but got head_dim = 100 and qk_nope_head_dim + "
+        "[from_config] head_dim must have one value but got head_dim = 100 and qk_nope_head_dim + "
         "qk_rope_head_dim = 192.",
     ),
     "no sections": (
@@ -478,13 +478,13 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}, "rope_theta": 2.0}}, {},
         ValueError,
         "[from_config] a rope section must hold keys or layer types but got both: "
-        "rope_parameters.rope_theta beside full_attention.",
+        "rope_parameters.rope_theta and full_attention.",
     ),
     "a layer type without a section": (
         {
             **LLAMA, "layer_types": ["a", "b", "conv"], "rope_parameters": {"a": {"rope_type": "default"}},
         }, {}, ValueError,
-        "[from_config] a rope section must be there for each layer type but the config has none for b.",
+        "[from_config] each layer type must have a rope section but the config has none for b.",
     ),
     "a section of the config that is not there": (
         QWEN2_VL, {"section": "audio_config"}, ValueError,
@@ -528,12 +528,12 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "GGUF with an unknown key": (
         {**GGUF, "qwen2.rope.magic": 1}, {}, ValueError,
-        "[from_config] every key about RoPE must be known but got qwen2.rope.magic; strict=False warns "
-        "and ignores.",
+        "[from_config] every key about RoPE must be known but got qwen2.rope.magic; "
+        "strict=False ignores them with a warning.",
     ),
     "GGUF that says the factor twice": (
         {**GGUF, "qwen2.rope.scaling.factor": 2.0, "qwen2.rope.scale_linear": 4.0}, {}, ValueError,
-        "[from_config] factor must be given once but got qwen2.rope.scaling.factor = 2.0 and "
+        "[from_config] factor must have one value but got qwen2.rope.scaling.factor = 2.0 and "
         "qwen2.rope.scale_linear = 4.0.",
     ),
     "Megatron without a pairing": (
@@ -591,7 +591,7 @@ def test_unknown_keys_can_be_a_warning() -> None:
     config = {**LLAMA, "rope_tehta": 1e6, "rope_scaling": {"type": "linear", "factor": 2, "x": 1}}
     text = (
         "[from_config] every key about RoPE must be known but got rope_tehta, rope_scaling.x; "
-        "strict=False warns and ignores."
+        "strict=False ignores them with a warning."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(text)}$") as caught:
         assert read(config, strict=False) == RopeSpec(128, 5e5, scaling=Linear(2))

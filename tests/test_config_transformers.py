@@ -135,7 +135,7 @@ def test_an_object_that_contradicts_itself_is_refused() -> None:
     config = dict(next(model.config for model in MODELS if model.origin == CONTRADICTS_ITSELF))
     made = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     text = (
-        "[from_config] base must be given once but got rope_parameters.rope_theta = 10000.0 and "
+        "[from_config] base must have one value but got rope_parameters.rope_theta = 10000.0 and "
         "attn_config.rope_theta = 500000."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):

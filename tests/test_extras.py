@@ -422,5 +422,5 @@ def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
     """Otherwise it would read at address 0 after a shard was freed."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="extras tensors must have memory"):
+    with pytest.raises(RuntimeError, match="extra tensors must have memory"):
         carrying(kind, freed)

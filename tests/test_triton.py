@@ -601,11 +601,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "rows": (
         lambda x, _: (x, None, words(1, 3, 1, 4), None, None, 0, Options().pack(), 1.0),
-        "rows of angles",
+        "angles must have 1 row",
     ),
     "heads": (
         lambda x, _: (x, None, words(1, 1, 3, 4), None, None, 0, Options().pack(), 1.0),
-        "heads of angles",
+        "angles must have 1 head",
     ),
     "positions": (
         lambda x, w: (
@@ -618,7 +618,7 @@ WRONG: dict[str, tuple[Any, str]] = {
             Options(add_index=False).pack(),
             1.0,
         ),
-        "tokens of positions",
+        "positions must have the tokens",
     ),
     "rows of positions": (
         lambda x, w: (
@@ -631,7 +631,7 @@ WRONG: dict[str, tuple[Any, str]] = {
             Options().pack(),
             1.0,
         ),
-        "rows of positions",
+        "positions must have 1 row",
     ),
     "axes of positions": (
         lambda x, w: (
@@ -657,11 +657,11 @@ WRONG: dict[str, tuple[Any, str]] = {
             Options().pack(),
             1.0,
         ),
-        "dtype of positions",
+        "positions must be int32",
     ),
     "sines": (
         lambda x, _: (x, None, x, None, None, 0, Options(source=3).pack(), 1.0),
-        "cosines without",
+        "must come with sines",
     ),
     "gate": (
         lambda x, w: (x, None, w, None, None, 0, Options(gate=LOG).pack(), 1.0, [x[..., :3]]),

@@ -1,4 +1,4 @@
-"""The backends. The PyTorch dispatcher chooses one; this module registers them and reports the choice."""
+"""The backends: the PyTorch dispatcher chooses one, and this module registers and reports them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def which(x: torch.Tensor) -> tuple[str, str | None]:
     """Return the backend that would rotate a tensor, and why faster ones would not.
 
     Args:
-        x: the tensor; only its device matters.
+        x: a tensor; only its device is used.
 
     Returns:
         The name of the backend; and the reasons why each faster backend for this device type (or, if

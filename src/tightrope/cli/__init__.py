@@ -1,4 +1,4 @@
-"""The `tightrope` command: its entry point, which explains what is missing without the extra."""
+"""The entry point of the `tightrope` command; it names the packages that are missing, if any."""
 
 import sys
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The child process of `tightrope audit`: it may crash without ending the command."""
+"""The child process of `tightrope audit`; the command survives if it crashes."""
 
 import json
 import sys
@@ -15,5 +15,5 @@ def main() -> None:
     try:
         saved = here(target, options).to_dict()
     except (ValueError, TypeError) as error:
-        saved = {"wrong use": str(error)}
+        saved = {"invalid arguments": str(error)}
     write_whole(out, json.dumps(saved).encode())

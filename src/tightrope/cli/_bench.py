@@ -14,7 +14,7 @@ from ..workbench.environment import Environment
 from ..workbench.text import duration
 from ._tables import titled
 
-# Beginnings of reasons that are reported in preference to any other.
+# Beginnings of the reasons that are reported before all others.
 _FAULTS = ("its result is off", "it failed")
 
 # Names that are too long for a column heading.
@@ -43,7 +43,7 @@ def copies_of(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def print_list(console: Console, cases: Sequence[Case], wanted: re.Pattern[str]) -> None:
-    """Print the cases, and the contenders with the reason why one cannot take part."""
+    """Print the cases, and each contender with the number of cases or the reason why it has none."""
     console.print(Text("Cases", style="bold"))
     for case in cases:
         console.print(Text(f"  {case.name}"))
@@ -100,7 +100,8 @@ def print_results(
     console.print(
         f"Medians of {document['rounds']} interleaved rounds"
         + (f", median of {document['runs']} runs" if document["runs"] > 1 else "")
-        + "; q 32 and k 8 heads x 128, as transposed views; a copy is neg_ in place, else clone."
+        + "; q 32 and k 8 heads x 128, as transposed views; a copy is neg_ in place, "
+        "otherwise clone."
     )
 
 

@@ -16,7 +16,9 @@ Checkpoint = Annotated[
 Config = Annotated[
     str | None,
     typer.Option(
-        "--config", metavar="PATH", help="The configuration; by default that beside the weights."
+        "--config",
+        metavar="PATH",
+        help="The configuration; by default the one next to the weights.",
     ),
 ]
 Section = Annotated[
@@ -37,7 +39,7 @@ Prefix = Annotated[
 Packing = Annotated[
     str | None,
     typer.Option(
-        "--packing", metavar="blocks|grouped|quarters", help="How a fused qkv orders its heads."
+        "--packing", metavar="blocks|grouped|quarters", help="Order of the heads in a fused qkv."
     ),
 ]
 Heads = Annotated[int | None, typer.Option("--heads", help="Number of query heads.")]

@@ -20,7 +20,7 @@ _METHOD = (
     f"Medians of interleaved calls in random order, of {RUNS} runs, on transposed views, as models "
     "pass them; for sequences of 1024 tokens and more, caches are flushed before each call. Eager is "
     "out of place with tables in the dtype of x. The floor reads and writes each byte once: neg_ in "
-    "place, else clone."
+    "place, otherwise clone."
 )
 
 
@@ -75,7 +75,7 @@ def print_training(console: Console, results: Results) -> None:
         f"{race.differences[0]:.1e} at step 1",
         "gradients": f"of all parameters at step 1 differ by {race.first_gradient_difference:.1e} "
         f"of their norm; with a base 1 % too low, by {results.wrong_gradient_difference:.1e}",
-        "for scale": f"a model that knows only byte frequencies has a loss of {results.entropy:.3f} nats",
+        "for scale": f"prediction from byte frequencies alone has a loss of {results.entropy:.3f} nats",
     }
     if first is not None and second is not None:
         lines["step time"] = f"eager / tightrope = {second / first:.3f}"
@@ -186,9 +186,9 @@ def print_contest(console: Console, contest: Contest) -> None:
     past = {run.name: contest.past_length(run.name) for run in race.runs}
     if past[ours.name] is not None and past[plain.name] is not None:
         lines["past training"] = (
-            f"windows are {TIMES_LONGER} times as long as in training; compared with the first {context} "
-            f"bytes, a later byte costs {plain.name} {past[plain.name]:+.3f} nats, "
-            f"{ours.name} {past[ours.name]:+.3f}"
+            f"windows are {TIMES_LONGER} times as long as in training; the loss per byte "
+            f"after the first {context} bytes differs from that before by {past[plain.name]:+.3f} nats "
+            f"({plain.name}) and {past[ours.name]:+.3f} ({ours.name})"
         )
     halves = sorted(distance for pair in contest.half_distances for distance in pair)
     lines["learned gates"] = (

@@ -117,7 +117,7 @@ def _print_pairs(console: Console, part: PartReport, *, every: bool) -> None:
 
 
 def _chosen(pairs: tuple[PairRow, ...]) -> list[PairRow]:
-    """Choose pairs to show: both ends, where something changes, and some between."""
+    """Choose the pairs to show: the first and last, those at each change, and some in between."""
     if len(pairs) <= _SHOWN:
         return list(pairs)
     keep = {0, len(pairs) - 1}
@@ -161,7 +161,7 @@ def _print_exactness(console: Console, part: PartReport) -> None:
         "float16 rounding.",
     )
     if part.spec.axis_count > 1:
-        _line(console, "With all coordinates of a position equal.")
+        _line(console, "The positions for these errors have equal coordinates.")
 
 
 def _reach(reach: int) -> str:

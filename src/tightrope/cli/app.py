@@ -77,14 +77,14 @@ def _root(
 
 
 def run() -> int:
-    """Run the command line on `sys.argv` and return its exit code; a wrong option gives one line and 2."""
+    """Run the command line on `sys.argv` and return its exit code; a wrong option prints one line."""
     settle_terminal()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # the parent process closed it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
-            # A character that the terminal cannot show must not end a long run.
+            # A character that the terminal cannot show must not abort a long run.
             stream.reconfigure(errors="replace")
     try:
         code = app(prog_name="tightrope", standalone_mode=False)

@@ -48,14 +48,16 @@ def audit(
     target: Annotated[
         str,
         typer.Argument(
-            help="MODULE:FUNCTION, imported from here; or a config.json of transformers, its folder, or "
+            help="MODULE:FUNCTION, importable from this folder; or a config.json of transformers, its folder, or "
             "a model type such as llama.",
             show_default=False,
         ),
     ],
     form: Annotated[
         str | None,
-        typer.Option(help="Its arguments, such as 'x, positions' or 'q, k, cos, sin'."),
+        typer.Option(
+            help="The arguments of the function, such as 'x, positions' or 'q, k, cos, sin'."
+        ),
     ] = None,
     layout: Annotated[
         str | None,
@@ -64,7 +66,7 @@ def audit(
     tables: Annotated[
         str | None,
         typer.Option(
-            help="Layout of its cosines: cat, repeat or half; by default found by trying."
+            help="Format of the cosines: cat, repeat or half; by default found by trying."
         ),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Channels of one head.")] = None,
@@ -73,7 +75,9 @@ def audit(
         typer.Option(help="The intended rotation: a config.json, or the JSON of a RopeSpec."),
     ] = None,
     base: Annotated[float | None, typer.Option(help="The intended base.")] = None,
-    rotary_dim: Annotated[int | None, typer.Option(help="How many channels should rotate.")] = None,
+    rotary_dim: Annotated[
+        int | None, typer.Option(help="The intended number of rotated channels.")
+    ] = None,
     interleaved: Annotated[
         bool | None, typer.Option("--interleaved/--half", help="The intended pairing.")
     ] = None,
@@ -91,7 +95,7 @@ def audit(
     only_float32: Annotated[
         bool, typer.Option("--only-float32", help="Test no 16-bit type.")
     ] = False,
-    device: Annotated[str, typer.Option(help="The device of its tensors.")] = "cpu",
+    device: Annotated[str, typer.Option(help="The device of the test tensors.")] = "cpu",
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a call counts as hanging.")
     ] = 20.0,
@@ -102,7 +106,7 @@ def audit(
         bool,
         typer.Option(
             "--isolate/--no-isolate",
-            help="Run it in a child process, so that a crash becomes a finding.",
+            help="Run the audit in a child process, where a crash becomes a finding.",
         ),
     ] = True,
     as_json: Annotated[
@@ -112,7 +116,8 @@ def audit(
     """Test a rotary function as a black box: identify its rotation and find its faults.
 
     The audit calls it with impulses and random vectors and does not read its source. Findings come
-    with programs that reproduce them. Exit codes: 0 nothing found, 1 findings, 2 wrong use.
+    with programs that reproduce them. Exit codes: 0 nothing found, 1 findings, 2 invalid
+    arguments.
 
     Examples:
 
@@ -190,7 +195,7 @@ def here(target: str, options: dict[str, Any]) -> Report:
         "dtypes": [getattr(torch, name) for name in options["dtypes"]],
         "spec": None if spec is None else RopeSpec.from_dict(spec),
     }
-    # Output that the function's module prints on import must not get into the JSON.
+    # The function's module may print on import; keep that out of the JSON.
     with redirect_stdout(sys.stderr):
         return run_audit(target, **chosen)
 
@@ -216,8 +221,8 @@ def _apart(target: str, options: dict[str, Any]) -> Report:
             )
             return _lost(target, "crashes", f"The audit process {end}.")
         saved = json.loads(out.read_text(encoding="utf-8"))
-    if "wrong use" in saved:
-        stop(saved["wrong use"])
+    if "invalid arguments" in saved:
+        stop(saved["invalid arguments"])
     return Report.from_dict(saved)
 
 

@@ -18,7 +18,7 @@ from ._console import Ticker, make_console
 from ._interrupt import Interrupt
 from ._mistakes import FINDING, as_mistakes, stop
 
-# The default contenders: all that need no compiler, and the compiled eager expression.
+# The default contenders: all that need no compiler, plus the compiled eager expression.
 _AGAINST = "^(eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime|jax jit)$"
 _FLOORS = f"^({'|'.join(FLOORS)})$"
 
@@ -47,9 +47,11 @@ def bench(
     tokens: Annotated[
         int | None, typer.Option(min=1, max=2**20, help="Tokens, instead of 2048.")
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, max=100, help="How often to measure everything.")] = 1,
+    runs: Annotated[
+        int, typer.Option(min=1, max=100, help="Number of runs; each measures everything.")
+    ] = 1,
     rounds: Annotated[
-        int, typer.Option(min=1, max=1000, help="Turns of each contender per run.")
+        int, typer.Option(min=1, max=1000, help="Rounds per run; each calls every contender.")
     ] = 9,
     listing: Annotated[
         bool, typer.Option("--list", help="List the cases and contenders; measure nothing.")
@@ -67,7 +69,7 @@ def bench(
 ) -> None:
     """Time rotations on this machine's CPU, relative to copying q and k.
 
-    Contenders take turns, call by call, in a new random order each round; medians are compared.
+    Each round calls the contenders alternately, in a new random order; medians are compared.
 
     Caches are flushed before each call of a long case. A contender with wrong results is not timed.
 

@@ -51,7 +51,7 @@ def convert(
 
     The checkpoint is only read, and OUT appears only once it is complete.
 
-    Exit codes: 0 done, 1 a system error, 2 wrong use; on an error nothing is written.
+    Exit codes: 0 done, 1 a system error, 2 invalid arguments; on an error nothing is written.
 
     Example:
 

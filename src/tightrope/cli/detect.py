@@ -26,9 +26,9 @@ def detect(
     rotary_dim: option.RotaryDim = None,
     start: option.Start = None,
 ) -> None:
-    """Detect from its weights how a checkpoint pairs channels, and with what confidence.
+    """Detect the pairing of a checkpoint from its weights, with a confidence.
 
-    Exit codes: 0 detected, 1 not detectable or not what the files state, 2 wrong use.
+    Exit codes: 0 detected, 1 not detectable or unlike the files, 2 invalid arguments.
 
     Example:
 
@@ -63,12 +63,12 @@ def detect(
 
 def _rows(found: Detection) -> list[tuple[str, str]]:
     rows = [("model", found.model)]
-    stated = "nothing" if found.stated is None else found.stated
-    rows.append(("files say", f"{stated} ({found.who})"))
+    stated = "no pairing" if found.stated is None else found.stated
+    rows.append(("files", f"{stated} ({found.who})"))
     if found.pairing is None:
-        rows.append(("weights say", "nothing beyond chance: they do not show the pairing"))
+        rows.append(("weights", "no difference beyond chance: they do not show the pairing"))
     else:
-        rows.append(("weights say", f"{found.pairing}, confidence {_confidence(found.confidence)}"))
+        rows.append(("weights", f"{found.pairing}, confidence {_confidence(found.confidence)}"))
     rows += [
         (
             "" if n else "evidence",

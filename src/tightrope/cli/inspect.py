@@ -41,7 +41,7 @@ def inspect(
     section: Annotated[
         str | None,
         typer.Option(
-            help="Part of a nested configuration, such as text_config; '' is the outer level."
+            help="Part of a nested configuration, such as text_config; '' is its outer level."
         ),
     ] = None,
     layer_type: Annotated[
@@ -76,9 +76,10 @@ def inspect(
     Shows the spec and the keys it was read from, wavelengths, the effect of scaling, and the
     largest context with exact angles.
 
-    With several configurations: how they differ, and by how much their angles disagree.
+    With several configurations, shows how they differ and by how much their angles disagree.
 
-    Exit codes: 0 nothing to report, 1 a warning or a difference, 2 wrong use or an invalid file.
+    Exit codes: 0 nothing to report, 1 a warning or a difference, 2 invalid
+    arguments or an invalid file.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Read model configurations into a :class:`tightrope.RopeSpec`, without guesses or silent defaults.
+"""Read model configurations into a :class:`tightrope.RopeSpec`, without guesses and silent defaults.
 
 :func:`from_config` is :meth:`tightrope.RopeSpec.from_config`; :func:`provenance` also returns the key
 that gave each field. docs/config.md lists the supported and the refused configurations.
@@ -198,7 +198,7 @@ def _has_rope(source: Source) -> bool:
 
 
 def _hoisted(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """The outer level with DBRX's base, which is inside ``attn_config``, moved up."""
+    """The outer level, to which DBRX's base is moved from ``attn_config``."""
     inner = values.get("attn_config")
     if values.get("model_type") != "dbrx" or not isinstance(inner, Mapping):
         return values, {}

@@ -1,6 +1,6 @@
-"""Facts about RoPE that configurations lack and the modeling code of each model family decides.
+"""Facts about RoPE that only the modeling code of a family contains, not its configurations.
 
-A table, ``model_type`` -> :class:`Family`, each entry with the place where the fact was read. Config
+A table, ``model_type`` -> :class:`Family`; each entry names the code that it was read from. Config
 files do not give the pairing of channels, the slice of a head that rotates or the layers without RoPE.
 `tests/test_config.py` runs the named functions of the installed transformers and compares their
 pairing with this table.
@@ -18,7 +18,8 @@ class Family:
 
     Attributes:
         interleaved: the pairing, as in :class:`tightrope.RopeSpec`.
-        source: where it was read: ``folder: function`` of transformers 5.23, or a description.
+        source: the code that it was read from: ``folder: function`` of transformers 5.23, or a
+            description.
         pairing_key: the key by which this family's code lets a configuration choose the pairing.
         base: a constant of the code, for families whose configurations have no key for it.
         fraction: ``"optional"``: without a key all channels rotate. ``"required"``: the family

@@ -21,7 +21,7 @@ _ELSEWHERE = (
     "transformers.AutoConfig.from_pretrained(name)"
 )
 
-# The largest known configurations list every layer of a model and take some hundred kB.
+# The largest known configurations list every layer of a model and take a few hundred kB.
 _LARGEST = 64 * 2**20
 
 
@@ -31,7 +31,7 @@ def load(path: Path) -> Mapping[str, Any]:
 
     Raises:
         OSError: the file is missing or unreadable.
-        ValueError: the file is no configuration.
+        ValueError: the file is not a configuration.
     """
     if path.is_dir():
         path = _inside(path)

@@ -41,7 +41,7 @@ def is_meta(values: Mapping[str, Any]) -> bool:
 
 
 def meta(values: Mapping[str, Any]) -> Source:
-    """Read Meta's ``params.json``: interleaved pairing, and a switch instead of a rope section."""
+    """Read Meta's ``params.json``: interleaved pairing; a switch in place of a rope section."""
     fourth = "moe_args" in values or "nope_layer_interval" in values
     family = Family(True, _META, layers="no_rope_layers" if fourth else None)
     outer = {
@@ -108,7 +108,7 @@ _GGUF_TENSORS = {
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
 }
-# llama.cpp's code decides by architecture how layers differ.
+# How layers differ; llama.cpp decides this in its code, by architecture.
 _GGUF_LAYERS = {
     "cohere2": "sliding only",
     "exaone4": "sliding only, if windows",
@@ -181,7 +181,7 @@ def gguf(values: Mapping[str, Any]) -> Source:
         if value is not None:
             if name in into and into[name] != value:
                 fail(
-                    f"{name} must be given once but got {spelled[path]} = {into[name]!r} and {key} = {value!r}"
+                    f"{name} must have one value but got {spelled[path]} = {into[name]!r} and {key} = {value!r}"
                 )
             into[name] = value
             spelled[path] = key
@@ -230,7 +230,7 @@ def gguf(values: Mapping[str, Any]) -> Source:
             )
     for key, value in values.items():
         if ".rope." in str(key) and key not in read:
-            outer[key] = value  # so that it is reported as unknown
+            outer[key] = value  # to be reported as unknown
     return Source(outer, family, f"GGUF architecture {arch!r}", spelled, seen=tuple(values))
 
 
@@ -268,7 +268,7 @@ def _scaling(
     kind = section.get("rope_type")
     if kind is None and section.get("factor") is not None:
         section["rope_type"] = "linear"
-        spelled["rope_scaling.rope_type"] = f"{arch}.rope.scaling.type, by its absence"
+        spelled["rope_scaling.rope_type"] = f"{arch}.rope.scaling.type (absent)"
     if kind == "longrope" and "attn_factor" in section:
         section["attention_factor"] = section.pop("attn_factor")
         spelled["rope_scaling.attention_factor"] = f"{arch}.rope.scaling.attn_factor"
@@ -300,7 +300,7 @@ def _local(
     spelled: dict[str, str],
     read: set[str],
 ) -> float | None:
-    """The base of layers with a sliding window; None if it is that of the other layers."""
+    """The base of layers with a sliding window; None if all layers share one base."""
     key = f"{arch}.rope.freq_base_swa"
     read.add(key)
     base = values.get(key)
@@ -355,7 +355,7 @@ def is_megatron(values: Mapping[str, Any]) -> bool:
 def megatron(values: Mapping[str, Any]) -> Source:
     """Read Megatron's arguments: ``rotary_*``, ``kv_channels`` and its three kinds of scaling."""
     outer = dict(values)
-    outer.pop("model_type", None)  # another enumeration than in transformers
+    outer.pop("model_type", None)  # not the model_type of transformers
     spelled: dict[str, str] = {}
     section: dict[str, Any] = {}
 
@@ -373,7 +373,7 @@ def megatron(values: Mapping[str, Any]) -> Source:
     rope_type = outer.pop("rope_type", None)
     position = values.get("position_embedding_type")
     if latent:
-        # Its code pairs the channels of latent attention interleaved (`multi_latent_attention`).
+        # Megatron's code uses the interleaved pairing for latent attention (`multi_latent_attention`).
         if outer.pop("rotary_interleaved", False):
             fail(
                 "rotary_interleaved must be False with latent attention, which is always interleaved"
@@ -406,7 +406,7 @@ def megatron(values: Mapping[str, Any]) -> Source:
             "rope_scaling.",
         )
     for key in ("rope_scaling_factor", *_MEGATRON_YARN_DENSE):
-        outer.pop(key, None)  # always present, without effect if their switch is off
+        outer.pop(key, None)  # always present; they do nothing if their switch is off
     ratio = outer.pop("rotary_seq_len_interpolation_factor", None)
     if ratio is not None:
         kinds.append("rotary_seq_len_interpolation_factor")

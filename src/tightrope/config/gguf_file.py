@@ -1,6 +1,6 @@
 """Read the metadata of a GGUF file and the factor tensors that its RoPE depends on.
 
-Only the head of the file and these tensors are read, so the time does not depend on the model size.
+Only the beginning of the file and these tensors are read, so the time does not depend on the model size.
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, either byte order.
 """
 
@@ -38,7 +38,7 @@ _STRING, _ARRAY = 8, 9
 _FACTOR_TYPES = {0: "f", 1: "e"}
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
-# Longer lists are tokens and their scores, which are not needed here.
+# Longer lists hold tokens or their scores, which are not needed here.
 _LONGEST_LIST = 65536
 
 
@@ -54,7 +54,7 @@ def read(path: Path) -> Mapping[str, Any]:
         try:
             return _Reader(path, data).read()
         except (struct.error, OverflowError):
-            fail(f"{path} must be a whole GGUF file but ends in the middle of its metadata")
+            fail(f"{path} must be a complete GGUF file but ends in the middle of its metadata")
 
 
 class _Reader:
@@ -68,7 +68,7 @@ class _Reader:
             self.order, self.at = ">", len(MAGIC)
             if (swapped := self.number("I")) not in _VERSIONS:
                 fail(
-                    f"{self.path} must be GGUF of version 2 or 3 but is of {min(version, swapped)}"
+                    f"{self.path} must be GGUF version 2 or 3 but is version {min(version, swapped)}"
                 )
         tensors, entries = self.number("Q"), self.number("Q")
         values: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from . import keys
 from .scaling import Fact, claimed_by
 from .source import Found, Part, Source, agreed, fail, whole
 
-# Limit on mrope_section, so that a wrong number raises an error before it costs memory and time.
+# Limit on mrope_section, so that a wrong number raises an error before it takes memory and time.
 _MOST_PAIRS = 32768
 
 
@@ -92,14 +92,14 @@ def _latent_slice(
     for path, value in whole(source.outer(keys.HEAD_DIM)):
         if value not in (width, total):
             fail(
-                f"head_dim must be given once but got {path} = {value!r} and {nope[0][0]} + "
+                f"head_dim must have one value but got {path} = {value!r} and {nope[0][0]} + "
                 f"{rope[0][0]} = {total}"
             )
     agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM))])
     for path, fraction in _fractions(source, part, set()):
         if fraction != 1 and int(total * fraction) != width:
             fail(
-                f"rotary_dim must be given once but got {rope[0][0]} = {width} and {path} = {fraction!r}"
+                f"rotary_dim must have one value but got {rope[0][0]} = {width} and {path} = {fraction!r}"
             )
     return (total, width, start), [
         ("head_dim", total, f"{nope[0][0]} + {rope[0][0]}"),
@@ -156,8 +156,8 @@ def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:
         free = family is None or family.pairing_key is not None
         if not free and family is not None and got[1] != family.interleaved:
             fail(
-                f"interleaved must be given once but got {got[0]} for {got[1]} and {source.name} for "
-                f"{family.interleaved}; pass interleaved={got[1]} if the key is right"
+                f"interleaved must have one value but got {got[1]} from {got[0]} and "
+                f"{family.interleaved} from {source.name}; pass interleaved={got[1]} if the key is right"
             )
         return got[1], got[0]
     if family is None:
@@ -179,7 +179,10 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     pairs = rotary_dim // 2
     if kind in ("blocks", "strided"):
         if pairs % 2:
-            fail(f"{source.name} divides pairs between two axes, but a head has {pairs}")
+            fail(
+                f"the number of pairs must be even, as {source.name} divides them between two axes, but "
+                f"got {pairs}"
+            )
         made = Axes.blocks((pairs // 2, pairs // 2)) if kind == "blocks" else Axes.strided(2, pairs)
         return made, f"{source.name} ({family.source})" if family is not None else ""
     axial = [path for path, name in part.inner(keys.TYPE) if name == "axial"]

@@ -53,7 +53,7 @@ POSITION_TYPES_WITH_ROPE = frozenset({"rope", "rope_gptj", "rotary", "mrope", "y
 # --- keys of a rope section that belong to no scaling rule ---
 
 TYPE = ("rope_type", "type")
-# Types without scaling; "mrope" and "axial" only say that positions have several coordinates.
+# Types without scaling; "mrope" and "axial" only mean that positions have several coordinates.
 TYPES_WITHOUT_RULE = frozenset({"default", "mrope", "axial", "none"})
 SECTIONS = ("mrope_section",)
 SECTIONS_INTERLEAVED = ("mrope_interleaved",)
@@ -64,7 +64,7 @@ INERT: dict[str, str] = {
     "max_position_embeddings": "the context length; the rules take it from the outer level",
     "llama_4_scaling_beta": "a temperature of the attention, by position; it scales queries after they "
     "are rotated",
-    "finetuned": "whether the model was trained with the scaling; a remark",
+    "finetuned": "whether the model was trained with the scaling",
 }
 # Keys that do not affect the rotation if they have this value: (key, value) -> why.
 INERT_VALUES: dict[tuple[str, object], str] = {
@@ -76,18 +76,18 @@ INERT_VALUES: dict[tuple[str, object], str] = {
 # --- keys of the outer level that look like keys about RoPE ---
 
 # Keys that do not affect the rotation -> why. Any other unknown key with rope, rotary or theta as one of
-# its words is an error, so that a misspelt key does not silently become a default.
+# its words is an error: otherwise a misspelt key would silently become a default.
 INERT_OUTSIDE: dict[str, str] = {
     "apply_rope_fusion": "which kernel runs",
     "attention_rope_fusion": "which kernel runs",
     "fused_rope": "which kernel runs",
     "fused_single_qkv_rope": "which kernel runs",
-    "index_rope_interleave": "pairing inside an indexer, which is another attention",
-    "indexer_rope_interleave": "pairing inside an indexer, which is another attention",
+    "index_rope_interleave": "pairing inside an indexer, which is a separate attention",
+    "indexer_rope_interleave": "pairing inside an indexer, which is a separate attention",
     "rotary_value": "whether values rotate too, by the same angles",
     "use_rope_bias": "a bias of the attention",
     "use_rotary_position_embeddings": "an older spelling of position_embedding_type",
-    "rope_finetuned": "whether the model was trained with the scaling; a remark",
+    "rope_finetuned": "whether the model was trained with the scaling",
 }
 # Outer keys whose value False means that the model has no RoPE.
 SWITCHES = ("rotary", "use_rotary_embedding", "use_mem_rope")

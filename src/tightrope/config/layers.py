@@ -34,7 +34,7 @@ def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
     if nested and any(value is not None for _, value in flat.values()):
         fail(
             f"a rope section must hold keys or layer types but got both: "
-            f"{', '.join(sorted(path for path, _ in flat.values()))} beside "
+            f"{', '.join(sorted(path for path, _ in flat.values()))} and "
             f"{', '.join(sorted(nested))}"
         )
     return flat, nested
@@ -81,7 +81,7 @@ def _nested_parts(
     # In DeepSeek V4 no section has the name of a layer type.
     if missing and not nested.keys().isdisjoint(layers or ()):
         fail(
-            f"a rope section must be there for each layer type but the config has none for "
+            f"each layer type must have a rope section but the config has none for "
             f"{', '.join(missing)}"
         )
     parts = []

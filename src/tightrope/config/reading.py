@@ -1,8 +1,8 @@
 """Read a spec from a mapping with the key names of transformers; a missing fact is an error.
 
-The facts are data elsewhere: the names of keys in keys.py, the facts of model families in families.py,
-the parameters of a scaling rule in the rule itself (``Rule.names``, ``Rule.keys``). A new rule needs no
-change here.
+The facts are data in other places: the names of keys in keys.py, the facts of model families in
+families.py, the parameters of a scaling rule in the rule itself (``Rule.names``, ``Rule.keys``). A new
+rule needs no change here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
 from .source import OPERATION, Found, Part, Source, fail, whole
 from .specs import LayerSpecs, Provenance, Row
 
-# Far above any model's; a misspelt size fails at once instead of computing many frequencies.
+# Far above any model's. A wrong size raises an error at once instead of computing many frequencies.
 _WIDEST = 65536
 
 
@@ -195,8 +195,8 @@ def _unknown_outside(source: Source) -> list[str]:
 
 def _complain(unknown: list[str], strict: bool) -> None:
     text = (
-        f"every key about RoPE must be known but got {', '.join(unknown)}; strict=False warns and "
-        f"ignores"
+        f"every key about RoPE must be known but got {', '.join(unknown)}; strict=False ignores "
+        f"them with a warning"
     )
     if strict:
         fail(text)

@@ -112,7 +112,7 @@ def _original(source: Source, part: Part, found: list[Found]) -> Found | None:
 
 
 def _wants_ratio(part: Part, one: dataclasses.Field[Any], spelled: tuple[str, ...]) -> bool:
-    """Return True if a missing factor is to be computed: it is null, or optional in the rule."""
+    """Return True if a missing factor must be computed: it is null, or optional in the rule."""
     null = any(key in part.entries and part.value(key) is None for key in spelled)
     return null or one.default is None
 
@@ -133,7 +133,7 @@ def _times(values: dict[str, Any], path: str, multiplier: object) -> float:
     """Multiply YaRN's own attention factor by the ``attn_factor`` of vLLM and llama.cpp."""
     if values.get("attention_factor") is not None:
         fail(
-            f"attention_factor must be given once but got attention_factor = "
+            f"attention_factor must have one value but got attention_factor = "
             f"{values['attention_factor']!r} and {path} = {multiplier!r}"
         )
     if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):

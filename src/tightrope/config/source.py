@@ -19,13 +19,13 @@ Entries = dict[str, Found]
 
 
 def fail(message: str) -> NoReturn:
-    """Raise a ValueError in the library's sentence form."""
+    """Raise a ValueError whose message has the form of all errors of this library."""
     raise bad_value(message)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A configuration with the key names of transformers, whatever its original format.
+    """A configuration with the key names of transformers, in any original format.
 
     Attributes:
         values: key -> value.
@@ -92,7 +92,7 @@ def agreed(what: str, found: list[Found]) -> Found | None:
     for path, value in found[1:]:
         if value != first[1]:
             fail(
-                f"{what} must be given once but got {first[0]} = {first[1]!r} and {path} = {value!r}"
+                f"{what} must have one value but got {first[0]} = {first[1]!r} and {path} = {value!r}"
             )
     return first
 

@@ -83,7 +83,7 @@ class Provenance:
     """A spec and the source of each of its fields; ``print`` shows it as a table.
 
     Attributes:
-        spec: what :meth:`tightrope.RopeSpec.from_config` returns.
+        spec: the result of :meth:`tightrope.RopeSpec.from_config`.
         rows: layer type, field, value, and the key or fact that gave it.
         name: the kind of configuration: ``model_type 'llama'``.
         context: the key of the context length and its value; None if there is none.

@@ -1,7 +1,7 @@
-"""The ways in which rotary functions of other libraries are called, and what they can compute.
+"""The ways in which other libraries call rotary functions, and the rotations these can compute.
 
-Code that tests or replaces an unknown rotary function tries the entries of :data:`FORMS`. Support for
-another way to pass angles is one more entry.
+Code that tests or replaces an unknown rotary function tries the entries of :data:`FORMS`. To support
+another way of passing angles, add an entry.
 """
 
 from ._calls import (

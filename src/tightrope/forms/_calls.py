@@ -14,10 +14,11 @@ import torch
 from .._errors import bad_value
 from ._registry import FORMS, Form, Tables
 
-#: Roles of tensors that rotate: "x" alone; "q" and "k"; "more" for those after two, which may be None.
+#: Roles of tensors that rotate: "x" for a single one, else "q" and "k"; "more" for those after the
+#: second, which may be None.
 ROTATED = ("x", "q", "k", "more")
 
-# Role -> parameter names that suggest it; not for the tables.
+# Role -> parameter names that suggest it; see _TABLE for the tables.
 _NAMES = {
     "q": re.compile(r"^(x?q|q_|query|queries)(_states|_layer|_heads?)?$"),
     "k": re.compile(r"^(x?k|k_|key|keys)(_states|_layer|_heads?)?$"),
@@ -33,9 +34,8 @@ class Argument(NamedTuple):
     """One parameter of a function and its role.
 
     Attributes:
-        role: one of ROTATED or of the form's roles; "positions" (if tables are given, the rows to
-            take from them); "unsqueeze_dim", the axis at which tables are unsqueezed; "seq_dim" or
-            "offset".
+        role: one of ROTATED; a role of the form; "positions" (with tables: the rows to take from
+            them); "unsqueeze_dim", the axis at which tables are unsqueezed; "seq_dim"; "offset".
         name: the name of the parameter; None if unknown.
         keyword: pass it by name, because it or a parameter before it is optional.
     """
@@ -89,7 +89,7 @@ class Call:
         return dict(zip(self.tables, self.form.built(cos, sin), strict=True))
 
     def read(self, values: Mapping[str, Any]) -> Tables | None:
-        """Cosines and sines read from such arguments; None if they have another form."""
+        """Cosines and sines read from the arguments by name; None if they have another form."""
         read = self.form.read
         if read is None:
             return None
@@ -213,7 +213,7 @@ def _arguments(
 
 
 def _role(parameter: inspect.Parameter) -> str | None:
-    """The role that a parameter's name suggests; not for the tables."""
+    """The role that a parameter's name suggests; None for tables and unknown names."""
     name = parameter.name.lower()
     role = next((role for role, names in _NAMES.items() if names.search(name)), None)
     if role == "unsqueeze_dim" and type(parameter.default) is not int:
@@ -232,7 +232,7 @@ _USUAL = {
 
 
 def usual_calls(function: Any) -> list[Call]:
-    """The usual ways to call a function with this number of parameters, whatever their names."""
+    """The usual ways to call a function with this number of parameters, regardless of their names."""
     seen = signature(function)
     parameters = None if seen is None else list(seen.parameters.values())
     if parameters is None or any(each.kind is each.VAR_POSITIONAL for each in parameters):
@@ -246,7 +246,7 @@ def parse(text: str) -> Call:
     """Parse a call: ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, positions -> cos, sin"``.
 
     Raises:
-        ValueError: the text is not such a list of roles.
+        ValueError: the text is not a valid list of roles.
     """
     head, arrow, result = text.partition("->")
     names = [name.strip() for name in head.split(",")]
@@ -255,15 +255,15 @@ def parse(text: str) -> Call:
         sound &= "x" in names and "".join(result.split()) == "cos,sin"
     usable = [form for form in FORMS.values() if not form.flat]
     for form in usable:
-        beside = {"seq_dim"}
+        unrotated = {"seq_dim"}
         if form.takes_tables or "positions" in form.roles:
-            beside |= {"positions", "offset"}
-        rotated = set(names) - set(form.roles) - beside
+            unrotated |= {"positions", "offset"}
+        rotated = set(names) - set(form.roles) - unrotated
         fits = set(form.roles) <= set(names) and form.gives_tables == bool(arrow)
         if sound and fits and rotated in ({"x"}, {"q"}, {"q", "k"}):
             return Call(form, tuple(Argument(name) for name in names))
     listed = ", ".join(dict.fromkeys(role for form in usable for role in form.roles))
     raise bad_value(
-        f"form must list the arguments, of x or q, k, seq_dim, {listed}, such as 'x, positions' or "
+        f"form must list the arguments, from x, q, k, seq_dim, {listed}, such as 'x, positions' or "
         f"'q, k, cos, sin', but got {text!r}"
     )

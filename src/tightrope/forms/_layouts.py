@@ -40,10 +40,10 @@ class Arrangement:
 
     Attributes:
         x, table: the axes by letter.
-        unsqueeze_dim: the argument of this name, if the function takes it: the axis at which to
-            unsqueeze the tables.
+        unsqueeze_dim: the value of the argument with this name, if the function takes it: the axis
+            at which to unsqueeze the tables.
         broadcasts: whether tables of rank three broadcast against x of rank four without unsqueezing.
-            Such tables cannot distinguish that from a rule that unsqueezes tables of rank three.
+            Tables of these shapes do not show whether the function would unsqueeze other tables.
     """
 
     x: str

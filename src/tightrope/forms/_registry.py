@@ -20,14 +20,14 @@ class Form:
     Attributes:
         name: the name in reports; forms are pickled by it.
         roles: the roles of the arguments that hold the angles, also their usual parameter names.
-        build: if tables are given, an expression in ``cos`` and ``sin`` for each of these arguments.
-        read: if tables are given, the inverse of ``build``: (cos, sin) from these arguments.
+        build: with tables, an expression in ``cos`` and ``sin`` for each of these arguments.
+        read: with tables, the inverse of ``build``: (cos, sin) from these arguments.
         gives_tables: whether the function returns (cos, sin) and rotates nothing.
         arrangements: layouts of x with fitting shapes of cos/sin, likeliest first.
         widths: how cos/sin may hold the entry of each pair, likeliest first.
         narrow: whether tables may have a 16-bit dtype.
-        unit: whether cos² + sin² must be 1, as the form can pass nothing else.
-        flat: whether x is (batch, seq, heads * dim), which only a method can split.
+        unit: whether cos² + sin² must be 1, because the form cannot express other values.
+        flat: whether x is (batch, seq, heads * dim); only a method knows how to split it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Form:
 
     @property
     def takes_tables(self) -> bool:
-        """True if the caller passes cosines and sines, in whatever form."""
+        """True if the caller passes cosines and sines, in any format."""
         return self.read is not None
 
     def built(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, ...]:

@@ -10,8 +10,8 @@ import torch
 
 HALF, INTERLEAVED = "half", "interleaved"
 
-#: The table entries that belong to the channels u and v of pair k of P. The first two read one entry
-#: for u and another for v, and are rotations only if both are equal.
+#: The table entries for the channels u and v of pair k, with P pairs in all. The first two read one
+#: entry for u and another for v, and are rotations only if both are equal.
 READINGS = {
     "cat": "k for u and k + P for v",
     "repeat": "2k for u and 2k + 1 for v",
@@ -78,7 +78,7 @@ class Rotation:
         words = [f"{pairing} on {channels}"]
         if self.out != self.pairs:
             words.append(f"returned {'as halves' if self.out == HALF else 'interleaved'}")
-        # Without more, the table entry of a channel is the one at its own index.
+        # By default a channel uses the table entry at its own index.
         aligned = self.reading == ("cat" if self.pairs == HALF else "repeat")
         words.append(
             {

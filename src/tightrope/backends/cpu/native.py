@@ -30,7 +30,7 @@ _missing: str | None = "it was not loaded yet"
 
 
 def register() -> None:
-    """Load the library; if it is missing, warn once how to get it."""
+    """Load the library; if that fails, warn and explain how to install it."""
     global _library, _missing
     if os.environ.get("TIGHTROPE_NATIVE") == "0":
         _missing = "the native library is switched off by TIGHTROPE_NATIVE=0"
@@ -53,7 +53,7 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     """Return the reason why this backend cannot run, or None if it can.
 
     Args:
-        x: the tensor to rotate; without one, the question is whether the backend is available.
+        x: the tensor to rotate; without one, whether the backend can run at all.
     """
     if _missing is not None:
         return _missing
@@ -93,8 +93,8 @@ def use_instruction_set(name: str) -> None:
     """
     if _library is None or not _library.tightrope_use(name.encode()):
         raise ValueError(
-            f"[use_instruction_set] this processor has {', '.join(instruction_sets()) or 'none'} "
-            f"but got {name!r}."
+            f"[use_instruction_set] name must be one of {', '.join(instruction_sets()) or 'none'} on this "
+            f"processor but got {name!r}."
         )
 
 

@@ -1,4 +1,4 @@
-"""The definition as a kernel, for every device without a kernel of its own."""
+"""The definition, registered as the kernel of every device that has no other."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the 
 
 
 def register() -> None:
-    """Register the definition for every device without a kernel of its own; called once, at import."""
+    """Register the definition for every device that has no other kernel; called once, at import."""
     for operator, kernel in (
         (schema.rotate, rotate),
         (schema.rotate_extras, rotate),
@@ -112,7 +112,7 @@ def register() -> None:
         (schema.gate_gradients, gate_gradients),
     ):
         library.impl(operator, kernel, "CompositeExplicitAutograd")
-    # The legacy vmap of is_grads_batched and vectorised jacobians, which ignores registered vmap rules.
+    # For the legacy vmap of is_grads_batched and vectorised jacobians: it ignores registered vmap rules.
     for operator, kernel in (
         (schema.rotate, compose),
         (schema.rotate_extras, compose),

@@ -53,18 +53,18 @@ class Source:
 
 
 def require(condition: bool, rule: str) -> None:
-    """Refuse a direct call of the operator that does not fit its schema."""
+    """Raise an error for a direct call of the operator that breaks a rule."""
     if not condition:
         raise RuntimeError(f"tightrope: {rule}")
 
 
 def views_of(xs: Sequence[torch.Tensor], options: Options) -> list[View]:
     """Return views of q and k; check that they have equal rows, tokens and channels."""
-    require(options.layout < len(BY_CODE), "layout")
-    require(options.direction <= 2, "direction")
+    require(options.layout < len(BY_CODE), "the layout must be known")
+    require(options.direction <= 2, "the direction must be known")
     layout = BY_CODE[options.layout]
     first = xs[0]
-    require(first.dtype in _FLOATING, "dtype of x")
+    require(first.dtype in _FLOATING, "x must be float16, bfloat16, float32 or float64")
     for x in xs:
         require(
             x.dim() == layout.dims and x.dtype == first.dtype and x.device == first.device,
@@ -108,7 +108,7 @@ def source_of(
         steps = AngleSteps(rows=rows, heads=heads)
     else:
         if secondary is None:
-            raise RuntimeError("tightrope: cosines without sines")
+            raise RuntimeError("tightrope: cosines must come with sines")
         for table in (primary, secondary):
             require(
                 table.dim() == 4
@@ -129,8 +129,11 @@ def source_of(
         vector = vector_of((primary, secondary), both)
         cos, sin = [steps_of(found, vector or 1) for found in both]
         steps = AngleSteps(length=length, cos=cos, sin=sin)
-    require(rows in (1, views[0].rows), "rows of angles")
-    require(all(heads in (1, view.heads) for view in views), "heads of angles")
+    require(rows in (1, views[0].rows), "angles must have 1 row or those of q")
+    require(
+        all(heads in (1, view.heads) for view in views),
+        "angles must have 1 head or those of q and k",
+    )
     require(options.start + 2 * pairs <= views[0].channels, "rotated channels lie outside the head")
     places = PositionSteps(None, None, None, int(options.add_index))
     kind_of = 0
@@ -140,9 +143,11 @@ def source_of(
             positions.dim() == 3 and positions.device == device and positions.shape[0] == axes,
             "positions must be [axes, rows|1, tokens|1]",
         )
-        require(positions.shape[1] in (1, views[0].rows), "rows of positions")
-        require(positions.shape[2] == tokens, "tokens of positions")
-        require(positions.dtype in _POSITIONS, "dtype of positions")
+        require(positions.shape[1] in (1, views[0].rows), "positions must have 1 row or those of q")
+        require(
+            positions.shape[2] == tokens, "positions must have the tokens of q, or 1 with add_index"
+        )
+        require(positions.dtype in _POSITIONS, "positions must be int32, int64, float32 or float64")
         kind_of = _POSITIONS[positions.dtype]
         require(options.source == WORDS or kind_of == 1, "positions in a table must be integers")
         axis, row, token = broadcast_strides(positions)

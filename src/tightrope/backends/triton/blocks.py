@@ -1,15 +1,13 @@
-"""Block sizes of the kernels: a table, and the machine on which it was measured.
+"""Block sizes of the kernels.
 
 The sizes depend only on the kind of call and are not autotuned: nothing is timed at run time, and the
-same call has the same programs everywhere, which fixes the order of its sums.
+same call has the same programs everywhere, which fixes the order of its sums. They are not measured
+yet, but derived: 16 bytes per load and thread, two loads in flight.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-#: The machine on which the numbers below were measured.
-MEASURED_ON = "not measured yet: derived from 16 bytes per load and thread, two loads under way"
 
 
 class Blocks(NamedTuple):
@@ -61,7 +59,8 @@ SUMS = {2: Blocks(1024, 4, 1, 4096), 4: Blocks(512, 4, 1, 4096), 8: Blocks(256, 
 #: With fewer programs than this, the heads are divided among more of them.
 PROGRAMS = 512
 
-#: The definition handles heads with more channels: a tile of one token would not fit in registers.
+#: Maximum number of channels of a head. The definition handles wider heads, for which a tile of one
+#: token would not fit in registers.
 WIDEST = 2048
 
 
@@ -93,7 +92,7 @@ def blocks_of(
         back: whether it is the transpose of an activation.
         long: whether registers hold more of a head than its pairs.
         whole: whether q, k and the results are accessed in 16-byte units.
-        all_whole: whether all other tensors are.
+        all_whole: whether all other tensors are accessed in 16-byte units.
 
     >>> blocks_of(2, False, False, False, True, True).pairs
     1024

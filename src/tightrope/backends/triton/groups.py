@@ -150,7 +150,7 @@ class AngleKind(NamedTuple):
         TABLE_VECTOR: unit of the table strides, in elements; 0 if pairs are not contiguous.
         AXES: number of position axes.
         POSITIONS: 0 without a position tensor, 1 if positions are integers, 2 if floating.
-        TURNS: whether there are whole turns beside the phase words.
+        TURNS: whether frequencies have whole turns in addition to the phase words.
         ROWS, HEADS: whether each row and each head has its own angles.
     """
 
@@ -168,7 +168,7 @@ class Kind(NamedTuple):
 
     Attributes:
         ACT, GATE, DIRECTION: f, P and direction, by the codes of tightrope.ops.schema.
-        REST: whether to write the channels outside the rotated slice too.
+        REST: whether to write also the channels outside the slice.
         TOGETHER: number of heads that are loaded at a time.
         VECTOR: unit of the strides of x and results, in elements.
         GATE_VECTOR, INPUT_VECTOR: the same for gates and inputs; 0 if channels are not contiguous.
@@ -242,8 +242,14 @@ class Places(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Logarithms or slopes, the offset of a head in them, their channel stride; and for slopes the
-    positions as the sum of two parts."""
+    """Logarithms or slopes of a gate.
+
+    Attributes:
+        of: the tensor.
+        at: the offset of a head in it.
+        channel: its channel stride.
+        high, low: for slopes, the positions as the sum of two parts.
+    """
 
     of: Any
     at: Any

@@ -66,7 +66,7 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Compute ``angle_gradients`` of :mod:`tightrope.ops.schema`; None if the definition must do it."""
     options = options_of(packed)
-    require(options.source == WORDS, "tables have gradients of their own")
+    require(options.source == WORDS, "angle_gradients takes phase words, not tables")
     ys, grads = present(y, z), present(grad_y, grad_z)
     views, grad_views = _views(ys, grads, options)
     source = source_of(words, turns, positions, options, views, y.device)

@@ -1,4 +1,4 @@
-"""Tensors as kernels see them: sizes and strides of rows, heads, tokens and channels; alignment."""
+"""Views of tensors for the kernels: sizes and strides of rows, heads, tokens and channels; alignment."""
 
 from __future__ import annotations
 

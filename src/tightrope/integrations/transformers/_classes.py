@@ -1,4 +1,4 @@
-"""The mark on generated subclasses that leads back to the original class."""
+"""The mark on generated subclasses: the original class and the replacements in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serve the modules that make cosines and sines from exact angles (``patch(angles="exact")``)."""
+"""Exact angles for the modules that make cosines and sines (``patch(angles="exact")``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...spec import RopeSpec
 from ._classes import base_of
 from ._summary import Entry
 
-# Probe positions, and the float32 error allowed to the original: relative to the angle and absolute.
+# Probe positions, and the float32 error that the original may have: relative to the angle, and absolute.
 _SMALL = (3, 1, 7, 2, 12, 40)
 _ANGLE, _VALUE = 6e-7, 4e-6
 # Relative and absolute error of a cast of frequencies to bfloat16 or float16.
@@ -37,7 +37,7 @@ _NAME = re.compile(r"(Rotary|Rope|RoPE)\w*Emb")
 _OF_MODULE = re.compile(r"rope_type$|attention_scaling$")
 _OF_CONFIG = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 
-# The reason reported if a model or file has no module that makes angles.
+# The reason in the report if a model or file has no module that makes angles.
 NO_ANGLES = "makes cosines and sines from positions, so angles stay as they are"
 
 
@@ -50,7 +50,7 @@ class Angles:
         width: how the tables hold one entry per pair, a key of WIDTHS.
         factors: the factor on the tables of each layer type, beyond the amplitude of its spec.
         ranks: the ranks of position_ids that were tried: 2, or 3 with a leading axis.
-        wide: return float32 tables whatever the dtype of x.
+        wide: return float32 tables for every dtype of x.
     """
 
     specs: tuple[tuple[str | None, RopeSpec], ...]
@@ -193,7 +193,7 @@ def _parameters(cls: type) -> list[str]:
 
 
 class _Unserved(Exception):
-    """A module cannot be served exactly; the message is the reason."""
+    """The module cannot use exact angles; the message is the reason."""
 
 
 def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
@@ -286,7 +286,9 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
         finally:
             _busy.now = False
     if any(t.device.type == "meta" or t.dtype != torch.float32 for t in module.buffers()):
-        raise _Unserved("its frequencies are on meta or were cast, and no config gives them")
+        raise _Unserved(
+            "its frequencies are on the meta device or were cast, and no config gives them"
+        )
     return copy.deepcopy(module).cpu()
 
 
@@ -368,7 +370,7 @@ def _width(
     for rank in (2, 3):
         tried = []
         for ids in sets:
-            # Rows of equal length: otherwise the module uses the longest for all, and we each its own.
+            # Rows of equal length: else the module uses the longest for all, this library each its own.
             ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
             if rank == 3:
                 if spec.axes is None:

@@ -14,7 +14,7 @@ import torch
 
 from ...forms import signature, unwrapped
 
-#: Prefix of the globals that hold replacements, next to the originals.
+#: Prefix of the names under which replacements are stored, next to the originals.
 PREFIX = "_tightrope_"
 
 _NAME = re.compile(r"apply.*(rot|rope)")

@@ -99,8 +99,8 @@ def _make(base: type, recipe: Recipe) -> type:
     originals = {id(swap.original()): swap for swap in recipe.swaps}
     copier = _Copier({key: replacement_of(swap) for key, swap in originals.items()})
     members: dict[str, Any] = {}
-    for _owner, name, stands, function in methods(base):
-        value = original_of(stands)
+    for _owner, name, attribute, function in methods(base):
+        value = original_of(attribute)
         swap = originals.get(id(value))
         if swap is not None:
             new = replacement_of(swap)

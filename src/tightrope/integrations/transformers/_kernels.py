@@ -1,4 +1,4 @@
-"""A layer for the ``kernels`` package, under the layer name that transformers uses for rotations."""
+"""The rotation as a layer of the ``kernels`` package, under the layer name of transformers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _served: dict[type, Any] = {}
 def serve(cls: type) -> bool:
     """Recognise the function behind a class, once per class.
 
-    The ``kernels`` package makes a class of each function with this layer name. One layer serves them
-    all, so the class tells which function it replaces.
+    The ``kernels`` package makes one class for each function with this layer name, and all of them
+    use the same layer. The class identifies the function that it replaces.
     """
     if cls not in _served:
         module = cls()
@@ -33,7 +33,7 @@ def serve(cls: type) -> bool:
     return True
 
 
-# Dynamo runs it while tracing and treats the result as a constant.
+# Dynamo runs `serve` while tracing and treats the result as a constant.
 serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -107,7 +107,7 @@ def register() -> None:
         ImportError: the ``kernels`` package is not installed.
     """
     known = mapping()
-    # transformers registers its own mapping when this module is first imported; ours must come later.
+    # This import makes transformers register its own mapping; ours must come later.
     try:
         from transformers.integrations import hub_kernels
     except ImportError:

@@ -109,12 +109,12 @@ def _patch_module(module: ModuleType) -> None:
             where = Found(home, name, value)
             swaps.append((module, where, _recognised(value)))
         elif isinstance(value, type) and value.__module__ == module.__name__:
-            for method, stands in vars(value).items():
-                if _find.is_rotary_method(method, stands):
-                    static = isinstance(stands, staticmethod)
-                    function = unwrapped(stands)
+            for method, member in vars(value).items():
+                if _find.is_rotary_method(method, member):
+                    static = isinstance(member, staticmethod)
+                    function = unwrapped(member)
                     found = Found(
-                        module.__name__, f"{value.__qualname__}.{method}", stands, not static
+                        module.__name__, f"{value.__qualname__}.{method}", member, not static
                     )
                     swaps.append((value, found, _recognised(function, None if static else value)))
     exact = _state.angles == "exact"
@@ -122,8 +122,8 @@ def _patch_module(module: ModuleType) -> None:
     for holder, found, recognition in swaps:
         if recognition.candidate is not None:
             new = replacement(found.value, recognition.candidate, narrow=wide)
-            stands = staticmethod(new) if isinstance(found.value, staticmethod) else new
-            _set(holder, found.name.rsplit(".", 1)[-1], stands)
+            member = staticmethod(new) if isinstance(found.value, staticmethod) else new
+            _set(holder, found.name.rsplit(".", 1)[-1], member)
         if found.module == module.__name__:
             _note(entry_of(found.module, found.name, recognition))
     if exact:

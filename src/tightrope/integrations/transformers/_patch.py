@@ -30,8 +30,7 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
             patches all models: every modeling file that is imported now or later. Exact angles then
             apply to models made afterwards.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
-            which are exact at any position and computed in float32 whatever dtype the model was cast
-            to.
+            which are exact at any position and computed in float32 for every dtype of the model.
 
     Returns:
         A report with one entry per function. With model None it grows as files are imported.
@@ -52,8 +51,8 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     if model is None:
         return _library.patch(angles)
     found = _found(model)
-    # Float32 tables need every reader to be replaced: a function that is left, or was not found, may
-    # rely on the dtype.
+    # Return float32 tables only if every function that reads them is replaced: one that is left, or
+    # was not found, may rely on the dtype.
     wide = angles == "exact" and bool(found) and all(recognition for _, recognition in found)
     swaps = tuple(
         _graft.Swap(each.module, each.name, recognition.candidate, wide)

@@ -26,7 +26,7 @@ BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 16
 
 # Bound for float32 inputs; a wrong candidate is off by as much as the values themselves.
 _CLOSE = 2e-5
-# Bounds for several roundings of values near 10 to 8 and to 11 significant bits.
+# Bounds for several roundings, to 8 and to 11 significant bits, of values near 10.
 _COARSE = {torch.bfloat16: 0.2, torch.float16: 0.03}
 
 

@@ -17,7 +17,7 @@ from ._twice import twice
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# The operator's name for each reading of the tables; for "second" and "odd" it gets a view.
+# The `tables=` of the operator for each reading; "second" and "odd" pass a view with tables="half".
 _TABLES = {"cat": "cat", "first": "cat", "repeat": "repeat", "even": "repeat"}
 
 
@@ -27,8 +27,8 @@ def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Ca
     Args:
         original: called instead for every kind of call that was not tried.
         candidate: what the original was recognised as.
-        narrow: return results in the dtype of x even if the original would promote them: for tables
-            that are float32 now and had the dtype of x before.
+        narrow: return results in the dtype of x even if the original would promote them, as exact
+            angles make tables float32 that had the dtype of x before.
     """
     call = _Call(original, candidate, narrow)
     bind, short, long = call.bind, call.short, call.long
@@ -55,7 +55,7 @@ class _Call:
     def __init__(self, original: Any, candidate: Candidate, narrow: bool) -> None:
         seen = signature(original)
         if seen is None:
-            raise TypeError("a candidate is made from a signature, and this function has none")
+            raise TypeError("the function must have a signature that can be read")
         parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
         self.signature, self.candidate = seen, candidate
         self.keeps = candidate.keeps_dtype or narrow

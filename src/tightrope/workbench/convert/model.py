@@ -297,7 +297,9 @@ def _provenance(
                 found, section=stated.section, strict=strict, interleaved=interleaved
             )
         except ValueError as error:
-            text = str(error).replace("strict=False warns and ignores", "--from ignores them")
+            text = str(error).replace(
+                "strict=False ignores them with a warning", "--from ignores them"
+            )
             raise ValueError(text) from None
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels. Only `launch` imports this package, which imports Triton, on the first call.
+"""The Triton kernels. This package imports Triton, so it is itself imported only on the first call.
 
 The kernels use only Triton's builtins, so the same source runs compiled and under Triton's interpreter,
 in either order within a process.

@@ -2,7 +2,7 @@
 
 Triton's own versions are less accurate, because they round the argument times log2 e and use the fast
 instructions of the device; and some of these functions are missing. Each polynomial is fitted to the
-function named beside it, on the whole range on which it is used.
+function named next to it, on the whole range on which it is used.
 """
 
 from __future__ import annotations
