@@ -1,12 +1,12 @@
-"""Soak the conversion of checkpoints: `python -m benchmarks.convert_soak`.
+"""Soak test of checkpoint conversion: `python -m benchmarks.convert_soak`.
 
-Makes a checkpoint of many shards (a random Llama in bfloat16), then checks that the command
+It makes a checkpoint of many shards (a random Llama in bfloat16), then checks that `tightrope convert`
 
-1. stays below 1.5 times the largest tensor + 200 MB of memory, as the kernel reports the peak of the
-   process. For checkpoints from 1 GB on this is all of its memory. For smaller ones, where torch itself
-   needs far more than the largest tensor, it is the memory above that of `--help`, at most 64 MB (with
-   torch 2.10, a torch file takes up to 128 MB more for imports that read its offsets);
-2. converts there and back to the same bytes, for safetensors shards and for a torch file;
+1. needs at most 1.5 times the largest tensor + 200 MB of memory, by the kernel's peak for the process.
+   For checkpoints of 1 GB or more, all of its memory counts. For smaller ones, torch itself needs far
+   more than the largest tensor: only the memory above that of `--help` counts, and may be at most 64 MB
+   (with torch 2.10, a torch file may take 128 MB more, for the imports that read its offsets);
+2. restores the original bytes when it converts back, for safetensors shards and for a torch file;
 3. loses nothing when it is killed (signal 9) at random moments, with an older result in place for the
    second half of the kills: the checkpoint keeps its bytes, and OUT is missing or complete.
 
@@ -109,8 +109,8 @@ def digests(folder: Path) -> dict[str, str]:
 def run(arguments: Sequence[object]) -> tuple[float, int]:
     """Run the command line; return (seconds, peak bytes of memory).
 
-    The kernel's peak of a process includes the memory of its parent at the start. So this process stays
-    small: only a child process, which makes the checkpoint, imports torch.
+    The peak that the kernel reports for a process includes its parent's memory at the start. So this
+    process stays small: only a child process, which makes the checkpoint, imports torch.
     """
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -155,7 +155,7 @@ def kill_at_random(
                 broken.append(f"kill {number}: the older result is gone")
         else:
             seen["an older result" if out.stat().st_ino == inode else "the result"] += 1
-            # Files that were compared and not written since need not be read again.
+            # Files that are unchanged since the last comparison need not be read again.
             if _stamps(out) != whole and digests(out) != expected:
                 broken.append(f"kill {number}: the result is incomplete")
             whole = _stamps(out)

@@ -1,4 +1,4 @@
-"""A table from the numbers of `tightrope bench --out RESULTS.json`.
+"""Make a Markdown table of the results of `tightrope bench --out RESULTS.json`.
 
     python -m benchmarks.report RESULTS.json [--readme README.md] [--png PICTURE.png]
     python -m benchmarks.report RESULTS.json --before OLDER.json
@@ -91,7 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("results", type=Path)
     parser.add_argument("--only", default="", help="regular expression for the names of cases")
-    parser.add_argument("--readme", type=Path, help="file whose marked table is replaced")
+    parser.add_argument(
+        "--readme", type=Path, help="file in which to replace the table between the marks"
+    )
     parser.add_argument("--png", type=Path, help="picture to draw")
     parser.add_argument("--before", type=Path, help="older results to compare with")
     options = parser.parse_args(arguments)

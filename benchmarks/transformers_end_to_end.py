@@ -134,7 +134,7 @@ def _line(row: dict[str, Any]) -> str:
 def score_errors() -> list[dict[str, Any]]:
     """Root mean square error of attention scores q·k of a bfloat16 model, against float64 angles.
 
-    All pairs of 64 consecutive tokens from each start position, with random queries and keys.
+    It covers all pairs of 64 consecutive tokens from each start position, with random q and k.
     """
     from tightrope.integrations.transformers import patch
 

@@ -55,7 +55,7 @@ def test_coordinates_that_are_exchanged_are_found(tmp_path: Path) -> None:
         "coordinate 0 does not turn pair 1 (channels 1 and 17), which is declared for coordinate 0"
     )
     program = finding.snippet.replace(
-        "# fn is the function that the audit was given",
+        "# fn is the audited function",
         "from test_audit_axes import SPECS, of\nfn = of(SPECS['sections in turn'])",
     )
     there = tmp_path / "shows.py"
@@ -102,8 +102,8 @@ def test_a_model_with_sections_is_audited_against_them(outer: bool) -> None:
         ),
         (
             RopeSpec(16, scaling=YaRN(4.0, 4096), axes=Axes.blocks((4, 4))),
-            "spec must have no scaling if its frequencies restart with each axis, as text then has no "
-            "spec of one axis to compare with, but got",
+            "spec must have no scaling if its frequencies restart with each axis, as no spec of one "
+            "axis then equals it on text, but got",
         ),
     ],
 )

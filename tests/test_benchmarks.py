@@ -142,7 +142,7 @@ def test_the_check_sees_single_elements_and_says_where_they_are(
         result[which][1, 1, 8, 0] += planted
         reason = str(mismatch(case, Made(lambda: None, tuple(result)), right))
         assert ": 2 of 3,456 elements are wrong" in reason
-        assert f"the first, {name}[1, 0, 7, 5] is " in reason
+        assert f"the first is {name}[1, 0, 7, 5]: " in reason
     for result in (made.result[:2], tuple(x[:, :, :-1] for x in made.result)):
         assert "shapes" in str(mismatch(case, Made(lambda: None, result), right))
     longer = tuple(torch.cat((x, x), 2) for x in made.result)

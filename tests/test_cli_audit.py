@@ -218,10 +218,13 @@ def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
 
 WRONG: dict[str, tuple[list[str], str]] = {
     "no module": (["nowhere:f"], "module 'nowhere' must be importable from"),
-    "no function": (["audited_rope:f"], "module 'audited_rope' must have 'f' but has none"),
+    "no function": (["audited_rope:f"], "module 'audited_rope' must define 'f' but does not"),
     "no target": (["./nothing"], "target must be MODULE:FUNCTION, the path of a config.json"),
     "form": (["audited_rope:good", "--form", "x, y"], "form must list the arguments"),
-    "broken config": (["broken.json"], "broken.json must be a configuration but: JSONDecodeError"),
+    "broken config": (
+        ["broken.json"],
+        "broken.json must be a configuration but reading it raised JSONDecodeError",
+    ),
     "list": (["list.json"], "list.json must have a model_type but has none"),
     "no head_dim": (["audited_rope:good", "--base", "10"], "need --head-dim as well"),
     "both": (["audited_rope:good", "--meant", "x", "--base", "1"], "--meant gives the whole spec"),
@@ -234,12 +237,18 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["audited_rope:good", "--timeout", "nan"],
         "timeout must be positive and below 1e6 seconds but got nan",
     ),
-    "device": (["audited_rope:good", "--device", "mars"], "device must be available to torch"),
+    "device": (
+        ["audited_rope:good", "--device", "mars"],
+        "device must be available but torch raised RuntimeError",
+    ),
     "short": (["audited_rope:good", "--longest", "-5"], "longest must be at least 128 but got -5"),
     "long": (["audited_rope:good", "--longest", str(10**30)], "longest must be at most 2147483648"),
     "no GGUF": (["audited_rope:good", "--meant", "binary.gguf"], "must be a GGUF file"),
     "option": (["audited_rope:good", "--nothing"], "No such option"),
-    "binary": (["binary.json"], "binary.json must be a configuration but: UnicodeDecodeError"),
+    "binary": (
+        ["binary.json"],
+        "binary.json must be a configuration but reading it raised UnicodeDecodeError",
+    ),
 }
 
 
@@ -267,7 +276,7 @@ def test_wrong_use_in_the_other_process(
     assert call(monkeypatch, "--isolate", "audited_rope:f") == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert "module 'audited_rope' must have 'f' but has none" in err
+    assert "module 'audited_rope' must define 'f' but does not" in err
     assert "Traceback" not in err
 
 

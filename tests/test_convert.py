@@ -566,7 +566,7 @@ class Harmful:
 def test_pickles_do_not_run(tmp_path: Path) -> None:
     torch.save({"a": Harmful()}, tmp_path / "a.pt")
     with refused(
-        "must load with weights_only but does not: its pickle asks for posix.system, which"
+        "must load with weights_only but does not: its pickle imports posix.system, which"
     ):
         convert(tmp_path / "a.pt", tmp_path / "b.pt", to="half", stated=Stated(config=LLAMA))
     torch.save({"a": 1}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
@@ -579,9 +579,9 @@ def test_pickles_do_not_run(tmp_path: Path) -> None:
     [
         (
             b"cargparse\nNamespace\n)R.",
-            "its pickle asks for argparse.Namespace, which could run code",
+            "its pickle imports argparse.Namespace, which could run code",
         ),
-        (b"cposix\nsystem\n.", "its pickle asks for posix.system, which could run code"),
+        (b"cposix\nsystem\n.", "its pickle imports posix.system, which could run code"),
         (b"\x80\x02\xff.", "its pickle is damaged or holds more than weights"),
     ],
 )

@@ -8,8 +8,8 @@ It runs pytest over the files of this folder, in three phases:
     times     all contenders with right results, in turns; then other block shapes: one worker
 
 Each test is a unit. It compares every element with float64 before it times anything, and its result is
-written at once. A crash or a hang loses only its unit; units that were not started have the outcome
-"no time".
+written at once. A crash or a hang loses the result of one unit only. Units that were not started have
+the outcome "no time".
 
 --dry-run runs everything at tiny sizes under Triton's interpreter; its times mean nothing.
 --report FILE prints the tables of a run, and needs no GPU.
@@ -123,7 +123,11 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("gpu-results.json"), help="JSON file (gpu-results.json)")
     add("--minutes", type=float, default=8.0, help="time limit of the whole run (8)")
     add("--only", type=_pattern, default="", help="regular expression for units")
-    add("--against", type=_pattern, help="regular expression for contenders (in a dry run: eager)")
+    add(
+        "--against",
+        type=_pattern,
+        help="regular expression for contenders (dry run: not compiled)",
+    )
     add("--peers", type=Path, help="folder with source files of other libraries")
     add("--jobs", type=int, help="parallel workers (number of cores - 2, at most 8)")
     add("--limit", type=float, default=120.0, help="time limit of a unit in seconds (120)")
@@ -151,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(written(json.loads(options.report.read_text())))
         return FINE
     if not options.dry_run and not _has_gpu():
-        print("torch sees no GPU here; --dry-run needs none", file=sys.stderr)
+        print("torch finds no GPU: run on a machine with one, or pass --dry-run", file=sys.stderr)
         return NO_GPU
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.default_int_handler)

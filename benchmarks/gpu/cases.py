@@ -1,4 +1,4 @@
-"""The benchmark cases of a GPU, the most important first, as time may run out."""
+"""The GPU benchmark cases, the most important first, as time may run out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARES = (
 
 
 def _both(name: str, **changes: object) -> tuple[Case, ...]:
-    """Return a changed prefill, forward and in training, with compiled contenders."""
+    """Return a variant of the prefill case, forward and in training, with compiled contenders."""
     forward = replace(_PREFILL, name=f"{name} 32k", compiled=True, **changes)
     return forward, replace(forward, name=f"{name} 32k, training", work="training")
 

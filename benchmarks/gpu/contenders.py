@@ -15,7 +15,7 @@ from tightrope.workbench.bench.factors import alone
 from . import peers
 from .plugin import OPTIONS
 
-#: The only cases with kernels that tune themselves, as that takes dozens of compilations.
+#: The only cases that run autotuned kernels, as autotuning takes dozens of compilations.
 _TUNED_IN = ("12 x 32768, 12 heads", "prefill 32k")
 
 #: The contenders that must never be faster than this library.
@@ -33,7 +33,7 @@ def _no_liger(case: Case) -> str | None:
     if case.work == "out of place":
         return "it writes into q and k"
     if case.interleaved or case.positions == "M-RoPE":
-        return "it uses the half pairing and positions of one axis"
+        return "it takes only the half pairing and positions of one axis"
     return alone(case) or peers.missing("Liger")
 
 
@@ -45,14 +45,14 @@ def _liger(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> M
 
 def _no_rotary(name: str, case: Case) -> str | None:
     if case.positions == "M-RoPE":
-        return "it takes positions of one axis"
+        return "it takes only positions of one axis"
     if name == "FLA" and case.name not in _TUNED_IN:
-        return "it tunes itself, which takes long"
+        return "its autotuning takes long"
     return alone(case) or peers.missing(name)
 
 
 def _by_token(case: Case, x: torch.Tensor, ids: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-    """Return tables of all positions up to the largest, and arguments for the starts of sequences."""
+    """Return cos/sin of all positions up to the largest, and arguments for the starts of sequences."""
     reach = int(ids.max()) + 1
     angle = torch.arange(reach, device=x.device).double()[:, None]
     angle = angle * spec_of(case).frequencies().inv_freq.to(x.device)
@@ -84,7 +84,7 @@ def _rotary(name: str, case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.
 
 def _no_xopes(case: Case) -> str | None:
     if case.name not in _TUNED_IN:
-        return "it tunes itself, which takes long"
+        return "its autotuning takes long"
     return alone(case) or peers.missing("xopes")
 
 

@@ -72,13 +72,13 @@ def missing(name: str) -> str | None:
     """Return why a peer cannot be loaded; None if its files or its package exist."""
     package = PEERS[name].packages[0]
     found = _root(PEERS[name]) or importlib.util.find_spec(package)
-    return None if found else f"{package} is neither installed nor among the files of peers"
+    return None if found else f"{package} is neither installed nor in the folder of peers"
 
 
 def function(name: str) -> Any:
     """Return the function of a peer, or the class of an autograd function.
 
-    If its arguments have changed, its results or errors show that.
+    Its signature is not checked: if it has changed, the call fails or its results are wrong.
 
     Raises:
         ImportError: it cannot be imported.

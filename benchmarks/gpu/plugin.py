@@ -1,4 +1,4 @@
-"""A pytest plugin of the GPU benchmark: each test is a unit, with a result file of its own.
+"""The pytest plugin of the GPU benchmark: each test is a unit, with a result file of its own.
 
 A unit's file has the outcome "running" from its start, so a process that dies leaves the name of its
 unit. pytest-xdist then starts another worker, which continues with the next unit.
@@ -187,7 +187,7 @@ def pytest_configure(config: Any) -> None:
 
 @pytest.fixture
 def record(request: Any) -> dict[str, Any]:
-    """Return a dict for the measurements of a unit, which are kept however the unit ends."""
+    """Return a dict for the measurements of a unit; they are kept even if it fails."""
     units = request.config.pluginmanager.get_plugin("units")
     found: dict[str, Any] = units.unit["result"] if units else {}
     return found

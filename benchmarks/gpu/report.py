@@ -1,4 +1,4 @@
-"""The tables of a run: budgets, ratios, block shapes, failures. It needs no GPU."""
+"""The tables of a GPU run: budgets, ratios, block shapes, failures. Printing them needs no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..report import span
 from .cases import CASES, SHARES
 from .contenders import CONTENDERS, OURS, RIVALS
 
-#: The budgets: least share of a copy's bandwidth, and most microseconds of the host per call.
+#: The budgets: the least share of a copy's bandwidth, and the most microseconds of host time per call.
 SHARE, HOST = 0.92, 25.0
 HOST_CALLS = ("rotate_qk_, prepared", "rotate_qk, prepared")
 
@@ -64,7 +64,7 @@ def _cut(result: Mapping[str, Any]) -> bool:
 
 
 def budgets(units: Units) -> Iterator[tuple[str, str, str]]:
-    """Yield each budget with its bound, and the result with whether it is held."""
+    """Yield (budget, bound, result), where the result states whether the budget is held."""
     shares = _named(units, "test_share_of_the_copy")
     for case in SHARES:
         name, result = f"bandwidth of {case.name}", shares.get(case.name, {}).get("result", {})
@@ -73,7 +73,7 @@ def budgets(units: Units) -> Iterator[tuple[str, str, str]]:
             continue
         taken = result["ratios"]["clone"]
         found = span([100 / value for value in reversed(taken)]) + " %"
-        held = "open: a smaller case" if _cut(result) else _within(taken, 1 / SHARE)
+        held = "open: measured on a smaller case" if _cut(result) else _within(taken, 1 / SHARE)
         yield name, f"≥ {SHARE:.0%} of a copy's", f"{found}: {held}"
     unit = _named(units, "test_host_time").get("")
     for call in HOST_CALLS:
@@ -96,7 +96,7 @@ def budgets(units: Units) -> Iterator[tuple[str, str, str]]:
         unclear = [f"{name} ({span(r)})" for r, name in found if _within(r, 1.0) == "open"]
         text = f"NOT HELD in {', '.join(slower)}" if slower else "held" if found else "not measured"
         text += f"; open in {', '.join(unclear)}" if unclear else ""
-        yield f"time, beside {rival}", f"≤ 1 in each of {len(found)} cases", text
+        yield f"time relative to {rival}", f"≤ 1 in each of {len(found)} cases", text
 
 
 def _table(units: Units) -> Iterator[str]:

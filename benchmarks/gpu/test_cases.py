@@ -33,7 +33,7 @@ _PAIRS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_small(case: Case, dtype: str) -> None:
-    """This library is right in every case, at sizes that fill tiles partly."""
+    """This library is right in every case, at sizes that do not fill whole tiles."""
     case = replace(case, dtype=dtype, neighbours=False, graph=False)
     for tokens in (1,) if case.tokens == 1 else (5,) if OPTIONS.dry else (1, 37, 300):
         sizes = {} if OPTIONS.dry else {"q_heads": 5, "k_heads": 2, "head_dim": 128}
@@ -88,7 +88,7 @@ def lost(case: Case, units: list[dict[str, Any]]) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_time(case: Case, record: dict[str, Any]) -> None:
-    """Time the contenders of a case that were right, or that there was no time to check."""
+    """Time the contenders of a case, without those that were found wrong or that crashed."""
     without = lost(case, read_units(Path(OPTIONS.results)))
     there = [one for one in CONTENDERS if one.name not in without]
     record |= measure(sized(case), there, **_OFTEN, wanted=re.compile(""))

@@ -1,4 +1,4 @@
-"""Check that a change of structure leaves every result the same, bit by bit.
+"""Check that a refactoring leaves every result the same, bit by bit.
 
     python -m benchmarks.same_bits store before
     python -m benchmarks.same_bits store after        # on the changed code
@@ -45,7 +45,7 @@ def store(stem: str, calls: int, seed: int, sets: list[str]) -> None:
 
 
 def summary(every: list[dict[str, dict[str, str]]]) -> str:
-    """Count the calls of each verb and mode, with the share of those without an error."""
+    """Count the calls of each function ("verb") and mode, with the share that raised no error."""
     lines = []
     for axis in ("verb", "mode"):
         drawn = Counter(one["call"][axis] for one in every)
@@ -96,7 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=("store", "compare", "show"))
-    parser.add_argument("what", nargs="+", help="one stem, or two to compare; numbers to show")
+    parser.add_argument(
+        "what", nargs="+", help="store: a file prefix; compare: two; show: numbers of calls"
+    )
     parser.add_argument("--calls", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sets", nargs="+", default=cpu.instruction_sets(), metavar="SET")

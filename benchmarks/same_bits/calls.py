@@ -38,7 +38,7 @@ NEVER = (None,) * 5
 
 
 class Call(NamedTuple):
-    """A function, its arguments as a function of the drawn tensors, and the names that it changes."""
+    """A function, its arguments given the drawn tensors, and the names of those that it changes."""
 
     function: Callable[..., Any]
     arguments: Callable[[Tensors], dict[str, Any]]
@@ -291,7 +291,7 @@ def rotation(d: Draw) -> Call:
     return Call(twice, arguments, names if d.verb.endswith("_") else ())
 
 
-def moved(d: Draw) -> Call:
+def rerotation(d: Draw) -> Call:
     """Draw a call of rerotate or rerotate_."""
     layout, axes = d.pick("layout", *LAYOUTS), d.pick("axes", 1, 1, 1, 2)
     rows = d.pick("rows", 1, 2) if "b" in layout else 1
@@ -405,7 +405,7 @@ def scan(d: Draw) -> Call:
     return Call(both if d.pick("state", False, True) else functional.polar_scan, arguments)
 
 
-def seeds(d: Draw) -> Call:
+def other_functions(d: Draw) -> Call:
     """Draw rotary_apply, rotary_pos_embedding, build_freqs_cis, or the frequencies of a spec."""
     if d.verb == "frequencies":
         spec, seq_len = spec_of(d), d.pick("seq_len", None, 16, 100, 2**20)
@@ -514,11 +514,11 @@ def llama(d: Draw) -> Call:
 
 FAMILIES: dict[str, Callable[[Draw], Call]] = {
     **dict.fromkeys(("rotate", "rotate_", "rotate_qk", "rotate_qk_"), rotation),
-    **dict.fromkeys(("rerotate", "rerotate_"), moved),
+    **dict.fromkeys(("rerotate", "rerotate_"), rerotation),
     **dict.fromkeys(("apply_rotary_pos_emb", "apply_rotary_pos_emb_"), by_tables),
     **dict.fromkeys(("lrpe_rotate_1d", "lrpe_rotate_1d_"), lrpe),
-    **dict.fromkeys(("rotary_apply", "rotary_pos_embedding"), seeds),
-    **dict.fromkeys(("build_freqs_cis", "frequencies"), seeds),
+    **dict.fromkeys(("rotary_apply", "rotary_pos_embedding"), other_functions),
+    **dict.fromkeys(("build_freqs_cis", "frequencies"), other_functions),
     **dict.fromkeys(("RotaryPositionalEmbedding", "LrpeRotate1d"), modules),
     **dict.fromkeys(("PolarRoPEAttention", "PolarRoPEHead"), modules),
     "polar_scan": scan,

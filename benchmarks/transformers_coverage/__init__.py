@@ -1,1 +1,1 @@
-"""Measure how much of transformers is served: `python -m benchmarks.transformers_coverage --help`."""
+"""Coverage of transformers by `patch`: `python -m benchmarks.transformers_coverage --help`."""

@@ -1,4 +1,4 @@
-"""Run the coverage of transformers: `python -m benchmarks.transformers_coverage`.
+"""Measure the coverage of transformers: `python -m benchmarks.transformers_coverage`.
 
 Two parts, stored in one JSON file and shown on one page: every rotary function by itself, and every
 model type before and after `patch`. Both run unless one is selected. Nothing is downloaded.
@@ -27,9 +27,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transformers_coverage", description=__doc__
     )
-    parser.add_argument("--functions", action="store_true", help="run the functions alone")
-    parser.add_argument("--models", action="store_true", help="run the models alone")
-    parser.add_argument("--only", default="", help="a regular expression for folders or types")
+    parser.add_argument("--functions", action="store_true", help="run only the functions")
+    parser.add_argument("--models", action="store_true", help="run only the models")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="regular expression for folders (functions) or model types (models)",
+    )
     parser.add_argument(
         "--missing", action="store_true", help="skip model types that the file already has"
     )

@@ -272,7 +272,7 @@ def small_model(
 
 @torch.no_grad()
 def reweigh(model: torch.nn.Module, gain: float) -> None:
-    """Weights that keep variances, so that scores depend on angles: no zeros, nothing tiny.
+    """Set random weights, none zero or tiny, that keep variances, so that scores depend on angles.
 
     A gain below 1 is for a family in which variances grow until softmax picks one token.
     """

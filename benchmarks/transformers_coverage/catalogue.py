@@ -34,7 +34,7 @@ PREFERRED = (
 
 @dataclass(frozen=True)
 class ModelType:
-    """A key of transformers' configuration mapping and its modeling file with rotary functions."""
+    """A model type of transformers, and its modeling file with rotary functions."""
 
     name: str
     folder: str

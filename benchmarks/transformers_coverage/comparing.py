@@ -35,7 +35,7 @@ FAULT = 1e-2
 class Run:
     """The results of one forward and backward pass.
 
-    `odd` has, for each rotary function called with cos/sin that the operator does not take, the reason.
+    `odd`: rotary function -> why the operator does not take the cos/sin of its calls.
     """
 
     outputs: dict[str, torch.Tensor]

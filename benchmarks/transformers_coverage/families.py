@@ -1,4 +1,4 @@
-"""Exceptions of single model families: settings, inputs, and the class to build."""
+"""Exceptions for single model families: settings, inputs, and the class to build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRIDS = ((1, 4, 6), (1, 6, 4))
 
 @dataclass(frozen=True)
 class Family:
-    """The exceptions of a model type.
+    """The exceptions for a model type.
 
     Attributes:
         config: settings, nested for the parts of a configuration; a part with a `model_type` replaces
@@ -349,5 +349,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def of(model_type: ModelType) -> Family:
-    """The exceptions of a model type, empty if it has none."""
+    """The exceptions for a model type, empty if there are none."""
     return FAMILIES.get(model_type.name, Family())

@@ -40,7 +40,7 @@ class Adapter(Call):
     Attributes:
         layout: the layout of x, q and k.
         shared_positions: positions are ``(tokens,)`` and not ``(rows, tokens)``.
-        width: the layout of entries in its tables, a key of WIDTHS.
+        width: the format of its tables, a key of WIDTHS.
         table_shape: the axes of its tables, a key of TABLE_SHAPES.
         axes: the number of coordinates of a position. With several, the adapter expands positions
             ``(rows, tokens)`` to equal coordinates, as in text, and passes ``(axes, rows, tokens)`` on.
@@ -181,7 +181,7 @@ class Adapter(Call):
         return "def rotate(x, positions):\n" + "\n".join(lines)
 
     def _placed_source(self, call: str) -> str:
-        """Scatter tokens to their positions and gather them, for functions that count tokens."""
+        """Return `rotate` for a function that counts tokens: scatter x to its positions, call, gather."""
         back = _BACK[self.layout]
         start = "int(positions.min())" if "offset" in self.roles else "0"
         plain = call.replace("int(positions.min())", "start")

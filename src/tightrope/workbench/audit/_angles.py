@@ -1,4 +1,4 @@
-"""Check angles near and far: find which step was rounded, and where tables end."""
+"""Check angles at small and large positions: find rounded steps, and where tables end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ._subject import Subject
 
 FAR = (4096, 32768, 131072, 1_048_576)
 _BELOW = (1, 2, 3, 5, 7, 11, 14, 20)
-# Includes 0, for functions that count tokens themselves, positions that bfloat16 (above 256) or float16
-# (above 2048) cannot represent, and some neighbours.
+# Includes 0, for functions that count tokens themselves; positions that bfloat16 (above 256) or float16
+# (above 2048) cannot represent; and some neighbours.
 _ODD = (0, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
 _PLACES = ("far-angles", "table-clamp", "table-identity", "table-nan", "table-wrap", "table-zero")
 _NO_TABLE = 131_072
@@ -33,7 +33,7 @@ class Model:
     """The expected angles of the function.
 
     Attributes:
-        omegas: exact frequency of each moving pair in short calls, with the sign of the function's turn.
+        omegas: exact frequency of each pair that turns, in short calls; negative if it turns backwards.
         intercepts: angle at position 0.
         sure: whether the frequencies are known exactly, not only measured.
         longer: frequencies by the length of the call, if they depend on it.
@@ -56,19 +56,17 @@ class Model:
 
 
 def model_of(log: Log, declared: bool) -> Model | None:
-    """Return the expected angles: from declared frequencies if the function has them, else recognised.
+    """Return the expected angles, by the declared frequencies if the function has them, else by its own.
 
-    None if no angle can be judged; the check is then recorded as skipped.
+    Return None, and record the check as skipped, if no angle can be judged.
     """
     shape = log.shape
-    name = "angles near and far"
+    name = "angles"
     if shape is None or log.subject.call.form.takes_tables:
         log.skip(name, "the caller provides them")
         return None
     if log.found("history") and not log.subject.renew:
-        log.skip(
-            name, "they depend on earlier calls, and copying gives no fresh one; use make=True"
-        )
+        log.skip(name, "they depend on earlier calls, and no fresh copy can be made; use make=True")
         return None
     spec = log.spec if declared else (log.identity.spec if log.identity is not None else None)
     by_length = declared and spec is not None and spec.by_length
@@ -119,7 +117,7 @@ def measure(
 
 
 def bound_of(model: Model, position: int) -> float:
-    """Bound the error of a float32 angle: frequency and product are each off by half a step."""
+    """Bound the error of a float32 angle, whose frequency and product are each rounded once."""
     fastest = max(abs(float(omega)) for omega in model.omegas)
     return min(2.0, position * fastest * 2.0**-23 + 2.0**-22)
 
@@ -128,15 +126,15 @@ def check_angles(log: Log, model: Model) -> None:
     """Check whether angles were rounded to 16 bits, and where they end."""
     for dtype in log.dtypes:
         name = str(dtype).removeprefix("torch.")
-        with log.check(f"angles near by, {name} x") as fresh:
+        with log.check(f"angles below position 10,000, {name} x") as fresh:
             _near(log, fresh, model, dtype)
     if torch.float32 not in log.dtypes:
-        log.skip("angles far away", "float32 is not tested")
+        log.skip("angles at large positions", "float32 is not tested")
         return
     if log.found("amplitude-varies"):
-        log.skip("angles far away", "the amplitude varies, so x may vanish there")
+        log.skip("angles at large positions", "the amplitude varies, so results may vanish there")
         return
-    with log.check("angles far away") as fresh:
+    with log.check("angles at large positions") as fresh:
         _far(log, fresh, model)
 
 
@@ -180,7 +178,7 @@ def _near(log: Log, subject: Subject, model: Model, dtype: torch.dtype) -> None:
         return
     if not causes and log.found(*_PLACES):
         return
-    # Without a known cause report the wrong angles as such.
+    # Without a known cause, report only that angles are wrong.
     for code, fault in causes or [("far-angles", "Angles are wrong")]:
         pair, position, wanted = _worst(log, model, positions, seen, exact)
         size = float(error[:, positions.index(position)].max())
@@ -208,7 +206,7 @@ def _is_table_type(
     seen: torch.Tensor,
     exact: torch.Tensor,
 ) -> bool:
-    """Report angles that are right but whose cosines and sines were rounded to 16 bits."""
+    """Report cosines and sines that were rounded to 16 bits although their angles are right."""
     angle = torch.tensor([3 * bound_of(model, p) + 1e-6 for p in positions])[:, None]
     for name, dtype in _TYPES.items():
         step = 0.51 * torch.finfo(dtype).eps * torch.maximum(seen.abs(), exact.abs())
@@ -373,7 +371,7 @@ def _is_taken(log: Log, subject: Subject, position: int) -> bool:
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the last position where a condition holds that holds at `low` and not at `high`."""
+    """Return the last position where a condition holds; it holds at `low` and not at `high`."""
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):
@@ -399,8 +397,8 @@ def _where_it_ends(log: Log, subject: Subject, model: Model, wrong: int) -> None
     last = _bisect(0, bad, right)
     first = last + 1
     after = [first + 1, first + 7, bad]
-    name, sentence = _what_comes(log, subject, model, last, after)
-    # Some positions behind the end come out almost right: show one with a clear error.
+    name, sentence = _behaviour_after(log, subject, model, last, after)
+    # Some positions after the end come out almost right: show one with a clear error.
     errors = {
         p: _error(measure(subject, log, [p]), model.table([p])) for p in (first, first + 7, bad)
     }
@@ -423,7 +421,7 @@ def _where_it_ends(log: Log, subject: Subject, model: Model, wrong: int) -> None
     )
 
 
-def _what_comes(
+def _behaviour_after(
     log: Log, subject: Subject, model: Model, last: int, after: Sequence[int]
 ) -> tuple[str, str]:
     size = last + 1
@@ -475,7 +473,7 @@ def check_type_history(log: Log, model: Model) -> None:
         log.add(
             "history",
             "error",
-            "The result of a call depends on earlier calls: after one in bfloat16, float32 is coarser.",
+            "The result of a call depends on earlier calls: float32 is coarser after one in bfloat16.",
             f"at position {position} a cosine or sine differs by {_error(after, alone):.3g} from that of "
             "a function never called in bfloat16",
             first

@@ -54,16 +54,17 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             config of transformers, its file or folder, or a model type, such as ``"llama"``: then the
             installed rotary module and apply function are audited together, against the spec that the
             config describes.
-        spec: the intended rotation. Without it the audit identifies the rotation and reports faults
-            that are faults of any rotation; with it, also deviations. With several axes (M-RoPE)
+        spec: the intended rotation. Without it the audit identifies the rotation and reports what
+            would be a fault in any rotation; with it, also deviations from it. With several axes (M-RoPE)
             positions are ``(axes, rows, tokens)``; the audit tests text, whose coordinates are equal,
             and then which coordinate turns which pairs.
         form: the arguments of a call, such as ``"x, positions"``, ``"q, k, cos, sin"``,
             ``"x, seq_dim"``, ``"x, positions -> cos, sin"``; by default from the signature, and by trying.
         layout: the layout of x, q and k: ``"bhsd"``, ``"bshd"``, ``"sbhd"``, ``"thd"``, ``"bsd"``,
             ``"sd"``; by default found by trying.
-        tables: the layout of the cosines and sines that it takes: ``"cat"`` (halves twice),
-            ``"repeat"`` (each twice), ``"half"`` (one per pair); by default found by trying.
+        tables: the format of the cosines and sines that it takes: ``"cat"`` (all pairs, then all
+            again), ``"repeat"`` (each pair twice in a row), ``"half"`` (each pair once); by default
+            found by trying.
         head_dim: channels of one head; by default that of the spec, or found by trying.
         dtypes: 16- and 32-bit floating-point dtypes of x to test.
         longest: the largest position to test.
@@ -134,7 +135,7 @@ def _check_options(
     if head_dim is not None and (head_dim < 2 or head_dim % 2):
         raise bad_value(f"head_dim must be even and positive but got {head_dim}")
     if not dtypes or any(dtype not in allowed for dtype in dtypes):
-        raise bad_value(f"dtypes must be of float32, bfloat16, float16 but got {list(dtypes)}")
+        raise bad_value(f"dtypes must be among float32, bfloat16, float16 but got {list(dtypes)}")
     if torch.float32 not in dtypes:
         raise bad_value(f"dtypes must include float32 but got {list(dtypes)}")
     if longest < 128:
@@ -149,7 +150,9 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise bad_value(f"device must be available to torch but: {describe_error(error)}") from None
+        raise bad_value(
+            f"device must be available but torch raised {describe_error(error)}"
+        ) from None
 
 
 def _run(
@@ -243,14 +246,14 @@ def _not_called(found: Target, error: NoCallFound) -> Report:
 
 
 def _check_all(log: Log, meant: RopeSpec | None) -> None:
-    # Memory first, before any call has left state: a memory would falsify all other checks.
+    # First, before any call has left state in the function, which would falsify all other checks.
     _memory.check_memory(log)
     if log.found("nondeterminism", "not-finite"):
         return
-    looks = _memory.check_ids(log)
+    uses_positions = _memory.check_ids(log)
     _memory.check_rows(log)
     _inputs.check_inputs(log)
-    if looks and _rotation.check_rotation(log):
+    if uses_positions and _rotation.check_rotation(log):
         declared = _declared.check_declared(log)
         if declared and meant is not None:
             _declared.check_axes(log, meant)

@@ -16,7 +16,7 @@ from ._rotation import angle_body, omegas_of
 from ._subject import Subject, like
 
 _CLOSE = 1e-4
-"""Relative: a frequency off by more counts as different. float32 gives 1e-6."""
+"""Largest relative error of a frequency that counts as equal. float32 gives 1e-6."""
 _FAR = 2**16
 """A position at which even slow pairs have turned visibly."""
 
@@ -38,8 +38,8 @@ def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
         )
     if spec.axis_count > 1 and text_of(spec) is None:
         raise bad_value(
-            "spec must have no scaling if its frequencies restart with each axis, as text then has no "
-            f"spec of one axis to compare with, but got {spec!r}"
+            "spec must have no scaling if its frequencies restart with each axis, as no spec of one "
+            f"axis then equals it on text, but got {spec!r}"
         )
 
 
@@ -47,7 +47,7 @@ def text_of(spec: RopeSpec) -> RopeSpec | None:
     """Return the one-axis spec that equals a spec of several axes on text (equal coordinates).
 
     Returns:
-        None if there is none: frequencies that restart with each axis and are scaled.
+        None if there is none, because scaled frequencies restart with each axis.
     """
     if spec.axes is None:
         return spec
@@ -172,7 +172,7 @@ def _frequencies(log: Log, spec: RopeSpec) -> bool:
         for a, b, each in zip(measured, meant, off, strict=True)
     ]
     worst = max(range(len(off)), key=off.__getitem__)
-    # Declared frequencies rounded to 16 bits pass here: angles at odd positions show what was rounded.
+    # Declared frequencies rounded to 16 bits pass here: the check of angles finds what was rounded.
     if off[worst] <= _CLOSE or is_rounded(measured, meant):
         return True
     code, sentence, extra = _cause(log, spec, measured, meant)
@@ -220,8 +220,8 @@ def _cause(
         if _same(measured, row):
             return (
                 "denominator",
-                "The exponents of the frequencies are fractions of head_dim, "
-                f"{spec.head_dim}, not of rotary_dim, {spec.rotary_dim}.",
+                f"The exponents of the frequencies are divided by head_dim, {spec.head_dim}, not by "
+                f"rotary_dim, {spec.rotary_dim}.",
                 "",
             )
     ratios = [b / a for a, b in zip(measured, meant, strict=True) if a and b]
@@ -251,8 +251,8 @@ def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:
     seen = torch.tensor(measured, dtype=torch.float64)
     for dtype in (torch.bfloat16, torch.float16):
         near = exact.to(dtype).double()
-        tells = (near - exact).abs() > 2e-5 * exact
-        if int(tells.sum()) >= 1 and bool(((seen - near).abs() <= 2e-5 * near + 1e-12).all()):
+        differs = (near - exact).abs() > 2e-5 * exact
+        if int(differs.sum()) >= 1 and bool(((seen - near).abs() <= 2e-5 * near + 1e-12).all()):
             return True
     return False
 
@@ -264,13 +264,13 @@ def check_identity(log: Log) -> None:
         return
     if identity.loose:
         return
-    with log.check("frequencies make sense"):
+    with log.check("frequencies are plausible"):
         if identity.by_head_dim is not None and identity.spec.base < 1000 <= identity.by_head_dim:
             log.add(
                 "denominator",
                 "warning",
                 f"The base is {identity.spec.base:g}; or it is {identity.by_head_dim:g}, and the "
-                f"exponents are fractions of head_dim, {log.subject.head_dim}, not of rotary_dim, "
+                f"exponents are divided by head_dim, {log.subject.head_dim}, not by rotary_dim, "
                 f"{shape.rotary_dim}.",
                 "declare the intended one with spec=",
             )

@@ -29,7 +29,7 @@ assert torch.allclose((seen * z).sum(), wanted, rtol=1e-3, atol=1e-3), ((seen * 
 def check_gradients(log: Log) -> None:
     """Check the gradient of x, or those of q and k."""
     if log.shape is None or log.found("not-linear", "nondeterminism"):
-        log.skip("gradients", "what it computes is not a fixed linear map")
+        log.skip("gradients", "the function is not a fixed linear map")
         return
     with log.check("gradients") as fresh:
         _gradient(log, fresh, keys=False)
@@ -104,9 +104,9 @@ def _gradient(log: Log, subject: Subject, *, keys: bool) -> None:
     diagonal = maps.diagonal(dim1=-2, dim2=-1)
     why = "it is not the incoming gradient rotated back"
     if apart(got, diagonal * flat) <= 1e-3:
-        why = "the term with the sine is detached and has none"
+        why = "the term with the sine is detached"
     elif apart(got, wanted - diagonal * flat) <= 1e-3:
-        why = "the term with the cosine is detached and has none"
+        why = "the term with the cosine is detached"
     elif apart(got, torch.einsum("tio,bhto->bhti", maps, flat)) <= 1e-3:
         why = "the incoming gradient is rotated forwards instead of back"
     elif apart(got, flat) <= 1e-3:

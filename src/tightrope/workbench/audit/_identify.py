@@ -23,7 +23,7 @@ class Identity:
         spec: the rotation as a spec; None if no rule matches the frequencies.
         text: the rule as text.
         loose: whether it matches only to about one per cent.
-        by_head_dim: the base, if the exponent is a fraction of head_dim instead of rotary_dim.
+        by_head_dim: the base, if exponents are divided by head_dim and not by rotary_dim.
     """
 
     spec: RopeSpec | None

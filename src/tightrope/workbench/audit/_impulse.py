@@ -19,7 +19,7 @@ from ._subject import Subject
 NEAR = (0, 1, 2, 3, 4, 5, 8, 16, 64)
 FAR = (512, 1024, 4096, 65536, 1_048_576)
 _ANGLE = 2e-4
-"""Tolerance of equal angles, in radians; float32 has 1e-7."""
+"""Tolerance of equal angles, in radians; float32 is off by 1e-7."""
 
 
 def matrices(
@@ -81,7 +81,7 @@ class Shape:
         alone: channels that mix with no other but change.
         tangled: channels that mix with more than one other.
         rotary_dim: the number of channels that the pairing spans, including pairs that never turn.
-        order: the output channel of each input channel at position 0; None if all are the same.
+        order: the output channel of each input channel at position 0; None if none moves.
         matrices: the measured matrices.
     """
 
@@ -166,7 +166,7 @@ def measure_shape(subject: Subject, *, keys: bool = False) -> Shape:
 
 
 def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
-    """Return the shape of matrices ``[positions, out, in]``, of which the first is at position 0."""
+    """Return the shape of matrices ``[positions, out, in]``; the first is at position 0."""
     dim = measured.shape[-1]
     order = _order(measured[0])
     seen = measured if order is None else measured[:, order]
@@ -192,7 +192,7 @@ def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
 
 
 def _order(start: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the permutation of channels at position 0; None if the identity or no permutation."""
+    """Return the permutation of channels at position 0; None if they stay or are not permuted."""
     whole = start.round()
     ones = whole.sum(0).eq(1).all() and whole.sum(1).eq(1).all() and whole.min() >= 0
     if not ones or float((start - whole).abs().max()) > 1e-4:

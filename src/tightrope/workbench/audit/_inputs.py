@@ -44,7 +44,7 @@ def _plain(subject: Subject) -> torch.Tensor:
 
 
 def _transposed(subject: Subject) -> torch.Tensor:
-    """Return x with the memory of the other common layout: tokens and heads exchanged."""
+    """Return x with tokens and heads exchanged in memory, as in the other common layout."""
     x = _plain(subject)
     return x.transpose(1, 2).contiguous().transpose(1, 2) if x.is_contiguous() else x.contiguous()
 
@@ -84,7 +84,7 @@ def _mutation(log: Log, subject: Subject) -> None:
     meant = getattr(subject.fn, "__name__", "").endswith("_")
     for name, make in (
         ("contiguous", _plain),
-        ("exchanged in memory", _transposed),
+        ("transposed in memory", _transposed),
         ("a slice", _wide),
     ):
         x = make(subject)

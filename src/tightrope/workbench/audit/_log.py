@@ -106,5 +106,5 @@ def snippet(subject: Subject, body: str) -> str:
 
 def preamble(subject: Subject) -> str:
     """Return the lines that define ``fn`` and its adapter."""
-    header = subject.header or "import torch\n\n# fn is the function that the audit was given"
+    header = subject.header or "import torch\n\n# fn is the audited function"
     return f"{header}\n\n\n{subject.source}"

@@ -1,4 +1,4 @@
-"""Check that results depend on nothing else: earlier calls, other rows, later tokens, chance."""
+"""Check that results do not depend on earlier calls, other rows, later tokens or chance."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _positions(length: int) -> list[int]:
 
 
 def _rotate_few(subject: Subject, length: int) -> torch.Tensor | None:
-    """Rotate a few tokens in a call of a length; return None if it is refused."""
+    """Rotate a few tokens in a call of the given length; return None if it is refused."""
     x = subject.random(1, 2, len(_FEW) + 1, seed=3)
     try:
         return subject.rotate(x, _positions(length)).detach().cpu().double()
@@ -106,7 +106,8 @@ def _history(log: Log, subject: Subject) -> None:
                 "history",
                 "error",
                 "Whether a call is refused depends on earlier calls.",
-                f"a call with positions up to {length - 1:,} is refused before or after a longer one",
+                f"a call with positions up to {length - 1:,} is refused only before or only after a "
+                "longer one",
             )
             return
 

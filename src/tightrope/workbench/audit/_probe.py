@@ -158,7 +158,7 @@ def _fits(subject: Subject) -> _Verdict | None:
 
 
 def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
-    """True if tables of this width give a rotation, which preserves the length of x."""
+    """True if tables of this format give a rotation, which preserves the length of x."""
     y = subject.rotate(x, [1, 2, 3, 5, 7])
     before, after = x.double().norm(dim=-1), y.double().norm(dim=-1)
     return bool(((after - before).abs() <= 1e-3 * before).all())

@@ -19,7 +19,7 @@ class Finding:
         sentence: the fault in one sentence.
         evidence: the numbers behind it.
         snippet: a program that raises AssertionError until the fault is fixed; empty if there is
-            nothing to run. It is complete unless it states that ``fn`` must be given.
+            nothing to run. It is complete, except that ``fn`` must be added if it cannot be imported.
     """
 
     code: str
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of an audit; its outcome is ``"passed"``, ``"found"``, or why it was skipped."""
+    """One check of an audit; its outcome is ``"passed"``, ``"found"`` or ``"skipped: REASON"``."""
 
     name: str
     outcome: str

@@ -401,7 +401,7 @@ assert torch.allclose(near, far, atol={tolerance}), float((near - far).abs().max
 
 
 def check_relative(log: Log) -> None:
-    """Check that scores stay when both positions move, unless an earlier finding explains a change."""
+    """Check that scores stay when both positions shift, unless an earlier finding explains a change."""
     if log.subject.call.form.takes_tables:
         log.skip("scores depend on relative position only", "the caller provides the angles")
         return

@@ -24,7 +24,7 @@ class Subject:
         call: the adapter.
         head_dim: channels of one head.
         inv_freq: an expression for the frequencies of the tables that it takes.
-        header: source code that defines ``fn``; None if only the caller can.
+        header: source code that defines ``fn``; None if only the caller has it.
         make: returns a new ``fn``; None if ``fn`` is copied instead.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
         space: the namespace of the compiled adapter.

@@ -34,7 +34,7 @@ class Target:
         name: its name for the report.
         fn: the function.
         make: returns a new function; None if ``fn`` is copied instead.
-        header: source code that defines ``fn``; None if only the caller can.
+        header: source code that defines ``fn``; None if only the caller has it.
         spec: the intended rotation, if known.
         form, layout, head_dim: how to call it, if known.
         unread: why a config gave no spec.
@@ -107,13 +107,13 @@ def from_name(target: str) -> Target:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise bad_value(
-            f"module {module!r} must be importable from {here} but: {describe_error(error)}"
+            f"module {module!r} must be importable from {here} but raised {describe_error(error)}"
         ) from None
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise bad_value(f"module {module!r} must have {name!r} but has none") from None
+            raise bad_value(f"module {module!r} must define {name!r} but does not") from None
     if not callable(found):
         raise bad_type(f"{target} must be callable but is {type(found).__name__}")
     return Target(target, found, header=_import(module, name))
@@ -126,7 +126,7 @@ def _made(target: Target) -> Target:
         fn = target.fn()
     except Exception as error:  # noqa: BLE001  # foreign code
         raise bad_value(
-            f"{target.name}() must return a function to audit but: {describe_error(error)}"
+            f"{target.name}() must return a function to audit but raised {describe_error(error)}"
         ) from None
     if not callable(fn):
         raise bad_type(f"{target.name}() must be callable but is {type(fn).__name__}")
@@ -143,8 +143,8 @@ def _made_header(header: str) -> str:
 def _checked(target: Target) -> Target:
     if inspect.isclass(target.fn):
         raise bad_type(
-            f"{target.name} must be a function or an object but is a class: name a function that "
-            "makes one without arguments, with make=True (--make)"
+            f"{target.name} must be a function or an object but is a class: pass a function "
+            "without arguments that makes an instance, with make=True (--make)"
         )
     return target
 
@@ -160,7 +160,9 @@ def _is_config(target: object) -> bool:
 
 def _transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
-        raise bad_value("a model's configuration can be audited only with transformers installed")
+        raise bad_value(
+            "to audit a model's configuration, transformers must be installed but is not"
+        )
     return importlib.import_module("transformers")
 
 
@@ -179,7 +181,9 @@ def _config_of(name: str) -> Any:
     except Exception as error:  # config classes raise many types of errors
         if isinstance(error, Refusal):
             raise
-        raise bad_value(f"{name} must be a configuration but: {describe_error(error)}") from None
+        raise bad_value(
+            f"{name} must be a configuration but reading it raised {describe_error(error)}"
+        ) from None
     raise bad_value(
         "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
         f"of transformers, such as llama, but got {name!r}"
@@ -223,7 +227,7 @@ class RotaryAndApply(nn.Module):
 
 
 def one_at_a_time(apply: Callable[..., Any]) -> bool:
-    """True if an apply function takes (x, cos, sin), as Gemma's new one, and not (q, k, cos, sin)."""
+    """True if an apply function takes (x, cos, sin), as Gemma's newer one, and not (q, k, cos, sin)."""
     return not any("k" in call.roles for call in calls_of(apply))
 
 
@@ -247,7 +251,7 @@ def from_model(config: Any, layer_type: str | None) -> Target:
         types = [layer_type] if layer_type is not None else [*every]
     why = "it has no layer_type that works"
     for chosen in types:
-        # First whole heads, then the slice alone: some models, as Phi and DeepSeek, cut it out.
+        # First whole heads, then the slice alone: some models, such as Phi and DeepSeek, cut it out.
         for cut in (False, True):
             make = _maker(inner, rotary, apply, chosen)
             head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim
@@ -266,7 +270,7 @@ def from_model(config: Any, layer_type: str | None) -> Target:
             form = "q, k, positions"
             return Target(name, fn, make, header, spec, form, "bhsd", head_dim, reason)
     raise bad_value(
-        f"{rotary.__name__} must be built from the config and called with (x, position_ids) but: "
+        f"{rotary.__name__} must be built from the config and called with (x, position_ids) but failed: "
         f"{why}"
     )
 
@@ -313,7 +317,7 @@ def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueE
         rotating = {name: spec for name, spec in read.items() if spec is not None}
         if len(rotating) > 1:
             names = ", ".join(rotating)
-            raise bad_value(f"layer_type must be one of {names}, as layers differ, but is None")
+            raise bad_value(f"layer_type must be one of {names}, as layers differ, but got None")
         return next(iter(rotating.values())), None
     if read is None:
         raise bad_value(f"layers of type {layer_type!r} must have RoPE but have none")
@@ -327,7 +331,7 @@ def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
         module = importlib.import_module(where)
     except ImportError as error:
         raise bad_value(
-            f"{config.model_type} must have a modeling file but: {describe_error(error)}"
+            f"{config.model_type} must have a modeling file but importing it raised {describe_error(error)}"
         ) from None
     source = inspect.getsource(module)
     classes = re.findall(r"self\.rotary_emb\s*=\s*(\w+)\(", source)

@@ -1,4 +1,4 @@
-"""Benchmarks of rotations against the cost of memory traffic and other installed libraries.
+"""Benchmark rotations against memory traffic and other installed libraries.
 
     from tightrope.workbench.bench import CONTENDERS, SUITES, measure
 

@@ -25,7 +25,7 @@ class Case:
             and one for k.
         gate: epilogue P: "exp", a factor per head and channel, or "slope", which also depends on the
             position.
-        compiled: whether torch.compile of the rotation and of its definition takes part.
+        compiled: whether contenders that compile our rotation and its definition take part.
         threads: number of threads of every contender; 0 for torch's.
         device: of q and k: "cpu" or "cuda".
         neighbours: whether q and k are scaled before and after the rotation, for a compiler to fuse.

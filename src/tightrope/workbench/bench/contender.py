@@ -26,7 +26,7 @@ FLOORS = ("neg_", "clone")
 
 
 def floor_of(values: Mapping[str, Value]) -> Value:
-    """Return the value of a case's floor, such as its seconds, which must be among them."""
+    """Return the value, such as the seconds, of the floor that a case has: `neg_` or `clone`."""
     return next(values[name] for name in FLOORS if name in values)
 
 

@@ -164,7 +164,7 @@ def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -
 
 def _no_transformers(case: Case) -> str | None:
     if case.interleaved or case.rotary_dim is not None:
-        return "its function rotates whole heads, in the half pairing"
+        return "its function rotates only whole heads, in the half pairing"
     return factors.alone(case) or missing("transformers")
 
 
@@ -182,7 +182,7 @@ def _transformers(
 
 def _no_rotary_embedding_torch(case: Case) -> str | None:
     if not case.interleaved or case.positions != "0..n-1":
-        return "it rotates interleaved pairs, at 0..n-1"
+        return "it rotates only interleaved pairs at 0..n-1"
     return factors.alone(case) or missing("rotary_embedding_torch")
 
 

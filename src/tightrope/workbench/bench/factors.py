@@ -1,4 +1,4 @@
-"""Prologue f and epilogue P of a case: their tensors, our arguments, and a composition in torch."""
+"""Prologue f and epilogue P of a case: tensors, arguments of tightrope, and the same in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .case import Case
 
 EPS = 1e-6
 
-#: The functions that model files call, by the name of the act.
+#: The torch functions that model files call, by the value of `act`.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "silu": torch.nn.functional.silu,
@@ -30,9 +30,9 @@ def is_alone(case: Case) -> bool:
 def alone(case: Case) -> str | None:
     """Return why a function without f and P cannot take part; None if it can."""
     if case.work == "backward":
-        return "it is measured in forward and in training cases"
+        return "it is measured only in forward and in training cases"
     if case.neighbours:
-        return "it is measured without neighbouring operations"
+        return "it is measured only without neighbouring operations"
     return None if is_alone(case) else "it has neither f nor P"
 
 
@@ -57,7 +57,7 @@ def tensors_of(case: Case) -> list[torch.Tensor]:
 
 
 def arguments(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return `act` and `gate` of our functions.
+    """Return the arguments `act` and `gate` of tightrope's functions.
 
     Args:
         tensors: see :func:`tensors_of`.

@@ -143,7 +143,7 @@ def mismatch(
             found, sought = part[row, head, token, channel].item(), want[row, head, token, channel]
             token += tokens.start
             first = first or (
-                f"{name}[{row}, {head}, {token}, {channel}] is {found:.4g} and not {sought:.4g}"
+                f"{name}[{row}, {head}, {token}, {channel}]: {found:.4g} instead of {sought:.4g}"
             )
     if compared != sum(x.numel() for x in made.result):
         return f"its results have the shapes {[tuple(x.shape) for x in made.result]}"
@@ -151,7 +151,7 @@ def mismatch(
         return None
     return (
         f"its result is off by {worst:.2g} of a head's largest channel: {wrong:,} of {compared:,} "
-        f"elements are wrong, and the first, {first}"
+        f"elements are wrong; the first is {first}"
     )
 
 

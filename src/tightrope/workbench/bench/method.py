@@ -135,7 +135,7 @@ def medians(
         rest: whether each turn waits until the threads of the previous one sleep.
         renew: functions to call before a contender's turn, outside the timed part.
         device: "cpu" or "cuda": where the calls run.
-        each: number of a contender's calls in one call here, as in a CUDA graph.
+        each: number of a contender's calls that one timed call makes, as in a CUDA graph.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     batch = {}

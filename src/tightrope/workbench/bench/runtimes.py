@@ -18,18 +18,18 @@ from .factors import alone
 
 
 def _laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous tensor of which x is a transposed view, or the view of such a tensor."""
+    """Return the contiguous tensor under a transposed view x, or the view of such a tensor."""
     return x.transpose(1, 2) if case.strided else x
 
 
 def no_onnxruntime(case: Case) -> str | None:
     """Return why ONNX Runtime cannot take part in a case; None if it can."""
     if case.device != "cpu":
-        return "it is measured on the CPU"
+        return "it is measured only on the CPU"
     if case.work in ("training", "backward"):
         return "it has no backward"
     if case.positions == "M-RoPE":
-        return "its operator takes positions of one axis"
+        return "its operator takes only positions of one axis"
     if case.dtype not in ("float32", "float16"):
         # Nor does the older operator in the domain com.microsoft.
         return f"its operator does not take {case.dtype} on the CPU"
@@ -113,7 +113,7 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
 def no_jax(case: Case) -> str | None:
     """Return why jax cannot take part in a case; None if it can."""
     if case.device != "cpu" or case.work == "backward":
-        return "it is measured on the CPU, in forward and in training cases"
+        return "it is measured only on the CPU, in forward and in training cases"
     if case.threads not in (0, cores()):
         fixed = f"its number of threads is fixed when it starts: here {cores()}"
         return missing("jax") or fixed

@@ -45,7 +45,7 @@ class Checkpoint:
         index: the index of its shards, if it has one.
         others: files of the folder that are not weights, as relative paths.
         ignored: files that a conversion leaves out: path -> reason.
-        ranks: the number of files over which each tensor is spread, as in Meta's consolidated files.
+        ranks: the number of files that each tensor is split over, as in Meta's consolidated files.
     """
 
     path: Path

@@ -120,7 +120,7 @@ def weigh(
         place = change.module.split(".self_attn")[0].split(".attention")[0].split(".attn")[0]
         places.setdefault((change.layer, place), {}).setdefault(change.role, []).append(change)
     if not places:
-        fail("there is no layer that rotates")
+        fail("the checkpoint must have a layer that rotates but has none")
     step = max(len(places) / layers, 1.0)
     chosen = [key for n, key in enumerate(places) if int(n / step) != int((n - 1) / step) or n == 0]
     by_width: dict[tuple[str, int], list[torch.Tensor]] = {}

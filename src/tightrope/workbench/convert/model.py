@@ -1,7 +1,7 @@
 """The rotation of a checkpoint's model: channels, pairing, and names of the projections.
 
-Read from the configuration and the table of families; the user gives what they do not state. Nothing
-is guessed.
+Read from the configuration and the table of families; the user states what these lack. Nothing is
+guessed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_gro
 
 @dataclass(frozen=True)
 class Stated:
-    """The user's statements about a checkpoint, in place of its configuration or beside it.
+    """The user's statements about a checkpoint, in place of its configuration or in addition to it.
 
     Attributes:
         config: a configuration, its file or folder; by default that beside the weights.
@@ -63,8 +63,8 @@ class Model:
         interleaved: the pairing of the checkpoint; None if nothing states it.
         who: the source of the pairing, for sentences.
         naming: the naming scheme of the projections.
-        prefix: the name prefix of the layers; None if the names decide.
-        heads, kv_heads: numbers of heads; None if the shapes decide.
+        prefix: the name prefix of the layers; None to take it from the names.
+        heads, kv_heads: numbers of heads; None to take them from the shapes.
         mark: the key of the configuration by which the family's own code chooses the pairing.
         at: the keys that lead to the section of the configuration that was read.
         block: rows and columns that share one scale, in checkpoints with scales by block.
@@ -165,7 +165,7 @@ def pairing_beside(home: Path) -> tuple[bool, str] | None:
 
 
 def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
-    """As :func:`pairing_beside`, from the records in the weights or beside them."""
+    """Read the pairing as :func:`pairing_beside` does, for a checkpoint that is already open."""
     names = {str(each.path.name): each.paired for each in checkpoint.files}
     within = {record.pairing for record in names.values() if record is not None}
     beside = _beside(checkpoint)
@@ -307,7 +307,7 @@ def _refused(source: Source) -> str | None:
     if source.values.get("attention_k_eq_v"):
         return f"{source.name} uses its keys as values (attention_k_eq_v), which must stay in order"
     if source.values.get("rotary_value"):
-        return f"{source.name} rotates its values too (rotary_value), which this does not convert"
+        return f"{source.name} rotates its values too (rotary_value), and conversion does not support that"
     return None
 
 

@@ -54,7 +54,7 @@ class Change:
 
 
 def source_row(row: int, width: int, interleaved: bool) -> int:
-    """Return the row of a head that moves to ``row`` when it becomes interleaved, or halves.
+    """Return the row that moves to ``row`` when a head becomes interleaved, or is split into halves.
 
     >>> [source_row(row, 6, True) for row in range(6)]
     [0, 3, 1, 4, 2, 5]
@@ -115,7 +115,7 @@ def rewrite(
 
 
 def _record(weights: Weights, interleaved: bool) -> Paired | None:
-    """Return the record of a copy, or None if it is back to the pairing of the first original."""
+    """Return the record of a copy, or None if the copy restores the pairing of the original."""
     to, was = ("interleaved", "half") if interleaved else ("half", "interleaved")
     if weights.paired is not None and weights.paired.was == to:
         return None

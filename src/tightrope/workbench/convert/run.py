@@ -1,4 +1,4 @@
-"""`convert`: plan, write beside the target, verify, rename."""
+"""The function `convert`: plan, write next to the target, verify, rename."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _check_weights(plan: Plan, model: Model) -> None:
     if found.contradicts:
         fail(
             f"the checkpoint is {found.stated} (stated by {found.who}) but its weights show {found.pairing} "
-            f"(by chance once in {1.0 / max(found.chance, 1e-99):.0e}): pass --from"
+            f"(by chance, once in {1.0 / max(found.chance, 1e-99):.0e} cases): pass --from"
         )
 
 
@@ -170,7 +170,7 @@ def _result_files(found: Checkpoint, model: Model, to: str) -> tuple[str, ...]:
 
 
 def _is_way_back(folder: Path, model: Model, to: str) -> bool:
-    """True if the result returns to the pairing of the first original, which had no record."""
+    """True if the result restores the pairing of the original, which had no record."""
     if not (folder / RECORD).is_file():
         return False
     record = load_json(folder / RECORD)

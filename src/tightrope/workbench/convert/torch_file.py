@@ -61,7 +61,7 @@ def read_torch(path: Path) -> Weights:
     for name, tensor in _tensors(loaded, ""):
         offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if offset is None:
-            continue  # the file holds no data of it
+            continue  # the file holds no data for it
         if offset not in starts:
             fail(f"{path} holds {name} at an offset where no zip record begins")
         record = starts[offset]
@@ -74,10 +74,10 @@ def read_torch(path: Path) -> Weights:
 
 def _why_refused(text: str) -> str:
     """Explain torch's refusal of a pickle, without its advice to load it in a way that runs code."""
-    asked = re.search(r"GLOBAL (\S+)", text)
-    if asked is None:
+    imported = re.search(r"GLOBAL (\S+)", text)
+    if imported is None:
         return "its pickle is damaged or holds more than weights"
-    return f"its pickle asks for {asked[1]}, which could run code; save the weights alone"
+    return f"its pickle imports {imported[1]}, which could run code; save the weights alone"
 
 
 def _without_data(path: Path) -> Any:

@@ -1,9 +1,9 @@
 """Check on random activations that a conversion leaves attention scores unchanged.
 
-For each layer and both files: random activations pass through the projections in float64, with biases
-and norms, are rotated by the file's own pairing, and give the product of every query with every key. The
-two results differ only by the order of float64 sums. As a control, the result is also rotated by the old
-pairing, which must give other scores.
+For each layer of both files, random activations pass through the projections in float64, with biases
+and norms. Queries and keys are rotated by the file's own pairing, and each query is multiplied with each
+key. The two files' scores may differ only by the order of float64 sums. As a control, those of the result
+are also computed with the old pairing, which must give other scores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inspect a model's rotary embedding: its spec, warnings, and how two of them differ.
+"""Inspect a model's rotary embedding: its spec, warnings, and the differences of two.
 
     from tightrope.workbench.inspect import compare, inspect
 

@@ -19,7 +19,7 @@ EXACT = LONGEST
 
 _PER_OCTAVE = 192
 _TOGETHER = 256  # pairs per step: about 12 MB for each float64 array
-_MOST_PAIRS = 1024  # of more pairs, an evenly spread sample of at most this many is used
+_MOST_PAIRS = 1024  # of more pairs, an evenly spread sample of at most this size is used
 
 WORDS = "phase words"
 FLOAT32 = "float32 angles"
@@ -45,7 +45,7 @@ class Method:
 
     Attributes:
         name: one of the keys of :data:`MEANING`.
-        errors: for each requested length, the largest error of a cosine or sine at positions below.
+        errors: for each requested length, the largest error of a cosine or sine at positions below it.
         reach: type -> number of positions without an error above the rounding of that type; empty
             for a table that is rounded itself.
     """
@@ -94,7 +94,7 @@ def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) ->
 
 
 def sample(end: int, also: Iterable[int] = ()) -> torch.Tensor:
-    """Return sorted int64 positions in [0, end): all of the first, then evenly spread per octave."""
+    """Return sorted int64 positions in [0, end): the first 192, then 192 evenly spread per octave."""
     parts = [torch.arange(min(_PER_OCTAVE, end))]
     start = _PER_OCTAVE
     while start < end:
@@ -167,7 +167,7 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], _CosSin]] = {
 
 def _reaches(positions: torch.Tensor, worst: torch.Tensor, name: str) -> dict[str, int]:
     if name == TABLE:
-        return {}  # its own rounding is the limit for the others
+        return {}  # its own rounding is the limit that others are measured by
     return {kind: _reach(positions, worst, limit) for kind, limit in ROUNDINGS.items()}
 
 

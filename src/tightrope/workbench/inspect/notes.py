@@ -11,7 +11,7 @@ from ...spec import RopeSpec
 from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS, Exactness
 from .pairs import PairRow
 
-# The base of the first paper, and the fallback of many implementations when a key is lost.
+# The base of the RoPE paper, and the fallback of many implementations when a key is lost.
 _USUAL_BASE = 10000.0
 # From this context on, every published model with full attention and no scaling has a larger base.
 _LONG_FOR_USUAL_BASE = 65536
@@ -112,9 +112,8 @@ def _tables(facts: Facts) -> Iterator[Note]:
         yield Note(
             "16-bit",
             False,
-            f"Up to position {length - 1:,} cosines are wrong by up to {cast:.2g} where frequencies "
-            f"are held in bfloat16 (a buffer, and .to(bfloat16)), by up to {made:.2g} where positions "
-            "are.",
+            f"Up to position {length - 1:,} cosines are wrong by up to {cast:.2g} with bfloat16 "
+            f"frequencies (a buffer after .to(bfloat16)), by up to {made:.2g} with bfloat16 positions.",
         )
     plain = facts.exactness.method(FLOAT32)
     if plain.errors[at] > limit:
@@ -246,7 +245,7 @@ def _yarn_elsewhere(facts: Facts) -> Iterator[Note]:
                 "stacks-differ",
                 True,
                 "mscale and mscale_all_dim are not both given: transformers 5.23 then ignores them "
-                f"and scales by {alone.attention_scaling:.4g}, the formula gives "
+                f"and scales by {alone.attention_scaling:.4g}; the formula gives "
                 f"{facts.spec.amplitude:.4g}.",
             )
 

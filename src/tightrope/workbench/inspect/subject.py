@@ -102,8 +102,8 @@ def read(
         )
     if beside is not None:
         warnings.warn(
-            f"the weights beside it are {pairing_name(beside[0])} ({beside[1]}), but it is not known in "
-            f"which of {', '.join(one or 'the outer level' for one in rotating)}: give the section",
+            f"the weights next to it are {pairing_name(beside[0])} ({beside[1]}), but the record does not "
+            f"state in which of {', '.join(one or 'the outer level' for one in rotating)}: give the section",
             UserWarning,
             stacklevel=3,
         )
