@@ -121,7 +121,7 @@ _SKIPPED = (
 
 
 def loop_lines(text):
-    """Like python_lines, for C++; without code that only another instruction set runs."""
+    """Yield the changes of C++ lines, without code that only another instruction set runs."""
     elsewhere = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#"):

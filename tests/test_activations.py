@@ -47,7 +47,7 @@ def wanted(x, name, spec, log=None, weight=None, eps=1e-6, offset=0.0):
 @both_pairings
 @pytest.mark.parametrize("name", NAMES)
 def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
-    """For a slice, and for head sizes that leave a remainder of a vector register."""
+    """Compare on a slice, and with head sizes that leave a remainder of a vector register."""
     spec = RopeSpec(38, start=3, rotary_dim=30, interleaved=interleaved)
     x = (3 * noise(2, 3, 4, 38)).to(dtype)
     dy = noise(2, 3, 4, 38, seed=1, dtype=dtype)
@@ -75,7 +75,7 @@ def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [*NAMES, "rms_norm", "gate"])
 def test_results_are_rounded_once(name, dtype) -> None:
-    """All but one in a thousand are the exact value correctly rounded."""
+    """All but one in a thousand 16-bit results are the exact value correctly rounded."""
     spec, x = RopeSpec(128), noise(1, 8, 128, 128, dtype=dtype)
     weight, gamma = noise(128, seed=3).float(), (0.1 * noise(8, 128, seed=4)).float()
     act = RMSNorm(weight) if name == "rms_norm" else None if name == "gate" else name
@@ -207,7 +207,7 @@ def gate_cases():
 @every_dtype
 @pytest.mark.parametrize("name", gate_cases())
 def test_gates_with_their_gradients(name, dtype, backend) -> None:
-    """Including the inverse, which divides by the gate."""
+    """Every gate, and the inverse, which divides by it."""
     values, make, log = gate_cases()[name]
     spec = RopeSpec(38, start=2, rotary_dim=34, interleaved=True)
     x, dy = noise(2, 3, 5, 38, dtype=dtype), noise(2, 3, 5, 38, seed=1, dtype=dtype)
@@ -301,7 +301,7 @@ def test_a_gate_that_divides_has_its_gradient_where_x_has_none(name, backend) ->
 
 @every_backend
 def test_an_overflow_that_a_gate_undoes_has_gradients_by_angles(backend) -> None:
-    """exp(12) overflows float16, but an eighth of it does not."""
+    """Gradients by angles where f = exp(12) overflows float16, but f times the gate, 1/8, does not."""
     spec, x = RopeSpec(4), torch.full((1, 1, 2, 4), 12.0, dtype=torch.float16)
     found = []
     for dtype in (torch.float16, torch.float64):
@@ -357,7 +357,7 @@ def test_gradcheck_of_all_together(act, kind) -> None:
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_bits_depend_on_the_token_alone(act, heads, tokens, half, interleaved, dtype) -> None:
-    """Not on layout, strides, threads, alignment, neighbours, or decoding token by token."""
+    """The same bits in any layout, strides, threads, alignment and batch, and token by token."""
     spec = RopeSpec(2 * half, interleaved=interleaved)
     x = noise(2, heads, tokens, 2 * half, dtype=dtype)
     weight = noise(2 * half, seed=3)
@@ -547,7 +547,7 @@ def test_errors(text: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_prepared_call_sees_every_change_of_a_weight(dtype) -> None:
-    """Its fast path caches nothing of a weight, so any change of the weight takes effect."""
+    """The fast path of a prepared rotation caches nothing of a weight, so changes take effect."""
     spec = RopeSpec(8)
     q, k = torch.randn(2, 3, 1, 8).to(dtype), torch.randn(2, 1, 1, 8).to(dtype)
     rope = spec.at(9)

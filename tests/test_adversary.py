@@ -51,14 +51,14 @@ CALLS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_default_dtype_has_no_say(name: str, dtype: torch.dtype) -> None:
+def test_the_default_dtype_does_not_matter(name: str, dtype: torch.dtype) -> None:
     wanted = CALLS[name]()
     torch.set_default_dtype(dtype)
     assert_same_bits(CALLS[name](), wanted)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_default_device_has_no_say(name: str) -> None:
+def test_the_default_device_does_not_matter(name: str) -> None:
     wanted = CALLS[name]()
     torch.set_default_device("meta")
     assert_same_bits(CALLS[name](), wanted)
@@ -143,7 +143,7 @@ def test_tables_of_another_format_than_is_said_are_refused(
     assert_same_bits(x, X[:, :, :tokens])
 
 
-def test_tables_that_say_what_they_are_pass() -> None:
+def test_correctly_labelled_tables_pass() -> None:
     wanted, _ = apply_rotary_pos_emb(X, None, *_tables("half"), tables="half")
     for form in ("cat", "repeat"):
         cos, sin = _tables(form)

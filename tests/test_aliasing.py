@@ -1,4 +1,4 @@
-"""Memory that a call changes and memory that it must not, and what autograd learns of it."""
+"""Memory that a call changes, memory that it must not change, and the versions for autograd."""
 
 import re
 from functools import partial
@@ -74,8 +74,8 @@ def test_in_place_leaves_channels_outside_the_slice() -> None:
     assert not torch.equal(x[..., 2:6], before[..., 2:6])
 
 
-def test_the_version_counter_tells() -> None:
-    """Autograd then refuses a backward pass that needs an overwritten value."""
+def test_in_place_calls_bump_the_version_counter() -> None:
+    """Version counters, by which autograd refuses a backward pass that needs an overwritten value."""
     x = noise(2, 3, 5, 8)
     version = x._version
     rotate_(x, SPEC)
@@ -88,7 +88,7 @@ def test_the_version_counter_tells() -> None:
 
 
 def test_the_raw_operator_refuses_a_tensor_that_requires_grad() -> None:
-    """Without a kernel for autograd, torch would use the gradient of the identity."""
+    """An error instead of a wrong gradient: without an autograd kernel torch would use the identity's."""
     x = noise(2, 3, 5, 8).requires_grad_() * 1
     with pytest.raises(RuntimeError, match=r"the raw operator has no gradient"):
         torch.ops.tightrope.rotate_(x, None, *raw_arguments())
@@ -195,7 +195,7 @@ def test_inference_mode() -> None:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
-    """Like torch's own functions: inference tensors have no version counter to detect the change."""
+    """An error, like that of torch's functions: inference tensors have no version counter."""
     with torch.inference_mode():
         frozen = noise(1, 2, 5, 8)
     x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)

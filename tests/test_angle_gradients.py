@@ -286,7 +286,7 @@ def test_nothing_to_sum(empty: str, operator: Operator) -> None:
 
 
 @every_operator
-def test_what_is_not_wanted_has_no_axes(operator: Operator) -> None:
+def test_gradients_that_are_not_needed_are_empty(operator: Operator) -> None:
     call = make(axes=2, at=torch.float64)
     both = call.run(operator)
     for wanted in itertools.product((False, True), (False, True)):
@@ -301,10 +301,10 @@ def test_what_is_not_wanted_has_no_axes(operator: Operator) -> None:
 @every_operator
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 2.0**62, -(2.0**62), 1e38])
 @pytest.mark.parametrize("at", [torch.float32, torch.float64])
-def test_a_lost_position_is_lost_to_frequencies(
+def test_an_invalid_position_makes_frequency_gradients_nan(
     at: torch.dtype, lost: float, operator: Operator
 ) -> None:
-    """The output is NaN there, so its gradient is too; other positions are unaffected."""
+    """Invalid positions: output and gradients are NaN there, and unaffected elsewhere."""
     call = make(at=at, axes=2, word_rows=True)
     assert call.positions is not None
     call.positions[1, 1, 3] = lost
@@ -318,7 +318,7 @@ def test_a_lost_position_is_lost_to_frequencies(
 
 
 @every_operator
-def test_what_is_not_rotated_is_not_read(operator: Operator) -> None:
+def test_channels_that_do_not_rotate_are_not_read(operator: Operator) -> None:
     call = make(start=3, rest=2)
     clean = call.run(operator)
     for x in (*call.ys, *call.grads):
@@ -517,7 +517,7 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
 
 
 def test_no_gradient_is_lost_through_the_raw_operator() -> None:
-    """It has none; second derivatives use the formula instead."""
+    """An error: the raw operator has no gradient, and second derivatives use the formula instead."""
     call = make(at=torch.float64)
     for x in (call.ys[0], call.grads[0], call.positions):
         x.requires_grad_()

@@ -1,4 +1,4 @@
-"""Exact angles (DESIGN 4) of the definition, and of the kernels, read off rotated (1, 0) pairs."""
+"""Exact angles: of the definition directly, and of the kernels from rotated (1, 0) pairs."""
 
 import math
 import random
@@ -147,7 +147,7 @@ def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_beyond_32_bits_do_not_wrap_early(backend: str) -> None:
-    """float32 has no bound there, but float64 keeps that of phase words."""
+    """Positions where float32 has no bound, and float64 keeps the bound of phase words."""
     ids = [2**31, -(2**31) - 1, 2**32 + 1, 2**40 + 3, -(2**44) - 1]
     exact = oracle.cos_sin(ids, oracle.frequencies(10000.0, 16))
     got = from_rotation(RopeSpec(16), torch.tensor(ids), (1, len(ids)), torch.float64, backend)
@@ -178,7 +178,7 @@ LARGE = [8191.3, -131071.7, 1048575.9, 16383.499999, 2.0**22 + 0.25]
 @pytest.mark.parametrize("position_dtype", DTYPES)
 @pytest.mark.parametrize("base", [1e-9, 1e-3, 0.03, 1.0, 1e4])
 def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
-    """base < 1 gives ω > π for all pairs but the first few, so whole turns per position count."""
+    """Fractions at base < 1, where ω > π for all pairs but the first few and whole turns matter."""
     dim = 16
     omegas = oracle.frequencies(base, dim)
     turns = float(max(omegas)) / (2 * math.pi)
@@ -217,8 +217,8 @@ def test_whole_turns_per_position_are_not_lost(whole: int, backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_far_finer_than_float32_is_felt(backend: str) -> None:
-    """DESIGN 4: a resolution of 2^-24 position fails gradcheck; 2^-32 or finer is required."""
+def test_steps_far_finer_than_float32_change_the_result(backend: str) -> None:
+    """Steps of 2^-24 and 2^-32 of a position: gradcheck takes finite differences of such steps."""
     for step in (2.0**-24, 2.0**-32):
         ids = torch.tensor([1000.3, 1000.3 + step], dtype=torch.float64)
         _, sin = from_rotation(RopeSpec(2), ids, (1, 2), torch.float64, backend)
@@ -243,7 +243,7 @@ def test_positions_that_are_no_number_give_nan(position_dtype: torch.dtype, back
             assert bool(y[[0, 6]].isfinite().all())
 
 
-def test_the_definition_says_which_positions_are_lost() -> None:
+def test_the_definition_detects_invalid_positions() -> None:
     below = math.nextafter(2.0**62, 0)
     ids = torch.tensor([0.0, below, -below, 2.0**62, math.nan, -math.inf], dtype=torch.float64)
     lost = angles.is_lost(ids)
@@ -284,7 +284,7 @@ def test_axes_add_their_angles(fractional: bool, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_words_per_row_and_per_head(backend: str) -> None:
-    """The general shape of DESIGN 4: phase words [axes, rows, heads, pairs]."""
+    """Phase words of the general shape, [axes, rows, heads, pairs]."""
     rows, heads, tokens, pairs = 2, 3, 4, 5
     generator = torch.Generator().manual_seed(6)
     words = torch.randint(-(2**63), 2**63 - 1, (1, rows, heads, pairs), generator=generator)
@@ -359,7 +359,7 @@ def test_words_from_a_tensor_are_within_the_bound() -> None:
 @pytest.mark.parametrize("half", [0.5, -0.5, 1.5, -1.5, 2.5, 7.5, 1e6 + 0.5])
 @pytest.mark.parametrize("step", [-2, -1, 0, 1, 2])
 def test_words_from_a_tensor_near_half_a_turn(half: float, step: int) -> None:
-    """Half a turn is 2^63 units, but phase words end at 2^63 − 1, so a conversion could overflow."""
+    """Overflow at half a turn, which is 2^63 units where phase words end at 2^63 − 1."""
     omega = half * 2 * math.pi
     for _ in range(abs(step)):
         omega = math.nextafter(omega, math.copysign(math.inf, step))

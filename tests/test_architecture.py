@@ -1,4 +1,4 @@
-"""Imports go strictly down the ranks of DESIGN section 8, and `import tightrope` stays light.
+"""Imports go strictly down the ranks in docs/design.md, and `import tightrope` stays light.
 
 Imports are read from the source with `ast`, so those inside functions and under TYPE_CHECKING count
 too. Both checks are also run on input that they must reject.
@@ -415,7 +415,7 @@ def test_no_named_tuple_that_is_traced_has_a_property() -> None:
     assert properties_of_named_tuples(planted) == ["A.b"]
 
 
-def test_only_the_binding_knows_torch() -> None:
+def test_only_the_binding_includes_torch() -> None:
     """The loops are compiled once per instruction set. The linker keeps one copy of each function of
     torch's headers, and it could be compiled for instructions that the machine lacks."""
     folder = SOURCE.parent.parent / "csrc"

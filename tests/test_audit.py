@@ -431,7 +431,7 @@ def test_every_check_is_reported() -> None:
     assert all(check.outcome == "passed" for check in report.checks), report.checks
 
 
-def test_what_cannot_be_checked_is_said() -> None:
+def test_skipped_checks_have_reasons() -> None:
     report = audit(planted.with_tables())
     outcomes = {check.name: check.outcome for check in report.checks}
     assert outcomes["angles"] == "skipped: the caller provides them"
@@ -445,13 +445,13 @@ def test_a_table_that_ends_is_a_note() -> None:
     assert "IndexError: position outside the table" in note.evidence
 
 
-def test_float16_is_asked_for_by_name() -> None:
+def test_float16_is_an_option() -> None:
     fn = planted.rope(by_x="p_type")
     report = audit(fn, dtypes=[torch.float32, torch.float16])
     assert "for float16 x" in report.findings[0].sentence
 
 
-def test_a_name_that_says_in_place_may_write() -> None:
+def test_a_function_with_a_trailing_underscore_may_write() -> None:
     def rotate_(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return IN_PLACE(x, positions)  # type: ignore[no-any-return]
 

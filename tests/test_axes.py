@@ -181,7 +181,7 @@ def qwen2_vl_vision() -> tuple[torch.Tensor, torch.Tensor]:
     config = Qwen2VLVisionConfig(
         embed_dim=640, num_heads=8, rope_parameters={"rope_type": "axial", "rope_theta": 1e4}
     )
-    # The call gives [tokens, axes], whatever its comment says.
+    # The call returns [tokens, axes], despite its comment.
     cos, sin = qwen2_vl.Qwen2VLVisionRotaryEmbedding(config)(torch.zeros(1), THW[1:].T)
     return cos[:, :40], sin[:, :40]
 

@@ -66,7 +66,7 @@ def test_the_choice_is_real() -> None:
     assert own == (tightrope.which(x)[0] == "cpu")
 
 
-def test_without_the_native_library_the_definition_runs_and_says_so_once() -> None:
+def test_without_the_native_library_the_definition_runs_and_warns_once() -> None:
     code = (
         "import pathlib, warnings\n"
         "exists = pathlib.Path.exists\n"

@@ -94,7 +94,7 @@ def test_cases_with_factors_are_against_the_rotation_alone() -> None:
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
 def test_numbers_are_made_new_before_each_turn(cold: bool) -> None:
-    """Without that, repeated halving would end in subnormal numbers, whose arithmetic is slower."""
+    """Fresh numbers: repeated halving would end in subnormal numbers, whose arithmetic is slower."""
     x = torch.ones(4)
     seen = []
 
@@ -124,9 +124,7 @@ def test_the_check_refuses_wrong_results() -> None:
 
 
 @pytest.mark.parametrize("planted", [1.0, float("nan")])
-def test_the_check_sees_single_elements_and_says_where_they_are(
-    planted: float, monkeypatch
-) -> None:
+def test_the_check_finds_and_locates_single_elements(planted: float, monkeypatch) -> None:
     case = replace(VARIANTS["training"], rows=2)
     q, k, ids = inputs(case)
     monkeypatch.setattr(
@@ -345,7 +343,7 @@ def test_two_results_side_by_side() -> None:
         assert row.endswith(f"| {word} |")
 
 
-def test_tables_escape_what_markdown_would_read() -> None:
+def test_tables_escape_markdown() -> None:
     assert pages.table(["a", "b"], [["x|y", "<z>\n"]]) == [
         "| a | b |",
         "|---|---|",
@@ -356,7 +354,7 @@ def test_tables_escape_what_markdown_would_read() -> None:
 @pytest.mark.slow
 @needs_kernel
 def test_the_bits_of_drawn_calls(tmp_path: Path, capsys) -> None:
-    """They are reproducible, and a differing call is found."""
+    """Drawn calls are reproducible, and a differing call is found."""
     name = cpu.instruction_set()
     stems = [str(tmp_path / stem) for stem in ("before", "after")]
     for stem in stems:

@@ -166,7 +166,7 @@ def test_the_second_part_counts_by_stretch() -> None:
     assert contest.past_length("polar") == pytest.approx(16 / 3 - 2)
 
 
-def test_demo_says_what_it_compares(demo: tuple[dict[str, Any], str]) -> None:
+def test_demo_describes_its_comparison(demo: tuple[dict[str, Any], str]) -> None:
     numbers, output = demo
     assert numbers["seed"] == 3
     assert not numbers["interrupted"]

@@ -122,7 +122,7 @@ def test_json_is_all_there_is(
         (["--meant", "config.json"], "base"),
     ],
 )
-def test_what_is_meant(
+def test_the_declared_rotation(
     options: list[str],
     code: str | None,
     folder: Path,
@@ -144,7 +144,7 @@ def test_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_notes_count_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_can_fail_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     far = ["audited_rope:good", "--only-float32"]
     assert call(monkeypatch, *far) == 0
     assert call(monkeypatch, *far, "--fail-on", "note") == 1

@@ -169,7 +169,7 @@ def test_info_in_words(width: int) -> None:
         assert f"\n{name}" in output
 
 
-def test_info_has_what_a_report_of_a_fault_needs() -> None:
+def test_info_has_the_facts_for_a_bug_report() -> None:
     found = json.loads(run("info", "--json")[1])
     assert set(found["packages"]) == set(PACKAGES)
     assert found["packages"]["rich"] is not None

@@ -34,7 +34,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return app.run()
 
 
-def test_what_it_says(
+def test_the_whole_output(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     source: Path,
@@ -143,7 +143,7 @@ def test_a_mistake_is_one_line(
         (errno.EACCES, 2, "Permission denied"),
     ],
 )
-def test_what_the_machine_cannot(
+def test_failures_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     source: Path,
@@ -232,7 +232,7 @@ def test_help_fits(
 
 
 @pytest.mark.slow
-def test_ctrl_c_removes_what_was_written(source: Path, tmp_path: Path) -> None:
+def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
     # The copy waits, so that the signal arrives during it.
     script = (
         # A shell ignores SIGINT for background processes, and children inherit that.

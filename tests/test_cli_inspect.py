@@ -102,7 +102,7 @@ def test_without_a_length_turns_are_left_out(tmp_path: Path) -> None:
     assert "turns in 100" in run(path, "--context", 100)[1]
 
 
-def test_parts_and_what_does_not_rotate(tmp_path: Path) -> None:
+def test_parts_with_and_without_a_rotation(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN3_VL))
     output = run(path)[1]
@@ -374,7 +374,7 @@ def test_lengths_that_no_context_has(tmp_path: Path, length: Any, why: str) -> N
     assert one_line([path]) == f"Error: [YaRN] original_max_position {why}.\n"
 
 
-def test_layers_that_do_not_rotate_are_a_mistake_to_ask_for(tmp_path: Path) -> None:
+def test_layers_that_do_not_rotate_cannot_be_selected(tmp_path: Path) -> None:
     config = next(each.config for each in MODELS if each.origin == "HuggingFaceTB/SmolLM3-3B")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
@@ -407,7 +407,7 @@ def test_wrong_options(
     assert error.count("\n") == 1
 
 
-def test_errors_that_nobody_worded_are_not_hidden() -> None:
+def test_unexpected_errors_are_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError), as_mistakes():
         raise ZeroDivisionError
 
@@ -517,7 +517,7 @@ with Ticker(make_console(), "work") as ticker:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
 @pytest.mark.parametrize("no_colour, plain", [("1", True), ("", False)])
-def test_no_escape_codes_when_asked(folder: Path, no_colour: str, plain: bool) -> None:
+def test_no_color_prints_no_escape_codes(folder: Path, no_colour: str, plain: bool) -> None:
     import pty
 
     ours, theirs = pty.openpty()
@@ -587,7 +587,7 @@ def test_help_has_an_example_and_the_exit_codes() -> None:
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # Completion detects the shell that started the process; under make there is none that it knows.
+    # Completion detects the shell that started the process; under make it finds no shell that it supports.
     monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "/bin/bash"))
     monkeypatch.setattr(sys, "argv", ["tightrope", "--show-completion", "bash"])
     with pytest.raises(SystemExit, match="0"):

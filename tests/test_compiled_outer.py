@@ -62,7 +62,7 @@ PARAMETERS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_beside_symbols(name: str) -> None:
-    """All sizes of x are symbolic; those of the parameter are not."""
+    """Symbolic sizes of x together with constant sizes of a parameter."""
     call, shape = PARAMETERS[name]
     module = Holder(call, *shape)
     compiled = torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
@@ -182,7 +182,7 @@ def test_extra_tensors_of_k_in_the_memory_of_q(
 @pytest.mark.parametrize("way", ["aot_eager", "eager", "vmap", "functionalize"])
 @every_kind_of_k
 def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: str) -> None:
-    """With autograd, compiled or not, and with transforms, under which data pointers are meaningless."""
+    """Shared memory under autograd, compiled or not, and under transforms, which hide data pointers."""
     x, k = X / 4, X.flip(-1)
     derived = way.endswith("eager")
 
@@ -250,7 +250,7 @@ DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 @pytest.mark.parametrize("name", DEFINED)
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str, prepared: bool) -> None:
-    """With dynamic shapes, the integer fields of a spec in a closure are symbols too."""
+    """Dynamic shapes, which turn the integer fields of a spec in a closure into symbols too."""
     spec = RopeSpec(8, rotary_dim=4, start=1)
     rope = spec.at(3) if prepared else spec
 

@@ -55,7 +55,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
-def test_a_model_is_what_a_person_would_write(model: Model) -> None:
+def test_each_model_gives_the_expected_spec(model: Model) -> None:
     before = copy.deepcopy(model.config)
     got = read(model.config, **model.options)
     assert got == model.wanted
@@ -73,20 +73,20 @@ def test_a_file_reads_as_its_keys(model: Model, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_every_field_has_a_source(model: Model) -> None:
-    told = provenance(model.config, **model.options)
-    assert told.spec == model.wanted
-    for row in told.rows:
+    sourced = provenance(model.config, **model.options)
+    assert sourced.spec == model.wanted
+    for row in sourced.rows:
         assert row.source, row
-    text = str(told)
+    text = str(sourced)
     lines = text.splitlines()
-    fields = [row.field for row in told.rows]
+    fields = [row.field for row in sourced.rows]
     assert sum(line.startswith("interleaved ") for line in lines) == fields.count("interleaved") > 0
-    for row in told.rows:
+    for row in sourced.rows:
         assert row.source in text
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=by_name)
-def test_what_says_too_little_is_refused(model: Refused) -> None:
+def test_incomplete_configurations_are_refused(model: Refused) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(model.why)}$"):
         read(model.config)
 
@@ -111,8 +111,8 @@ def test_both_forms_of_transformers_read_alike(model: Model) -> None:
 
 # --- no silent default ----------------------------------------------------------------------------
 
-# Key -> the default that its absence means in such files; dropping it gives another valid model.
-# The last part of a path; "family:key" for a key of one family.
+# Key -> the default in such files if the key is absent; dropping it gives another valid model. A key is
+# the last part of a path, or "family:key" for a key of one family.
 ABSENCE: dict[str, str] = {
     "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
     "rope_parameters": "as rope_scaling, where the base stands outside",
@@ -236,7 +236,7 @@ def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_frequencies_are_never_made_up(model: Model) -> None:
-    """Without a base only families whose code has a constant are read."""
+    """Configurations without a base: only families whose code has a constant are read."""
     config = json.loads(json.dumps(model.config))
     section = model.options.get("section")
     inner = config[section] if section else config
@@ -827,9 +827,11 @@ def test_llama4s_own_file() -> None:
 
 
 def test_provenance_names_the_users_own_keys() -> None:
-    told = provenance({**GGUF, "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0})
-    assert isinstance(told, Provenance)
-    assert str(told).splitlines() == [
+    sourced = provenance(
+        {**GGUF, "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
+    )
+    assert isinstance(sourced, Provenance)
+    assert str(sourced).splitlines() == [
         "head_dim                       128        qwen2.embedding_length / "
         "qwen2.attention.head_count = 3584 / 28",
         "base                           1000000.0  qwen2.rope.freq_base",

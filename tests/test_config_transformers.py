@@ -107,7 +107,7 @@ def test_the_published_function_pairs_as_the_table_says(name: str) -> None:
     assert FAMILIES[name].interleaved == (partner == 1)
 
 
-def test_both_pairings_are_told_apart() -> None:
+def test_both_pairings_are_distinguished() -> None:
     half = functions_of("llama")["apply_rotary_pos_emb"]
     neighbours = functions_of("gptj")["apply_rotary_pos_emb"]
     assert (partner_of_first(half), partner_of_first(neighbours)) == (WIDTH // 2, 1)
@@ -222,7 +222,7 @@ SECTIONED = [name for name, family in FAMILIES.items() if family.sections is not
 
 
 @pytest.mark.parametrize("name", SECTIONED)
-def test_sections_that_no_key_says_are_those_of_the_code(name: str) -> None:
+def test_sections_that_no_key_states_are_those_of_the_code(name: str) -> None:
     folder = FAMILIES[name].source.split(": ")[0]
     code = (PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8")
     found = re.findall(r'\.get\("mrope_section", \[([\d, ]+)\]\)', code)

@@ -1,7 +1,7 @@
-"""Conversion of checkpoints: which rows move, that all else stays, and what is refused.
+"""Conversion of checkpoints: the rows that move, the bytes that stay, and the errors.
 
-That models compute the same is tested in test_convert_families.py, the command line in
-test_cli_convert.py.
+test_convert_families.py tests that converted models compute the same, test_cli_convert.py the command
+line.
 """
 
 from __future__ import annotations
@@ -387,7 +387,7 @@ def test_scales_by_block(tmp_path: Path, block: int, sound: bool) -> None:
             convert(source, tmp_path / "b", to="interleaved")
 
 
-def test_scales_by_a_block_that_nobody_says(tmp_path: Path) -> None:
+def test_scales_by_a_block_of_unknown_size(tmp_path: Path) -> None:
     tensors = quantised(llama_tensors(bias=False), weight_scale_inv=torch.rand(4, 2))
     with refused("states no block size"):
         convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved")
@@ -499,7 +499,7 @@ def test_refused_and_nothing_written(tmp_path: Path, case: str) -> None:
         ({"config": "nowhere/config.json"}, "the configuration must exist but"),
     ],
 )
-def test_what_the_user_says_wrong(tmp_path: Path, stated: dict[str, Any], match: str) -> None:
+def test_wrong_statements_of_the_user(tmp_path: Path, stated: dict[str, Any], match: str) -> None:
     source = write(tmp_path / "a", llama_tensors())
     with refused(match):
         convert(source, tmp_path / "b", to="interleaved", stated=Stated(**stated))
@@ -531,7 +531,7 @@ def test_paired_so_already(tmp_path: Path) -> None:
         convert(source, tmp_path / "c", to="both")
 
 
-def test_weights_that_speak_against_their_configuration(tmp_path: Path) -> None:
+def test_weights_that_contradict_their_configuration(tmp_path: Path) -> None:
     source = write(tmp_path / "a", trained(interleaved=True), TRAINED)
     with refused("is half .stated by model_type 'llama'. but its weights show interleaved"):
         convert(source, tmp_path / "b", to="interleaved")
@@ -585,7 +585,7 @@ def test_pickles_do_not_run(tmp_path: Path) -> None:
         (b"\x80\x02\xff.", "its pickle is damaged or holds more than weights"),
     ],
 )
-def test_nobody_is_told_to_load_a_pickle_that_runs_code(
+def test_no_error_suggests_loading_a_pickle_that_runs_code(
     tmp_path: Path, pickled: bytes, why: str
 ) -> None:
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
@@ -847,7 +847,7 @@ def test_a_proof_of_infinite_weights_fails(tmp_path: Path) -> None:
         convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved", verify=True)
 
 
-def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     source, out = write(tmp_path / "a", llama_tensors()), tmp_path / "b"
     left = place.partial_path(out)
     (left / "result").mkdir(parents=True)
@@ -907,7 +907,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["shard", "index", "config", "torch"])
-def test_damaged_files_are_told_and_lose_nothing(tmp_path: Path, kind: str) -> None:
+def test_damaged_files_are_reported_and_lose_nothing(tmp_path: Path, kind: str) -> None:
     source = write(tmp_path / "a", llama_tensors(bias=False), shards=2)
     torch.save(llama_tensors(bias=False), source / "model.pt")
     file = (
@@ -941,7 +941,7 @@ def test_damaged_files_are_told_and_lose_nothing(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("width", [16, 32, 64])
-def test_both_pairings_of_the_same_are_told_apart(
+def test_both_pairings_of_the_same_weights_are_detected(
     tmp_path: Path, interleaved: bool, width: int
 ) -> None:
     weights = trained(interleaved, width=width)
@@ -999,7 +999,7 @@ def test_chance_is_a_bound(tmp_path: Path) -> None:
         assert below <= 0.1 * len(chances)
 
 
-def test_norms_tell_too(tmp_path: Path) -> None:
+def test_norms_are_evidence_too(tmp_path: Path) -> None:
     layers = 60
     weights = {"model.embed_tokens.weight": torch.randn(7, 32)}
     generator = torch.Generator().manual_seed(0)

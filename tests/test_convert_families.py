@@ -3,7 +3,7 @@
 A small random model of each family is saved, its checkpoint converted, and the converted weights run
 in the same model with its rotary function switched to the other pairing: the same hidden states must
 come out. The switch undoes the order of channels before the family's own function and nothing else, so
-a row that was forgotten, or taken from the wrong head, shows.
+a row that was forgotten, or taken from the wrong head, is detected.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def switched(family: str, spec: RopeSpec) -> Iterator[None]:
 
 
 def check(before: torch.Tensor, after: torch.Tensor, forgotten: torch.Tensor) -> None:
-    """The logits are the same with the rotary function switched, and differ without."""
+    """Check that the logits are the same with the rotary function switched, and differ otherwise."""
     wrong = (before - forgotten).abs().max()
     assert wrong > TABLE["other pairing"].value * before.abs().max()
     assert (before - after).abs().max() <= TABLE["channels reordered"].value * wrong
@@ -191,7 +191,7 @@ def test_a_converted_model_computes_the_same(family: str, tmp_path: Path) -> Non
     torch.manual_seed(1)
     model = transformers.AutoModel.from_config(small(family)).eval()
     for name, parameter in model.named_parameters():
-        # Fresh norms are ones and fresh biases zeros: a wrong order would not show.
+        # Fresh norms are ones and fresh biases zeros, which would hide a wrong order.
         if "norm" in name:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
         elif name.endswith("bias"):

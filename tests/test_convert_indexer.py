@@ -45,7 +45,7 @@ def glm5_tensors() -> dict[str, torch.Tensor]:
 
 
 def test_an_indexer_moves_with_its_attention_where_it_is_paired_like_it(tmp_path: Path) -> None:
-    """GLM-5's indexer is; DeepSeek V3.2's always pairs halves."""
+    """GLM-5's indexer is paired like its attention; DeepSeek V3.2's always has half pairing."""
     tensors = glm5_tensors()
     own = {
         "indexer.wq_b.weight": [0, 14, 28], "indexer.wk.weight": [0],
@@ -133,10 +133,10 @@ def test_indexers_that_do_not_fit(tmp_path: Path, case: str) -> None:
         ("k_ln", ""),
     ],
 )
-def test_norms_that_the_naming_does_not_know_are_refused(
+def test_norms_that_the_naming_does_not_list_are_refused(
     tmp_path: Path, own: str, known: str
 ) -> None:
-    """If they stayed, their weights would apply to other channels than before."""
+    """An error: norms that stayed in place would scale other channels than before."""
     tensors = llama_tensors(bias=False)
     there = f"model.layers.1.self_attn.{own}.weight"
     source = write(tmp_path / "source", tensors | {there: torch.rand(8)})

@@ -245,7 +245,7 @@ def slopes(call: Call, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_every_axis_beside_every_other(number: int) -> None:
+def test_every_pair_of_axes(number: int) -> None:
     case = CASES[number]
     call, truth = Call(case), Call({**case, "dtype": torch.float64})
     check(truth, {name: truth.leaves[name] for name in truth.learned()})
@@ -331,7 +331,7 @@ def test_rerotate(verb: Any) -> None:
     check(call, leaves)
 
 
-def test_the_functions_of_the_seeds() -> None:
+def test_rotary_pos_embedding_and_rotary_apply() -> None:
     x, at = noise(ROWS, HEADS, TOKENS, WIDTH), 5 * noise(TOKENS, seed=1)
     check(lambda x, at: rotary_pos_embedding(x, at), {"x": x, "at": at})
     tables = {"cos": noise(TOKENS, WIDTH // 2), "sin": noise(TOKENS, WIDTH // 2, seed=1)}

@@ -140,10 +140,10 @@ def test_a_backward_pass_copies_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("gate", [None, Scalar(2.0), XPOS, Slope(on_device(16))])
 @pytest.mark.parametrize("where", [5, IDS], ids=["offset", "ids"])
-def test_a_prepared_rotation_takes_the_short_way(
+def test_a_prepared_rotation_takes_the_fast_path(
     gate: gates.Gate | None, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device with kernels: skips the checks that the kernels repeat, and copies nothing."""
+    """The fast path on a device: skips the checks that the kernels repeat, and copies nothing."""
     monkeypatch.setitem(registry._ready_on, "meta", lambda: True)
     assert registry.takes(Q)
 
@@ -181,7 +181,7 @@ def test_ids_on_a_device_are_not_cached() -> None:
     assert prepared.memo.gate_logs == {}
 
 
-def test_many_lengths_do_not_push_out_what_a_graph_reads() -> None:
+def test_many_lengths_do_not_evict_phase_words_of_a_graph() -> None:
     spec = RopeSpec(16, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
     rotate_qk(Q, K, spec, IDS)
     for length in range(100, 300):

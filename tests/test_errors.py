@@ -394,7 +394,7 @@ def test_bad_input_loses_nothing() -> None:
     assert torch.equal(x, before)
 
 
-def test_a_forced_backend_that_cannot_run_says_why() -> None:
+def test_a_forced_backend_that_cannot_run_raises_with_the_reason() -> None:
     x = torch.zeros(2, 3, 5, 8, device="meta")
     missing = backends()["cpu"]
     reason = "x is on meta" if missing is None else missing

@@ -144,7 +144,7 @@ def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 @pytest.mark.parametrize("what", ["weight", "gate", "positions"])
 def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
-    """If q and k differ in kind, there are two calls, and the first writes q."""
+    """Two calls, because q and k differ in kind: the second must not read results of the first."""
 
     def call(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         more: dict[str, Any] = {"act": ("silu", None)}
@@ -419,7 +419,7 @@ def test_a_list_may_be_empty() -> None:
 @needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
 def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
-    """Otherwise it would read at address 0 after a shard was freed."""
+    """An error: the kernel would read at address 0 after a shard was freed."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="extra tensors must have memory"):

@@ -35,7 +35,7 @@ def pairwise(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_what_is_built_is_read_again(name: str) -> None:
+def test_built_tables_are_read_back(name: str) -> None:
     form = FORMS[name]
     cos, sin = torch.randn(2, 1, 5, 6), torch.randn(2, 1, 5, 6)
     assert form.read is not None
@@ -56,7 +56,7 @@ def test_a_form_is_pickled_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("width", forms.WIDTHS)
-def test_widened_tables_are_what_a_reading_takes_apart(width: str) -> None:
+def test_widened_tables_are_split_into_the_same_entries(width: str) -> None:
     table = torch.arange(6.0)
     for entries in forms.entries(forms.widen(table, width), width):
         assert torch.equal(entries, table)
@@ -151,7 +151,7 @@ def test_a_call_is_parsed_as_it_is_written(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "x, y", "x, cos", "x, q", "k", "x, x", "x, positions -> cos", "x, cos, sin, cis"]
 )
-def test_what_is_no_call_is_refused(text: str) -> None:
+def test_invalid_descriptions_of_calls_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^form must list the arguments, .* but got"):
         parse(text)
 
@@ -180,7 +180,7 @@ def with_wrong_sign(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> An
         (by_one_table, "fn(x, sin_cos)", "bshd", "interleaved"),
     ],
 )
-def test_the_audit_calls_what_the_patch_serves(
+def test_the_audit_calls_every_function_that_patch_replaces(
     function: Function, call: str, layout: str, pairing: str
 ) -> None:
     assert recognise(function)

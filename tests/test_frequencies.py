@@ -116,7 +116,7 @@ def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
 
 
 def assert_exact(made: Frequencies, wanted: Sequence[Any]) -> None:
-    """54 of 60 digits, far more than a phase word has and than the 1e-14 that issue 4 requires."""
+    """Assert that 54 of 60 digits agree: far more than a phase word or a float64 has."""
     assert len(made.exact) == len(wanted)
     for mine, omega in zip(made.exact, wanted, strict=True):
         if omega == 0:
@@ -130,7 +130,7 @@ def assert_exact(made: Frequencies, wanted: Sequence[Any]) -> None:
 
 
 def assert_scaling(made: Frequencies, wanted: Any) -> None:
-    """The nearest float64."""
+    """Assert that the attention scaling is the float64 nearest to the exact value."""
     assert type(made.attention_scaling) is float
     assert made.attention_scaling == float(wanted)
 
@@ -349,7 +349,7 @@ def test_the_switch_is_above_the_original_length(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", BY_LENGTH)
 def test_no_history(rule: Rule) -> None:
-    """Earlier calls change nothing: transformers 5.23 fails this (3,000 tokens after 6,000)."""
+    """Independence of earlier calls; transformers 5.23 fails this (3,000 tokens after 6,000)."""
     lengths = [3000, 6000, 3000, 4097, 100000, 5000, 6000]
     alone = []
     for length in lengths:
@@ -503,7 +503,7 @@ def test_the_hash_is_computed_once() -> None:
     assert hash(rule) == before
 
 
-def test_repr_shows_what_differs_from_the_defaults() -> None:
+def test_repr_shows_values_other_than_the_defaults() -> None:
     assert repr(YaRN(4, 4096)) == "YaRN(factor=4.0, original_max_position=4096)"
     assert (
         repr(YaRN(4, 4096, truncate=False))

@@ -58,12 +58,10 @@ def assert_same(
     inv_freq, scaling = got
     assert inv_freq.dtype == torch.float32
     assert inv_freq.shape == mine.inv_freq.shape
-    relative = value("frequency beside transformers")
+    relative = value("frequency of transformers")
     bound = relative * inv_freq.double().abs()
     if isinstance(rule, YaRN):
-        bound += (
-            value("ramp beside transformers") * RopeSpec(rotary_dim, base).frequencies().inv_freq
-        )
+        bound += value("ramp of transformers") * RopeSpec(rotary_dim, base).frequencies().inv_freq
     error = (mine.inv_freq - inv_freq.double()).abs()
     # Written so that NaN fails.
     assert bool((error <= bound).all()), (error / inv_freq).max()
@@ -201,7 +199,7 @@ def test_dynamic_ntk_without_history() -> None:
         module(torch.zeros(1, 1, 64), torch.arange(length)[None])
         return module.inv_freq.double()
 
-    bound = value("frequency beside transformers")
+    bound = value("frequency of transformers")
     seen = {}
     for length in (3000, 6000, 3000):
         seen[length] = after(length)

@@ -10,7 +10,7 @@ from tolerances import assert_near
 
 
 def turned(x: torch.Tensor, ids: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate by the original formulas in float64: whole last dimension, base 10000, sequence at -2."""
+    """Rotate by RoFormer's formulas in float64: whole last dimension, base 10000, sequence at -2."""
     width = x.shape[-1]
     theta = 10000.0 ** (-2.0 * torch.arange(width // 2, dtype=torch.float64) / width)
     angle = ids.double()[:, None] * theta
@@ -37,7 +37,7 @@ def test_rotary_pos_embedding(shape: tuple[int, ...], interleaved: bool) -> None
     assert torch.equal(rotary_pos_embedding(x), rotary_pos_embedding(x, None, True))
 
 
-def test_rotary_pos_embedding_of_the_seed_s_example() -> None:
+def test_rotary_pos_embedding_of_three_and_four_dimensions() -> None:
     assert rotary_pos_embedding(torch.randn(2, 8, 64)).shape == (2, 8, 64)
     assert rotary_pos_embedding(torch.randn(2, 12, 8, 64)).shape == (2, 12, 8, 64)
 
@@ -95,7 +95,7 @@ def test_inverse_undoes() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", None])
-def test_positions_say_what_they_say(backend: str | None) -> None:
+def test_positions_equal_explicit_ids(backend: str | None) -> None:
     spec, x = RopeSpec(8), noise(2, 3, 5, 8)
     explicit = {
         "none": (None, torch.arange(5)),
@@ -134,13 +134,13 @@ def test_every_public_function_is_documented() -> None:
         assert ">>>" in function.__doc__, function
 
 
-def test_the_short_way_of_a_prepared_rotation_refuses_as_the_long_one_does() -> None:
-    """After its first in-place call, a prepared rotation skips checks that the kernel repeats."""
+def test_the_fast_path_of_a_prepared_rotation_raises_the_same_errors() -> None:
+    """The same errors on the fast path, which skips checks that the kernel repeats."""
     spec = RopeSpec(8)
     fresh, used = spec.at(5), spec.at(5)
     q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
     rotate_qk_(q, k, used)
-    assert used.memo.packed, "the short way is what this is about"
+    assert used.memo.packed, "the second call does not take the fast path"
     version = q._version
     rotate_qk_(q, k, used)
     assert q._version > version

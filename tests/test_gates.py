@@ -34,7 +34,7 @@ def tied(channels: Channels, values: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, -1)
 
 
-def test_exp_is_the_formula_of_the_seed() -> None:
+def test_exp_is_the_exponential() -> None:
     gamma = noise(3, 8)
     got = Exp(gamma).factor(CHANNELS, dtype=torch.float64)
     assert_near(got, gamma.exp()[None, :, None], "float64 ways")
@@ -118,7 +118,7 @@ def test_xpos_has_all_digits_of_a_position(kind: torch.dtype, centre: float) -> 
             assert math.isclose(got[0, 0, token, HALF.start].item(), wanted, rel_tol=digits)
 
 
-def test_xpos_does_not_depend_on_what_else_is_there() -> None:
+def test_xpos_does_not_depend_on_other_tokens() -> None:
     """Other implementations centre at the middle of each call, so cached keys have another centre."""
     gate = XPos(centre=0)
     alone = gate.factor(CHANNELS, torch.tensor([[9]]))

@@ -191,7 +191,7 @@ def test_errors_are_those_of_the_slow_path() -> None:
             rotate_qk(q, k, rope, gate=gate)
 
 
-def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
+def test_tensors_cached_in_inference_mode_work_outside_of_it() -> None:
     spec, gate = SPECS["halves"], gates.XPos(centre=3.0)
     q, k = noise(1, HEADS, TOKENS, WIDTH), noise(1, KV_HEADS, TOKENS, WIDTH)
     rope = spec.at(torch.arange(TOKENS))

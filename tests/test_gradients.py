@@ -245,7 +245,7 @@ def test_checkpoint_and_accumulation() -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (1, 1)])
 def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int]) -> None:
-    """Under vmap requires_grad is unreliable; relying on it would silently give zeros."""
+    """Positions under vmap, where requires_grad is unreliable and relying on it would give zeros."""
     spec = RopeSpec(8)
     x, p = noise(4, 4, 3, 8), 10 * noise(4, 4, seed=1)
 
@@ -267,7 +267,7 @@ def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int
 
 
 def test_by_position_in_place_on_slices_of_one_projection() -> None:
-    """Neither the second rotation nor later changes may alter what the first has saved."""
+    """Tensors saved by the first rotation: neither the second nor later changes may alter them."""
     spec = RopeSpec(8)
     base = noise(1, 6, 4, 8).requires_grad_()
     p = (10 * noise(4, seed=1)).requires_grad_()
@@ -339,7 +339,7 @@ def test_a_dual_level_alone_changes_no_bit() -> None:
         assert torch.equal(rotate_(x.clone(), RopeSpec(8), 5), want)
 
 
-def test_what_needs_no_gradient_has_none() -> None:
+def test_results_require_grad_only_if_their_tensor_does() -> None:
     q, k = noise(1, 2, 5, 8).requires_grad_(), noise(1, 1, 5, 8)
     y, z = rotate_qk(q, k, RopeSpec(8))
     assert (y.requires_grad, z.requires_grad) == (True, False)

@@ -200,7 +200,7 @@ def test_more_pairs_than_are_looked_at_together_count() -> None:
     assert float(both[FLOAT32]) >= worst - value("float64 angle")
 
 
-def test_samples_have_every_length_that_is_asked_for() -> None:
+def test_samples_include_every_requested_length() -> None:
     positions = sample(5000, {4999, 4096})
     assert positions[0] == 0
     assert {4096, 4999} <= set(positions.tolist())
@@ -348,7 +348,7 @@ PLAIN = v4("llama", 4096, 32, 10000.0)
         ({**PLAIN, "max_position_embeddings": 4096}, set()),
     ],
 )  # fmt: skip
-def test_what_looks_like_a_mistake(config: dict[str, Any], wanted: set[str]) -> None:
+def test_warnings(config: dict[str, Any], wanted: set[str]) -> None:
     assert stated(config) == wanted
 
 
@@ -398,7 +398,7 @@ def test_windows_may_have_the_usual_base() -> None:
         ),
     ],
 )
-def test_what_is_worth_knowing(spec: RopeSpec, context: int, code: str, about: str) -> None:
+def test_notes(spec: RopeSpec, context: int, code: str, about: str) -> None:
     (note,) = [note for note in only(spec, context=context).notes if note.code == code]
     assert not note.warning
     assert about in note.text
@@ -461,7 +461,7 @@ def test_the_largest_disagreement_is_that_of_counting(other: RopeSpec) -> None:
             assert first == wanted
 
 
-def test_equal_rotations_are_alike_whatever_they_are_called() -> None:
+def test_equal_rotations_are_alike_under_any_name() -> None:
     part = both(RopeSpec(16), RopeSpec(16, scaling=Linear(1.0)))
     assert part.alike
     assert [each.field for each in part.differences] == ["scaling", "scaling.factor"]
@@ -533,7 +533,7 @@ def test_comparisons_are_json() -> None:
 
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("asked", ["folder", "file"])
-def test_the_record_of_a_conversion_says_the_pairing(
+def test_the_record_of_a_conversion_states_the_pairing(
     tmp_path: Path, asked: str, single: bool
 ) -> None:
     """The record decides, not the family: Llama pairs halves, and the converted copy does not."""

@@ -119,7 +119,7 @@ def test_switching_within_a_process() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
-    """Each is within the error bound, so two differ by at most twice the bound."""
+    """Two instruction sets differ by at most twice the error bound of each."""
     spec = RopeSpec(90, interleaved=interleaved)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 50, 90, generator=generator, dtype=torch.float64).to(dtype)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 
 def assert_outputs(got: torch.Tensor, want: torch.Tensor, name: str = "patched outputs") -> None:
-    """Check outputs against the bound of issue 7; NaN fails."""
+    """Check outputs relative to the largest; NaN fails."""
     assert got.shape == want.shape
     off = ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
     assert off <= value(name), off
@@ -213,7 +213,7 @@ def test_the_last_call_decides_about_angles(llama: Any) -> None:
     assert type(llama.model.layers[0].self_attn) is modeling_llama.LlamaAttention
 
 
-def test_what_is_patched_later_in_the_module_is_still_seen(
+def test_later_changes_of_the_module_take_effect(
     llama: Any, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copied methods read the globals of the original module, not a copy of them."""
@@ -261,7 +261,7 @@ def test_deepcopy_and_pickle_keep_the_patch(
 
 
 @pytest.mark.parametrize("angles", ["model", "exact"])
-def test_save_pretrained_knows_nothing_of_the_patch(
+def test_save_pretrained_writes_the_same_files(
     llama: Any, inputs: dict[str, torch.Tensor], tmp_path: Path, angles: str
 ) -> None:
     with torch.no_grad():
@@ -363,7 +363,7 @@ def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
 
 
 def test_hooks_that_keep_the_old_forward(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Like accelerate: the module stores its bound forward and gets another one."""
+    """Hooks like those of accelerate: the module stores its bound forward and gets another one."""
     attention = llama.model.layers[0].self_attn
     attention._old_forward = attention.forward
     calls = []
@@ -436,7 +436,7 @@ def test_dynamic_rules_forget_the_last_call() -> None:
     assert_same_bits(model.model.rotary_emb(x, both)[0][:1], before[0])
 
 
-def test_a_module_whose_frequencies_nobody_knows_is_left(llama: Any) -> None:
+def test_a_module_with_unknown_frequencies_is_left(llama: Any) -> None:
     class OwnRotaryEmbedding(torch.nn.Module):
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
             angle = position_ids[..., None].sqrt() * torch.ones(16)
@@ -448,8 +448,8 @@ def test_a_module_whose_frequencies_nobody_knows_is_left(llama: Any) -> None:
     assert type(llama.model.rotary_emb) is OwnRotaryEmbedding
 
 
-def test_a_module_whose_frequencies_were_changed_is_served_by_none_or_right(llama: Any) -> None:
-    """If the config and the module have different bases, that of the module is used."""
+def test_a_module_with_changed_frequencies_is_left_or_exact(llama: Any) -> None:
+    """A module whose base differs from that of its config: the module's is used."""
 
     class Scaled(type(llama.model.rotary_emb)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:

@@ -98,7 +98,7 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
 
 @pytest.mark.slow
 @needs_kernels
-def test_partial_width_q_alone_and_functions_nobody_knows() -> None:
+def test_partial_width_q_alone_and_unknown_functions() -> None:
     """One layer replaces all functions, each with its own arithmetic."""
     run("""
 def half(x):
@@ -166,7 +166,7 @@ assert torch.equal(outputs(model, given), before)
 """)
 
 
-def test_without_the_package_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kernels", None)
     with pytest.raises(
         ImportError, match=r"\[register\] needs the kernels package: pip install kernels\."

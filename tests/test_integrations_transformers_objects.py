@@ -132,7 +132,7 @@ def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str
 
 @pytest.mark.parametrize("mode", MODES)
 def test_objects_made_of_one_config_that_changes(mode: str) -> None:
-    """As in transformers' own test_model_rope_scaling_frequencies."""
+    """One config that changes between objects, as in transformers' test_model_rope_scaling_frequencies."""
 
     def make(cls: type, check: Callable[[str, Any], None]) -> dict[str, Any]:
         config, made = config_of("linear"), {}
@@ -185,7 +185,7 @@ def test_the_original_runs_where_what_it_reads_was_assigned(
 
 
 def test_a_class_of_longrope_given_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression of issue 15: the report had "left" but the angles of LongRoPE were served."""
+    """Regression: the report had "left", but the object used the angles of LongRoPE."""
     monkeypatch.setitem(sys.modules, modeling_phi3.__name__, modeling_phi3)
     settings = {**TEXT, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
     long = Phi3Config(**settings, original_max_position_embeddings=32)
@@ -260,7 +260,7 @@ def test_patching_again_takes_what_was_changed_by_hand(what: str) -> None:
     assert_tables(got, tables(module))
 
 
-def test_a_rule_that_the_config_no_longer_says_is_the_modules_own() -> None:
+def test_a_rule_that_the_config_no_longer_states_is_the_modules_own() -> None:
     """Dynamic NTK starts with the plain frequencies, so these alone do not identify the rule."""
     model = llama("dynamic")
     want = tables(LlamaRotaryEmbedding(config_of("dynamic")))
@@ -309,8 +309,8 @@ def test_two_models_in_one_process_keep_their_angles() -> None:
     assert not is_served(two.model.rotary_emb)
 
 
-def test_what_the_library_served_ends_with_its_patch() -> None:
-    """With the original functions back, float32 tables would promote all results."""
+def test_exact_angles_end_with_unpatch() -> None:
+    """Exact angles end with unpatch: float32 tables would promote all results of the original."""
     given = small_inputs("Llama")
     plain = llama("dynamic").to(torch.bfloat16)
     with torch.no_grad():
@@ -409,7 +409,7 @@ def test_loaded_models_are_still_served_after_use(mode: str, name: str, tmp_path
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mode", ["exact", "library, exact"])
-def test_a_default_dtype_has_no_say(mode: str, default: torch.dtype) -> None:
+def test_the_default_dtype_does_not_matter(mode: str, default: torch.dtype) -> None:
     def make() -> Any:
         return AutoModelForCausalLM.from_config(config_of("default"), attn_implementation="eager")
 

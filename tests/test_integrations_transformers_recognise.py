@@ -301,7 +301,7 @@ def test_reasons(function: Function, reason: str) -> None:
     assert reason in recognition.reason
 
 
-def test_what_agrees_with_two_candidates_is_left() -> None:
+def test_a_function_that_agrees_with_two_candidates_is_left() -> None:
     """Tables whose order is ambiguous: cosines of the sum of both."""
 
     def symmetric(q: torch.Tensor, a_cos: torch.Tensor, a_sin: torch.Tensor) -> torch.Tensor:
@@ -397,7 +397,7 @@ def test_tables_written_to_between_two_calls_are_looked_at_again() -> None:
         assert_same_bits(got, want)
 
 
-def test_views_of_one_tensor_are_told_apart() -> None:
+def test_views_of_one_tensor_are_distinguished() -> None:
     new = replaced()
     q, k, cos, sin = operands()
     both = torch.stack((cos, cos + torch.arange(16) * 0.1))

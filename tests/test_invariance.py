@@ -1,4 +1,4 @@
-"""The same row gives the same bits, whatever surrounds it and however it is computed (DESIGN 6).
+"""The same row gives the same bits, whatever surrounds it and however it is computed.
 
 tests/test_instruction_sets.py runs this file once more for each instruction set.
 """

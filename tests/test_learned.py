@@ -174,7 +174,7 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
 
 @pytest.mark.parametrize("base", [10.0, 1e4, 1e6])
 def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
-    """As float64 they have a relative error of 2^-53."""
+    """The spec's own frequencies as float64, which have a relative error of 2^-53."""
     spec = RopeSpec(16, base)
     theta = torch.tensor(list(map(float, oracle.frequencies(base, 16))), dtype=torch.float64)
     for reach in (1, 2**10, 2**20, 2**31):
@@ -236,7 +236,7 @@ def test_zero_negative_and_huge_frequencies(at: Any, backend: str) -> None:
 @both_pairings
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("at", [None, TOKENS, TOKENS.double() / 3])
-def test_a_frequency_that_is_no_number_does_not_pass_for_one(
+def test_a_frequency_that_is_nan_or_infinite_gives_nan(
     at: Any, lost: float, interleaved: bool, backend: str
 ) -> None:
     """Diverged training must be visible: the pair becomes NaN, the others do not change."""
@@ -468,7 +468,7 @@ def test_checkpoint_and_accumulation(
 @pytest.mark.parametrize("used", ["q", "k", "both"])
 @pytest.mark.parametrize("needing", ["q", "k", "neither", "both"])
 def test_one_of_two(needing: str, used: str, function: Callable[..., Any]) -> None:
-    """Either tensor requires grad or not, and is used in the loss or not."""
+    """Two tensors, each of which requires grad or not, and is used in the loss or not."""
     q, k = noise(2, 4, 5, 8), noise(2, 2, 5, 8, seed=1)
     q.requires_grad_(needing in ("q", "both"))
     k.requires_grad_(needing in ("k", "both"))

@@ -170,16 +170,13 @@ def test_narrow_theta_is_the_number_that_it_is(kind: str, dtype: torch.dtype) ->
     assert_same_bits(grads[0], grads[1].to(dtype))
 
 
-# --- a transcription of the original ---------------------------------------------------------------
+# --- the equations as matrices --------------------------------------------------------------------
 
 
-def seed(
+def by_matrices(
     x: torch.Tensor, theta: torch.Tensor, offset: int, act: str, dim: int | None
 ) -> torch.Tensor:
-    """Compute o_t = W_t x̄_t for x (n, d), one head: block-diagonal 2 × 2 matrices, on X = [X_1, X_2].
-
-    The original text writes x̄_tᵀ W_t, but its final equations are the products W_t x̄_t, as here.
-    """
+    """Compute o_t = W_t x̄_t for x (n, d), one head; W_t rotates channels i and i + d/2 by an angle."""
     n, d = x.shape
     bar = {
         "none": lambda: x,
@@ -205,17 +202,21 @@ def seed(
     [("none", None, 0), ("none", None, 9), ("relu", None, 9), ("sigmoid", None, 9),
      ("silu", None, 9), ("softmax", -1, 9), ("softmax", 1, 0)],
 )  # fmt: skip
-def test_the_equations_of_the_seed(act: str, dim: int | None, offset: int) -> None:
+def test_the_equations_as_matrices(act: str, dim: int | None, offset: int) -> None:
     x, theta = noise(2, 7, 3, 8), noise(3, 4, seed=1)
     got = lrpe_rotate_1d(x, theta, offset, act, dim)
     shared = lrpe_rotate_1d(x, theta[0], offset, act, dim, theta_axis="pair")
     one = lrpe_rotate_1d(x, theta[:, 0], offset, act, dim)
     for row, head in itertools.product(range(2), range(3)):
         call = offset, act, dim
-        assert_near(got[row, :, head], seed(x[row, :, head], theta[head], *call), "float64 ways")
-        assert_near(shared[row, :, head], seed(x[row, :, head], theta[0], *call), "float64 ways")
+        assert_near(
+            got[row, :, head], by_matrices(x[row, :, head], theta[head], *call), "float64 ways"
+        )
+        assert_near(
+            shared[row, :, head], by_matrices(x[row, :, head], theta[0], *call), "float64 ways"
+        )
         same = theta[head, :1].expand(4)
-        assert_near(one[row, :, head], seed(x[row, :, head], same, *call), "float64 ways")
+        assert_near(one[row, :, head], by_matrices(x[row, :, head], same, *call), "float64 ways")
 
 
 # --- shapes ---------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ def test_gradcheck(kind: str, act: str, dim: int | None) -> None:
 @pytest.mark.one_in(5)
 @every_act
 def test_gradcheck_in_full(act: str, dim: int | None) -> None:
-    """With an offset, some channels, and under vmap."""
+    """Gradcheck with an offset, on some channels, and under vmap."""
     x, theta = noise(2, 2, 2, 7).requires_grad_(), noise(2, 2, seed=1).requires_grad_()
     offset = 0 if dim == 1 else 5
 

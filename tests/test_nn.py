@@ -17,8 +17,8 @@ from tolerances import assert_near
 noise = partial(helpers.noise, dtype=torch.float32)
 
 
-def seed_formula(x: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tensor:
-    """Rotate x (..., seq, channels) by the original formulas in float64."""
+def plain_formula(x: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tensor:
+    """Rotate x (..., seq, channels) by the usual rotate_half expression, in float64."""
     inv_freq = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * inv_freq
     cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
@@ -27,7 +27,7 @@ def seed_formula(x: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tens
     return torch.cat((head * cos + half * sin, x[..., dim:].double()), -1)
 
 
-def test_attributes_of_the_seed() -> None:
+def test_attributes() -> None:
     rope = RotaryPositionalEmbedding(64, 100, 5e5)
     assert (rope.dim, rope.max_seq_len, rope.base) == (64, 100, 5e5)
     expected = 1.0 / 5e5 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64)
@@ -45,7 +45,7 @@ def test_seq_dim_is_the_sequence_for_any_value(rank: int, width: int) -> None:
     rope = RotaryPositionalEmbedding(8)
     x = noise(*range(3, 3 + rank - 1), width)
     for dim in range(rank - 1):
-        expected = seed_formula(x.movedim(dim, -2), 8).movedim(-2, dim)
+        expected = plain_formula(x.movedim(dim, -2), 8).movedim(-2, dim)
         for spelled in (dim, dim - rank):
             y = rope(x, seq_dim=spelled)
             assert y.shape == x.shape
@@ -72,10 +72,10 @@ def test_positions_and_inverse() -> None:
 def test_longer_than_max_seq_len_just_works() -> None:
     rope = RotaryPositionalEmbedding(8, max_seq_len=4)
     x = noise(1, 50, 8)
-    assert_near(rope(x), seed_formula(x, 8).float(), "float32 ways")
+    assert_near(rope(x), plain_formula(x, 8).float(), "float32 ways")
 
 
-def test_what_the_cache_of_the_seed_showed() -> None:
+def test_cached_tables_are_those_of_the_longest_call() -> None:
     rope = RotaryPositionalEmbedding(8)
     assert rope.cos_cached is None
     assert rope.sin_cached is None

@@ -1,4 +1,4 @@
-"""Rotations against the oracle (DESIGN 6), on every backend.
+"""Rotations against the oracle, on every backend.
 
 tests/test_instruction_sets.py runs this file once more for each instruction set.
 """
@@ -222,7 +222,9 @@ def test_more_pairs_than_a_kernel_keeps_at_once(backend: str, dtype: torch.dtype
 @every_dtype
 @every_backend
 @both_pairings
-def test_nan_and_infinity_stay_so(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+def test_nan_and_infinity_stay_non_finite(
+    interleaved: bool, backend: str, dtype: torch.dtype
+) -> None:
     """One NaN or infinity in either member of a pair: the pair becomes non-finite and no other pair
     changes."""
     pairs, tokens = 19, 11
@@ -323,7 +325,7 @@ def test_subnormal_numbers_are_not_flushed(
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_large_numbers(dtype: torch.dtype, backend: str) -> None:
-    """Half of the largest: products and sums stay in range."""
+    """Half of the largest number: products and sums stay in range."""
     spec = RopeSpec(64)
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(4, 4, 10, 64, generator=generator, dtype=torch.float64) - 0.5
@@ -395,7 +397,7 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
 def test_the_gradient_is_rotated_back(
     inverse: bool, interleaved: bool, backend: str, dtype: torch.dtype
 ) -> None:
-    """DESIGN 6: the backward pass is the transpose, with the same error bounds."""
+    """The backward pass: the transposed rotation, with the same error bounds."""
     spec = RopeSpec(40, rotary_dim=36, start=1, interleaved=interleaved)
     x = noise(2, 4, 40, 40, dtype=dtype).requires_grad_()
     cotangent = noise(2, 4, 40, 40, dtype=dtype, seed=1)

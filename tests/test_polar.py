@@ -1,4 +1,4 @@
-"""Polar attention compared with the original equations, its cache with a full pass, and its errors."""
+"""Polar attention compared with its equations, its cache with a full pass, and its errors."""
 
 import copy
 import itertools
@@ -25,21 +25,21 @@ from tolerances import assert_near
 F64 = torch.float64
 
 
-# --- the original equations, in float64 -----------------------------------------------------------
+# --- the equations, in float64 --------------------------------------------------------------------
 
 
-def seed_tables(tokens: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_tables(tokens: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
     theta = torch.exp(-torch.arange(0, d, 2, dtype=F64) * (math.log(10000.0) / d))
     angle = torch.arange(tokens, dtype=F64)[:, None] * theta
     return angle.cos(), angle.sin()
 
 
-def seed_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def plain_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     a, b = x[..., ::2], x[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
 
-def seed_head(
+def plain_head(
     x: torch.Tensor,
     p: dict[str, torch.Tensor],
     i: int,
@@ -52,8 +52,8 @@ def seed_head(
         x @ p[f"heads.{h}.{name}_proj.weight"].T
         for h, name in ((i, "q"), (first, "k"), (first, "v"))
     )
-    cos, sin = seed_tables(x.shape[1], q.shape[-1])
-    q, k = seed_rotation(q, cos, sin), seed_rotation(k, cos, sin)
+    cos, sin = plain_tables(x.shape[1], q.shape[-1])
+    q, k = plain_rotation(q, cos, sin), plain_rotation(k, cos, sin)
     if f"heads.{i}.gamma" in p:
         q, k = q * p[f"heads.{i}.gamma"].exp(), k * p[f"heads.{first}.gamma"].exp()
     where = torch.arange(x.shape[1], dtype=F64)[:, None]
@@ -65,11 +65,11 @@ def seed_head(
     return scores.softmax(-1) @ v
 
 
-def seed_attention(
+def plain_attention(
     x: torch.Tensor, p: dict[str, torch.Tensor], heads: int, kv: int | None = None, **options: Any
 ) -> torch.Tensor:
     group = heads // (kv or heads)
-    parts = [seed_head(x, p, i, i - i % group, **options) for i in range(heads)]
+    parts = [plain_head(x, p, i, i - i % group, **options) for i in range(heads)]
     return torch.cat(parts, -1) @ p["out.weight"].T
 
 
@@ -98,10 +98,10 @@ X = noise(2, 7, 12)
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def test_tables_are_those_of_the_seed() -> None:
-    for got, wanted in zip(build_freqs_cis(50, 16, dtype=F64), seed_tables(50, 16)):
+def test_tables_equal_the_formula() -> None:
+    for got, wanted in zip(build_freqs_cis(50, 16, dtype=F64), plain_tables(50, 16)):
         assert_near(got, wanted, "float64 ways")
-    for got, wanted in zip(build_freqs_cis(50, 16), seed_tables(50, 16)):
+    for got, wanted in zip(build_freqs_cis(50, 16), plain_tables(50, 16)):
         assert got.shape == (50, 8)
         assert_near(got, wanted.float(), "float32 ways")
     assert build_freqs_cis(0, 16)[0].shape == (0, 8)
@@ -144,11 +144,9 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape, tables", SHAPES)
-def test_rotary_apply_broadcasts_as_the_seed_does(
-    shape: tuple[int, ...], tables: tuple[int, ...]
-) -> None:
+def test_rotary_apply_broadcasts(shape: tuple[int, ...], tables: tuple[int, ...]) -> None:
     x, cos, sin = noise(*shape), noise(*tables, seed=1), noise(*tables, seed=2)
-    wanted = seed_rotation(x, cos, sin)
+    wanted = plain_rotation(x, cos, sin)
     got = rotary_apply(x, cos, sin)
     assert got.shape == wanted.shape
     assert_near(got, wanted, "float64 ways")
@@ -166,11 +164,11 @@ def test_rotary_apply_has_gradients() -> None:
     assert torch.autograd.gradgradcheck(rotary_apply, every)
 
 
-# --- the original modules -------------------------------------------------------------------------
+# --- the modules ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_spd", [True, False])
-def test_a_head_is_that_of_the_seed(use_spd: bool) -> None:
+def test_a_head_equals_the_equations(use_spd: bool) -> None:
     head = PolarRoPEHead(12, 8, use_spd, dtype=F64)
     names = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
     assert sorted(head.state_dict()) == sorted(["gamma"] * use_spd + names)
@@ -180,16 +178,16 @@ def test_a_head_is_that_of_the_seed(use_spd: bool) -> None:
     p = {f"heads.0.{name}": value.detach() for name, value in head.named_parameters()}
     got = head(X, *build_freqs_cis(7, 8, dtype=F64))
     assert got.shape == (2, 7, 8)
-    assert_near(got, seed_head(X, p, 0, 0), "float64 ways")
+    assert_near(got, plain_head(X, p, 0, 0), "float64 ways")
 
 
 @pytest.mark.parametrize("use_spd", [True, False])
-def test_attention_is_that_of_the_seed(use_spd: bool) -> None:
+def test_attention_equals_the_equations(use_spd: bool) -> None:
     attention = made(12, 4, 8, use_spd)
-    assert_near(attention(X), seed_attention(X, detached(attention), 4), "float64 ways")
+    assert_near(attention(X), plain_attention(X, detached(attention), 4), "float64 ways")
 
 
-def test_parameters_have_the_names_and_shapes_of_the_seed() -> None:
+def test_names_and_shapes_of_parameters() -> None:
     wanted = {"out.weight": (12, 24)}
     for i in range(3):
         wanted |= {f"heads.{i}.{name}_proj.weight": (8, 12) for name in "qkv"}
@@ -200,11 +198,11 @@ def test_parameters_have_the_names_and_shapes_of_the_seed() -> None:
     assert list(attention.buffers()) == []
     saved = {name: noise(*shape).float() for name, shape in wanted.items()}
     attention.load_state_dict(saved)
-    want = seed_attention(X, {name: p.double() for name, p in saved.items()}, 3)
+    want = plain_attention(X, {name: p.double() for name, p in saved.items()}, 3)
     assert_near(attention.double()(X), want, "float64 ways")
 
 
-def test_one_random_state_gives_the_parameters_of_the_seed() -> None:
+def test_initial_parameters_are_those_of_linear_layers() -> None:
     attention = PolarRoPEAttention(12, 2, 8)
     torch.manual_seed(5)
     attention = PolarRoPEAttention(12, 2, 8)
@@ -275,11 +273,11 @@ def test_grouped_heads_gates_and_masks_are_the_equations(kv: int, causal: bool) 
         return p[f"heads.{head}.slope"] * where
 
     mask = lower(7) if causal else None
-    assert_near(attention(X), seed_attention(X, p, 4, kv, g=g, mask=mask), "float64 ways")
+    assert_near(attention(X), plain_attention(X, p, 4, kv, g=g, mask=mask), "float64 ways")
     some = noise(7, 7) > -0.5
     some |= torch.eye(7, dtype=torch.bool)
     both = some if mask is None else some & mask
-    wanted = seed_attention(X, p, 4, kv, g=g, mask=both)
+    wanted = plain_attention(X, p, 4, kv, g=g, mask=both)
     assert_near(attention(X, attn_mask=some), wanted, "float64 ways")
     added = torch.zeros(7, 7).masked_fill(~some, -torch.inf)
     assert_near(attention(X, attn_mask=added[None, None]), wanted, "float64 ways")
@@ -329,7 +327,7 @@ def test_a_given_gate_of_a_call() -> None:
     def g(_where: torch.Tensor, _head: int) -> torch.Tensor:
         return table[:, 0]
 
-    wanted = seed_attention(X, p, 4, g=g)
+    wanted = plain_attention(X, p, 4, g=g)
     assert_near(attention(X, gate=Given(table)), wanted, "float64 ways")
 
 
@@ -423,7 +421,7 @@ def test_what_is_refused_does_not_grow_the_cache() -> None:
 
 @pytest.mark.parametrize("learns", ["gamma", "slope", "q_proj", "out"])
 def test_only_some_parameters_learn(learns: str) -> None:
-    """Their gradients are the same as when all parameters learn."""
+    """Some parameters frozen: the gradients of the others are the same as when all learn."""
     attention = made(12, 4, 8, num_kv_heads=2, causal=True, gate="slope")
     attention(X).square().sum().backward()
     wanted = {name: p.grad for name, p in attention.named_parameters()}
@@ -442,7 +440,7 @@ def test_a_gate_of_the_call_learns_where_no_parameter_does(learned: bool) -> Non
     log = (0.1 * noise(7, 4, 8)).requires_grad_()
     (got,) = torch.autograd.grad(attention(X, gate=Given(log)).square().sum(), log)
     (wanted,) = torch.autograd.grad(
-        seed_attention(
+        plain_attention(
             X,
             detached(attention),
             4,

@@ -221,7 +221,7 @@ def strided(draw: st.DrawFn, spec: RopeSpec) -> torch.Tensor:
 
 @holds_for(500, case=specs().flatmap(lambda s: st.tuples(st.just(s), strided(s))), offset=offsets)
 def test_strides_do_not_matter(case: tuple[RopeSpec, torch.Tensor], offset: int) -> None:
-    """In place, memory around x does not change either."""
+    """The same bits for any strides; in place, memory around x does not change."""
     spec, x = case
     wanted = rotate(x.contiguous(), spec, offset)
     tolerances.assert_same_bits(rotate(x, spec, offset), wanted)

@@ -1,4 +1,4 @@
-"""The check of wording finds what it must, and leaves code alone."""
+"""The check of wording finds planted phrases and ignores code."""
 
 import pytest
 

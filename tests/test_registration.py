@@ -227,7 +227,7 @@ def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
 @pytest.mark.parametrize("source", schema.SOURCES[1:])
 @pytest.mark.parametrize("act, gate, direction", STAGES)
 def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, source: str) -> None:
-    """No public function combines them, but the operator does: kernels agree with the definition."""
+    """Tables with f and P, which no public function combines: kernels agree with the definition."""
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     call = outer_call(act, gate, direction, x, k, source)
     if source != "half":  # six channels of tables, three pairs
@@ -679,7 +679,7 @@ def test_devices_are_not_mixed() -> None:
 
 
 def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
-    """Otherwise autograd would use overwritten tensors as if they were the saved ones."""
+    """Versions of all written tensors, by which autograd detects that a saved tensor was overwritten."""
     written = [noise(2, 3, 5, 8) for _ in range(6)]
     before = [x._version for x in written]
     schema.rotate_(*written[:2], *arguments())

@@ -22,7 +22,7 @@ SPEC = RopeSpec(8, interleaved=True)
 
 
 def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Rotate by the original formula, in float64."""
+    """Rotate by RoFormer's formula, in float64."""
     d = x.shape[-1]
     omega = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = (first + torch.arange(x.shape[-2], dtype=torch.float64))[:, None] * omega
@@ -156,7 +156,7 @@ def test_16_bits_are_rounded_at_the_end_and_nowhere_else(
         assert bool(((found.double() - want).abs() <= bound).all()), name
 
 
-def test_the_form_of_the_seed() -> None:
+def test_scores_without_decay() -> None:
     """Scores are q_tᵀ P R_{i−t} P k_i, with one gate for both channels of a pair and no decay."""
     q, k, v = inputs(2, 2, 9)
     gamma = noise(2, 4)

@@ -172,7 +172,7 @@ def test_repr_of_a_prepared_rotation_shows_what_was_given() -> None:
 
 
 @pytest.mark.parametrize("text", REPRS)
-def test_repr_shows_what_differs_from_the_defaults(text: str) -> None:
+def test_repr_shows_values_other_than_the_defaults(text: str) -> None:
     assert repr(REPRS[text]) == text
     assert eval(text) == REPRS[text]
 

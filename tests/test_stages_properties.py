@@ -271,7 +271,7 @@ def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(cases())
-def test_anything_beside_anything(case: Drawn) -> None:
+def test_random_combinations(case: Drawn) -> None:
     wanted, sizes = true(case)
     bound = tolerances.value(f"f and P, {str(case.dtype)[6:]}")
     before = cpu.instruction_set()

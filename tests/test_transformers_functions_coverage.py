@@ -67,5 +67,5 @@ def test_a_wrong_replacement_is_different() -> None:
     assert functions.compare(plain, wrong, arguments)["status"] == "different"
 
 
-def test_a_replacement_that_asks_the_original_is_no_replacement() -> None:
+def test_a_replacement_that_calls_the_original_does_not_count() -> None:
     assert functions.compare(plain, plain, arguments)["status"] == "different"

@@ -163,7 +163,7 @@ def test_a_model_that_is_not_the_same_twice_is_different(
     assert row["reason"].startswith("not deterministic by itself")
 
 
-def test_a_model_that_cannot_be_made_says_why(
+def test_a_model_that_cannot_be_built_is_listed_with_the_reason(
     types: dict[str, ModelType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:

@@ -237,7 +237,7 @@ def test_rows_outside_a_table_become_nan() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
-    """Alone or in a batch, in decoding or prefill, in any layout and memory, with and without k."""
+    """One row alone or in a batch, in decoding or prefill, in any layout, with and without k."""
     whole = make({**PLAIN, "dtype": dtype, "channels": (24, 4, 12), "positions": "offset"})
     want, want_k = run(whole)
     alone = operators().rotate(whole.q, None, *whole.arguments)
@@ -276,7 +276,7 @@ def test_heads_shared_out_among_programs_have_the_same_bits(
 
 
 def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
-    """As needed for a CUDA graph: the value of one tensor changes between replays."""
+    """An offset whose tensor changes between launches, as between replays of a CUDA graph."""
     made = make({**PLAIN, "positions": "per row"})
     ids = made.arguments[2]
     assert ids is not None
@@ -347,7 +347,7 @@ def rounds_twice(self: Any, x: Any, y: Any, z: Any) -> Any:
 def test_acts_over_their_whole_range(
     act: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each value is accurate relative to its own size, however small it is."""
+    """Every activation over its range: values are accurate relative to their own size."""
     if not fused:
         from triton.runtime.interpreter import InterpreterBuilder
 
@@ -535,7 +535,7 @@ def test_edge_shapes(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
-    """Each token's gate is the previous token, which another tile may already have overwritten."""
+    """A gate in the memory of x: the previous token, which another tile may already have overwritten."""
     memory = noise(1, 2, 301, 8, seed=1).float().to(DEVICE) / 4
     options = Options(gate=LOG).pack()
     arguments = (words(1, 1, 1, 4), None, None, 5, options, 1.0)
@@ -814,7 +814,7 @@ def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the table asks for more heads at a time than the kernel supports, it uses its maximum."""
+    """A table with more heads at a time than the kernel supports: the kernel uses its maximum."""
     from tightrope.backends.triton import blocks
 
     for table in (blocks.PLAIN, blocks.HEAVY):
@@ -824,7 +824,7 @@ def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sums_by_weights_take_little_memory() -> None:
-    """For as many heads and tokens as real models have."""
+    """Memory of sums by weights, for as many heads and tokens as real models have."""
     from tightrope.backends.triton import rotation
 
     rotation._plans.clear()

@@ -67,7 +67,7 @@ def test_an_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registration.why_not(torch.zeros(1)) == "x is on cpu"
 
 
-def test_which_tells_of_it_where_it_could_matter() -> None:
+def test_which_mentions_triton_only_where_it_could_run() -> None:
     name, reason = tightrope.which(torch.zeros(1, device="meta"))
     assert name == "reference"
     assert reason is not None
@@ -99,16 +99,20 @@ def test_switched_off_it_registers_nothing() -> None:
 def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Whatever the strides of the results and their gradients, whose products are summed."""
+    """The strides of gate gradients, for results and gradients of any strides."""
     from tightrope.backends.triton import operators
 
     y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))
     gate = noise(*shape, seed=3).to(DEVICE, dtype)
     arguments = (y, None, grad, None, gate, None, None, 0, Options(gate=LOG).pack())
-    told = fake._gate_gradients(*arguments)[0]
+    promised = fake._gate_gradients(*arguments)[0]
     for kernel in (operators.gate_gradients, definition.gate_gradients):
         (found,) = kernel(*arguments)
-        assert (found.shape, found.stride(), found.dtype) == (told.shape, told.stride(), told.dtype)
+        assert (found.shape, found.stride(), found.dtype) == (
+            promised.shape,
+            promised.stride(),
+            promised.dtype,
+        )
 
 
 @needs_triton

@@ -105,7 +105,7 @@ def test_no_fast_approximations_and_no_atomics() -> None:
 
 
 def test_what_triggers_a_compilation() -> None:
-    """Lengths, offsets, rows and heads do not; a dtype, a kind of call or an alignment does."""
+    """A dtype, a kind of call or an alignment triggers one; lengths, offsets, rows and heads do not."""
     counts = found()["counted"]
     assert counts["lengths of one layout"] == 1
     assert counts["lengths, contiguous"] == 1
@@ -123,7 +123,7 @@ def evaluated() -> dict[str, Any]:
 
 
 def test_the_compiled_angles_are_exact() -> None:
-    """For all phases, with the instructions that a GPU executes."""
+    """Angles for all phases, with the instructions that a GPU executes."""
     found = evaluated()["angles"]
     assert found["phases"] > 1 << 17
     assert found["cosine"] <= tolerances.value("float32 angle")

@@ -169,7 +169,7 @@ def test_compile() -> None:
 
 
 def test_far() -> None:
-    """Beyond 2^31 elements: compares every element of a few random heads."""
+    """Tensors beyond 2^31 elements: compares every element of a few random heads."""
     rows, n, heads, width = (2, 70_000, 128, 128) if HAS_GPU else (2, 3, 2, 16)
     x = torch.empty((rows, n, heads, width), dtype=torch.bfloat16, device=DEVICE).normal_()
     x, spec, rng = x.transpose(1, 2), RopeSpec(width), random.Random(0)

@@ -10,7 +10,7 @@ from triton_cases import needs_triton
 
 @needs_triton
 def test_a_launch_passes_the_same_arguments_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without launch hooks directly, and with hooks through Triton's own runner."""
+    """Launches without hooks, made directly, and with hooks, through Triton's own runner."""
     import triton
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
@@ -37,24 +37,24 @@ def test_a_launch_passes_the_same_arguments_as_tritons_own(monkeypatch: pytest.M
             pass
 
         def launch_metadata(self, *_: object) -> str:
-            return "told"
+            return "metadata"
 
     monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", Driver())
     found, grid, device = Found(), (5, 2, 1), torch.device("cuda", 3)
     found[grid](1, None, 2.5)
     launch.runner(found, grid, device)(1, None, 2.5)
     usual, short = calls
-    told = usual.index("told")
-    assert usual[:told] == short[:told] == (5, 2, 1, "stream of 3", "function", "packed")
+    at = usual.index("metadata")
+    assert usual[:at] == short[:at] == (5, 2, 1, "stream of 3", "function", "packed")
     assert usual[-3:] == short[-3:] == (1, None, 2.5)
     assert len(usual) == len(short)
-    assert short[told:-3] == (None, None, None)
+    assert short[at:-3] == (None, None, None)
     hook = triton.knobs.runtime.launch_enter_hook
     if hook is not None:
         hook.add(print)
         launch.runner(found, grid, device)(1, None, 2.5)
         hook.remove(print)
-        assert calls.pop()[told] == "told"
+        assert calls.pop()[at] == "metadata"
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", print)
     launch.runner(found, grid, device)(1, None, 2.5)
-    assert calls.pop()[told] == "told"
+    assert calls.pop()[at] == "metadata"

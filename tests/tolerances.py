@@ -22,16 +22,16 @@ class Tolerance(NamedTuple):
 
 
 TABLE = {
-    # --- models of transformers, patched (issue 7) ---
+    # --- models of transformers, patched ---
     "patched outputs": Tolerance(
         2e-5,
         "of the largest output",
-        "issue 7, float32: the rotation differs in the last bit, and layers propagate that",
+        "float32: the rotation differs in the last bit, and layers amplify the difference",
     ),
     "patched gradients": Tolerance(
         1e-4,
         "of the largest gradient of the parameter, and of 1e-3 of the model's largest",
-        "issue 7, float32; a gradient that is zero up to rounding is compared with the floor",
+        "float32, as above; a gradient that is zero up to rounding is compared with the floor",
     ),
     "patched bfloat16 outputs": Tolerance(
         1.05,
@@ -43,20 +43,20 @@ TABLE = {
         "of the largest output, at positions below 2^7",
         "float32 angles of the original are off by 2^-24 of an angle of up to 128",
     ),
-    # --- angles (DESIGN 4) ---
+    # --- angles ---
     "float32 angle": Tolerance(
         1.2e-7,
         "absolute, of a cosine or sine",
-        "DESIGN 4: half an ulp of float32 at 1 is 6.0e-8; rounding the remainder adds at most as much",
+        "half an ulp of float32 at 1 is 6.0e-8; rounding the remainder adds at most as much",
     ),
     "float64 angle": Tolerance(
         1e-12,
         "absolute, of a cosine or sine, for |position| <= 2^20",
-        "issue 2: the phase word is off by 2^-65 turn, so 2^20 positions by 2^-45 turn = 1.8e-13 rad",
+        "a phase word is off by 2^-65 turn, and an angle at 2^20 by 2^-45 turn = 1.8e-13 rad",
     ),
     "channels reordered": Tolerance(
         2e-3,
-        "of what the other pairing does to hidden states or logits",
+        "of the difference that the other pairing makes to hidden states or logits",
         "float32 products summed in another order, through two layers: at most 4e-5 in 80 families",
     ),
     "other pairing": Tolerance(
@@ -67,7 +67,7 @@ TABLE = {
     "word": Tolerance(
         2 * math.pi * 2.0**-65,
         "radians per unit of position, summed over the axes",
-        "DESIGN 4: a phase word is the nearest multiple of 2^-64 turn",
+        "a phase word is the nearest multiple of 2^-64 turn",
     ),
     "fraction": Tolerance(
         2 * math.pi * 2.0**-62,
@@ -80,17 +80,17 @@ TABLE = {
         "absolute, of a cosine or sine",
         "five roundings to float64 (1.1e-16 at 1): remainder, 2π, their product, polynomial, oracle",
     ),
-    # --- f and P (issue 5) ---
+    # --- f and P ---
     "f and P, float64": Tolerance(
         1e-12,
         "of the largest number of a head vector",
-        "angles from phase words are within 1e-12 (above), which is far more than the roundings",
+        "angles from phase words may be off by 1e-12 (above), far more than the roundings add",
     ),
     "f and P, float32": Tolerance(
         4e-6,
         "of the largest number of a head vector",
-        "about twenty roundings of 6e-8 from exponential, division, sum, gate and rotation, and terms "
-        "that cancel in f'; sums over 20 tokens",
+        "about twenty roundings of 6e-8 by exponential, division, sum, gate and rotation; terms that "
+        "cancel in f'; sums over 20 tokens",
     ),
     "f and P, bfloat16": Tolerance(
         2.0**-7,
@@ -121,12 +121,12 @@ TABLE = {
     "compiled exp": Tolerance(
         1.5 * 2.0**-23,
         "relative",
-        "issue 6: reduction, polynomial and scaling round once each, the first two by half an ulp",
+        "reduction, polynomial and scaling round once each, the first two by half an ulp",
     ),
     "compiled sigmoid": Tolerance(
         3 * 2.0**-23,
         "relative",
-        "the above, a sum and a quotient",
+        "as 'compiled exp', then a sum and a quotient",
     ),
     "reported number": Tolerance(
         1e-15,
@@ -143,21 +143,21 @@ TABLE = {
         "of all numbers between 2^-60 and 88, at most this many whose f is not the nearest bfloat16",
         "this many lie within the arithmetic's error of 2^-19 of a tie",
     ),
-    # --- frequencies (issue 4) ---
+    # --- frequencies ---
     "frequency digits": Tolerance(
         1e-54,
         "relative, of an exact frequency",
-        "60 digits, less at most one per three of the 2,048 products; the goal is 1e-14, and a phase "
-        "word of the fastest pair has 38 digits",
+        "60 digits minus those that 2,048 products lose; float64 would need 1e-16, and a phase word of "
+        "the fastest pair has 38 digits",
     ),
-    "frequency beside transformers": Tolerance(
+    "frequency of transformers": Tolerance(
         1e-6,
         "relative, of a float32 frequency",
-        "issue 4: transformers computes in float32, a dozen roundings of 6e-8",
+        "transformers computes in float32, with a dozen roundings of 6e-8",
     ),
-    "ramp beside transformers": Tolerance(
+    "ramp of transformers": Tolerance(
         6e-8,
-        "of YaRN, times the frequency before scaling",
+        "for YaRN, times the frequency before scaling",
         "transformers rounds 1 − ramp to float32, so for a pair that is almost fully divided by the "
         "factor, the part of the undivided frequency that it adds is off by as much",
     ),
@@ -173,11 +173,11 @@ TABLE = {
         "the rounding error of the product with 1 / 2π is a sum of exact products of at most 2^-26 of "
         "it, which rounds by 2^-53",
     ),
-    # --- rotation (DESIGN 6) ---
+    # --- rotation ---
     "float32 rotation": Tolerance(
         4e-7,
         "times |pair|, of a rotated channel",
-        "DESIGN 6: two cosines off by 1.2e-7 and three roundings of 6e-8",
+        "two cosines off by 1.2e-7 and three roundings of 6e-8",
     ),
     "float64 rotation": Tolerance(
         1.5e-15,
@@ -198,7 +198,7 @@ TABLE = {
     "16-bit share": Tolerance(
         0.999,
         "share of elements that equal the correctly rounded exact value",
-        "DESIGN 6: float32 inside and one rounding; an element misses only within 1e-7 of a tie",
+        "float32 inside and one rounding; an element misses only within 1e-7 of a tie",
     ),
     "16-bit ulp": Tolerance(
         1,
@@ -224,7 +224,7 @@ TABLE = {
         "as for 'activation'",
         "'float64 rotation' and twice as much for f: erfc and exp are off by several 1.1e-16",
     ),
-    # --- gradients (DESIGN 6) ---
+    # --- gradients ---
     "angle gradient, torch.float32": Tolerance(
         2e-6,
         "times Σ |ω| · |pair| · |gradient pair| over the terms of a position, or |position| for ω",
@@ -262,7 +262,7 @@ TABLE = {
         "machine epsilons of x, times the largest gradient",
         "output and its gradient are rounded to x's type, and 192 products of them are added",
     ),
-    # --- Triton kernels (issue 6) ---
+    # --- Triton kernels ---
     "triton, float32": Tolerance(
         4e-6,
         "times the largest channel of the head, of a result or of the gradient before f'",
@@ -327,12 +327,12 @@ TABLE = {
         "relative and absolute",
         "softmax and two products of 48 terms on top of 'float32 ways', in a compiler's order",
     ),
-    # --- scan (issue 5) ---
+    # --- scan ---
     "scan": Tolerance(
         2e-6,
         "times Σ |score terms| · |v| of each output",
-        "issue 5: float32 rounding. Rotations, exponentials and products round by 6e-8 each, and sums "
-        "of a few hundred terms by as much per level",
+        "rotations, exponentials and products round by 6e-8 each, and sums of a few hundred terms by as "
+        "much per level",
     ),
     # --- given tables ---
     "table rotation, torch.float64": Tolerance(
@@ -427,7 +427,7 @@ class Result(NamedTuple):
 
 
 def assert_rotated(cases: Iterable[Result]) -> None:
-    """Assert that finite results of one dtype are within the bounds of DESIGN 6.
+    """Assert that finite results of one dtype are within the bounds of rotations.
 
     Pass many 16-bit cases together, :data:`ENOUGH` elements or more: the share of correctly rounded
     elements is taken over all of them, all other bounds over each case.
