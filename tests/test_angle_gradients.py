@@ -461,7 +461,7 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     add_index, ids = schema.Options(start=1).pack(), schema.Options(start=1, add_index=False).pack()
     good = {
         "y": y, "z": None, "grad_y": grad, "grad_z": None, "words": words, "turns": None,
-        "positions": None, "offset": 0, "form": add_index, "by_positions": True, "by_frequencies": True,
+        "positions": None, "offset": 0, "options": add_index, "by_positions": True, "by_frequencies": True,
     }  # fmt: skip
     schema.angle_gradients(**good)
     bad: dict[str, dict[str, Any]] = {
@@ -498,18 +498,18 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         "turns": {"turns": words[..., :1]},
         "dtype of turns": {"turns": words.float()},
         "strided turns": {"turns": torch.ones(1, 1, 1, 6, dtype=torch.int64)[..., ::2]},
-        "tokens of ids": {"positions": torch.zeros(1, 1, 4), "form": ids},
+        "tokens of ids": {"positions": torch.zeros(1, 1, 4), "options": ids},
         "tokens without ids": {"positions": torch.zeros(1, 1, 5)},
-        "rows of ids": {"positions": torch.zeros(1, 3, 5), "form": ids},
-        "axes of ids": {"positions": torch.zeros(2, 1, 5), "form": ids},
-        "dimensions of ids": {"positions": torch.zeros(1, 5), "form": ids},
-        "dtype of ids": {"positions": torch.zeros(1, 1, 5).half(), "form": ids},
+        "rows of ids": {"positions": torch.zeros(1, 3, 5), "options": ids},
+        "axes of ids": {"positions": torch.zeros(2, 1, 5), "options": ids},
+        "dimensions of ids": {"positions": torch.zeros(1, 5), "options": ids},
+        "dtype of ids": {"positions": torch.zeros(1, 1, 5).half(), "options": ids},
         "layout": {"options": schema.Options(layout=6, start=1).pack()},
         "rank of the layout": {"options": schema.Options(layout=3, start=1).pack()},
         "direction": {"options": schema.Options(start=1, direction=3).pack()},
         "tables": {"options": schema.Options(start=1, source=1).pack()},
         "a gate": {"options": schema.Options(start=1, gate=1).pack()},
-        "a negative form": {"form": -1},
+        "a negative form": {"options": -1},
     }  # fmt: skip
     for change in bad.values():
         with pytest.raises(RuntimeError, match="tightrope: "):

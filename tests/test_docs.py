@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tightrope.frequencies import RULES
+
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
@@ -36,7 +38,10 @@ PAGES = [
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a block may write files
+    before = dict(RULES)
     run(page.read_text(encoding="utf-8"), str(page))
+    RULES.clear()  # a block may define a rule
+    RULES.update(before)
 
 
 def test_the_first_pages_show_code() -> None:

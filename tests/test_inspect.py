@@ -285,7 +285,7 @@ def test_a_length_that_is_none(length: Any, error: type[Exception], about: str) 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.origin} {model.form}")
-def test_every_published_model_is_told_whole(model: Model) -> None:
+def test_every_published_model_is_reported_whole(model: Model) -> None:
     found = inspect(model.config)
     assert found.parts
     document = json.loads(json.dumps(found.to_dict(), allow_nan=False))

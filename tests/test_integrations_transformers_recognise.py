@@ -78,7 +78,7 @@ READINGS = ("cat", "repeat", "first", "second", "even", "odd", "half")
     st.booleans(),
     st.sampled_from((1, -1)),
 )
-def test_every_rotation_is_told_from_the_others(
+def test_every_rotation_is_distinguished_from_the_others(
     pairs: str, out: str, reading: str, last: bool, sign: int
 ) -> None:
     function = written(pairs, out, reading, last, sign)

@@ -21,7 +21,7 @@ from .catalogue import rotary_codes
 
 # The folder of this library.
 OURS = str(Path(tightrope.__file__).parent)
-# Bounds of issue 7 in float32, relative to the largest magnitude of the tensor.
+# Bounds in float32, relative to the largest magnitude of the tensor.
 OUTPUT_BOUND = 2e-5
 GRADIENT_BOUND = 1e-4
 # A gradient that is zero up to rounding (for example of a bias before a softmax) is compared relative

@@ -24,7 +24,7 @@ from tightrope.integrations.transformers._graft import Swap, calling, replacemen
 from .catalogue import models_folder, rotary_names
 
 ROWS, HEADS, TOKENS, CHANNELS = 2, 4, 11, 16
-# Bounds relative to the largest value, for float32 sums in another order; issue 7 requires 2e-5 and 1e-4.
+# Bounds relative to the largest value, for float32 sums in another order.
 VALUES, GRADIENTS = 2e-6, 2e-6
 # bfloat16 results may have one rounding more error than those of the original.
 BF16 = 2.0**-8
