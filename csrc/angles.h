@@ -177,17 +177,16 @@ struct Angles {
   alignas(64) T sine[kAngles];
 };
 
-// Reads a row of the caller's table.
+// Reads the entries of n pairs from a row of the caller's table, beginning with entry `first`.
 template <class Stored, class T>
 inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
                     int64_t first, int64_t n, T scale, T* __restrict out) {
   const typename Stored::Stored* from = static_cast<const typename Stored::Stored*>(table.data) +
                                         row * table.stride.row + head * table.stride.head +
-                                        at * table.stride.token;
+                                        at * table.stride.token + first * table.stride.channel;
   const int64_t step = p.table_step * table.stride.channel;
   const bool twos = in_twos(p);
-  for (int64_t k = 0; k < n; ++k)
-    out[slot(twos, k, n)] = T(Stored::load(from[(first + k) * step])) * scale;
+  for (int64_t k = 0; k < n; ++k) out[slot(twos, k, n)] = T(Stored::load(from[k * step])) * scale;
 }
 template <class T>
 inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
@@ -217,7 +216,8 @@ inline void lose(const Problem& p, int64_t row, int64_t head, int64_t first, int
   }
 }
 
-// Cosines and sines of one token; returns false if its position is lost or lies outside the table.
+// Cosines and sines of one token, and after them those of the second channels of the pairs if tables
+// hold them; returns false if its position is lost or lies outside the table.
 template <class T>
 inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
                       int64_t n, T* c, T* s) {
@@ -225,8 +225,14 @@ inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token
   if (p.cosine.data != nullptr) {
     const int64_t at = position_at(p, 0, row, token).whole;
     if (at < 0 || at >= p.table_length) return false;
-    look_up(p, p.cosine, row, head, at, first, n, amplitude, c);
-    look_up(p, p.sine, row, head, at, first, n, p.conjugate ? -amplitude : amplitude, s);
+    const T sign = p.conjugate ? -amplitude : amplitude;
+    const int64_t from = first * p.table_step, other = from + p.table_other;
+    look_up(p, p.cosine, row, head, at, from, n, amplitude, c);
+    look_up(p, p.sine, row, head, at, p.conjugate ? other : from, n, sign, s);
+    if (!has_full_tables(p)) return true;
+    look_up(p, p.cosine, row, head, at, other, n, amplitude, c + n);
+    // The transpose exchanges the sines of a pair.
+    look_up(p, p.sine, row, head, at, p.conjugate ? from : other, n, sign, s + n);
     return true;
   }
   alignas(64) uint64_t phase[kAngles];
@@ -252,11 +258,12 @@ inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int
                  int64_t first, int64_t n, Angles<T>& angles) {
   // Without pairs, tables and phase words may have any sizes and strides, so read nothing.
   if (n == 0) return;
+  const int64_t width = row_width(p, n);
   for (int64_t t = 0; t < tokens; ++t) {
-    T* c = angles.cosine + t * n;
-    T* s = angles.sine + t * n;
+    T* c = angles.cosine + t * width;
+    T* s = angles.sine + t * width;
     if (!angles_of(p, row, head, token + t, first, n, c, s)) {
-      for (int64_t k = 0; k < n; ++k) c[k] = s[k] = T(__builtin_nan(""));
+      for (int64_t k = 0; k < width; ++k) c[k] = s[k] = T(__builtin_nan(""));
     }
   }
 }

@@ -81,22 +81,24 @@ inline bool is_words(const Tensor& x) {
 class Options {
  public:
   explicit Options(int64_t packed) : rest_(uint64_t(packed)) {
-    reserved = take(8);
+    back = take(2);
+    rounding = take(2);
     gate = take(4);
     act = take(8);
     learned = take(1) != 0;
-    source = take(2);
+    source = take(3);
     add_index = take(1) != 0;
     direction = take(2);
     interleaved = take(1) != 0;
     start = take(20);
     layout = take(3);
-    reserved |= int64_t(rest_);
+    reserved = int64_t(rest_);
   }
 
   bool is_plain() const { return act == 0 && gate == 0; }
 
-  int64_t reserved;  // numerics, and bits of no field
+  int64_t reserved;        // bits of no field
+  int64_t rounding, back;  // of this call, and of its transpose
   int64_t gate, act;
   bool learned;      // `extras` begins with learned frequencies, which only autograd uses
   int64_t source;    // index into SOURCES
@@ -127,7 +129,7 @@ struct Arguments {
   double eps;
 };
 
-constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3;  // codes of SOURCES
+constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3, kFull = 4;  // codes of SOURCES
 
 inline Table table_of(const Tensor& x, const View& view) {
   auto at = [&](int d) { return view.size[d] == 1 ? int64_t(0) : view.stride[d]; };
@@ -150,8 +152,13 @@ inline void read_tables(const Arguments& a, Problem& p) {
   if (p.cosine.data == nullptr) p.cosine.data = &p;
   p.axes = 1, p.word_rows = cos.size[0], p.word_heads = cos.size[1];
   p.table_length = cos.size[2];
-  p.table_step = a.options.source == kRepeat ? 2 : 1;
-  p.pairs = a.options.source == kHalf ? cos.size[3] : cos.size[3] / 2;
+  const int64_t source = a.options.source;
+  STD_TORCH_CHECK(source <= kFull, "tightrope: the source must be known");
+  p.pairs = source == kHalf ? cos.size[3] : cos.size[3] / 2;
+  const bool full = source == kFull, neighbours = full && a.options.interleaved;
+  p.table_step = source == kRepeat || neighbours ? 2 : 1;
+  p.table_other = !full ? 0 : neighbours ? 1 : p.pairs;
+  STD_TORCH_CHECK(!full || a.options.direction != kInverse, "tightrope: full tables have no inverse");
 }
 
 inline void read_words(const Arguments& a, Problem& p) {
@@ -205,10 +212,13 @@ struct Operands {
 inline Problem operands_of(const Operands& xs, const Operands& outs, const Options& options) {
   STD_TORCH_CHECK(options.layout < 6, "tightrope: the layout must be known");
   STD_TORCH_CHECK(options.direction <= 2, "tightrope: the direction must be known");
-  STD_TORCH_CHECK(options.reserved == 0, "tightrope: numerics is reserved");
+  STD_TORCH_CHECK(options.reserved == 0, "tightrope: reserved bits of the options must be zero");
+  STD_TORCH_CHECK(options.rounding <= int64_t(Rounding::kEach) && options.back <= int64_t(Rounding::kEach),
+                  "tightrope: the rounding must be known");
   const Layout& layout = kLayouts[options.layout];
 
   Problem p{};
+  p.rounding = Rounding(options.rounding);
   p.operands = xs.count;
   const int32_t code = code_of(*xs.tensor[0]);
   p.dtype = dtype_of(code);
@@ -292,7 +302,7 @@ void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work&
 
 // Tokens of one row to process together: as many as have room for their angles, up to 16.
 inline int64_t tile_of(const Problem& p) {
-  const int64_t fits = p.pairs == 0 ? 16 : kAngles / p.pairs;
+  const int64_t fits = p.pairs == 0 ? 16 : kAngles / row_width(p, p.pairs);
   return fits < 1 ? 1 : fits > 16 ? 16 : fits;
 }
 

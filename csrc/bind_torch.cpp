@@ -18,6 +18,8 @@ Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Argument
   if (plain && is_empty(p)) return {};
   STD_TORCH_CHECK(whose == Outs::kNew || is_empty(p) || !memory_overlaps(p, whose),
                   "tightrope: memory overlaps");
+  STD_TORCH_CHECK(plain || (p.rounding == Rounding::kOnce && !has_full_tables(p)),
+                  "tightrope: an act or a gate needs rounding once, and tables that are not full");
   if (!plain) return run_stages(p, xs, a);
   const int64_t items = divide(p, tile_of(p));
   const Loop loop = loops().rotate;

@@ -24,6 +24,14 @@ inline float fma_(float a, float b, float c) { return a * b + c; }
 inline double fma_(double a, double b, double c) { return a * b + c; }
 #endif
 
+#if defined(__F16C__)
+inline __m256 fma_(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+#endif
+#if defined(__AVX512F__)
+inline __m128 fma_(__m128 a, __m128 b, __m128 c) { return _mm_fmadd_ps(a, b, c); }
+inline __m512 fma_(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+#endif
+
 template <class To, class From>
 inline To bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -92,6 +100,78 @@ template <class T>
 inline T turned_u(T u, T v, T c, T s) { return fma_(u, c, -(v * s)); }
 template <class T>
 inline T turned_v(T u, T v, T c, T s) { return fma_(v, c, u * s); }
+
+// Rounds numbers of the arithmetic to a storage format.
+template <class F>
+inline typename F::Value rounded(F, typename F::Value x) { return F::load(F::store(x)); }
+#if defined(__F16C__)
+inline __m256 rounded(Half, __m256 x) { return _mm256_cvtph_ps(_mm256_cvtps_ph(x, 0)); }
+#endif
+#if defined(__AVX512F__)
+inline __m128 rounded(Half, __m128 x) { return _mm_cvtph_ps(_mm_cvtps_ph(x, 0)); }
+inline __m512 rounded(Half, __m512 x) {
+  return _mm512_maskz_cvtph_ps(0xFFFF, _mm512_maskz_cvtps_ph(0xFFFF, x, 0));
+}
+#define TIGHTROPE_ROUNDED(Floats)                                            \
+  inline Floats rounded(Float, Floats x) { return x; }                       \
+  inline Floats rounded(BFloat16, Floats x) {                                \
+    typedef uint32_t Words __attribute__((vector_size(sizeof(Floats))));     \
+    const Words u = (Words)x;                                                \
+    return (Floats)((u + 0x7FFFu + ((u >> 16) & 1u)) & 0xFFFF0000u);         \
+  }
+TIGHTROPE_ROUNDED(__m128)
+TIGHTROPE_ROUNDED(__m256)
+TIGHTROPE_ROUNDED(__m512)
+#undef TIGHTROPE_ROUNDED
+#endif
+
+// Since version 12 GCC vectorises neighbouring sums and differences of products into fused operations
+// even with contraction off; it does not look past this barrier. Registers need none.
+template <class T>
+inline T unfused(T x) { return x; }
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_assoc_barrier)
+template <>
+inline float unfused(float x) { return __builtin_assoc_barrier(x); }
+template <>
+inline double unfused(double x) { return __builtin_assoc_barrier(x); }
+#endif
+#endif
+
+// The arithmetic of a rotation: its storage format, where it rounds, and whether the two channels of a
+// pair may have different cosines and sines (`apart`). The sum rounds to the format at the store.
+template <class F, Rounding rounding, bool apart_>
+struct Arithmetic {
+  using Format = F;
+  using Stored = typename F::Stored;
+  using Value = typename F::Value;
+  static constexpr bool apart = apart_;
+  static constexpr bool once = rounding == Rounding::kOnce;
+
+  template <class T>
+  static inline T product(T x, T y) {
+    const T found = unfused(x * y);
+    if constexpr (rounding == Rounding::kEach) return rounded(F{}, found);
+    return found;
+  }
+  template <class T>
+  static inline T u(T a, T b, T c, T s) {
+    if constexpr (once) return turned_u(a, b, c, s);
+    return product(a, c) - product(b, s);
+  }
+  template <class T>
+  static inline T v(T a, T b, T c, T s) {
+    if constexpr (once) return turned_v(a, b, c, s);
+    return product(b, c) + product(a, s);
+  }
+};
+
+// Cosines and sines of the pairs of one token: those of the first channels and, if the channels of a
+// pair have different ones, those of the second (c2, s2); otherwise both are the same.
+template <class T>
+struct Row {
+  const T *c, *s, *c2, *s2;
+};
 
 // Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So the loops
 // process two pairs at a time, with cosines and sines in the order (0, 2, 4, …, 1, 3, 5, …).

@@ -7,72 +7,47 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Rotates pairs (u[k], v[k]) that are contiguous in k. In place and out of place need different
-// `restrict` qualifiers, hence two functions.
+// The loops below write results over inputs in a rotation in place, but no iteration reads what another
+// one writes.
+#if defined(__clang__)
+#define TIGHTROPE_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define TIGHTROPE_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+// Whether the halves of a head rotate two pairs at a time; see Twin.
 template <class F>
-inline void turn_halves_(typename F::Stored* __restrict u, typename F::Stored* __restrict v,
-                         const typename F::Value* __restrict c,
-                         const typename F::Value* __restrict s, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) {
-    const typename F::Value a = F::load(u[k]), b = F::load(v[k]);
-    u[k] = F::store(turned_u(a, b, c[k], s[k]));
-    v[k] = F::store(turned_v(a, b, c[k], s[k]));
-  }
-}
+constexpr bool kTwins = false;
+template <>
+constexpr bool kTwins<BFloat16> = true;
+
+// Whether loops use the conversion instructions of half precision.
 template <class F>
-inline void turn_halves(const typename F::Stored* __restrict u,
-                        const typename F::Stored* __restrict v, typename F::Stored* __restrict y,
-                        typename F::Stored* __restrict z, const typename F::Value* __restrict c,
-                        const typename F::Value* __restrict s, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) {
-    const typename F::Value a = F::load(u[k]), b = F::load(v[k]);
-    y[k] = F::store(turned_u(a, b, c[k], s[k]));
-    z[k] = F::store(turned_v(a, b, c[k], s[k]));
-  }
+constexpr bool kConverts = false;
+#if defined(__F16C__)
+template <>
+constexpr bool kConverts<Half> = true;
+#endif
+
+// Rotates one pair.
+template <class A, class Stored, class T>
+inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, const Row<T>& r, int64_t k) {
+  using F = typename A::Format;
+  const T a = F::load(*u), b = F::load(*v);
+  *y = F::store(A::u(a, b, r.c[k], r.s[k]));
+  *z = F::store(A::apart ? A::v(a, b, r.c2[k], r.s2[k]) : A::v(a, b, r.c[k], r.s[k]));
 }
 
-inline void turn_twins_(Twin* __restrict u, Twin* __restrict v, const float* __restrict c,
-                        const float* __restrict s, const float* __restrict d,
-                        const float* __restrict t, int64_t n) {
+template <class A>
+inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, const Row<float>& r,
+                       const Row<float>& d, int64_t n) {
+  const Row<float> r2 = A::apart ? Row<float>{r.c2, r.s2, 0, 0} : r;
+  const Row<float> d2 = A::apart ? Row<float>{d.c2, d.s2, 0, 0} : d;
+  TIGHTROPE_INDEPENDENT
   for (int64_t k = 0; k < n; ++k) {
-    const uint32_t a = u[k], b = v[k];
-    u[k] = twin(turned_u(even(a), even(b), c[k], s[k]), turned_u(odd(a), odd(b), d[k], t[k]));
-    v[k] = twin(turned_v(even(a), even(b), c[k], s[k]), turned_v(odd(a), odd(b), d[k], t[k]));
-  }
-}
-inline void turn_twins(const Twin* __restrict u, const Twin* __restrict v, Twin* __restrict y,
-                       Twin* __restrict z, const float* __restrict c, const float* __restrict s,
-                       const float* __restrict d, const float* __restrict t, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) {
-    const uint32_t a = u[k], b = v[k];
-    y[k] = twin(turned_u(even(a), even(b), c[k], s[k]), turned_u(odd(a), odd(b), d[k], t[k]));
-    z[k] = twin(turned_v(even(a), even(b), c[k], s[k]), turned_v(odd(a), odd(b), d[k], t[k]));
-  }
-}
-
-template <>
-inline void turn_halves_<BFloat16>(uint16_t* __restrict u, uint16_t* __restrict v,
-                                   const float* __restrict c, const float* __restrict s,
-                                   int64_t n) {
-  const int64_t first = (n + 1) / 2;
-  turn_twins_((Twin*)u, (Twin*)v, c, s, c + first, s + first, n / 2);
-  if (n % 2) {
-    const float a = BFloat16::load(u[n - 1]), b = BFloat16::load(v[n - 1]);
-    u[n - 1] = BFloat16::store(turned_u(a, b, c[first - 1], s[first - 1]));
-    v[n - 1] = BFloat16::store(turned_v(a, b, c[first - 1], s[first - 1]));
-  }
-}
-template <>
-inline void turn_halves<BFloat16>(const uint16_t* __restrict u, const uint16_t* __restrict v,
-                                  uint16_t* __restrict y, uint16_t* __restrict z,
-                                  const float* __restrict c, const float* __restrict s,
-                                  int64_t n) {
-  const int64_t first = (n + 1) / 2;
-  turn_twins((const Twin*)u, (const Twin*)v, (Twin*)y, (Twin*)z, c, s, c + first, s + first, n / 2);
-  if (n % 2) {
-    const float a = BFloat16::load(u[n - 1]), b = BFloat16::load(v[n - 1]);
-    y[n - 1] = BFloat16::store(turned_u(a, b, c[first - 1], s[first - 1]));
-    z[n - 1] = BFloat16::store(turned_v(a, b, c[first - 1], s[first - 1]));
+    const float a0 = even(u[k]), b0 = even(v[k]), a1 = odd(u[k]), b1 = odd(v[k]);
+    y[k] = twin(A::u(a0, b0, r.c[k], r.s[k]), A::u(a1, b1, d.c[k], d.s[k]));
+    z[k] = twin(A::v(a0, b0, r2.c[k], r2.s[k]), A::v(a1, b1, d2.c[k], d2.s[k]));
   }
 }
 
@@ -87,12 +62,6 @@ inline void write(uint16_t* p, HalfLanes x) { _mm_storeu_si128((__m128i*)p, x); 
 inline Lanes widen(HalfLanes x) { return _mm256_cvtph_ps(x); }
 inline HalfLanes narrow(Lanes x) { return _mm256_cvtps_ph(x, 0); }
 inline Lanes read(const float* p) { return _mm256_loadu_ps(p); }
-inline Lanes turned_u(Lanes u, Lanes v, Lanes c, Lanes s) {
-  return _mm256_fmsub_ps(u, c, _mm256_mul_ps(v, s));
-}
-inline Lanes turned_v(Lanes u, Lanes v, Lanes c, Lanes s) {
-  return _mm256_fmadd_ps(v, c, _mm256_mul_ps(u, s));
-}
 inline void read_pairs(const uint16_t* p, HalfLanes* u, HalfLanes* v) {
   const __m256i words = _mm256_loadu_si256((const __m256i*)p);
   // Gather the lower halves of the words, 4 in each 128-bit lane, then join the lanes.
@@ -108,120 +77,79 @@ inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) {
   write(p + 8, _mm_unpackhi_epi16(u, v));
 }
 
-// Reads each block before writing it, so outputs may be the inputs: no `restrict`.
-inline void turn_half_lanes(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z,
-                            const float* c, const float* s, int64_t n) {
+// Rotates as many pairs as fill registers; returns their number.
+template <class A, bool interleaved>
+inline int64_t turn_lanes(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z,
+                          const Row<float>& r, int64_t n) {
   int64_t k = 0;
   for (; k + kLanes <= n; k += kLanes) {
-    const Lanes a = widen(read(u + k)), b = widen(read(v + k));
-    write(y + k, narrow(turned_u(a, b, read(c + k), read(s + k))));
-    write(z + k, narrow(turned_v(a, b, read(c + k), read(s + k))));
+    HalfLanes first, second;
+    if constexpr (interleaved) {
+      read_pairs(u + 2 * k, &first, &second);
+    } else {
+      first = read(u + k), second = read(v + k);
+    }
+    const Lanes a = widen(first), b = widen(second);
+    const Lanes c = read(r.c + k), s = read(r.s + k);
+    const HalfLanes to_u = narrow(A::u(a, b, c, s));
+    const HalfLanes to_v = narrow(A::apart ? A::v(a, b, read(r.c2 + k), read(r.s2 + k)) : A::v(a, b, c, s));
+    if constexpr (interleaved) {
+      write_pairs(y + 2 * k, to_u, to_v);
+    } else {
+      write(y + k, to_u), write(z + k, to_v);
+    }
   }
-  for (; k < n; ++k) {
-    const float a = Half::load(u[k]), b = Half::load(v[k]);
-    y[k] = Half::store(turned_u(a, b, c[k], s[k]));
-    z[k] = Half::store(turned_v(a, b, c[k], s[k]));
-  }
+  return k;
 }
-template <>
-inline void turn_halves<Half>(const uint16_t* __restrict u, const uint16_t* __restrict v,
-                              uint16_t* __restrict y, uint16_t* __restrict z,
-                              const float* __restrict c, const float* __restrict s, int64_t n) {
-  turn_half_lanes(u, v, y, z, c, s, n);
-}
-template <>
-inline void turn_halves_<Half>(uint16_t* __restrict u, uint16_t* __restrict v,
-                               const float* __restrict c, const float* __restrict s, int64_t n) {
-  turn_half_lanes(u, v, u, v, c, s, n);
-}
+#else
+template <class A, bool interleaved, class... Arguments>
+inline int64_t turn_lanes(Arguments...) { return 0; }
 #endif
+
+// Rotates pairs (u[k], v[k]) that are contiguous in k.
+template <class A, class Stored, class T>
+inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, const Row<T>& r, int64_t n) {
+  if constexpr (kTwins<typename A::Format>) {
+    const int64_t first = (n + 1) / 2;
+    const Row<T> odds = {r.c + first, r.s + first, r.c2 + first, r.s2 + first};
+    turn_twins<A>((const Twin*)u, (const Twin*)v, (Twin*)y, (Twin*)z, r, odds, n / 2);
+    if (n % 2) turn_pair<A>(u + n - 1, v + n - 1, y + n - 1, z + n - 1, r, first - 1);
+    return;
+  }
+  int64_t k = 0;
+  if constexpr (kConverts<typename A::Format>) k = turn_lanes<A, false>(u, v, y, z, r, n);
+  TIGHTROPE_INDEPENDENT
+  for (; k < n; ++k) turn_pair<A>(u + k, v + k, y + k, z + k, r, k);
+}
 
 // Rotates pairs (x[2k], x[2k + 1]).
-template <class F>
-inline void turn_neighbours_(typename F::Stored* __restrict x,
-                             const typename F::Value* __restrict c,
-                             const typename F::Value* __restrict s, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) {
-    const typename F::Value a = F::load(x[2 * k]), b = F::load(x[2 * k + 1]);
-    x[2 * k] = F::store(turned_u(a, b, c[k], s[k]));
-    x[2 * k + 1] = F::store(turned_v(a, b, c[k], s[k]));
-  }
-}
-template <class F>
-inline void turn_neighbours(const typename F::Stored* __restrict x,
-                            typename F::Stored* __restrict y,
-                            const typename F::Value* __restrict c,
-                            const typename F::Value* __restrict s, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) {
-    const typename F::Value a = F::load(x[2 * k]), b = F::load(x[2 * k + 1]);
-    y[2 * k] = F::store(turned_u(a, b, c[k], s[k]));
-    y[2 * k + 1] = F::store(turned_v(a, b, c[k], s[k]));
-  }
-}
-
-template <>
-inline void turn_neighbours_<BFloat16>(uint16_t* __restrict x, const float* __restrict c,
-                                       const float* __restrict s, int64_t n) {
-  Twin* __restrict p = (Twin*)x;
-  for (int64_t k = 0; k < n; ++k) {
-    const float a = even(p[k]), b = odd(p[k]);
-    p[k] = twin(turned_u(a, b, c[k], s[k]), turned_v(a, b, c[k], s[k]));
-  }
-}
-template <>
-inline void turn_neighbours<BFloat16>(const uint16_t* __restrict x, uint16_t* __restrict y,
-                                      const float* __restrict c, const float* __restrict s,
-                                      int64_t n) {
-  const Twin* __restrict p = (const Twin*)x;
-  Twin* __restrict q = (Twin*)y;
-  for (int64_t k = 0; k < n; ++k) {
-    const float a = even(p[k]), b = odd(p[k]);
-    q[k] = twin(turned_u(a, b, c[k], s[k]), turned_v(a, b, c[k], s[k]));
-  }
-}
-
-#if defined(__F16C__)
-inline void turn_neighbour_lanes(const uint16_t* x, uint16_t* y, const float* c, const float* s,
-                                 int64_t n) {
+template <class A, class Stored, class T>
+inline void turn_neighbours(const Stored* x, Stored* y, const Row<T>& r, int64_t n) {
   int64_t k = 0;
-  for (; k + kLanes <= n; k += kLanes) {
-    HalfLanes u, v;
-    read_pairs(x + 2 * k, &u, &v);
-    const Lanes a = widen(u), b = widen(v);
-    write_pairs(y + 2 * k, narrow(turned_u(a, b, read(c + k), read(s + k))),
-                narrow(turned_v(a, b, read(c + k), read(s + k))));
+  if constexpr (kTwins<typename A::Format>) {
+    const Twin* p = (const Twin*)x;
+    Twin* q = (Twin*)y;
+    const Row<T> r2 = A::apart ? Row<T>{r.c2, r.s2, 0, 0} : r;
+    TIGHTROPE_INDEPENDENT
+    for (; k < n; ++k) {
+      const float a = even(p[k]), b = odd(p[k]);
+      q[k] = twin(A::u(a, b, r.c[k], r.s[k]), A::v(a, b, r2.c[k], r2.s[k]));
+    }
+    return;
   }
-  for (; k < n; ++k) {
-    const float a = Half::load(x[2 * k]), b = Half::load(x[2 * k + 1]);
-    y[2 * k] = Half::store(turned_u(a, b, c[k], s[k]));
-    y[2 * k + 1] = Half::store(turned_v(a, b, c[k], s[k]));
-  }
+  if constexpr (kConverts<typename A::Format>) k = turn_lanes<A, true>(x, x, y, y, r, n);
+  TIGHTROPE_INDEPENDENT
+  for (; k < n; ++k) turn_pair<A>(x + 2 * k, x + 2 * k + 1, y + 2 * k, y + 2 * k + 1, r, k);
 }
-template <>
-inline void turn_neighbours<Half>(const uint16_t* __restrict x, uint16_t* __restrict y,
-                                  const float* __restrict c, const float* __restrict s,
-                                  int64_t n) {
-  turn_neighbour_lanes(x, y, c, s, n);
-}
-template <>
-inline void turn_neighbours_<Half>(uint16_t* __restrict x, const float* __restrict c,
-                                   const float* __restrict s, int64_t n) {
-  turn_neighbour_lanes(x, x, c, s, n);
-}
-#endif
 
-// Rotates pairs at any channel stride; slow.
-template <class F>
-inline void turn_strided(const typename F::Stored* x, int64_t x_channel, typename F::Stored* y,
-                         int64_t y_channel, int64_t pair, int64_t other,
-                         const typename F::Value* c, const typename F::Value* s, int64_t n,
-                         bool twos) {
+// Rotates pairs at any channel stride: correct, not fast.
+template <class A, class Stored, class T>
+inline void turn_strided(const Stored* x, int64_t x_channel, Stored* y, int64_t y_channel, int64_t pair,
+                         int64_t other, const Row<T>& r, int64_t n, bool twos) {
   for (int64_t k = 0; k < n; ++k) {
-    const int64_t at = slot(twos, k, n);
-    const typename F::Value a = F::load(x[k * pair * x_channel]);
-    const typename F::Value b = F::load(x[(k * pair + other) * x_channel]);
-    y[k * pair * y_channel] = F::store(turned_u(a, b, c[at], s[at]));
-    y[(k * pair + other) * y_channel] = F::store(turned_v(a, b, c[at], s[at]));
+    const int64_t u = k * pair, v = u + other;
+    turn_pair<A>(x + u * x_channel, x + v * x_channel, y + u * y_channel, y + v * y_channel, r,
+                 slot(twos, k, n));
   }
 }
 
@@ -273,32 +201,25 @@ inline void copy_rest(const Problem& p, const Heads<Stored>& heads) {
 }
 
 // Rotates pairs [first, first + n) of each head.
-template <class F>
-inline void turn_in_loops(const Problem& p, const Heads<typename F::Stored>& heads, int64_t first,
-                          int64_t n, const typename F::Value* c, const typename F::Value* s) {
-  using Stored = typename F::Stored;
+template <class A>
+inline void turn_in_loops(const Problem& p, const Heads<typename A::Stored>& heads, int64_t first,
+                          int64_t n, const Row<typename A::Value>& r) {
+  using Stored = typename A::Stored;
   const int64_t pair = p.interleaved ? 2 : 1;
   const int64_t other = p.interleaved ? 1 : p.pairs;
   const int64_t at = p.start + first * pair;
   const int64_t i = heads.in_channel, j = heads.out_channel;
-  const bool in_place = heads.in == heads.out;
   const int64_t bytes = p.head_dim * int64_t(sizeof(Stored));
   for (int64_t head = 0; head < heads.count; ++head) {
     const Stored* in = heads.in + head * heads.in_step;
     Stored* out = heads.out + head * heads.out_step;
     prefetch(in, out, heads.ahead, bytes);
     if (i != 1 || j != 1) {
-      turn_strided<F>(in + at * i, i, out + at * j, j, pair, other, c, s, n, in_twos(p));
+      turn_strided<A>(in + at * i, i, out + at * j, j, pair, other, r, n, in_twos(p));
     } else if (p.interleaved) {
-      if (in_place) {
-        turn_neighbours_<F>(out + at, c, s, n);
-      } else {
-        turn_neighbours<F>(in + at, out + at, c, s, n);
-      }
-    } else if (in_place) {
-      turn_halves_<F>(out + at, out + at + other, c, s, n);
+      turn_neighbours<A>(in + at, out + at, r, n);
     } else {
-      turn_halves<F>(in + at, in + at + other, out + at, out + at + other, c, s, n);
+      turn_halves<A>(in + at, in + at + other, out + at, out + at + other, r, n);
     }
   }
 }

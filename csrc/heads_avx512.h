@@ -26,21 +26,11 @@ struct Register;
     static void write(float* at, Floats x) { p##_storeu_ps(at, x); }                             \
     static Words read(const Twin* at) { return p##_loadu_epi32(at); }                            \
     static void write(Twin* at, Words x) { p##_storeu_epi32(at, x); }                            \
-    static Floats turned_u(Floats u, Floats v, Floats c, Floats s) {                             \
-      return p##_fmsub_ps(u, c, p##_mul_ps(v, s));                                               \
-    }                                                                                            \
-    static Floats turned_v(Floats u, Floats v, Floats c, Floats s) {                             \
-      return p##_fmadd_ps(v, c, p##_mul_ps(u, s));                                               \
-    }                                                                                            \
     /* Zero-masked intrinsics stand in for the plain ones, here and below: GCC 12 warns about    \
        uninitialised values in the plain ones, and in the intrinsics of shifts. */               \
     static Floats swapped(Floats x) { return p##_maskz_permute_ps((1u << lanes) - 1, x, 0xB1); } \
     static Words left(Words x) { return (Words)((Shifted)x << 16); }                             \
     static Words right(Words x) { return (Words)((Shifted)x >> 16); }                            \
-    /* Rotates neighbours (u, v) at once: c holds each cosine twice, s holds (-s, s). */         \
-    static Floats turned(Floats x, Floats c, Floats s) {                                         \
-      return p##_fmadd_ps(x, c, p##_mul_ps(swapped(x), s));                                   \
-    }                                                                                            \
     static Words upper() { return p##_set1_epi32(int(0xFFFF0000u)); }                            \
     static Floats even(Words x) { return p##_cast##si##_ps(left(x)); }                           \
     static Floats odd(Words x) { return p##_cast##si##_ps(p##_and_##si(x, upper())); }           \
@@ -82,85 +72,85 @@ TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_REGISTER
 #undef TIGHTROPE_REGISTER_END
 
-// Pairs that go through registers together, with their angles. F is Float or Half in the general case.
-template <class F, bool interleaved, int lanes>
+// Pairs that go through registers together, with their cosines and sines: those of the first channels
+// (c, s) and of the second (c2, s2). The format is Float or Half in the general case.
+template <class A, class F, bool interleaved, int lanes>
 struct Block {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
 
-  void take(const float* cosine, const float* sine, int64_t at, int64_t) {
-    c = R::read(cosine + at), s = R::read(sine + at);
+  void take(const Row<float>& r, int64_t at, int64_t) {
+    c = R::read(r.c + at), s = R::read(r.s + at);
+    c2 = A::apart ? R::read(r.c2 + at) : c, s2 = A::apart ? R::read(r.s2 + at) : s;
   }
   template <class T>
   void turn(const T* u, const T* v, T* y, T* z) const {
     const auto a = R::read(u), b = R::read(v);
-    R::write(y, R::turned_u(a, b, c, s));
-    R::write(z, R::turned_v(a, b, c, s));
+    R::write(y, A::u(a, b, c, s));
+    R::write(z, A::v(a, b, c2, s2));
   }
 
-  typename R::Floats c, s;
+  typename R::Floats c, s, c2, s2;
 };
 
-template <class F, int lanes>
-struct Block<F, true, lanes> {
+// Neighbours (u, v) rotate at once, as x·c + swapped(x)·s: c holds the cosines in the order of the
+// channels, s the sines of the first channels negated.
+template <class A, class F, int lanes>
+struct Block<A, F, true, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
 
-  void take(const float* cosine, const float* sine, int64_t at, int64_t) {
-    alignas(64) float twice[2 * lanes], signs[2 * lanes];
+  void take(const Row<float>& r, int64_t at, int64_t) {
+    alignas(64) float cosines[2 * lanes], sines[2 * lanes];
     for (int k = 0; k < lanes; ++k) {
-      twice[2 * k] = twice[2 * k + 1] = cosine[at + k];
-      signs[2 * k] = -sine[at + k], signs[2 * k + 1] = sine[at + k];
+      cosines[2 * k] = r.c[at + k], cosines[2 * k + 1] = (A::apart ? r.c2 : r.c)[at + k];
+      sines[2 * k] = -r.s[at + k], sines[2 * k + 1] = (A::apart ? r.s2 : r.s)[at + k];
     }
-    c0 = R::read(twice), c1 = R::read(twice + lanes);
-    s0 = R::read(signs), s1 = R::read(signs + lanes);
+    c0 = R::read(cosines), c1 = R::read(cosines + lanes);
+    s0 = R::read(sines), s1 = R::read(sines + lanes);
   }
   template <class T>
   void turn(const T* x, const T*, T* y, T*) const {
     const auto a = R::read(x), b = R::read(x + lanes);
-    R::write(y, R::turned(a, c0, s0));
-    R::write(y + lanes, R::turned(b, c1, s1));
+    R::write(y, A::v(R::swapped(a), a, c0, s0));
+    R::write(y + lanes, A::v(R::swapped(b), b, c1, s1));
   }
 
   typename R::Floats c0, s0, c1, s1;
 };
 
 // Two bfloat16 per lane; cosines and sines of even pairs are stored apart from those of odd pairs.
-template <int lanes>
-struct Block<BFloat16, false, lanes> {
+template <class A, int lanes>
+struct Block<A, BFloat16, false, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = 2 * lanes;
 
-  void take(const float* cosine, const float* sine, int64_t at, int64_t n) {
-    const int64_t even = at / 2, odd = (n + 1) / 2 + at / 2;
-    c0 = R::read(cosine + even), s0 = R::read(sine + even);
-    c1 = R::read(cosine + odd), s1 = R::read(sine + odd);
+  void take(const Row<float>& r, int64_t at, int64_t n) {
+    even.take(r, at / 2, n), odd.take(r, (n + 1) / 2 + at / 2, n);
   }
   void turn(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z) const {
     const auto a = R::read((const Twin*)u), b = R::read((const Twin*)v);
     const auto a0 = R::even(a), b0 = R::even(b), a1 = R::odd(a), b1 = R::odd(b);
-    R::write((Twin*)y, R::twin(R::turned_u(a0, b0, c0, s0), R::turned_u(a1, b1, c1, s1)));
-    R::write((Twin*)z, R::twin(R::turned_v(a0, b0, c0, s0), R::turned_v(a1, b1, c1, s1)));
+    R::write((Twin*)y, R::twin(A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s)));
+    R::write((Twin*)z, R::twin(A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2)));
   }
 
-  typename R::Floats c0, s0, c1, s1;
+  Block<A, Float, false, lanes> even, odd;
 };
 
-template <int lanes>
-struct Block<BFloat16, true, lanes> {
+template <class A, int lanes>
+struct Block<A, BFloat16, true, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
 
-  void take(const float* cosine, const float* sine, int64_t at, int64_t) {
-    c = R::read(cosine + at), s = R::read(sine + at);
-  }
+  void take(const Row<float>& r, int64_t at, int64_t n) { all.take(r, at, n); }
   void turn(const uint16_t* x, const uint16_t*, uint16_t* y, uint16_t*) const {
     const auto pairs = R::read((const Twin*)x);
     const auto a = R::even(pairs), b = R::odd(pairs);
-    R::write((Twin*)y, R::twin(R::turned_u(a, b, c, s), R::turned_v(a, b, c, s)));
+    R::write((Twin*)y, R::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
   }
 
-  typename R::Floats c, s;
+  Block<A, Float, false, lanes> all;
 };
 
 // An integer as a type, to select a template.
@@ -170,14 +160,14 @@ struct Is {
 };
 
 // Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
-template <class F, bool interleaved, int lanes, int blocks, class Stored>
+template <class A, bool interleaved, int lanes, int blocks, class Stored>
 inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
-                        int64_t n, int64_t bytes, const float* c, const float* s) {
-  using B = Block<F, interleaved, lanes>;
+                        int64_t n, int64_t bytes, const Row<float>& r) {
+  using B = Block<A, typename A::Format, interleaved, lanes>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
   B block[blocks];
 #pragma GCC unroll 8
-  for (int b = 0; b < blocks; ++b) block[b].take(c, s, at + b * B::kPairs, n);
+  for (int b = 0; b < blocks; ++b) block[b].take(r, at + b * B::kPairs, n);
   const Stored* in = heads.in + channel + at * kPair;
   Stored* out = heads.out + channel + at * kPair;
   for (int64_t head = 0; head < heads.count; ++head) {
@@ -194,11 +184,11 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
 }
 
 // Rotates pairs [first, first + n) of each head.
-template <class F, bool interleaved, class Stored>
+template <class A, bool interleaved, class Stored>
 inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int64_t first,
-                              int64_t n, const float* c, const float* s) {
+                              int64_t n, const Row<float>& r) {
   constexpr int64_t kPair = interleaved ? 2 : 1;
-  constexpr int64_t kPairs = Block<F, interleaved, 16>::kPairs;
+  constexpr int64_t kPairs = Block<A, typename A::Format, interleaved, 16>::kPairs;
   const int64_t channel = p.start + first * kPair;
   const int64_t other = interleaved ? 1 : p.pairs;
   // Only the first pass through the heads prefetches.
@@ -207,15 +197,16 @@ inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int6
   const auto turn = [&](auto lanes, auto blocks) {
     constexpr int64_t kTaken = blocks.value * kPairs * lanes.value / 16;
     if (n - at < kTaken) return false;
-    turn_blocks<F, interleaved, lanes.value, blocks.value>(heads, channel, other, at, n,
-                                                           at == 0 ? bytes : 0, c, s);
+    turn_blocks<A, interleaved, lanes.value, blocks.value>(heads, channel, other, at, n,
+                                                           at == 0 ? bytes : 0, r);
     at += kTaken;
     return true;
   };
-  // The angles of four blocks leave enough registers for the arithmetic.
-  while (turn(Is<16>(), Is<4>())) {
+  // The angles of four blocks leave enough registers for the arithmetic; of two, if each takes eight.
+  constexpr int kMost = A::apart && !interleaved && kPairs > 16 ? 2 : 4;
+  while (turn(Is<16>(), Is<kMost>())) {
   }
-  turn(Is<16>(), Is<3>()) || turn(Is<16>(), Is<2>()) || turn(Is<16>(), Is<1>());
+  (kMost > 3 && turn(Is<16>(), Is<3>())) || (kMost > 2 && turn(Is<16>(), Is<2>())) || turn(Is<16>(), Is<1>());
   turn(Is<8>(), Is<1>());
   turn(Is<4>(), Is<1>());
   for (; at < n; ++at) {
@@ -223,9 +214,7 @@ inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int6
     const Stored* in = heads.in + channel + at * kPair;
     Stored* out = heads.out + channel + at * kPair;
     for (int64_t head = 0; head < heads.count; ++head) {
-      const float a = F::load(in[0]), b = F::load(in[other]);
-      out[0] = F::store(turned_u(a, b, c[k], s[k]));
-      out[other] = F::store(turned_v(a, b, c[k], s[k]));
+      turn_pair<A>(in, in + other, out, out + other, r, k);
       in += heads.in_step;
       out += heads.out_step;
     }

@@ -98,15 +98,15 @@ struct Turn {
   // Rotates registers in place.
   TIGHTROPE_INLINE void turn(V* x) const {
     if (kMixed<F, interleaved>) {
-      for (int i = 0; i < 2; ++i) x[i] = Register<16>::turned(x[i], c[i], s[i]);
+      for (int i = 0; i < 2; ++i) x[i] = turned_v(Register<16>::swapped(x[i]), x[i], c[i], s[i]);
       return;
     }
     constexpr int half = kRegisters / 2;
 #pragma GCC unroll 2
     for (int i = 0; i < half; ++i) {
       const V u = x[i], v = x[half + i];
-      x[i] = Register<16>::turned_u(u, v, c[i], s[i]);
-      x[half + i] = Register<16>::turned_v(u, v, c[i], s[i]);
+      x[i] = turned_u(u, v, c[i], s[i]);
+      x[half + i] = turned_v(u, v, c[i], s[i]);
     }
   }
   // `other`: distance between the channels of a pair; `left`: pairs that remain from this block on.
@@ -159,7 +159,7 @@ struct WeighedTurn {
   }
   TIGHTROPE_INLINE void turn(V* x) const {
     if (kMixed<F, interleaved>) {
-      for (int i = 0; i < 2; ++i) x[i] = Register<16>::turned(x[i], c[i], s[i]);
+      for (int i = 0; i < 2; ++i) x[i] = turned_v(Register<16>::swapped(x[i]), x[i], c[i], s[i]);
       return;
     }
 #pragma GCC unroll 2

@@ -16,6 +16,10 @@
 namespace tightrope {
 
 enum class Dtype : int32_t { kFloat, kDouble, kBFloat16, kHalf };
+// Where a rotation rounds, in the order of ROUNDINGS in ops/schema.py: once, at the store, with fused
+// multiply-adds; products and their sum each to the type of the arithmetic; or to the type of x.
+enum class Rounding : int32_t { kOnce, kWide, kEach };
+
 enum class PositionDtype : int32_t { kNone, kInt32, kInt64, kFloat, kDouble };
 
 constexpr int kMaxOperands = 2;  // q and k
@@ -48,6 +52,7 @@ struct Problem {
   bool interleaved;
   bool conjugate;    // rotate backwards
   double amplitude;  // factor on the rotated channels
+  Rounding rounding;
 
   // Phase words, and whole turns or null; contiguous [axes, word_rows, word_heads, pairs].
   const int64_t* words;
@@ -58,7 +63,8 @@ struct Problem {
   Table cosine, sine;
   Dtype table_dtype;
   int64_t table_length;
-  int64_t table_step;  // entries from one pair to the next
+  int64_t table_step;   // entries from one pair to the next
+  int64_t table_other;  // entries from the first to the second channel of a pair; 0 if they share one
 
   bool angles_per_head;  // whether phase words or tables differ between heads
 
@@ -152,6 +158,11 @@ using GateLoop = void (*)(const Problem& p, const GateSums& sums, void* scratch,
 
 // The loop keeps this many cosines, and as many sines, of a tile on its stack.
 constexpr int64_t kAngles = 2048;
+
+// Whether tables hold a cosine and a sine for every channel.
+inline bool has_full_tables(const Problem& p) { return p.table_other != 0; }
+// Cosines of n pairs.
+inline int64_t row_width(const Problem& p, int64_t n) { return has_full_tables(p) ? 2 * n : n; }
 
 // Values of scratch memory that a StagesLoop needs; see Scratch in stages.h and Rows in
 // stage_tiles_avx512.h.

@@ -13,24 +13,24 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-template <class F>
-inline void turn_heads(const Problem& p, const Heads<typename F::Stored>& heads, int64_t first,
-                       int64_t n, const typename F::Value* c, const typename F::Value* s) {
+template <class A>
+inline void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads, int64_t first,
+                       int64_t n, const Row<typename A::Value>& r) {
   if (heads.in != heads.out && first == 0) copy_rest(p, heads);
 #if defined(__AVX512F__)
   // Not for double: a register holds too few of them for this to pay.
-  if constexpr (sizeof(*c) == sizeof(float)) {
+  if constexpr (sizeof(typename A::Value) == sizeof(float)) {
     if (heads.in_channel == 1 && heads.out_channel == 1) {
       if (p.interleaved) {
-        turn_in_registers<F, true>(p, heads, first, n, c, s);
+        turn_in_registers<A, true>(p, heads, first, n, r);
       } else {
-        turn_in_registers<F, false>(p, heads, first, n, c, s);
+        turn_in_registers<A, false>(p, heads, first, n, r);
       }
       return;
     }
   }
 #endif
-  turn_in_loops<F>(p, heads, first, n, c, s);
+  turn_in_loops<A>(p, heads, first, n, r);
 }
 
 // Heads [head, head + count) of a token.
@@ -44,14 +44,24 @@ inline Heads<Stored> heads_of(const Operand& o, int64_t row, int64_t head, int64
           i.head, j.head, i.channel, j.channel, count, ahead};
 }
 
-template <class F>
+template <class A>
 inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t tokens, int64_t first,
                       int64_t n) {
-  using Stored = typename F::Stored;
-  using T = typename F::Value;
+  using Stored = typename A::Stored;
+  using T = typename A::Value;
   Angles<T> angles;
   const bool shared = !p.angles_per_head;
-  if (shared) fill(p, row, 0, token, tokens, first, n, angles);
+  const int64_t width = row_width(p, n), other = width - n;
+  const auto take = [&](int64_t head) {
+    fill(p, row, head, token, tokens, first, n, angles);
+    // Tables have the dtype that the caller chose.
+    if (p.rounding != Rounding::kEach || p.cosine.data != nullptr) return;
+    for (int64_t i = 0; i < tokens * width; ++i) {
+      angles.cosine[i] = rounded(typename A::Format{}, angles.cosine[i]);
+      angles.sine[i] = rounded(typename A::Format{}, angles.sine[i]);
+    }
+  };
+  if (shared) take(0);
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];
     // Adjacent heads are one run of memory. Other heads are separate streams: take as many as the cache
@@ -62,47 +72,56 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t toke
     const int64_t group_bytes = group * o.in_stride.head * int64_t(sizeof(Stored));
     for (int64_t head = 0; head < o.heads; head += group) {
       const int64_t count = o.heads - head < group ? o.heads - head : group;
-      if (!shared) fill(p, row, head, token, tokens, first, n, angles);
+      if (!shared) take(head);
       for (int64_t t = 0; t < tokens; ++t) {
         const int64_t ahead = adjacent && shared ? kAhead
                               : t + 1 < tokens   ? token_bytes
                                                  : group_bytes - t * token_bytes;
-        turn_heads<F>(p, heads_of<Stored>(o, row, head, count, token + t, ahead), first, n,
-                      angles.cosine + t * n, angles.sine + t * n);
+        const T *c = angles.cosine + t * width, *s = angles.sine + t * width;
+        turn_heads<A>(p, heads_of<Stored>(o, row, head, count, token + t, ahead), first, n,
+                      {c, s, c + other, s + other});
       }
     }
   }
 }
 
-template <class F>
+template <class A>
 void turn(const Problem& p, int64_t begin, int64_t end) {
+  const int64_t most = kAngles / row_width(p, 1);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t row = item / p.tiles_per_row;
     const int64_t token = (item - row * p.tiles_per_row) * p.tile;
     const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;
-    // `first` stays 0 unless one token has more than kAngles pairs. Without pairs the loop still runs
+    // `first` stays 0 unless the angles of one token exceed kAngles. Without pairs the loop still runs
     // once, to copy the channels.
     int64_t first = 0;
     do {
-      const int64_t n = p.pairs - first < kAngles ? p.pairs - first : kAngles;
-      turn_tile<F>(p, row, token, tokens, first, n);
+      const int64_t n = p.pairs - first < most ? p.pairs - first : most;
+      turn_tile<A>(p, row, token, tokens, first, n);
       first += n;
     } while (first < p.pairs);
   }
+}
+
+// All but the usual arithmetic treats the two channels of a pair as if they had different angles.
+template <class F>
+void turn_by(const Problem& p, int64_t begin, int64_t end) {
+  if constexpr (sizeof(typename F::Stored) < sizeof(typename F::Value)) {
+    if (p.rounding == Rounding::kEach) return turn<Arithmetic<F, Rounding::kEach, true>>(p, begin, end);
+  }
+  if (p.rounding != Rounding::kOnce) return turn<Arithmetic<F, Rounding::kWide, true>>(p, begin, end);
+  if (has_full_tables(p)) return turn<Arithmetic<F, Rounding::kOnce, true>>(p, begin, end);
+  turn<Arithmetic<F, Rounding::kOnce, false>>(p, begin, end);
 }
 
 }  // namespace
 
 void loop(const Problem& p, int64_t begin, int64_t end) {
   switch (p.dtype) {
-    case Dtype::kFloat:
-      return turn<Float>(p, begin, end);
-    case Dtype::kDouble:
-      return turn<Double>(p, begin, end);
-    case Dtype::kBFloat16:
-      return turn<BFloat16>(p, begin, end);
-    case Dtype::kHalf:
-      return turn<Half>(p, begin, end);
+    case Dtype::kFloat: return turn_by<Float>(p, begin, end);
+    case Dtype::kDouble: return turn_by<Double>(p, begin, end);
+    case Dtype::kBFloat16: return turn_by<BFloat16>(p, begin, end);
+    case Dtype::kHalf: return turn_by<Half>(p, begin, end);
   }
 }
 

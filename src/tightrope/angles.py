@@ -170,17 +170,19 @@ def look_up(
     add_index: bool,
     tokens: int,
 ) -> torch.Tensor:
-    """Look up rows of a caller's cos or sin table, one value per pair. Differentiable in the table.
+    """Look up rows of a caller's cos or sin table, one value per pair; for "full", one per channel.
+
+    Differentiable in the table.
 
     Args:
         table: floating ``[rows|1, heads|1, length, width]``.
-        form: "cat", "repeat" or "half": the format of the table.
+        form: "cat", "repeat", "half" or "full": the format of the table.
         positions, offset, add_index, tokens: as in :func:`phases`, with one axis of integers.
 
     Returns:
-        ``[rows|1, heads|1, tokens, pairs]``; NaN where a position lies outside the table.
+        ``[rows|1, heads|1, tokens, pairs or channels]``; NaN where a position lies outside the table.
     """
-    pairs = pairs_of(table, form)
+    pairs = table.shape[3] if form == "full" else pairs_of(table, form)
     table = table[..., 0::2] if form == "repeat" else table[..., :pairs]
     if _is_whole(table, positions, offset, add_index, tokens):
         return table
@@ -208,7 +210,7 @@ def put_back(
     """Return the gradient of a table from that of its looked-up rows: the transpose of :func:`look_up`.
 
     Args:
-        grad: ``[rows, heads|1, tokens, pairs]``.
+        grad: ``[rows, heads|1, tokens, pairs or channels]``.
         table, form, positions, offset, add_index: as in :func:`look_up`.
 
     Returns:

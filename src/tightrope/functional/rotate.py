@@ -10,6 +10,7 @@ from .._errors import bad_type, bad_value, describe, public
 from ..activations import Act, ActLike
 from ..gates import Gate
 from ..ops.build import Request, build, stages_of
+from ..ops.checks import RoundingLike
 from ..ops.run import run, run_prepared
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
@@ -37,6 +38,7 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
     gate: Gate | None = None,
     inverse: bool = False,
     out: torch.Tensor | None = None,
+    rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate the channel pairs of a tensor by the angles of its positions.
@@ -62,6 +64,11 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
         inverse: undo the rotation and the gate instead. An activation cannot be undone.
         out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides (a
             slot of a key cache, for example), no memory shared with x. It gets no gradient.
+        rounding: where 16-bit and float32 results round, to equal another implementation bit for
+            bit; not with an act or a gate. "once", the most exact: fused multiply-adds in float32,
+            rounded when stored. "wide": products and their sum, each rounded to float32. "each":
+            cosines, sines, products and sums, each rounded to the dtype of x. A pair is (forward,
+            backward). See docs/numerics.md.
         backend: None to choose the fastest; "cpu", "triton" or "reference" to force one.
 
     Returns:
@@ -83,12 +90,12 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
     stages = stages_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, x, None, layout, inverse, stages)
+        found = run_prepared("new", spec, x, None, layout, inverse, stages, rounding)
         if found is not None:
             return found[0]
     request = Request(
         _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "new" if out is None else "out", () if out is None else (out,), backend,
+        stages, "new" if out is None else "out", () if out is None else (out,), backend, rounding=rounding,
     )  # fmt: skip
     (y,) = run(build(request))
     return y
@@ -106,6 +113,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
     act: Act = None,
     gate: Gate | None = None,
     inverse: bool = False,
+    rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate a tensor in place: :func:`rotate` without a new tensor.
@@ -128,11 +136,11 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
     stages = stages_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared("in place", spec, x, None, layout, inverse, stages) is not None:
+        if run_prepared("in place", spec, x, None, layout, inverse, stages, rounding) is not None:
             return x
     request = Request(
         _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "in place", (), backend,
+        stages, "in place", (), backend, rounding=rounding,
     )  # fmt: skip
     run(build(request))
     return x
@@ -152,6 +160,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
     gate: GateLike = None,
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in one launch, with their angles computed once.
@@ -159,7 +168,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
     Args:
         q, k: like x of :func:`rotate`; the same rows, tokens and dtype; numbers of heads may differ
             (GQA, MQA). k may be None.
-        spec, positions, layout, inv_freq, seq_len, inverse, backend: see :func:`rotate`. With
+        spec, positions, layout, inv_freq, seq_len, inverse, rounding, backend: see :func:`rotate`. With
             frequencies per head, q and k must have the same number of heads.
         act, gate: see :func:`rotate`; or a pair, one for q and one for k. As one gate for both,
             xPos is inverted for keys. If the two differ in kind, this takes two launches.
@@ -175,12 +184,12 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
     stages = stages_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, q, k, layout, inverse, stages)
+        found = run_prepared("new", spec, q, k, layout, inverse, stages, rounding)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
         _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "new" if out is None else "out", () if out is None else _outs(out), backend,
+        stages, "new" if out is None else "out", () if out is None else _outs(out), backend, rounding=rounding,
     )  # fmt: skip
     ys = run(build(request))
     return ys[0], cast(_K, None if k is None else ys[1])
@@ -209,6 +218,7 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
     act: ActLike = None,
     gate: GateLike = None,
     inverse: bool = False,
+    rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in place: :func:`rotate_qk` without new tensors.
@@ -226,11 +236,11 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
     stages = stages_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared("in place", spec, q, k, layout, inverse, stages) is not None:
+        if run_prepared("in place", spec, q, k, layout, inverse, stages, rounding) is not None:
             return q, k
     request = Request(
         _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "in place", (), backend,
+        stages, "in place", (), backend, rounding=rounding,
     )  # fmt: skip
     run(build(request))
     return q, k

@@ -21,7 +21,14 @@ from .._tracing import broadcasts, is_readable
 from ..ops import schema
 from ..ops.build import check_backend
 from ..ops.call import Call, Extras
-from ..ops.checks import check_flag, check_floating, check_partner, shape_of
+from ..ops.checks import (
+    RoundingLike,
+    check_flag,
+    check_floating,
+    check_partner,
+    rounding_of,
+    shape_of,
+)
 from ..ops.layouts import BY_NAME, Layout
 from ..ops.run import run
 from ..spec import RopeSpec
@@ -43,6 +50,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
     start: int = 0,
     inverse: bool = False,
     position_ids: torch.Tensor | None = None,
+    rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys by tables of cosines and sines, with the common signature.
@@ -59,13 +67,16 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
             (batch, seq, heads, dim).
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
         tables: the format of the last dimension: "half", one entry per pair; "cat", all these
-            entries and then all of them again; "repeat", each entry twice in a row. Only the first of
-            two duplicates is read. Tables whose last row contradicts the format raise an error, unless
-            they require grad, are on a GPU or are being traced.
+            entries and then all again; "repeat", each entry twice in a row; "full", one entry per
+            channel, in the order of the channels, and those of a pair may differ. For "cat" and
+            "repeat" only the first of two duplicates is read; tables whose last row contradicts the
+            format raise an error, unless they require grad, are on a GPU or are being traced.
         start: the first channel that rotates.
         inverse: rotate by the negative angles. If the tables also scale, the result is scaled as in
-            the forward rotation.
+            the forward rotation. Not with "full" tables, which need not be rotations.
         position_ids: rows of the tables to use, int32 or int64 ``(tokens,)`` or ``(rows, tokens)``.
+        rounding: see :func:`rotate`. The tables are read as they are; with "each", products are
+            computed in the promoted dtype of x and the tables and rounded to that of x.
         backend: see :func:`rotate`.
 
     Returns:
@@ -82,7 +93,9 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
     >>> angle = torch.arange(16.0)[:, None] * torch.ones(64)
     >>> q, k = apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())
     """
-    given = Tables(cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids)
+    given = Tables(
+        cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding
+    )
     ys = run(_build(q, k, given, backend=backend))
     return ys[0], cast(_K, None if k is None else ys[1])
 
@@ -100,6 +113,7 @@ def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each axis)
     start: int = 0,
     inverse: bool = False,
     position_ids: torch.Tensor | None = None,
+    rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate in place: :func:`apply_rotary_pos_emb` without new tensors.
@@ -113,7 +127,9 @@ def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each axis)
     >>> apply_rotary_pos_emb_(q, None, angle.cos(), angle.sin())[0] is q
     True
     """
-    given = Tables(cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids)
+    given = Tables(
+        cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding
+    )
     run(_build(q, k, given, verb="in place", backend=backend))
     return q, k
 
@@ -167,13 +183,16 @@ def build_freqs_cis(
 
 
 @public("rotary_apply")
-def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotary_apply(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, rounding: RoundingLike = "once"
+) -> torch.Tensor:
     """Rotate channel pairs (0, 1), (2, 3), … by tables that broadcast against x.
 
     Args:
         x: floating ``(..., d)``, d even: ``(batch, heads, seq, d)`` usually.
         cos, sin: floating, of the same shape, which broadcasts against ``(..., d / 2)``, such as
             ``(seq, d / 2)`` or ``(1, 1, seq, d / 2)``.
+        rounding: see :func:`apply_rotary_pos_emb`.
 
     Returns:
         A new tensor of the broadcast shape and the dtype of x. Differentiable with respect to x, cos
@@ -189,7 +208,9 @@ def rotary_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     torch.Size([2, 8, 16, 64])
     """
     x, cos, sin, shape = _broadcast(x, cos, sin)
-    (y,) = run(_build(x, None, Tables(cos, sin, interleaved=True, tables="half")))
+    (y,) = run(
+        _build(x, None, Tables(cos, sin, interleaved=True, tables="half", rounding=rounding))
+    )
     return y.reshape(shape)
 
 
@@ -253,6 +274,7 @@ class Tables(NamedTuple):
     start: int = 0
     inverse: bool = False
     position_ids: torch.Tensor | None = None
+    rounding: RoundingLike = "once"
 
 
 def _build(
@@ -263,7 +285,7 @@ def _build(
     backend: str | None = None,
 ) -> list[Call]:
     """Check the arguments against each other and build the call."""
-    cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids = given
+    cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding = given
     check_flag("interleaved", interleaved)
     check_flag("inverse", inverse)
     hint = "; pass ids as position_ids="
@@ -275,6 +297,10 @@ def _build(
         check_partner("q", "k", q, k, layout)
     if tables not in schema.TABLES:
         raise bad_value(f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}")
+    if inverse and tables == "full":
+        raise bad_value(
+            "inverse must be False with tables='full', as pairs with two angles are not rotated"
+        )
     start = integer("start", start)
     _check_tables(q, cos, sin, tables, start)
     c = _canonical(cos, q, unsqueeze_dim, layout)
@@ -292,14 +318,17 @@ def _build(
             cos=cos,
         )
     learned = cos.requires_grad or sin.requires_grad
-    if tables != "half" and not learned and is_readable(cos):
+    if tables in ("cat", "repeat") and not learned and is_readable(cos):
         if not _checked.knows(cos, tables):
             _checked.find(cos, tables, _check_duplicates, "cos", c, tables)
         if not _checked.knows(sin, tables):
             _checked.find(sin, tables, _check_duplicates, "sin", s, tables)
     direction = schema.INVERSE if inverse else schema.FORWARD
     source = schema.SOURCES.index(tables)
-    options = schema.Options(layout.code, start, interleaved, direction, ids is None, source)
+    forward, back = rounding_of(rounding)
+    options = schema.Options(
+        layout.code, start, interleaved, direction, ids is None, source, rounding=forward, back=back
+    )
     if backend is not None:
         check_backend(backend, q)
     names = ("q",) if k is None else ("q", "k")

@@ -15,7 +15,15 @@ from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from . import gating, learned, schema
 from .call import Call, Extras, pack
-from .checks import Place, check_flag, check_outs, layout_named, prepare
+from .checks import (
+    Place,
+    RoundingLike,
+    check_flag,
+    check_outs,
+    layout_named,
+    prepare,
+    rounding_of,
+)
 from .registry import BACKENDS
 
 
@@ -73,6 +81,7 @@ class Request(NamedTuple):
     outs: Sequence[torch.Tensor] = ()
     backend: str | None = None
     wider: bool = False
+    rounding: RoundingLike = "once"
 
 
 def build(request: Request) -> list[Call]:
@@ -109,9 +118,15 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
     """Build the call of a rotation without f and P."""
     channels, layout = rotation.channels, place.layout.code
     direction = schema.INVERSE if request.inverse else schema.FORWARD
+    rounding, back = rounding_of(request.rounding)
+    if request.stages is not None and (rounding, back) != (schema.ONCE, schema.ONCE):
+        raise bad_value(
+            f"rounding must be 'once' with an act or a gate but got {request.rounding!r}"
+        )
     options = schema.Options(
-        layout, channels.start, channels.interleaved, direction, rotation.add_index
-    )
+        layout, channels.start, channels.interleaved, direction, rotation.add_index,
+        rounding=rounding, back=back,
+    )  # fmt: skip
     call = Call(
         request.q, request.k, rotation.words, rotation.turns, rotation.ids, rotation.offset, options,
         # Explicit, because the compiler would make the default of a float field a symbol.
@@ -123,7 +138,7 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
         return learned.with_frequencies(call, request.inv_freq, pairs)
     if rotation is request.spec and not torch.compiler.is_compiling():
         # The next call of this kind skips the checks.
-        rotation.memo.packed[request.layout, request.inverse] = pack(call)
+        rotation.memo.packed[request.layout, request.inverse, request.rounding] = pack(call)
     return call
 
 

@@ -164,7 +164,9 @@ class Call(NamedTuple):
             direction = FORWARD
             extras = extras._replace(gates=tuple([-gate for gate in extras.gates]))
         return self._replace(
-            options=options._replace(direction=direction),
+            options=options._replace(
+                direction=direction, rounding=options.back, back=options.rounding
+            ),
             amplitude=scale(options.direction, self.amplitude),
             extras=extras,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -20,6 +20,10 @@ from .._tracing import broadcasts
 from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from .layouts import BY_NAME, Layout
+from .schema import ROUNDINGS
+
+#: One of ROUNDINGS, or a pair of them: forward and backward.
+RoundingLike: TypeAlias = str | tuple[str, str]
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
@@ -143,6 +147,17 @@ def _rotation(
     raise bad_type(
         f"spec must be a RopeSpec or a prepared rotation (RopeSpec.at) but got {type(spec).__name__}"
     )
+
+
+def rounding_of(value: object) -> tuple[int, int]:
+    """Return the codes of ``rounding=`` of a public function: forward and backward."""
+    both = value if isinstance(value, tuple) else (value, value)
+    if len(both) != 2 or not all(isinstance(one, str) and one in ROUNDINGS for one in both):
+        raise bad_value(
+            f"rounding must be {', '.join(map(repr, ROUNDINGS[:-1]))} or {ROUNDINGS[-1]!r}, or a pair "
+            f"of them for forward and backward, but got {value!r}"
+        )
+    return ROUNDINGS.index(both[0]), ROUNDINGS.index(both[1])
 
 
 def check_flag(name: str, value: object) -> None:

@@ -7,6 +7,7 @@ against it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from .. import activations, angles
 from .._tracing import broadcasts
 from . import gradients
 from .call import Call
-from .schema import FORWARD, LOG, SLOPE, SOURCES, WORDS, Options, scale
+from .schema import EACH, FORWARD, FULL, INVERSE, LOG, ONCE, SLOPE, SOURCES, WORDS, Options, scale
 
 
 def define(call: Call) -> list[torch.Tensor]:
@@ -27,8 +28,6 @@ def define(call: Call) -> list[torch.Tensor]:
         The same list as the operator ``rotate``; see :mod:`tightrope.ops.schema`.
     """
     options, parts, layout = call.options, call.extras, call.layout()
-    if options.numerics:
-        raise NotImplementedError("tightrope::rotate: numerics is reserved")
     views = [layout.to_bhsd(x) for x in call.xs()]
     inputs = [layout.to_bhsd(x) for x in parts.inputs]
     _check(call, views, inputs)
@@ -46,11 +45,12 @@ def define(call: Call) -> list[torch.Tensor]:
             )
             for table in (call.primary, call.secondary)
         )
-    if options.direction != FORWARD:
-        s = -s
     if call.amplitude != 1.0:
         factor = scale(options.direction, call.amplitude)
         c, s = c * factor, s * factor
+    if options.source == WORDS and options.rounding == EACH:
+        c, s = (table.to(views[0].dtype).to(dtype) for table in (c, s))
+    table = _table(c, s, options)
     ys, by_weights = [], []
     for i, view in enumerate(views):
         x = view if call.is_plain() else view.to(dtype)
@@ -59,13 +59,13 @@ def define(call: Call) -> list[torch.Tensor]:
         if options.direction == FORWARD:
             if options.act != activations.NONE:
                 x = activations.apply(options.act, x, weight, call.eps)
-            y = _rotate_slice(x, c, s, options, dtype)
+            y = _rotate_slice(x, table, options, dtype)
             if gate is not None:
                 y = y * gate
         else:
             if gate is not None:
                 x = x * gate
-            y = _rotate_slice(x, c, s, options, dtype)
+            y = _rotate_slice(x, table, options, dtype)
             if options.act != activations.NONE:
                 inside = inputs[i].to(dtype)
                 if weight is not None:
@@ -96,18 +96,78 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
             fits &= inputs[i].shape == view.shape
     if not fits:
         raise RuntimeError("tightrope::rotate: extras must fit q and k")
+    has_full = options.source == FULL
+    if (has_full or options.rounding != ONCE) and not call.is_plain():
+        raise RuntimeError(
+            "tightrope::rotate: an act or a gate needs rounding once, and tables that are not full"
+        )
+    if has_full and options.direction == INVERSE:
+        raise RuntimeError("tightrope::rotate: full tables have no inverse")
+
+
+class _Table(NamedTuple):
+    """Cosines and sines of the first channels of the pairs (c, s) and of the second (c2, s2)."""
+
+    c: torch.Tensor
+    s: torch.Tensor
+    c2: torch.Tensor
+    s2: torch.Tensor
+
+
+def _table(c: torch.Tensor, s: torch.Tensor, options: Options) -> _Table:
+    """Arrange looked-up cosines and sines for the direction of the call."""
+    (c, c2), (s, s2) = (c, c), (s, s)
+    if options.source == FULL:
+        (c, c2), (s, s2) = (_pairs(t, options.interleaved) for t in (c, s))
+    if options.direction != FORWARD:
+        s, s2 = -s2, -s
+    return _Table(c, s, c2, s2)
+
+
+def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the second channels of the pairs."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
+    return first, second
 
 
 def _rotate_slice(
-    x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, options: Options, dtype: torch.dtype
+    x: torch.Tensor, table: _Table, options: Options, dtype: torch.dtype
 ) -> torch.Tensor:
     """Rotate the slice of channels and pass the others through, in the dtype of x."""
-    start, width = options.start, 2 * c.shape[-1]
-    y = _rotate_pairs(x.narrow(-1, start, width).to(dtype), c, s, options.interleaved).to(x.dtype)
+    start, width = options.start, 2 * table.c.shape[-1]
+    y = _rotate_pairs(x.narrow(-1, start, width), table, options, dtype)
     rest = x.shape[-1] - start - width
     if start or rest:
         y = torch.cat((x.narrow(-1, 0, start), y, x.narrow(-1, start + width, rest)), -1)
     return y
+
+
+def _rotate_pairs(
+    x: torch.Tensor, table: _Table, options: Options, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rotate pairs in the dtype of x, with the roundings of the call.
+
+    PyTorch's own derivative of this has the rounding of the transposed call: the gradient of a
+    conversion from a 16-bit dtype rounds, so with EACH every product converts x for itself.
+    """
+    narrow = x.dtype
+    if options.back != EACH:
+        x = x.to(dtype)
+    u, v = _pairs(x, options.interleaved)
+
+    def product(channel: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        found = channel.to(dtype) * by
+        return found.to(narrow) if options.rounding == EACH else found
+
+    first = product(u, table.c) - product(v, table.s)
+    second = product(v, table.c2) + product(u, table.s2)
+    if options.interleaved:
+        y = torch.stack((first, second), -1).reshape(x.shape)
+    else:
+        y = torch.cat((first, second), -1)
+    return y.to(narrow)
 
 
 def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,13 +192,3 @@ def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor,
         return cos, sin
     step_cos, step_sin = torch.cos(step), torch.sin(step)
     return cos * step_cos - sin * step_sin, sin * step_cos + cos * step_sin
-
-
-def _rotate_pairs(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    if interleaved:
-        u, v = x[..., 0::2], x[..., 1::2]
-        return torch.stack((u * cos - v * sin, u * sin + v * cos), -1).reshape(x.shape)
-    u, v = x.chunk(2, -1)
-    return torch.cat((u * cos - v * sin, u * sin + v * cos), -1)

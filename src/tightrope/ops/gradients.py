@@ -6,7 +6,8 @@ Let (u, v) be a pair before the rotation, (y, z) the pair after it, and (dy, dz)
 * an angle is ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); therefore that of a floating position
   is ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and that of a frequency is
   ``dω = Σ p · (y·dz − z·dy)`` over tokens, and over the rows and heads that share it;
-* the tables is ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``;
+* the tables is ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``; of tables with an entry for every
+  channel, the first channel gets ``u·dy`` and ``−v·dy``, the second ``v·dz`` and ``u·dz``;
 * the logarithm of a gate, which multiplies last, is ``dg = y·dy``.
 
 The gradient of x is the operator itself with its direction flipped.
@@ -23,7 +24,7 @@ from .. import angles
 from ..activations import NONE, apply
 from .call import Call
 from .layouts import BY_CODE
-from .schema import FORWARD, INVERSE, LOG, SLOPE, SOURCES, Options, scale
+from .schema import EACH, FORWARD, FULL, INVERSE, LOG, SLOPE, SOURCES, Options, scale
 
 
 def by_angles(
@@ -107,22 +108,31 @@ def by_tables(
     options, cos, sin = call.options, call.primary, cast(torch.Tensor, call.secondary)
     source = SOURCES[options.source]
     pairs = angles.pairs_of(cos, source)
+    forward = options.direction == FORWARD
     by_cos = by_sin = None
     for i, (x, grad) in enumerate(zip(xs, grads, strict=True)):
         if grad is None:
             continue
         dtype = _wide(x, cos)
+        if options.back == EACH:
+            dtype = torch.promote_types(x.dtype, cos.dtype)
         x, grad = _stages(call, i, x.to(dtype), grad.to(dtype))
         u, v = _pairs(x, pairs, options, dtype)
         dy, dz = _pairs(grad, pairs, options, dtype)
-        one, other = u * dy + v * dz, u * dz - v * dy
+        if options.source != FULL:
+            one, other = u * dy + v * dz, u * dz - v * dy
+        else:
+            # The transpose reads the sine of the other channel, negated below.
+            first, second = (-v * dy, u * dz) if forward else (u * dz, -v * dy)
+            one = _join(u * dy, v * dz, options.interleaved)
+            other = _join(first, second, options.interleaved)
         if cos.shape[1] == 1:
             one, other = (g.sum(1, keepdim=True) for g in (one, other))
         by_cos = one if by_cos is None else by_cos + one
         by_sin = other if by_sin is None else by_sin + other
     if by_cos is None or by_sin is None:
         return torch.zeros_like(cos), torch.zeros_like(sin)
-    if options.direction != FORWARD:
+    if not forward:
         by_sin = -by_sin
     if call.amplitude != 1.0:
         factor = scale(options.direction, call.amplitude)
@@ -223,6 +233,13 @@ def _pairs(
     if options.interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x[..., :pairs], x[..., pairs:]
+
+
+def _join(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Undo :func:`_pairs`."""
+    if interleaved:
+        return torch.stack((first, second), -1).reshape(*first.shape[:3], -1)
+    return torch.cat((first, second), -1)
 
 
 def _sum(x: torch.Tensor, dims: list[int]) -> torch.Tensor:

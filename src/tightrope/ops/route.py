@@ -23,6 +23,7 @@ from ..spec import PreparedRotation
 from . import gating
 from .build import Stages
 from .call import Call, tensors_of
+from .checks import RoundingLike
 from .layouts import BY_NAME
 from .registry import takes
 from .schema import NO_GATE, Packed, Plain, options_of
@@ -85,6 +86,7 @@ def route_prepared(
     layout: str,
     inverse: bool,
     stages: Stages | None,
+    rounding: RoundingLike = "once",
 ) -> Packed | None:
     """Return the cached arguments of a prepared rotation if its kernel may be called directly.
 
@@ -99,7 +101,9 @@ def route_prepared(
         return None
     if type(layout) is not str or type(inverse) is not bool or type(q) is not torch.Tensor:
         return None
-    packed: Plain | None = rotation.memo.packed.get((layout, inverse))
+    if type(rounding) is not str or (stages is not None and rounding != "once"):
+        return None
+    packed: Plain | None = rotation.memo.packed.get((layout, inverse, rounding))
     if (
         packed is None
         or rotation.rows != 1

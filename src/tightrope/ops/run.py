@@ -16,6 +16,7 @@ from . import memory
 from .autograd import InPlace, OutOfPlace, Template
 from .build import Stages
 from .call import Call, pack, unpack
+from .checks import RoundingLike
 from .definition import define
 from .route import (
     AUTOGRAD,
@@ -58,6 +59,7 @@ def run_prepared(
     layout: str,
     inverse: bool,
     stages: Stages | None,
+    rounding: RoundingLike = "once",
 ) -> Results | None:
     """Call the kernel directly for a prepared rotation that was used before.
 
@@ -67,7 +69,7 @@ def run_prepared(
     Returns:
         The rotated tensors; None if the call must be built, or if the kernel refuses it.
     """
-    packed = route_prepared(rotation, q, k, layout, inverse, stages)
+    packed = route_prepared(rotation, q, k, layout, inverse, stages, rounding)
     if packed is None:
         return None
     try:

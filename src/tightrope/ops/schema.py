@@ -18,14 +18,21 @@ LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 
 #: Sources of the angles: phase words, or tables that repeat their halves ("cat"), repeat each value
-#: ("repeat") or hold one value per pair ("half").
-SOURCES = ("words", "cat", "repeat", "half")
-WORDS = 0
+#: ("repeat"), hold one value per pair ("half") or one for every channel, with those of a pair free to
+#: differ ("full").
+SOURCES = ("words", "cat", "repeat", "half", "full")
+WORDS, FULL = 0, 4
 TABLES = SOURCES[1:]
 
 #: Kinds of P: none; given by the logarithms of its factors; or by slopes, whose products with the
 #: position are the logarithms.
 NO_GATE, LOG, SLOPE = 0, 1, 2
+
+#: Where a rotation rounds: once, at the store, with fused multiply-adds; products and their sum each
+#: to float32; or each to the dtype of x, after products in the promoted dtype of x and the tables.
+#: float64 is computed in float64.
+ROUNDINGS = ("once", "wide", "each")
+ONCE, WIDE, EACH = 0, 1, 2
 
 _START_BITS = 20
 
@@ -47,7 +54,8 @@ class Options(NamedTuple):
         learned: whether the extra tensors hold the frequencies of the phase words, for their gradient.
         act: code of f: an index into tightrope.activations.ACTS.
         gate: kind of P: NO_GATE, LOG or SLOPE.
-        numerics: 0 is exact; other values are reserved for the arithmetic of other implementations.
+        rounding: index into ROUNDINGS; ONCE if there is an act or a gate.
+        back: the rounding of the transposed call.
     """
 
     layout: int = 0
@@ -59,7 +67,8 @@ class Options(NamedTuple):
     learned: bool = False
     act: int = 0
     gate: int = 0
-    numerics: int = 0
+    rounding: int = ONCE
+    back: int = ONCE
 
     def pack(self) -> int:
         """Pack into one integer; `Options` in csrc/bind_problem.h unpacks it."""
@@ -79,7 +88,7 @@ def _pack(options: Options) -> int:
 _packed = lru_cache(maxsize=1024)(_pack)
 
 # From the highest bits to the lowest, in the order of the fields.
-_BITS = (3, _START_BITS, 1, 2, 1, 2, 1, 8, 4, 8)
+_BITS = (3, _START_BITS, 1, 2, 1, 3, 1, 8, 4, 2, 2)
 
 
 def options_of(packed: int) -> Options:

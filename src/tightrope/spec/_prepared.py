@@ -49,7 +49,7 @@ class Memo:
     """Facts about one prepared rotation, cached by its calls. Results are never cached.
 
     Attributes:
-        packed: the arguments of the operator, by layout and direction.
+        packed: the arguments of the operator, by layout, direction and rounding.
         for_tokens: the number of tokens of the last call and the rotation for it, if phase words
             depend on that number.
         gate_logs: the logarithms of gates without tensors, by gate and dtype, with the number of
@@ -57,7 +57,7 @@ class Memo:
         fitted: the number of tokens and the ids of the last successful length check.
     """
 
-    packed: dict[tuple[str, bool], Any] = field(default_factory=dict)
+    packed: dict[tuple[str, bool, Any], Any] = field(default_factory=dict)
     for_tokens: tuple[int, PreparedRotation] | None = None
     gate_logs: dict[Any, tuple[torch.Tensor, int, torch.Tensor | None]] = field(
         default_factory=dict

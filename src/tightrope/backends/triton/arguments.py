@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...ops.layouts import BY_CODE
-from ...ops.schema import FORWARD, SOURCES, WORDS, Options, scale
+from ...ops.schema import FORWARD, INVERSE, ROUNDINGS, SOURCES, WORDS, Options, scale
 from . import blocks as shapes
 from .groups import Amplitude, AngleKind, AngleSteps, Head, PositionSteps, Steps
 from .views import ACCESS, View, broadcast_strides, is_aligned, vector_of, view_of
@@ -89,7 +89,9 @@ def source_of(
     device: torch.device,
 ) -> Source:
     """Check phase words or tables, and positions, against q and k; derive the kernel parameters."""
-    vector = 0
+    vector = full = 0
+    require(options.source < len(SOURCES), "the source must be known")
+    require(max(options.rounding, options.back) < len(ROUNDINGS), "the rounding must be known")
     if options.source == WORDS:
         for words in (primary, secondary):
             require(
@@ -122,9 +124,11 @@ def source_of(
         rows, heads, length, width = primary.shape
         kind = SOURCES[options.source]
         pairs = width if kind == "half" else width // 2
-        step = 2 if kind == "repeat" else 1
+        full = 0 if kind != "full" else 1 if options.direction == FORWARD else 2
+        require(not full or options.direction != INVERSE, "full tables have no inverse")
+        step = 2 if kind == "repeat" or (full and options.interleaved) else 1
         both = [broadcast_strides(table) for table in (primary, secondary)]
-        # Tables that repeat each value are read with a stride of two.
+        # Pairs whose entries are neighbours are read with a stride of two.
         both = [(*steps[:3], (steps[3] or 1) * step) for steps in both]
         vector = vector_of((primary, secondary), both)
         cos, sin = [steps_of(found, vector or 1) for found in both]
@@ -161,6 +165,7 @@ def source_of(
         TURNS=is_words and secondary is not None,
         ROWS=rows != 1,
         HEADS=heads != 1,
+        FULL=full,
     )
     return Source(places, steps, angles, pairs, rows, heads, axes)
 

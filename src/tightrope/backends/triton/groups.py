@@ -152,6 +152,8 @@ class AngleKind(NamedTuple):
         POSITIONS: 0 without a position tensor, 1 if positions are integers, 2 if floating.
         TURNS: whether frequencies have whole turns in addition to the phase words.
         ROWS, HEADS: whether each row and each head has its own angles.
+        FULL: 0 if the channels of a pair share an entry of the tables, 1 if each has its own, 2 if
+            they also exchange their sines, as the transpose does.
     """
 
     TABLES: Any
@@ -161,6 +163,7 @@ class AngleKind(NamedTuple):
     TURNS: Any
     ROWS: Any
     HEADS: Any
+    FULL: Any
 
 
 class Kind(NamedTuple):
@@ -174,6 +177,7 @@ class Kind(NamedTuple):
         GATE_VECTOR, INPUT_VECTOR: the same for gates and inputs; 0 if channels are not contiguous.
         ONE_SUM: whether heads share one sum for the gradient of the norm weights.
         BITS: whether to round to bfloat16 with integer operations.
+        ROUNDING: index into ROUNDINGS of tightrope.ops.schema.
     """
 
     ACT: Any
@@ -186,6 +190,7 @@ class Kind(NamedTuple):
     INPUT_VECTOR: Any
     ONE_SUM: Any
     BITS: Any
+    ROUNDING: Any
 
 
 #: Groups that Triton takes as one constant each; it unpacks the others.
@@ -219,6 +224,15 @@ class Angles(NamedTuple):
     steps: Any
     amplitude: Any
     positions: Any
+
+
+class Turn(NamedTuple):
+    """Cosines and sines of the first channels of the pairs (c, s) and of the second (c2, s2)."""
+
+    c: Any
+    s: Any
+    c2: Any
+    s2: Any
 
 
 class Operand(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from ...activations import NONE, RMS_NORM
 from ...ops.call import Extras, extras_of
 from ...ops.memory import is_written, shares_memory
-from ...ops.schema import NO_GATE, TRANSPOSE, Carrying, Options, options_of
+from ...ops.schema import NO_GATE, ONCE, TRANSPOSE, Carrying, Options, options_of
 from . import blocks as shapes, kernels
 from .arguments import amplitudes_of, head_of, require, source_of, unit_of, views_of
 from .extras import Read, read
@@ -252,11 +252,16 @@ def _plan(
     source = source_of(primary, secondary, positions, options, views, q.device)
     rows, _, tokens, head_dim = views[0].sizes
     block = shapes.power_of_two(source.pairs)
-    if options.numerics or (wide and options.act != NONE):
+    if wide and options.act != NONE:
         return None
     if source.pairs == 0 or max(2 * block, head_dim) > shapes.WIDEST:
         return None
     reads = read(options, parts, views, source.axes, q.device)
+    plain = options.act == NONE and options.gate == NO_GATE
+    require(
+        plain or (options.rounding == ONCE and not source.kind.FULL),
+        "an act or a gate needs rounding once, and tables that are not full",
+    )
     carries = options if options.act != NONE or options.gate != NO_GATE else None
     heads = max(view.heads for view in views)
     if 0 in (rows, heads, tokens, head_dim):
@@ -294,6 +299,7 @@ def _plan(
         INPUT_VECTOR=reads.input_vector,
         ONE_SUM=one_sum,
         BITS=INTERPRETED,
+        ROUNDING=options.rounding,
     )
     known = {"partial_q", "partial_k"}
     known |= {"q", "k", "out_q", "out_k"} if aligned else set()

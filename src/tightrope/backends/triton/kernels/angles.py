@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .heads import widen
+
 # Globals that kernels read must be tl.constexpr.
 NO_TURNS = tl.constexpr(-(2**63))  # marks a frequency that is NaN or infinite (angles.py)
 EIGHTH = tl.constexpr(2**61)  # of a turn
@@ -150,7 +152,7 @@ def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
 
 @triton.jit
 def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
-    """Cosines and sines from tables; NaN where a position lies outside the tables."""
+    """Cosines and sines of both channels of the pairs from tables; NaN where a position lies outside the tables."""
     steps = angles.steps
     at, _, _ = position_of(angles.positions, 0, tile.row, tile.token, ANGLES.POSITIONS)
     found = (at >= 0) & (at < steps.length)
@@ -169,14 +171,29 @@ def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     sin_at = ((tile.row * steps.sin.row + head * steps.sin.head + at * steps.sin.token) * UNIT)[
         :, None
     ] + sin_step
+    c = _entries(angles.primary + cos_at, found, mask, HEAD.WIDE)
+    s = _entries(angles.secondary + sin_at, found, mask, HEAD.WIDE)
+    c2 = c
+    s2 = s
+    if ANGLES.FULL > 0:
+        # Neighbours are read with a stride of two entries.
+        if HEAD.INTERLEAVED:
+            cos_other = steps.cos.channel // 2
+            sin_other = steps.sin.channel // 2
+        elif ANGLES.TABLE_VECTOR > 0:
+            cos_other = HEAD.PAIRS
+            sin_other = HEAD.PAIRS
+        else:
+            cos_other = HEAD.PAIRS * steps.cos.channel
+            sin_other = HEAD.PAIRS * steps.sin.channel
+        c2 = _entries(angles.primary + cos_at + cos_other, found, mask, HEAD.WIDE)
+        s2 = _entries(angles.secondary + sin_at + sin_other, found, mask, HEAD.WIDE)
+    return c, s, c2, s2
+
+
+@triton.jit
+def _entries(at, found, mask, WIDE: tl.constexpr):
+    """Load entries of a table; NaN where the position lies outside it."""
     # Padding must not be NaN, because sums over a head include it.
-    nan = float("nan")
-    c = tl.where(found[:, None], tl.load(angles.primary + cos_at, mask=mask, other=0.0), nan)
-    s = tl.where(found[:, None], tl.load(angles.secondary + sin_at, mask=mask, other=0.0), nan)
-    if HEAD.WIDE:
-        cosine = c.to(tl.float64)
-        sine = s.to(tl.float64)
-    else:
-        cosine = c.to(tl.float32)
-        sine = s.to(tl.float32)
-    return cosine, sine
+    value = tl.where(found[:, None], tl.load(at, mask=mask, other=0.0), float("nan"))
+    return widen(value, WIDE)

@@ -111,6 +111,26 @@ def store_pairs(
 
 
 @triton.jit
-def turn(u, v, c, s):
-    """Rotate the pairs (u, v) by the angle with cosine c and sine s."""
-    return tl.fma(u, c, -(v * s)), tl.fma(v, c, u * s)
+def turn(u, v, by, dtype: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr):
+    """Rotate the pairs (u, v) by a Turn.
+
+    Args:
+        dtype: the dtype of the rotated tensor, to which products round with ROUNDING 2.
+        ROUNDING: index into ROUNDINGS of tightrope.ops.schema.
+    """
+    if ROUNDING == 0:
+        y = tl.fma(u, by.c, -(v * by.s))
+        z = tl.fma(v, by.c2, u * by.s2)
+    elif ROUNDING == 1:
+        y = u * by.c - v * by.s
+        z = v * by.c2 + u * by.s2
+    else:
+        y = rounded(u * by.c, dtype, BITS) - rounded(v * by.s, dtype, BITS)
+        z = rounded(v * by.c2, dtype, BITS) + rounded(u * by.s2, dtype, BITS)
+    return y, z
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Round to a narrower dtype; the result keeps the dtype of x."""
+    return narrow(x, dtype, BITS).to(x.dtype)

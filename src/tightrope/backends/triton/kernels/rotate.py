@@ -12,12 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..groups import Angles, Gate, Operand, Places, Positions, Tile
+from ..groups import Angles, Gate, Operand, Places, Positions, Tile, Turn
 from .acts import RMS_NORM, SOFTMAX, act, add_up, highest, slope
 from .angles import from_tables, from_words
 from .elementary import exp
 from .gates import SLOPE, factor, place_of
-from .heads import load_pairs, load_segment, store_pairs, store_segment, turn
+from .heads import load_pairs, load_segment, rounded, store_pairs, store_segment, turn
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def gate_head(u, v, front, back, gate, HEAD: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def finish_head(
-    tiles, c, s, operand, places, gate, inside, eps, HEAD: tl.constexpr, KIND: tl.constexpr
+    tiles, by, operand, places, gate, inside, eps, HEAD: tl.constexpr, KIND: tl.constexpr
 ):
     """Compute and store the result of one head from its loaded tiles.
 
@@ -163,7 +163,7 @@ def finish_head(
                 back = act(back, ACT)
     elif GATE != 0:
         u, v, front, back = gate_head(u, v, front, back, gate, HEAD, KIND)
-    u, v = turn(u, v, c, s)
+    u, v = turn(u, v, by, operand.x.dtype.element_ty, KIND.ROUNDING, KIND.BITS)
     if DIRECTION == 0:
         if GATE != 0:
             u, v, front, back = gate_head(u, v, front, back, gate, HEAD, KIND)
@@ -252,7 +252,7 @@ def _over_tokens(x):
 
 @triton.jit
 def _turn_heads(
-    first, last, operand, angles, tile, own, sum_at, c, s, high, low, eps, HEAD: tl.constexpr,
+    first, last, operand, angles, tile, own, sum_at, shared, high, low, eps, HEAD: tl.constexpr,
     ANGLES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Rotate heads [first, last) of one operand.
@@ -294,10 +294,9 @@ def _turn_heads(
         if HAS_BACK:
             sb = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_B), 0.0, tl.float32)
     for head in range(first, last, KIND.TOGETHER):
-        cosine = c
-        sine = s
+        by = shared
         if ANGLES.HEADS:
-            cosine, sine = _angles(angles, tile, head, HEAD, ANGLES)
+            by = _angles(operand.x, angles, tile, head, HEAD, ANGLES, KIND)
         tiles = load_head(
             operand.x, at + head * steps.x.head * VECTOR, steps.x.channel, HEAD, HEAD.BLOCK_T,
             KIND.REST, HEAD.UNIT, HEAD.WIDE,
@@ -324,12 +323,12 @@ def _turn_heads(
         places = Places(out_at + head * steps.out.head * VECTOR, norm_at, of_input)
         gate = Gate(operand.gate, own_gate, gate_channel, high, low)
         sums = finish_head(
-            tiles, cosine, sine, operand, places, gate, there, eps, HEAD, KIND
+            tiles, by, operand, places, gate, there, eps, HEAD, KIND
         )  # fmt: skip
         if KIND.TOGETHER == 2:
             # Two heads at a time only without activation and gate.
             places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0, input_at)
-            finish_head(tiles2, cosine, sine, operand, places2, gate, both, eps, HEAD, KIND)
+            finish_head(tiles2, by, operand, places2, gate, both, eps, HEAD, KIND)
         if KIND.ONE_SUM:
             du, dv, df, db = sums
             su += du
@@ -346,19 +345,30 @@ def _turn_heads(
 
 
 @triton.jit
-def _angles(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
-    """Cosines and sines of the tokens, times the amplitude; the sign of the sines is the direction."""
-    if ANGLES.TABLES:
-        c, s = from_tables(angles, tile, head, HEAD, ANGLES)
-    else:
-        c, s = from_words(angles, tile, head, HEAD, ANGLES)
+def _angles(
+    x, angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """The Turn of the tokens, times the amplitude; the sign of the sines is the direction."""
     cosine = angles.amplitude.cosine
     sine = angles.amplitude.sine
     if HEAD.WIDE:
         # A scalar float argument is float32, so the bits of a float64 are passed as an integer.
         cosine = cosine.to(tl.int64).to(tl.float64, bitcast=True)
         sine = sine.to(tl.int64).to(tl.float64, bitcast=True)
-    return c * cosine, s * sine
+    if ANGLES.TABLES:
+        c, s, c2, s2 = from_tables(angles, tile, head, HEAD, ANGLES)
+        by = Turn(c * cosine, s * sine, c2 * cosine, s2 * sine)
+        if ANGLES.FULL == 2:
+            by = Turn(by.c, by.s2, by.c2, by.s)
+    else:
+        c, s = from_words(angles, tile, head, HEAD, ANGLES)
+        c = c * cosine
+        s = s * sine
+        if KIND.ROUNDING == 2:
+            c = rounded(c, x.dtype.element_ty, KIND.BITS)
+            s = rounded(s, x.dtype.element_ty, KIND.BITS)
+        by = Turn(c, s, c, s)
+    return by
 
 
 @triton.jit
@@ -406,10 +416,9 @@ def rotate(
     tile = Tile(row, token, inside)
     places = Positions(positions, offset, position_steps)
     angles = Angles(primary, secondary, angle_steps, amplitude, places)
-    c = 0.0
-    s = 0.0
+    shared = 0.0
     if not ANGLES.HEADS:
-        c, s = _angles(angles, tile, 0, HEAD, ANGLES)
+        shared = _angles(q, angles, tile, 0, HEAD, ANGLES, KIND)
     high = 0.0
     low = 0.0
     if KIND.GATE == SLOPE:
@@ -419,7 +428,7 @@ def rotate(
     )
     _turn_heads(
         first, tl.minimum(first + extent.chunk, q_steps.heads), of_q, angles, tile, own, sum_at,
-        c, s, high, low, eps, HEAD, ANGLES, KIND,
+        shared, high, low, eps, HEAD, ANGLES, KIND,
     )  # fmt: skip
     if k is not None:
         of_k = Operand(
@@ -427,5 +436,5 @@ def rotate(
         )
         _turn_heads(
             first, tl.minimum(first + extent.chunk, k_steps.heads), of_k, angles, tile, own,
-            sum_at, c, s, high, low, eps, HEAD, ANGLES, KIND,
+            sum_at, shared, high, low, eps, HEAD, ANGLES, KIND,
         )  # fmt: skip
