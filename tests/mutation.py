@@ -150,7 +150,7 @@ def run_tests(source, seconds, until, arguments, isa=None):
 
 
 def stages(mutant, traced):
-    """Return the seconds of tests that run the line: of the nearest files, then of the others."""
+    """Return {test: seconds} of the tests that run the mutated line: nearest files first, then others."""
     name, tests = mutant["file"], traced["tests"]
     near = next(stems for pattern, stems in NEAREST.items() if re.search(pattern, name)).split()
     if name.startswith("csrc"):

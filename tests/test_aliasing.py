@@ -195,7 +195,7 @@ def test_inference_mode() -> None:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
-    """An error, like that of torch's functions: inference tensors have no version counter."""
+    """Writing to one raises an error, as in torch, because inference tensors have no version counter."""
     with torch.inference_mode():
         frozen = noise(1, 2, 5, 8)
     x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)

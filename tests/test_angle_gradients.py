@@ -247,7 +247,7 @@ def test_many_heads(heads: Sequence[int], operator: Operator) -> None:
 
 @every_operator
 def test_a_sum_over_many_heads_is_as_good_as_over_few(operator: Operator) -> None:
-    """Products of one sign: float32 sums would lose a digit for every ten heads."""
+    """Products of one sign: float32 sums would lose a digit for each factor of ten in heads."""
     call = make(heads=(5000,), rows=1, tokens=3, pairs=8)
     for x in (*call.ys, *call.grads):
         x.abs_()

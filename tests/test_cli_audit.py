@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "device": (
         ["audited_rope:good", "--device", "mars"],
-        "device must be available but torch raised RuntimeError",
+        "device 'mars' must be available but torch raised RuntimeError",
     ),
     "short": (["audited_rope:good", "--longest", "-5"], "longest must be at least 128 but got -5"),
     "long": (["audited_rope:good", "--longest", str(10**30)], "longest must be at most 2147483648"),

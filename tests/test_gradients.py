@@ -63,7 +63,7 @@ def test_by_position(spec: RopeSpec, at: str, inverse: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_by_position_of_narrow_x(dtype: torch.dtype) -> None:
-    """The gradient of a position has its dtype, and the accuracy of x."""
+    """Gradients of positions have the dtype of the positions, and the accuracy of the dtype of x."""
     x = noise(2, 3, 5, 64).to(dtype)
     weight = noise(2, 3, 5, 64, seed=1)
     got, wide = (torch.arange(5, dtype=torch.float32).requires_grad_() for _ in range(2))

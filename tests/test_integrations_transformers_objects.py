@@ -351,7 +351,7 @@ FAR = torch.tensor([[0, 1, 4097, 123_457, 1_000_003]])
 
 
 def assert_exact(module: Any, dtype: torch.dtype) -> None:
-    """Check that tables at far positions are float32 and exact to the last bits."""
+    """Check that tables at far positions are float32 (float64 for float64) and exact to the last bits."""
     cos, sin = module(torch.zeros(1, dtype=dtype), FAR)
     exact = oracle.cos_sin(FAR, oracle.frequencies(1e4, 2 * PAIRS))
     wide = torch.float64 if dtype == torch.float64 else torch.float32

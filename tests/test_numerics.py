@@ -367,7 +367,7 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
     dtype: torch.dtype, interleaved: bool, backend: str
 ) -> None:
     """At position 0 with an amplitude of 3/2, float32 arithmetic is exact and every second result is a
-    tie. Tests vectors and their tails, with contiguous channels and others."""
+    tie. The numbers of pairs cover full SIMD vectors and their remainders; strides are 1 and 2."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     options = Options(layout=5, interleaved=interleaved, add_index=False).pack()

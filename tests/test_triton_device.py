@@ -31,7 +31,7 @@ def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, kind: torch.dtype = torch.float32) -> None:
-    """Compare each element, in units of the largest."""
+    """Assert that all elements are close, relative to the largest element of `want`."""
     assert got.shape == want.shape
     off = (got.detach().double() - want).abs().max() / want.abs().max()
     assert off.item() <= value(f"triton on a device, {kind}"), f"off by {off.item():.3g}"

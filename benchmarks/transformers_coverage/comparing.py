@@ -83,7 +83,7 @@ Place = tuple[str, int, str]
 
 
 def place(code: CodeType) -> Place:
-    """The place of a code object."""
+    """The file, first line and name of a code object."""
     return code.co_filename, code.co_firstlineno, code.co_name
 
 

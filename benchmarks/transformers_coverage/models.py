@@ -121,5 +121,5 @@ def rows(types: list[ModelType]) -> Iterator[dict[str, Any]]:
 
 
 def run(only: str = "", without: Container[str] = ()) -> Iterator[dict[str, Any]]:
-    """Rows of all types whose name matches the regular expression, except those in `without`."""
+    """Yield a result row for each model type whose name matches `only`, except those in `without`."""
     return rows([t for t in catalogue() if re.search(only, t.name) and t.name not in without])

@@ -121,7 +121,7 @@ def phases(
 
     Args:
         words: int64 ``[axes, rows|1, heads|1, pairs]``.
-        turns: None for zeros, or int64 shaped as ``words``.
+        turns: the whole turns of :class:`Words`, int64 shaped as ``words``; None for zeros.
         positions: None for zeros, or int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``.
         offset: added to every position.
         add_index: whether to add the token index to the position.

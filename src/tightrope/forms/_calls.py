@@ -264,6 +264,6 @@ def parse(text: str) -> Call:
             return Call(form, tuple(Argument(name) for name in names))
     listed = ", ".join(dict.fromkeys(role for form in usable for role in form.roles))
     raise bad_value(
-        f"form must list the arguments, from x, q, k, seq_dim, {listed}, such as 'x, positions' or "
+        f"form must list the arguments, each one of x, q, k, seq_dim, {listed}, as in 'x, positions' or "
         f"'q, k, cos, sin', but got {text!r}"
     )

@@ -79,7 +79,10 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
     """Refuse the input that kernels refuse. Public functions raise readable errors before this."""
     options, parts = call.options, call.extras
     if options.act >= len(activations.ACTS) or options.gate > SLOPE:
-        raise RuntimeError("tightrope::rotate: act and gate must be known")
+        raise RuntimeError(
+            "tightrope::rotate: act and gate must be codes of the schema but got "
+            f"{options.act} and {options.gate}"
+        )
     if call.eps and options.act != activations.RMS_NORM:
         raise RuntimeError("tightrope::rotate: eps must be 0 without a norm")
     fits = all(len(part) in (0, len(views)) for part in parts[1:])

@@ -67,7 +67,8 @@ def run_prepared(
         verb: "new" or "in place".
 
     Returns:
-        The rotated tensors; None if the call must be built, or if the kernel refuses it.
+        The rotated tensors; None if the kernel refuses the call, or if it must be built in full and
+        go through :func:`run`.
     """
     packed = route_prepared(rotation, q, k, layout, inverse, stages, rounding)
     if packed is None:

@@ -175,9 +175,9 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
     if fits:
         return lengths
     raise bad_value(
-        "positions must not start again within a row (packed sequences?) where "
-        f"{type(rule).__name__} gives each length its own frequencies; give one seq_len "
-        "for all of them, or rotate them separately",
+        "positions must not start again within a row (packed sequences?) because "
+        f"{type(rule).__name__} gives each length its own frequencies; pass one seq_len "
+        "for all sequences, or rotate them separately",
         positions=ids,
     )
 

@@ -30,7 +30,7 @@ class UnreadLengths(NamedTuple):
         return UnreadLengths(moved(self.beyond, device), rows)
 
     def table(self, rule: Rule, axes: Axes | None, within: Table, lengths: torch.Tensor) -> Table:
-        """Return phase words and turns, ``[axes, rows, heads|1, pairs]``.
+        """Return phase words and whole turns for row lengths, ``[axes, rows, heads|1, pairs]``.
 
         Args:
             rule, axes: see :class:`tightrope.RopeSpec`.

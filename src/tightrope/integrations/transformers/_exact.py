@@ -47,10 +47,10 @@ class Angles:
 
     Attributes:
         specs: the spec of each layer type; the type is None if the module has no layer types.
-        width: how the tables hold one entry per pair, a key of WIDTHS.
+        width: the format of the tables, a key of WIDTHS.
         factors: the factor on the tables of each layer type, beyond the amplitude of its spec.
         ranks: the ranks of position_ids that were tried: 2, or 3 with a leading axis.
-        wide: return float32 tables for every dtype of x.
+        wide: whether tables for a 16-bit x are float32 too, instead of its dtype.
     """
 
     specs: tuple[tuple[str | None, RopeSpec], ...]

@@ -119,11 +119,13 @@ _UNEVEN = "it matches a known rotation at some shapes or widths and none at othe
 _AMBIGUOUS = "the axis at which it unsqueezes cos/sin is ambiguous"
 _WRITES = "it writes to its arguments"
 _RANDOM = "two equal calls give different results"
+_REFUSES = "it raises an error for some dtypes of x and cos/sin"
 _DTYPES = "the dtype of its results is neither that of x nor the promoted dtype"
 _VALUES = "it matches a known rotation on some inputs but not on all"
 _GRADIENTS = "its gradients are not those of the rotation it computes"
 _RANK = (
-    _NO_CALL, _NO_MATCH, _UNEVEN, _AMBIGUOUS, _WRITES, _RANDOM, _DTYPES, _VALUES, _GRADIENTS,
+    _NO_CALL, _NO_MATCH, _UNEVEN, _AMBIGUOUS, _WRITES, _RANDOM, _REFUSES, _DTYPES, _VALUES,
+    _GRADIENTS,
 )  # fmt: skip
 
 
@@ -136,7 +138,7 @@ class _Caller:
         self.positions = call.parameter("positions")
 
     def arrangements(self) -> list[Arrangement]:
-        """The layouts of x and tables to try, those that broadcast without unsqueezing last."""
+        """The layouts of x and tables to try; last, those whose tables broadcast without unsqueezing."""
         by_parameter = self.unsqueeze_dim is not None
         every = self.call.form.arrangements
         fitting = [each for each in every if (each.unsqueeze_dim is not None) == by_parameter]
@@ -192,7 +194,7 @@ class _Probe:
         return [*self.xs.values(), self.cos, self.sin]
 
     def run(self, other: Mapping[str, Any] | None = None) -> list[torch.Tensor | None]:
-        """Call the function and return its results in order, with ``other`` arguments added.
+        """Call the function, with ``other`` arguments added, and return its results in order.
 
         Errors of the function pass through.
         """
@@ -386,7 +388,7 @@ def _keeps_dtype(make: _Make, rotation: Rotation) -> bool:
             continue
         ys = probe.tried()
         if ys is None:
-            raise _Unlike(_DTYPES)
+            raise _Unlike(_REFUSES)
         kinds = {y.dtype for y in ys if y is not None}
         keeps &= kinds == {dtype}
         widens &= kinds == {torch.promote_types(dtype, table_dtype)}

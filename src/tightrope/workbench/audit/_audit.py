@@ -151,7 +151,7 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise bad_value(
-            f"device must be available but torch raised {describe_error(error)}"
+            f"device {device!r} must be available but torch raised {describe_error(error)}"
         ) from None
 
 

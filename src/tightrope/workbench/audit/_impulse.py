@@ -166,7 +166,7 @@ def measure_shape(subject: Subject, *, keys: bool = False) -> Shape:
 
 
 def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
-    """Return the shape of matrices ``[positions, out, in]``; the first is at position 0."""
+    """Return which channels form pairs in matrices ``[positions, out, in]``; the first is at position 0."""
     dim = measured.shape[-1]
     order = _order(measured[0])
     seen = measured if order is None else measured[:, order]

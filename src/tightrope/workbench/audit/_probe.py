@@ -174,7 +174,10 @@ def _gives_tables(subject: Subject) -> _Verdict | None:
         raise CallFailed("it does not return two tables of one shape")
     wanted = (_TOKENS,) if subject.call.shared_positions else (_ROWS, _TOKENS)
     if tuple(cos.shape[:-1]) != wanted:
-        raise CallFailed(f"its tables have shape {tuple(cos.shape)}")
+        lead = ", ".join(map(str, wanted))
+        raise CallFailed(
+            f"its tables must have shape ({lead}, channels) but have {tuple(cos.shape)}"
+        )
     twice = (each for each in WIDTHS if all(torch.equal(*entries(t, each)) for t in (cos, sin)))
     width = next(twice, "half")
     # The full width of the tables may exceed the guessed head_dim.

@@ -227,7 +227,7 @@ class RotaryAndApply(nn.Module):
 
 
 def one_at_a_time(apply: Callable[..., Any]) -> bool:
-    """True if an apply function takes (x, cos, sin), as Gemma's newer one, and not (q, k, cos, sin)."""
+    """True if an apply function takes (x, cos, sin), like Gemma's newer one, not (q, k, cos, sin)."""
     return not any("k" in call.roles for call in calls_of(apply))
 
 

@@ -123,7 +123,7 @@ def _record(weights: Weights, interleaved: bool) -> Paired | None:
 
 
 class _Copy:
-    """A copy in progress, with updated checksums of zip records."""
+    """A copy of a weight file in progress: reorders rows and updates the checksums of zip records."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _Copy:
             self._write(part[:got])
 
     def header(self, record: Paired | None) -> int:
-        """Copy the header of a safetensors file with a record; return the bytes it grew by."""
+        """Copy the header of a safetensors file, with its record replaced; return the bytes it grew by."""
         length = struct.unpack("<Q", self._source.read(8))[0]
         old = self._source.read(length)
         new = header_with(old, record)
