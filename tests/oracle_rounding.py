@@ -49,3 +49,9 @@ def rotate(
 
     y = join(product(u, c) - product(v, s), product(v, c2) + product(u, s2), interleaved)
     return y.to(x.dtype)
+
+
+def eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate as most models do, x·cos + rotate_half(x)·sin, so that PyTorch differentiates it."""
+    first, second = split(x, interleaved)
+    return x * cos + join(-second, first, interleaved) * sin

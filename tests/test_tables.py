@@ -269,7 +269,7 @@ ERRORS = {
     "format": (
         lambda: apply_rotary_pos_emb(X, None, C, C, tables="neox"),
         ValueError,
-        "[apply_rotary_pos_emb] tables must be one of cat, repeat, half but got 'neox'.",
+        "[apply_rotary_pos_emb] tables must be one of cat, repeat, half, full but got 'neox'.",
     ),
     "integer q": (
         lambda: apply_rotary_pos_emb(X.int(), None, C, C),

@@ -184,7 +184,7 @@ def look_up(
     """
     pairs = table.shape[3] if form == "full" else pairs_of(table, form)
     table = table[..., 0::2] if form == "repeat" else table[..., :pairs]
-    if _is_whole(table, positions, offset, add_index, tokens):
+    if is_whole(table, positions, offset, add_index, tokens):
         return table
     at, inside = _rows_of(table, positions, offset, add_index, tokens)
     if table.shape[2] == 0:
@@ -210,7 +210,8 @@ def put_back(
     """Return the gradient of a table from that of its looked-up rows: the transpose of :func:`look_up`.
 
     Args:
-        grad: ``[rows, heads|1, tokens, pairs or channels]``.
+        grad: ``[rows, heads|1, tokens, pairs or channels]``, with the rows of the table if
+            :func:`is_whole`.
         table, form, positions, offset, add_index: as in :func:`look_up`.
 
     Returns:
@@ -218,7 +219,7 @@ def put_back(
     """
     tokens, pairs = grad.shape[2:]
     # is_grads_batched runs a vmap that supports reshape and narrow, but not flatten or a full slice.
-    if not _is_whole(table, positions, offset, add_index, tokens):
+    if not is_whole(table, positions, offset, add_index, tokens):
         at, inside = _rows_of(table, positions, offset, add_index, tokens)
         grad = torch.where(inside[:, None, :, None], grad, 0.0)
         rows, heads, length = table.shape[:3]
@@ -231,8 +232,6 @@ def put_back(
         else:
             grad = zeros.scatter_add(2, at[:, None, :, None].expand_as(grad), grad)
         grad = grad.narrow(2, 0, length)
-    elif table.shape[0] == 1:
-        grad = grad.sum(0, keepdim=True)
     if form == "cat":
         grad = torch.cat((grad, torch.zeros_like(grad)), -1)
     elif form == "repeat":
@@ -240,7 +239,7 @@ def put_back(
     return grad.to(table.dtype)
 
 
-def _is_whole(
+def is_whole(
     table: torch.Tensor, positions: torch.Tensor | None, offset: int, add_index: bool, tokens: int
 ) -> bool:
     """Return True if row t of the table belongs to token t, for all rows and tokens."""

@@ -109,6 +109,10 @@ def by_tables(
     source = SOURCES[options.source]
     pairs = angles.pairs_of(cos, source)
     forward = options.direction == FORWARD
+    positions, offset, add_index = call.positions, call.offset, options.add_index
+    # One sum over all dimensions, as PyTorch sums the gradient of a tensor that was broadcast.
+    whole = angles.is_whole(cos, positions, offset, add_index, xs[0].shape[call.layout().token])
+    shared = [dim for dim in (0, 1) if cos.shape[dim] == 1 and (whole or dim == 1)]
     by_cos = by_sin = None
     for i, (x, grad) in enumerate(zip(xs, grads, strict=True)):
         if grad is None:
@@ -126,8 +130,8 @@ def by_tables(
             first, second = (-v * dy, u * dz) if forward else (u * dz, -v * dy)
             one = _join(u * dy, v * dz, options.interleaved)
             other = _join(first, second, options.interleaved)
-        if cos.shape[1] == 1:
-            one, other = (g.sum(1, keepdim=True) for g in (one, other))
+        if shared:
+            one, other = (g.sum(shared, keepdim=True) for g in (one, other))
         by_cos = one if by_cos is None else by_cos + one
         by_sin = other if by_sin is None else by_sin + other
     if by_cos is None or by_sin is None:
@@ -138,7 +142,6 @@ def by_tables(
         factor = scale(options.direction, call.amplitude)
         by_cos, by_sin = by_cos * factor, by_sin * factor
 
-    positions, offset, add_index = call.positions, call.offset, options.add_index
     return (
         angles.put_back(by_cos, cos, source, positions, offset, add_index),
         angles.put_back(by_sin, sin, source, positions, offset, add_index),

@@ -1,0 +1,405 @@
+"""`rounding=` and `tables="full"`: equal bits to other implementations, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import oracle_rounding as oracle
+from helpers import noise
+from matrix import both_pairings, every_backend, every_dtype, needs_kernel
+from tightrope import RopeSpec
+from tightrope.backends import cpu
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_,
+    rotary_apply,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
+from tightrope.gates import XPos
+from tolerances import assert_same_bits
+
+Function = Callable[..., Any]
+
+ROWS, Q_HEADS, K_HEADS, TOKENS = 2, 3, 2, 5
+# Rotated and all channels of a head: fewer and more than a vector register, with and without a rest.
+WIDTHS = [(2, 2), (6, 9), (14, 14), (62, 62), (96, 128), (128, 128)]
+
+
+def tables_for(width: int, dtype: torch.dtype, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tables of any numbers, one entry for each token and channel."""
+    both = noise(2, TOKENS, width, seed=seed)
+    return both[0].to(dtype), both[1].to(dtype)
+
+
+def qk(dims: int, dtype: torch.dtype, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys, (batch, heads, seq, dim), as views of a fused projection."""
+    fused = noise(ROWS, TOKENS, Q_HEADS + K_HEADS, dims, seed=seed).to(dtype).transpose(1, 2)
+    return fused[:, :Q_HEADS], fused[:, Q_HEADS:]
+
+
+def turned(x: torch.Tensor, width: int, *rest: Any) -> torch.Tensor:
+    """Rotate the first channels by the oracle and keep the others."""
+    return torch.cat((oracle.rotate(x[..., :width], *rest), x[..., width:]), -1)
+
+
+# --- the formulas ----------------------------------------------------------------------
+
+
+@every_dtype
+@every_backend
+@both_pairings
+@pytest.mark.parametrize("table_dtype", ["that of x", torch.float32])
+@pytest.mark.parametrize("rounding", ["wide", "each", ("wide", "each"), ("each", "wide")])
+def test_forward_and_backward_have_the_bits_of_the_formulas(
+    dtype: torch.dtype, backend: str, interleaved: bool, table_dtype: Any, rounding: Any
+) -> None:
+    forward, back = rounding if isinstance(rounding, tuple) else (rounding, rounding)
+    for width, dims in WIDTHS:
+        held = dtype if table_dtype == "that of x" else table_dtype
+        cos, sin = tables_for(width, held)
+        xs = [x.detach().clone().requires_grad_() for x in qk(dims, dtype)]
+        ys = apply_rotary_pos_emb(
+            *xs,
+            cos,
+            sin,
+            tables="full",
+            interleaved=interleaved,
+            rounding=rounding,
+            backend=backend,
+        )
+        grads = qk(dims, dtype, seed=2)
+        found = torch.autograd.grad(ys, xs, grads)
+        for x, y, grad, by_x in zip(xs, ys, grads, found, strict=True):
+            assert_same_bits(y, turned(x, width, cos, sin, interleaved, forward))
+            assert_same_bits(by_x, turned(grad, width, cos, sin, interleaved, back, True))
+
+
+@every_dtype
+@both_pairings
+@pytest.mark.parametrize("rounding", oracle.ROUNDINGS)
+def test_other_formats_equal_full_tables(
+    dtype: torch.dtype, interleaved: bool, rounding: str
+) -> None:
+    """Tables that repeat their entries, in each format, are full tables whose pairs agree."""
+    q, k = qk(64, dtype)
+    half = [table[:, :32] for table in tables_for(64, dtype)]
+    full = [oracle.join(table, table, interleaved) for table in half]
+    want = apply_rotary_pos_emb(
+        q, k, *full, tables="full", interleaved=interleaved, rounding=rounding
+    )
+    for name, given in {
+        "half": half,
+        "cat": [torch.cat((table, table), -1) for table in half],
+        "repeat": [table.repeat_interleave(2, -1) for table in half],
+    }.items():
+        ys = apply_rotary_pos_emb(
+            q, k, *given, tables=name, interleaved=interleaved, rounding=rounding
+        )
+        for y, expected in zip(ys, want, strict=True):
+            assert_same_bits(y, expected)
+
+
+@needs_kernel
+@both_pairings
+@pytest.mark.parametrize("rounding", oracle.ROUNDINGS)
+def test_bits_depend_on_nothing_else(interleaved: bool, rounding: str) -> None:
+    """Instruction sets, threads, strides, memory and lengths of a call change no bit."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for width in (6, 46, 128):
+            q, k = qk(width, dtype)
+            cos, sin = tables_for(width, dtype)
+            options = {"tables": "full", "interleaved": interleaved, "rounding": rounding}
+            if rounding == "once":
+                want = apply_rotary_pos_emb(q, k, cos, sin, **options)
+            else:
+                want = [oracle.rotate(x, cos, sin, interleaved, rounding) for x in (q, k)]
+            # Without fused multiply-adds, "once" is not once.
+            sets = [s for s in cpu.instruction_sets() if rounding != "once" or s != "baseline"]
+            for name in sets:
+                cpu.use_instruction_set(name)
+                for threads in (1, 2):
+                    torch.set_num_threads(threads)
+                    strided = torch.empty(*q.shape[:3], 2 * width, dtype=dtype)[..., ::2]
+                    for x, y in zip((q, k, strided.copy_(q)), (*want, want[0]), strict=True):
+                        assert_same_bits(apply_rotary_pos_emb(x, None, cos, sin, **options)[0], y)
+                        inside = x.clone()
+                        apply_rotary_pos_emb_(inside, None, cos, sin, **options)
+                        assert_same_bits(inside, y)
+                    one = apply_rotary_pos_emb(q[:1, :1, 3:4], None, cos[3:4], sin[3:4], **options)
+                    assert_same_bits(one[0], want[0][:1, :1, 3:4])
+
+
+@every_dtype
+@every_backend
+@both_pairings
+def test_phase_words_are_rounded_first(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
+    """ "each" rounds cosine and sine, amplitude included; "wide" leaves them as they are."""
+    spec = RopeSpec(64, interleaved=interleaved)
+    rotation = spec.at(torch.arange(TOKENS) * 1001)
+    q, k = qk(64, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    ones = torch.ones(1, 1, TOKENS, 64, dtype=wide)
+    # Rotating (1, 0) and (0, 1) with float64 or float32 shows the cosines and sines themselves.
+    first = oracle.join(ones[..., :32], 0 * ones[..., :32], interleaved)
+    seen = rotate(first, rotation, backend=backend)
+    cos, sin = (oracle.join(one, one, interleaved) for one in oracle.split(seen, interleaved))
+    for rounding in ("wide", "each"):
+        held = dtype if rounding == "each" else wide
+        for x, y in zip((q, k), rotate_qk(q, k, rotation, rounding=rounding, backend=backend)):
+            want = oracle.rotate(x, cos.to(held), sin.to(held), interleaved, rounding)
+            assert_same_bits(y, want)
+
+
+def test_every_public_rotation_takes_it() -> None:
+    q, k = qk(32, torch.bfloat16)
+    prepared = RopeSpec(32).at(7)
+    cos, sin = tables_for(32, torch.bfloat16)
+    for rounding in ("wide", "each", ("wide", "each")):
+        want = rotate_qk(q, k, prepared, rounding=rounding)
+        for _ in range(2):  # the second call takes the fast path of a prepared rotation
+            assert_same_bits(rotate(q, prepared, rounding=rounding), want[0])
+            assert_same_bits(rotate_(q.clone(), prepared, rounding=rounding), want[0])
+            for y, expected in zip(
+                rotate_qk_(q.clone(), k.clone(), prepared, rounding=rounding), want, strict=True
+            ):
+                assert_same_bits(y, expected)
+            out = torch.empty_like(q)
+            assert_same_bits(rotate(q, prepared, rounding=rounding, out=out), want[0])
+        half = cos[:, :16], sin[:, :16]
+        assert_same_bits(
+            rotary_apply(q, *half, rounding=rounding),
+            apply_rotary_pos_emb(
+                q, None, *half, tables="half", interleaved=True, rounding=rounding
+            )[0],
+        )
+    assert not torch.equal(rotate(q, prepared), rotate(q, prepared, rounding="each"))
+
+
+# --- real functions --------------------------------------------------------------------
+
+# Modules of transformers, by the rounding of their apply_rotary_pos_emb, forward and backward. OLMo
+# keeps its tables in float32.
+TRANSFORMERS = {
+    "each": (
+        "llama mistral qwen2 qwen3 gemma gemma2 gemma3 gpt_oss glm phi3 granite deepseek_v3 gpt_neox "
+        "stablelm starcoder2"
+    ),
+    "wide": "cohere cohere2",
+    ("wide", "each"): "olmo ernie4_5 ernie4_5_moe",
+}
+INTERLEAVED = {"glm", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe"}
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def assert_equal_rotations(
+    function: Function, ours: Function, dtype: torch.dtype, dims: int = 64
+) -> None:
+    """Assert equal bits of the results and of the gradients of two rotations of (q, k)."""
+    results = []
+    for rotation in (function, ours):
+        xs = [x.detach().clone().requires_grad_() for x in qk(dims, dtype)]
+        ys = rotation(*xs)
+        results.append((*ys, *torch.autograd.grad(ys, xs, qk(dims, dtype, seed=2))))
+    for theirs, mine in zip(*results, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    "name, rounding", [(name, r) for r, names in TRANSFORMERS.items() for name in names.split()]
+)
+def test_functions_of_transformers(name: str, rounding: Any, dtype: torch.dtype) -> None:
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
+    interleaved = name in INTERLEAVED
+    held = torch.float32 if name == "olmo" else dtype
+    half = [table[None, :, :32] for table in tables_for(64, held)]
+    cos, sin = (torch.cat((table, table), -1) for table in half)
+    if name in ("cohere", "cohere2"):
+        cos, sin = (table.repeat_interleave(2, -1) for table in half)
+    if name == "gpt_oss":
+        cos, sin = half
+    full = [oracle.join(table, table, interleaved) for table in half]
+    assert_equal_rotations(
+        lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin),
+        lambda q, k: apply_rotary_pos_emb(
+            q, k, *full, tables="full", interleaved=interleaved, rounding=rounding
+        ),
+        dtype,
+    )
+
+
+def of_diffusers(unbind: int) -> Function:
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    return lambda x, cos, sin: apply_rotary_emb(x, (cos, sin), use_real_unbind_dim=unbind)
+
+
+def of_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The complex form of Meta's Llama, DeepSeek's and Mistral's own code."""
+    turns = torch.complex(cos[..., 0::2].contiguous(), sin[..., 0::2].contiguous())
+    numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(numbers * turns).flatten(3).type_as(x)
+
+
+def of_rotary_embedding_torch(angles: torch.Tensor) -> Function:
+    from rotary_embedding_torch import apply_rotary_emb
+
+    return lambda x, *_: apply_rotary_emb(angles, x)
+
+
+def of_x_transformers(angles: torch.Tensor) -> Function:
+    from x_transformers.x_transformers import apply_rotary_pos_emb as theirs
+
+    return lambda x, *_: theirs(x, angles[None])
+
+
+ANGLES = oracle.join(*[(torch.arange(TOKENS)[:, None] * torch.rand(32)) * 3] * 2, True)
+OTHERS: dict[str, tuple[Function, bool, Any]] = {
+    "diffusers, neighbours": (of_diffusers(-1), True, ("wide", "each")),
+    "diffusers, halves": (of_diffusers(-2), False, ("wide", "each")),
+    "complex numbers": (of_meta, True, "wide"),
+    "rotary-embedding-torch": (of_rotary_embedding_torch(ANGLES), True, ("wide", "each")),
+    "x-transformers": (of_x_transformers(ANGLES), True, ("wide", "each")),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", OTHERS)
+def test_functions_of_other_libraries(name: str, dtype: torch.dtype) -> None:
+    function, interleaved, rounding = OTHERS[name]
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+    if "halves" in name:
+        cos, sin = tables_for(64, torch.float32)
+    assert_equal_rotations(
+        lambda q, k: (function(q, cos, sin), function(k, cos, sin)),
+        lambda q, k: apply_rotary_pos_emb(
+            q, k, cos, sin, tables="full", interleaved=interleaved, rounding=rounding
+        ),
+        dtype,
+    )
+
+
+# --- gradients, transforms, the compiler -----------------------------------------------
+
+
+@every_backend
+@both_pairings
+@pytest.mark.parametrize("rounding", ["once", "wide", "each"])
+def test_gradients_of_full_tables(backend: str, interleaved: bool, rounding: str) -> None:
+    """First and second derivatives by x and by each entry of the tables, in float64."""
+    q = noise(2, 3, TOKENS, 6, seed=1).double().requires_grad_()
+    tables = [table.double().requires_grad_() for table in tables_for(6, torch.float64)]
+
+    def rotation(*given: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb(
+            given[0], None, *given[1:], tables="full", interleaved=interleaved,
+            rounding=rounding, backend=backend,
+        )[0]  # fmt: skip
+
+    assert torch.autograd.gradcheck(rotation, (q, *tables))
+    assert torch.autograd.gradgradcheck(rotation, (q, *tables))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@both_pairings
+def test_gradients_of_full_tables_have_the_bits_of_eager_code(
+    dtype: torch.dtype, interleaved: bool
+) -> None:
+    """The sums over heads and rows are PyTorch's own, over the same products."""
+    found = []
+    for function in (
+        lambda x, c, s: oracle.eager(x, c, s, interleaved),
+        lambda x, c, s: apply_rotary_pos_emb(
+            x, None, c, s, tables="full", interleaved=interleaved, rounding="each"
+        )[0],
+    ):
+        q = qk(64, dtype)[0].contiguous()
+        cos, sin = (t[None].requires_grad_() for t in tables_for(64, dtype))
+        y = function(q, cos, sin)
+        found.append(torch.autograd.grad(y, (cos, sin), qk(64, dtype, seed=2)[0].contiguous()))
+    for theirs, mine in zip(*found, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@both_pairings
+@pytest.mark.parametrize("rounding", ["each", ("wide", "each"), ("each", "wide")])
+def test_transforms_keep_the_rounding(interleaved: bool, rounding: Any) -> None:
+    q, grad = qk(64, torch.bfloat16)[0], qk(64, torch.bfloat16, seed=2)[0]
+    cos, sin = tables_for(64, torch.bfloat16)
+
+    def rotation(x: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb(
+            x, None, cos, sin, tables="full", interleaved=interleaved, rounding=rounding
+        )[0]
+
+    leaf = q.detach().requires_grad_()
+    want = rotation(leaf)
+    (by_x,) = torch.autograd.grad(want, leaf, grad)
+    y, pull = torch.func.vjp(rotation, q)
+    assert_same_bits(y, want)
+    assert_same_bits(pull(grad)[0], by_x)
+    assert_same_bits(torch.vmap(rotation)(q[None])[0], want)
+    assert_same_bits(torch.func.jvp(rotation, (q,), (grad,))[0], want)
+
+
+@both_pairings
+@pytest.mark.parametrize("rounding", ["wide", "each", ("wide", "each")])
+def test_compiled_code_keeps_the_bits(
+    interleaved: bool, rounding: Any, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    cos, sin = tables_for(64, torch.bfloat16)
+
+    def rotation(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return apply_rotary_pos_emb(
+            q * 2, k * 2, cos, sin, tables="full", interleaved=interleaved, rounding=rounding
+        )
+
+    assert_equal_rotations(rotation, torch.compile(rotation, fullgraph=True), torch.bfloat16)
+
+
+# --- errors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["twice", ("once",), ("once", "none"), None, 1, ["once", "each"]])
+def test_unknown_roundings_are_refused(value: Any) -> None:
+    x = torch.randn(1, 1, 4, 8)
+    message = (
+        r"^\[rotate\] rounding must be 'once', 'wide' or 'each', or a pair of them for forward and "
+        r"backward, but got "
+    )
+    for spec in (RopeSpec(8), RopeSpec(8).at(0)):
+        with pytest.raises(ValueError, match=message):
+            rotate(x, spec, rounding=value)
+    with pytest.raises(ValueError, match=r"^\[apply_rotary_pos_emb\] rounding must be 'once'"):
+        apply_rotary_pos_emb(x, None, x[0, 0], x[0, 0], tables="full", rounding=value)
+
+
+def test_rounding_with_an_act_or_a_gate_is_refused() -> None:
+    x, prepared = torch.randn(1, 1, 4, 8), RopeSpec(8).at(0)
+    gate = XPos(8)
+    for _ in range(2):
+        rotate(x, prepared, gate=gate)
+        rotate(x, prepared, rounding="each")
+        for more in ({"act": "silu"}, {"gate": gate}):
+            with pytest.raises(
+                ValueError,
+                match=r"^\[rotate\] rounding must be 'once' with an act or a gate but got 'each'\.",
+            ):
+                rotate(x, prepared, rounding="each", **more)
+
+
+def test_the_inverse_of_full_tables_is_refused() -> None:
+    x = torch.randn(1, 1, 4, 8)
+    with pytest.raises(
+        ValueError, match=r"^\[apply_rotary_pos_emb\] inverse must be False with tables='full'"
+    ):
+        apply_rotary_pos_emb(x, None, x[0, 0], x[0, 0], tables="full", inverse=True)
