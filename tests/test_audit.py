@@ -657,7 +657,7 @@ WRONG_USE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "tables": (
         {"tables": "both"},
         ValueError,
-        r"tables must be one of cat, repeat, half, full but got 'both'",
+        r"tables must be one of cat, repeat, half but got 'both'",
     ),
     "head_dim": ({"head_dim": 7}, ValueError, r"head_dim must be even and positive but got 7"),
     "dtypes": (

@@ -224,7 +224,7 @@ def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
         )
 
 
-@pytest.mark.parametrize("source", schema.SOURCES[1:])
+@pytest.mark.parametrize("source", schema.SOURCES[1 : schema.FULL])
 @pytest.mark.parametrize("act, gate, direction", STAGES)
 def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, source: str) -> None:
     """Tables with f and P, which no public function combines: kernels agree with the definition."""
@@ -325,7 +325,12 @@ def test_arguments_that_the_form_does_not_declare_are_refused(operator) -> None:
 
     norm = ACTS.index("rms_norm")
     for options, extras, eps in (
-        (code(numerics=1), [], 0.0),
+        (code(rounding=3), [], 0.0),
+        (code(back=3), [], 0.0),
+        (code(act=1, rounding=1), [], 0.0),
+        (code(gate=schema.LOG, rounding=2), [log], 0.0),
+        (code(source=7), [], 0.0),
+        (code(source=schema.FULL, direction=schema.INVERSE), [], 0.0),
         (code(act=len(ACTS)), [], 0.0),
         (code(gate=3), [log], 0.0),
         (code(), [x], 0.0),
@@ -353,10 +358,10 @@ def test_arguments_that_the_form_does_not_declare_are_refused(operator) -> None:
             operator(x, None, words, None, None, 0, options, 1.0, extras, eps)
 
 
-def test_a_form_is_one_integer_and_back() -> None:
+def test_options_are_one_integer_and_back() -> None:
     for options in (
         schema.Options(),
-        schema.Options(5, 2**20 - 1, True, schema.INVERSE, False, 3, True, 255, 15, 255),
+        schema.Options(5, 2**20 - 1, True, schema.INVERSE, False, 4, True, 255, 15, 2, 2),
         schema.Options(start=77, add_index=False),
     ):
         assert schema.options_of(options.pack()) == options

@@ -13,13 +13,24 @@ import pytest
 import torch
 
 import oracle
+import oracle_rounding as rounded
 import pairwise
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.backends.reference import compose
 from tightrope.ops import gradients
 from tightrope.ops.call import Call
 from tightrope.ops.layouts import BY_CODE
-from tightrope.ops.schema import LOG, SLOPE, WORDS, Options, options_of
+from tightrope.ops.schema import (
+    FORWARD,
+    FULL,
+    LOG,
+    ROUNDINGS,
+    SLOPE,
+    TRANSPOSE,
+    WORDS,
+    Options,
+    options_of,
+)
 from tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
 from triton_cases import AXES, DEVICE, HAS_GPU, Made, allowed, make, needs_triton, noise, words
 
@@ -571,10 +582,48 @@ def test_calls_that_run_the_definition() -> None:
     assert torch.equal(
         operators().rotate(broad, None, *arguments)[0], compose(broad, None, *arguments)[0]
     )
-    with pytest.raises(NotImplementedError, match="numerics is reserved"):
-        operators().rotate(
-            x, None, words(1, 1, 1, 4), None, None, 0, Options(numerics=1).pack(), 1.0
-        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rounding", [0, 1, 2])
+def test_roundings_and_full_tables(rounding: int, interleaved: bool, dtype: torch.dtype) -> None:
+    """The bits of the formulas, forward and transposed, from tables and from phase words."""
+    name = ROUNDINGS[rounding]
+    x = noise(2, 3, 5, 40, seed=1).to(dtype).to(DEVICE)
+    turning = x[..., 2:38]
+    tables = [noise(1, 1, 5, 36, seed=seed).to(DEVICE) for seed in (2, 3)]
+    for held, step in ((dtype, 1), (torch.float32, 1), (torch.float32, 2)):
+        # A step of two channels: the entries of a table need not be neighbours.
+        cos, sin = (torch.stack((t.to(held),) * step, -1).flatten(-2)[..., ::step] for t in tables)
+        for direction in (FORWARD, TRANSPOSE):
+            options = Options(
+                start=2, interleaved=interleaved, direction=direction, source=FULL,
+                rounding=rounding,
+            )  # fmt: skip
+            arguments = (cos, sin, None, 0, options.pack(), 1.0)
+            (y,) = operators().rotate(x, None, *arguments)
+            assert_same_bits(y[..., :2], x[..., :2])
+            if name == "once":
+                torch.testing.assert_close(y, compose(x, None, *arguments)[0])
+                continue
+            want = rounded.rotate(turning, cos, sin, interleaved, name, direction == TRANSPOSE)
+            assert_same_bits(y[..., 2:38], want)
+    if name == "once":
+        return
+    primary = words(1, 1, 1, 18)
+    first = rounded.join(
+        *(torch.full((1, 1, 5, 18), v, device=DEVICE) for v in (1.0, 0.0)), interleaved
+    )
+    still = Options(interleaved=interleaved)
+    (seen,) = operators().rotate(first, None, primary, None, None, 7, still.pack(), 1.5)
+    held = dtype if name == "each" else torch.float32
+    cos, sin = (
+        rounded.join(one, one, interleaved).to(held) for one in rounded.split(seen, interleaved)
+    )
+    options = still._replace(start=2, rounding=rounding)
+    (y,) = operators().rotate(x, None, primary, None, None, 7, options.pack(), 1.5)
+    assert_same_bits(y[..., 2:38], rounded.rotate(turning, cos, sin, interleaved, name))
 
 
 WRONG: dict[str, tuple[Any, str]] = {

@@ -15,7 +15,20 @@ from .. import activations, angles
 from .._tracing import broadcasts
 from . import gradients
 from .call import Call
-from .schema import EACH, FORWARD, FULL, INVERSE, LOG, ONCE, SLOPE, SOURCES, WORDS, Options, scale
+from .schema import (
+    EACH,
+    FORWARD,
+    FULL,
+    INVERSE,
+    LOG,
+    ONCE,
+    ROUNDINGS,
+    SLOPE,
+    SOURCES,
+    WORDS,
+    Options,
+    scale,
+)
 
 
 def define(call: Call) -> list[torch.Tensor]:
@@ -83,6 +96,8 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
             "tightrope::rotate: act and gate must be codes of the schema but got "
             f"{options.act} and {options.gate}"
         )
+    if options.source >= len(SOURCES) or max(options.rounding, options.back) >= len(ROUNDINGS):
+        raise RuntimeError("tightrope::rotate: source and rounding must be codes of the schema")
     if call.eps and options.act != activations.RMS_NORM:
         raise RuntimeError("tightrope::rotate: eps must be 0 without a norm")
     fits = all(len(part) in (0, len(views)) for part in parts[1:])
