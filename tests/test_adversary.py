@@ -224,13 +224,13 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "ragged": (
         lambda: rotate(RAGGED, SPEC, layout="bsd"),
         TypeError,
-        "[rotate] x must be a dense tensor but got one that is nested; for one of layout jagged "
+        "[rotate] x must be a dense tensor but got one that is nested; if its layout is jagged, "
         "rotate x.values() with positions.packed(x.offsets()) and layout='thd'.",
     ),
     "ragged, in place": (
         lambda: rotate_(RAGGED, SPEC, layout="bsd"),
         TypeError,
-        "[rotate_] x must be a dense tensor but got one that is nested; for one of layout jagged "
+        "[rotate_] x must be a dense tensor but got one that is nested; if its layout is jagged, "
         "rotate x.values() with positions.packed(x.offsets()) and layout='thd'.",
     ),
     "sparse ids": (

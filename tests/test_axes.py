@@ -621,12 +621,12 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes.sections(()),
         ValueError,
-        "[Axes.sections] sizes must be numbers of pairs, one per axis, but got ().",
+        "[Axes.sections] sizes must hold at least one number of pairs, none negative, but got ().",
     ),
     (
         lambda: Axes.blocks((4, -1)),
         ValueError,
-        "[Axes.blocks] sizes must be numbers of pairs, one per axis, but got (4, -1).",
+        "[Axes.blocks] sizes must hold at least one number of pairs, none negative, but got (4, -1).",
     ),
     (
         lambda: Axes.sections(16),  # type: ignore[arg-type]
@@ -662,7 +662,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes.strided(3, 32),
         ValueError,
-        "[Axes.strided] pairs must be a multiple of count 3 but got 32.",
+        "[Axes.strided] pairs must be at least 0 and a multiple of count 3 but got 32.",
     ),
     (
         lambda: Axes.strided(2, "32"),  # type: ignore[arg-type]

@@ -253,7 +253,7 @@ def test_a_meta_gate_on_real_tensors_is_refused(kind):
     kept, spec = q.clone(), SPECS["halves"]
     ids = torch.arange(TOKENS).float().requires_grad_()
     which = {"scalar": "value", "exp": "gamma", "slope": "slope", "given": "log"}[kind.split()[0]]
-    text = f"{which} of the gate {kind.split()[0].title()} is on meta but q is on cpu; put both on one."
+    text = f"{which} of the gate {kind.split()[0].title()} is on meta but q is on cpu; put both on one device."
     for name, call in {
         "rotate_qk": lambda: rotate_qk(q, k, spec, gate=gate),
         "rotate_qk of ids": lambda: rotate_qk(q, k, spec, ids, gate=gate),
@@ -278,7 +278,7 @@ def test_a_real_gate_on_meta_tensors_gets_no_gradient(kind):
     gate, tensors = learnable_gates(kind, "cpu")
     q = torch.empty(2, HEADS, TOKENS, WIDTH, device="meta")
     k = torch.empty(2, KV_HEADS, TOKENS, WIDTH, device="meta")
-    with pytest.raises(ValueError, match=r"is on cpu but q is on meta; put both on one\.$"):
+    with pytest.raises(ValueError, match=r"is on cpu but q is on meta; put both on one device\.$"):
         rotate_qk(q, k, SPECS["halves"], gate=gate)
     for tensor in tensors:
         tensor.requires_grad_(False)

@@ -335,8 +335,8 @@ def test_coordinates_of_an_image_start_no_new_sequence() -> None:
 # --- packed sequences -----------------------------------------------------------------------------
 
 AGAIN = (
-    "positions must not start again within a row (packed sequences?) because DynamicNTK gives each "
-    "length its own frequencies; pass one seq_len for all sequences, or rotate them separately"
+    "positions must not start again within a row (packed sequences?) because the frequencies of "
+    "DynamicNTK depend on the length; pass one seq_len for all sequences, or rotate them separately"
 )
 # Sequences packed in one row, one of them longer than 100.
 PACKED: dict[str, positions.PositionsLike] = {

@@ -962,7 +962,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         "[text] positions must be None, an int offset, a tensor of ids or a Positions but got float.",
     ),
-    (lambda: grid(), ValueError, "[grid] a grid must have a size for each axis but got none."),
+    (lambda: grid(), ValueError, "[grid] a grid must have at least one size but got none."),
     (lambda: grid(4, -1), ValueError, "[grid] a size must not be negative but got -1."),
     (
         lambda: grid((4, 2)),  # type: ignore[arg-type]
@@ -1106,19 +1106,19 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: concatenate([grid(2, 2), ENDS]),
         ValueError,
-        "[concatenate] parts must have the same axes and rows "
+        "[concatenate] parts must have the same numbers of axes and rows "
         "(one: int64[2, 1, 4], other: int64[1, 1, 3]).",
     ),
     (
         lambda: concatenate([grid(2, 2), grid(2, 3)], along="rows"),
         ValueError,
-        "[concatenate] parts must have the same axes and tokens "
+        "[concatenate] parts must have the same numbers of axes and tokens "
         "(one: int64[2, 1, 4], other: int64[2, 1, 6]).",
     ),
     (
         lambda: shard(None, 2, 2, tokens=8),
         ValueError,
-        "[shard] rank must lie in [0, size) but got 2 of 2.",
+        "[shard] rank must lie in [0, 2) for size 2 but got 2.",
     ),
     (
         lambda: shard(None, 0, 2, tokens=8, kind="striped"),
@@ -1149,7 +1149,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: shard(None, 0, 2, tokens=8, kind="zigzag", cu_seqlens=torch.tensor([0, 3, 8])),
         ValueError,
-        "[shard] every sequence must be a multiple of 4 tokens for 2 zigzag shards but got "
+        "[shard] every sequence must have a multiple of 4 tokens for 2 zigzag shards but got "
         "cu_seqlens [0, 3, 8].",
     ),
     (
