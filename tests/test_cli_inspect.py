@@ -265,7 +265,7 @@ def one_line(arguments: list[object]) -> str:
         (b"[" * 100_000, "is nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "has a number of thousands of digits"),
         (b"{}", "the config must give the base of the frequencies"),
-        (b"GGUF", "must be a complete GGUF file but ends in the middle"),
+        (b"GGUF", "must be a complete GGUF file but ends within"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path: Path, content: bytes, about: str) -> None:
@@ -318,7 +318,7 @@ def test_places_that_are_no_configuration(tmp_path: Path) -> None:
     assert "has config.json and params.json" in one_line([tmp_path])
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(65 * 2**20)
-    assert "is neither, or too large" in one_line([tmp_path / "model.safetensors"])
+    assert "is not GGUF and has 68,157,440 bytes" in one_line([tmp_path / "model.safetensors"])
 
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,7 +391,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a missing head width": (
         {**LLAMA, "model_type": "gemma"}, {}, ValueError,
-        "[from_config] model_type 'gemma' has heads of another width than hidden size / heads, so the "
+        "[from_config] model_type 'gemma' has a head_dim other than hidden size / heads, so the "
         "config must give head_dim.",
     ),
     "no width": (
@@ -468,7 +468,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "axial in a family without": (
         {**LLAMA, "rope_scaling": {"type": "axial"}}, {}, ValueError,
-        "[from_config] rope_scaling.type is 'axial', but model_type 'llama' is not known to have axes.",
+        "[from_config] rope_scaling.type is 'axial', but model_type 'llama' is not known to have several axes.",
     ),
     "sections of another sum": (
         {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [8, 8, 8]}}, {}, ValueError,
@@ -488,23 +488,23 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a section of the config that is not there": (
         QWEN2_VL, {"section": "audio_config"}, ValueError,
-        "[from_config] section must be one of the config's sections but got 'audio_config'; it has "
-        "vision_config.",
+        "[from_config] section must be one of the config's sections but got 'audio_config'; the "
+        "config has vision_config.",
     ),
     "a section of metadata": (
         GGUF, {"section": "text_config"}, ValueError,
-        "[from_config] section must be None for GGUF architecture 'qwen2', which has none, but got "
-        "'text_config'.",
+        "[from_config] section must be None for GGUF architecture 'qwen2', which has no sections, "
+        "but got 'text_config'.",
     ),
     "a layer type that is not there": (
         {**LLAMA, "layer_types": ["full_attention"]}, {"layer_type": "sliding"}, ValueError,
-        "[from_config] layer_type must be one of the config's layer types but got 'sliding'; it has "
-        "full_attention.",
+        "[from_config] layer_type must be one of the config's layer types but got 'sliding'; the "
+        "config has full_attention.",
     ),
     "a layer type where there is one": (
         LLAMA, {"layer_type": "sliding"}, ValueError,
-        "[from_config] layer_type must be one of the config's layer types but got 'sliding'; it has "
-        "one type only, without a name.",
+        "[from_config] layer_type must be one of the config's layer types but got 'sliding'; the "
+        "config has one type only, without a name.",
     ),
     "no rotary embedding": (
         {"model_type": "zamba", "use_mem_rope": False, **VLLM}, {}, ValueError,
@@ -569,7 +569,8 @@ def test_a_folder_must_have_one_file(tmp_path: Path) -> None:
     }.items():
         for name in files:
             (tmp_path / name).write_text("{}", encoding="utf-8")
-        text = f"[from_config] a folder must have one of config.json and params.json but {tmp_path} has {has}."
+        names = "config.json and params.json"
+        text = f"[from_config] a folder must have exactly one of {names} but {tmp_path} has {has}."
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             read(tmp_path)
 
