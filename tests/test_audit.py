@@ -119,7 +119,7 @@ def test_bfloat16_positions_of_rotary_embedding_torch() -> None:
     assert set(report.codes) == {"position-dtype", "history"}, str(report)
     positions, history = report.findings[:2]
     assert positions.sentence == "Positions are rounded to bfloat16, for bfloat16 x."
-    assert "float32 is coarser after one in bfloat16" in history.sentence
+    assert "float32 results are coarser after a call in bfloat16" in history.sentence
     for finding in (positions, history):
         with pytest.raises(AssertionError):
             run(finding.snippet, package.RotaryEmbedding(64).rotate_queries_or_keys)

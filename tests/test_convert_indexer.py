@@ -97,7 +97,7 @@ INDEXERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
         "the heads of .* must have 8 rotated rows but have 6 .index_head_dim.",
     ),
     "size not stated": (
-        {"index_head_dim": None}, {}, "the head_dim of the indexer of .* must be known: pass --config",
+        {"index_head_dim": None}, {}, "index_head_dim must be known for .*: pass a configuration with it as --config",
     ),
     "a key that the code does not follow": (
         {"indexer_rope_interleave": False}, {},

@@ -573,8 +573,8 @@ def test_records_beside_several_sections_and_records_that_disagree(tmp_path: Pat
     there = tmp_path / "b/config.json"
     there.write_text(json.dumps(sections), encoding="utf-8")
     text = (
-        "the weights next to it are interleaved (the conversion record tightrope_convert.json), but the "
-        "record does not state in which of text_config, vision_config: give the section"
+        "the conversion record tightrope_convert.json states that the weights are interleaved, but not "
+        "which of text_config, vision_config it means: give the section"
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
         assert not any(part.spec.interleaved for part in inspect(there).parts)
