@@ -437,7 +437,7 @@ TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Return all paths into a configuration, as keys and indices."""
+    """Yield the path of each value in a configuration, as keys and indices."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())
@@ -449,7 +449,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def damaged(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A configuration with one to three odd values in it, or keys missing."""
+    """Return a copy of a configuration with one to three odd values or missing keys."""
     config = copy.deepcopy(config)
     for _ in range(rng.choice((1, 1, 2, 3))):
         there = list(places(config))
@@ -501,7 +501,7 @@ def test_damaged_files_are_one_line_or_a_report(
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-# On a terminal: help, a table with bold text, and a progress bar.
+# Prints help, a table with bold text, and a progress bar.
 ON_A_TERMINAL = """
 import sys, time
 from tightrope.cli import app

@@ -111,23 +111,23 @@ def test_both_forms_of_transformers_read_alike(model: Model) -> None:
 
 # --- no silent default ----------------------------------------------------------------------------
 
-# Key -> the default in such files if the key is absent; dropping it gives another valid model. A key is
-# the last part of a path, or "family:key" for a key of one family.
+# The last part of a key's path -> the default if it is absent: without it, the file is another valid
+# model.
 ABSENCE: dict[str, str] = {
     "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
-    "rope_parameters": "as rope_scaling, where the base stands outside",
+    "rope_parameters": "as for rope_scaling, if the base is outside the section",
     "head_dim": "hidden size / heads, as in the first Llama; families with another default require it",
     "kv_channels": "the same for Megatron",
     "llama.attention.key_length": "the same for GGUF",
     "head_size": "the same for vLLM",
-    "layer_types": "the specs are the same, their layers unlisted",
+    "layer_types": "the same specs, without the list of layers",
     "use_scaled_rope": "no scaling: Meta wrote it from Llama 3.1 on",
     "use_rope_scaling": "no scaling",
     "rotary_seq_len_interpolation_factor": "no scaling",
     "rotary_percent": "all channels",
     "rotary_dim": "all channels, for vLLM and families that rotate them all",
     "partial_rotary_factor": "all channels, in Phi-3; families with another default require it",
-    "multi_latent_attention": "from qk_pos_emb_head_dim",
+    "multi_latent_attention": "inferred from qk_pos_emb_head_dim",
     "beta_fast": "the paper's 32",
     "beta_slow": "the paper's 1",
     "truncate": "the paper's true",
@@ -138,9 +138,9 @@ ABSENCE: dict[str, str] = {
     "long_mscale": "the paper's factor, from factor alone",
     "alpha": "dynamic NTK, which has no alpha",
     "original_max_position_embeddings": "the length of the context for yarn and dynamic",
-    "max_position_embeddings": "where dynamic begins, and the ratio of LongRoPE; both required there",
-    "rope_type": "a section of nothing but a base scales by no rule",
-    "general.architecture": "from the prefix of the other keys",
+    "max_position_embeddings": "LongRoPE with mscales has no factor then; rules that need it require it",
+    "rope_type": "no scaling, if the section has only a base",
+    "general.architecture": "inferred from the prefix of the other keys",
 }
 
 
@@ -219,7 +219,7 @@ JUNK = ["x", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, True, float("nan"), float("i
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data())
 def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
-    """Any value in place of a number gives a spec or one of the library's errors."""
+    """Junk in place of any value gives a spec or one of the library's errors."""
     model = data.draw(st.sampled_from(MODELS))
     path = data.draw(st.sampled_from(sorted(paths(model.config))))
     config = copy.deepcopy(model.config)

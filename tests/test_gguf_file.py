@@ -1,4 +1,4 @@
-"""The header of GGUF files: written by the format's own package, and parsed byte by byte."""
+"""GGUF headers: written by the format's own package, or broken and written byte by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tightrope.config import gguf_file
 from tightrope.frequencies import Given, LongRoPE
 from tightrope.workbench.inspect import inspect
 
-# Llama 3.1's divisors as its converter stores them: one per pair, in float32.
+# Divisors in the form that the converter of Llama 3.1 stores: one per pair, in float32.
 DIVISORS = np.linspace(1.0, 8.0, 64, dtype=np.float32)
 
 
@@ -164,7 +164,7 @@ def complaint(path: Path) -> str | None:
 
 def test_files_cut_off_and_damaged_anywhere(tmp_path: Path) -> None:
     whole = write(tmp_path / "model.gguf", tokens=3, rope_freqs__weight=DIVISORS).read_bytes()
-    # Without the token scores, so that damage often hits bytes that matter.
+    # Most damage is before the token scores, which are not read.
     start = whole.index(b"tokenizer.ggml.scores")
     path = tmp_path / "damaged.gguf"
     rng = random.Random(0)
