@@ -47,7 +47,10 @@ def plain_head(
     g: Any = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(M_t q_t · M_i k_i / √d) v_i of head i, with keys and values of head `first`."""
+    """Compute Σ_s softmax_s(M_t q_t · M_s k_s / √d) v_s of head i, with k and v of head `first`.
+
+    M rotates and applies the gates.
+    """
     q, k, v = (
         x @ p[f"heads.{h}.{name}_proj.weight"].T
         for h, name in ((i, "q"), (first, "k"), (first, "v"))
