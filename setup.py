@@ -62,7 +62,7 @@ ISA_FLAGS = {
         ],
     },
 }
-# Other machines get only the baseline. On aarch64 it includes NEON and FMA, which all of them have.
+# Other machines get only the baseline. It uses NEON and FMA on aarch64, where every processor has them.
 ISA_FLAGS_ELSEWHERE: dict[str, list[str]] = {"rotate_baseline.cpp": []}
 
 
@@ -125,7 +125,7 @@ def produce(stem: str, key: str, suffix: str, command: list[str]) -> Path:
         try:
             OBJECTS.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise NotBuilt(f"the folder for object files cannot be made ({error})") from error
+            raise NotBuilt(f"the folder for object files cannot be created ({error})") from error
         for old in OBJECTS.glob(f"{stem}-*{suffix}"):
             old.unlink(missing_ok=True)
         partial = target.with_suffix(f".{os.getpid()}.tmp")

@@ -4,13 +4,13 @@ It makes a checkpoint of many shards (a random Llama in bfloat16), then checks t
 
 1. needs at most 1.5 times the largest tensor + 200 MB of memory, by the kernel's peak for the process.
    For checkpoints of 1 GB or more, all of its memory counts. For smaller ones, torch itself needs far
-   more than the largest tensor: only the memory above that of `--help` counts, and may be at most 64 MB
-   (with torch 2.10, a torch file may take 128 MB more, for the imports that read its offsets);
+   more than the largest tensor: only the memory above that of `--help` counts, and may be at most 64 MB.
+   With torch 2.10 a torch file of any size may take 128 MB more, for modules that torch imports to read it;
 2. restores the original bytes when it converts back, for safetensors shards and for a torch file;
 3. loses nothing when it is killed (signal 9) at random moments, with an older result in place for the
    second half of the kills: the checkpoint keeps its bytes, and OUT is missing or complete.
 
-Exit code 1 if one of them fails.
+The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ from typing import Any
 MB = 1_000_000
 ALLOWED = 200 * MB
 ABOVE_IMPORTS = 64 * MB
-FAKE_TENSORS = 128 * MB  # imports of torch 2.10 to read a torch file without its data
+FAKE_TENSORS = 128 * MB  # modules that torch 2.10 imports to read a torch file without its data
 COMMAND = [sys.executable, "-m", "tightrope.cli"]
 MARKER = ".tightrope-partial"
 
 
 def make(folder: Path, size: int, seed: int = 0) -> int:
-    """Write a checkpoint of about ``size`` bytes; return the bytes of its largest tensor."""
-    import torch  # here, as this runs in a child process: see `run`
+    """Write a checkpoint of about ``size`` bytes, and its first shard as a torch file.
+
+    Returns:
+        The bytes of its largest tensor.
+    """
+    import torch  # here, because the parent process must not import it: see `run`
     from safetensors.torch import save_file
 
     hidden = 2048 if size >= 1e9 else 512

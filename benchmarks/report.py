@@ -3,8 +3,9 @@
     python -m benchmarks.report RESULTS.json [--readme README.md] [--png PICTURE.png]
     python -m benchmarks.report RESULTS.json --before OLDER.json
 
-With `--readme`, the table replaces the text between two marks in that file. With `--before`, two results
-are compared by their ratios to `neg_` and `clone`, as seconds of different days cannot be compared.
+With `--readme`, the table replaces the text between `<!-- benchmark table -->` and
+`<!-- end of benchmark table -->` in that file. With `--before`, two results are compared by their ratios
+to `neg_` and `clone`, because seconds measured on different days cannot be compared.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DRAWN = ("tightrope", *FLOORS, "eager", "compiled eager")
 
 
 def span(values: list[float]) -> str:
-    """Format the range of a ratio over the runs, from sorted values."""
+    """Format sorted ratios as "lowest–highest", or as one number if both look the same."""
     low, high = f"{values[0]:.2f}", f"{values[-1]:.2f}"
     return low if low == high else f"{low}–{high}"
 
@@ -69,7 +70,7 @@ def where(data: dict[str, Any]) -> str:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return a table of two results side by side, with a mark if their ranges are disjoint."""
+    """Return a table of two results side by side; "slower" or "faster" if their ranges are disjoint."""
     now = {result["case"]["name"]: result["ratios"] for result in after["results"]}
     rows = []
     for result in before["results"]:

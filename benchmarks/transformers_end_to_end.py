@@ -69,7 +69,7 @@ def seconds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
-    """Time in the rotary functions of an eager run, including their backward in a training step."""
+    """Seconds that the rotary functions of all layers take in an eager step, backward included in training."""
     attention = type(model.model.layers[0].self_attn)
     code = attention.forward
     names = [n for n in code.__code__.co_names if "apply_rotary_pos_emb" in n]
@@ -132,7 +132,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def score_errors() -> list[dict[str, Any]]:
-    """Root mean square error of attention scores q·k of a bfloat16 model, against float64 angles.
+    """Root mean square error of a bfloat16 model's attention scores q·k, compared with float64.
 
     It covers all pairs of 64 consecutive tokens from each start position, with random q and k.
     """

@@ -46,7 +46,7 @@ TIGHTROPE_INLINE float exponential(float x) {
   p = fma_(r, p, 1.66665211e-1f);
   p = fma_(r, p, 4.99999940e-1f);
   p = fma_(r * r, p, r) + 1.0f;
-  // 2^n in two steps, as its exponent alone may not fit.
+  // 2^n as a product of two powers: n may lie outside the range of one exponent.
   const int32_t whole = rounded(shifted), half = whole >> 1;
   return p * bits<float>(uint32_t(half + 127) << 23) * bits<float>(uint32_t(whole - half + 127) << 23);
 }
@@ -103,7 +103,8 @@ TIGHTROPE_INLINE float bell(float t) {
   return choose(square < 1e30f, fma_(e * rest, -0.5f, e), e);
 }
 
-// Returns Φ(x), the standard normal distribution function; writes the density at x, up to a factor.
+// Returns Φ(x), the standard normal distribution function. Writes e^(-x²/2): the density without its
+// constant factor.
 TIGHTROPE_INLINE float below(float x, float* density) {
   const float t = magnitude(x), u = 1.0f / fma_(0.33f, t, 1.0f);
   float p = fma_(u, -2.58295406e-2f, 1.48384750e-1f);
@@ -132,7 +133,7 @@ TIGHTROPE_INLINE void sigmoids(T x, T* here, T* there) {
   *there = choose(x < T(0), r, other);
 }
 
-// Up to this angle, π/2 as a sum of three floats is exact enough.
+// Up to this angle, π/2 as a sum of three floats, or of four without FMA, is exact enough.
 constexpr float kLargeAngle = 8192.0f;
 
 TIGHTROPE_INLINE void sine_cosine(float x, float* s, float* c) {
@@ -143,7 +144,7 @@ TIGHTROPE_INLINE void sine_cosine(float x, float* s, float* c) {
   r = fma_(n, 4.37113883e-8f, r);
   r = fma_(n, 1.71512451e-15f, r);
 #else
-  // Parts short enough that their products with n are exact.
+  // Parts of π/2, so short that their products with n are exact.
   float r = x - n * 1.5703125f;
   r = r - n * 4.83512878418e-4f;
   r = r - n * 3.13855707645e-7f;

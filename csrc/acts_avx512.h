@@ -66,12 +66,14 @@ TIGHTROPE_INLINE V quotient(V a, V d) {
 
 // 1 + e^-x; infinite where float overflows.
 //
-// e^-x is 2^(k/N) from a table, with the power of two added to its exponent as an integer, times a
-// polynomial of degree 2. The table saves two fused multiply-adds. If brief, the polynomial is a completed
-// square, centred at a whole number of steps, and takes only one.
+// e^-x is 2^(j/N) from a table, times 2^i, added to the exponent of the entry as an integer, times a
+// polynomial of degree 2. A longer polynomial in place of the table would take two more fused
+// multiply-adds. If brief, the polynomial is a completed square, centred at a whole number of steps: one
+// fused multiply-add evaluates it.
 alignas(64) constexpr int32_t kSixteenths[16] = {
     // 9.41845871e-4 · 2^(j/16), minus j in the bits to which j is added. Two entries are off by a few units
-    // on purpose. With them, silu rounds only one bfloat16 x wrongly (2^-7), and sigmoid two, all near ties.
+    // on purpose: with them, silu is rounded wrongly for only one bfloat16 x, 2^-7, and sigmoid for two.
+    // All three results are near ties.
     0x3A76E635, 0x3A78EA4B, 0x3A769F6E, 0x3A749541, 0x3A72CEA3, 0x3A714E90, 0x3A701825, 0x3A6F2EAE,
     0x3A6E958A, 0x3A6E504A, 0x3A6E62A6, 0x3A6ED083, 0x3A6F9DDF, 0x3A70CF05, 0x3A726859, 0x3A746E78,
 };
@@ -134,7 +136,8 @@ TIGHTROPE_INLINE void by_sigmoid(const V* a, V* x) {
   for (int i = 0; i < n; ++i) x[i] = _mm512_div_ps(a[i], d[i]);
 }
 
-// Each activation: f, and `back`, which multiplies a gradient g by f'(x).
+// Each activation: f, and `back`, which multiplies a gradient g by f'(x). For f of sigmoid and silu, see
+// Several.
 struct NoneV {
   template <bool brief> static TIGHTROPE_INLINE V f(V x) { return x; }
   template <bool brief> static TIGHTROPE_INLINE V back(V, V g) { return g; }

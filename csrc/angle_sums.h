@@ -1,8 +1,8 @@
 // Gradients of positions and of frequencies, as sums of gradients of angles.
 //
-// For a rotated pair (y, z) with gradient (dy, dz), the gradient of its angle is y·dz − z·dy. The
-// gradient of a position is its sum over heads and pairs, times ω; that of a frequency is its sum over
-// tokens, times the position. The order of every sum does not depend on the number of threads: pairs
+// For a rotated pair (y, z) with gradient (dy, dz), the gradient of its angle is g = y·dz − z·dy. The
+// gradient of a position is Σ ω·g over heads and pairs; that of a frequency is Σ position·g over tokens,
+// and over heads that share it. The order of every sum does not depend on the number of threads: pairs
 // and heads in the order of the tensor, tokens within runs that only the shapes determine. Only a few
 // products are accumulated in float before widening to double, so the error does not grow with the
 // number of heads.
@@ -14,7 +14,8 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Adds n pairs: y and z lie at offsets y and z from `out`, dy and dz at offsets c and d from `grad`.
+// Adds the gradients of the angles of n pairs to `sum`. Channels y and z lie at offsets y and z from `out`,
+// their gradients dy and dz at offsets c and d from `grad`.
 template <class F>
 inline void add_pairs(const typename F::Stored* __restrict out,
                       const typename F::Stored* __restrict grad, int64_t y, int64_t z, int64_t c,
@@ -111,7 +112,8 @@ inline double by_position(const int64_t* __restrict word, const int64_t* __restr
   return sum;
 }
 
-// Adds the gradients of the angles of one token and head (all heads, if they share angles) to both sums.
+// Adds the gradients of the angles of one token and head (all heads, if they share angles) to the sums by
+// position and by frequency.
 inline void spread(const Problem& p, const AngleSums& sums, int64_t run, int64_t row, int64_t head,
                    int64_t token, int64_t first, int64_t n, const double* __restrict total) {
   const double sign = p.conjugate ? -1.0 : 1.0;

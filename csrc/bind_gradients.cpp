@@ -65,10 +65,11 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
   for (int32_t i = 0; i < grads.count; ++i)
     STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y) &&
                         gates.tensor[i]->is_cpu(),
-                    "tightrope: gradients must have the dtype and device of results");
+                    "tightrope: gradients must have the dtype and device of results, gates the device");
   const Options what(options);
   const bool slopes = what.gate == int64_t(Gate::kSlope);
-  STD_TORCH_CHECK(slopes || what.gate == int64_t(Gate::kLog), "tightrope: act and gate must be known");
+  STD_TORCH_CHECK(slopes || what.gate == int64_t(Gate::kLog),
+                  "tightrope: gate_gradients takes gates of logarithms or slopes");
   Problem all = operands_of(ys, grads, what);
   all.axes = 1;
   // Only slopes need positions; with other gates, positions may have several axes.
@@ -86,7 +87,7 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
     const int64_t own = p.operand[0].heads;
     STD_TORCH_CHECK((rows == 1 || rows == p.rows) && (tokens == 1 || tokens == p.tokens) &&
                         (heads == 1 || heads == own) && (channels == 1 || channels == p.head_dim),
-                    "tightrope: a gate must fit its result");
+                    "tightrope: each dimension of a gate must be 1 or that of its result");
     Tensor total = zeros(y, std::vector<int64_t>(g.size, g.size + g.dims), value_type(p));
     found.push_back(total);
     if (is_empty(p)) continue;

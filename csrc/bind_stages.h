@@ -95,7 +95,7 @@ class Values {
 
 inline int64_t step(const View& view, int d) { return view.size[d] == 1 ? 0 : view.stride[d]; }
 
-// True if no element of an operand is read; its weight and gate may then have any sizes and strides.
+// True if no element of an operand is read: then its weight and gate are checked but not copied.
 inline bool is_unread(const Problem& p, int64_t heads) { return heads == 0 || is_empty(p); }
 
 inline void read_weight(const Tensor& x, int64_t heads, const Problem& p, Values& values, Part& part) {

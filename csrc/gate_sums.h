@@ -1,4 +1,5 @@
-// Gradients of gates: Σ y·dy over the elements that share an entry; for slopes, times the position.
+// Gradients of gates: Σ y·dy over the elements that share an entry of the gate, or Σ position·y·dy for
+// slopes.
 //
 // The order of a sum does not depend on the number of threads, as in angle_sums.h.
 #pragma once

@@ -59,7 +59,7 @@ struct Span<BFloat16> {
 template <class F, bool interleaved>
 constexpr bool kMixed = interleaved && Span<F>::kRegisters == 1;
 
-// Pairs that go through registers together: two spans, or one span that holds both channels of its pairs.
+// Pairs that are rotated together: those of two spans, or of one span of interleaved bfloat16.
 template <class F, bool interleaved>
 struct Turn {
   using S = Span<F>;
@@ -145,7 +145,7 @@ struct WeighedTurn {
   using T = Turn<F, interleaved>;
   static constexpr int kHalf = T::kRegisters / 2;
 
-  // `weight` is that of this block, in register order.
+  // `weight`: the weights of this block, in register order.
   TIGHTROPE_INLINE void take(const T& turn, const float* weight) {
 #pragma GCC unroll 4
     for (int i = 0; i < T::kRegisters; ++i) {
@@ -173,8 +173,8 @@ struct WeighedTurn {
   V c[4], s[4];
 };
 
-// Calls use(channel, n, at) for each span of a head: n channels, which begin at value `at` in register
-// order.
+// Calls use(channel, n, at) for each span of a head: n channels from `channel` on, whose values begin at
+// `at` in register order.
 template <class F, class Use>
 inline void each_span(const Problem& p, const Use& use) {
   constexpr int64_t kChannels = Span<F>::kChannels;
@@ -217,7 +217,7 @@ inline void arrange(const Problem& p, const float* from, float* to) {
     _mm512_storeu_ps(to + at, x);
   });
 }
-// Rearranges register order into channels.
+// The inverse of arrange: moves values in register order back to their channels.
 template <class F>
 inline void restore(const Problem& p, const float* from, float* to) {
   each_span<F>(p, [&](int64_t channel, int64_t n, int64_t at) {

@@ -17,7 +17,7 @@ inline float add_lanes(V x) {
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
 
-// Sums of squares of a head, one per lane.
+// The sum of squares of a head, as one partial sum per lane.
 template <class F>
 TIGHTROPE_INLINE V squares(const typename F::Stored* in, int64_t n) {
   using S = Span<F>;
@@ -36,8 +36,8 @@ TIGHTROPE_INLINE V squares(const typename F::Stored* in, int64_t n) {
   return plus(sum[0], sum[1]);
 }
 
-// Adds each lane of both registers to the lane n further; in the result, n lanes of a alternate with n
-// lanes of b.
+// Each register holds partial sums of n heads. Adds up pairs of lanes of the same head, and returns the
+// sums of all 2n heads in one register.
 template <int n>
 TIGHTROPE_INLINE V folded(V a, V b) {
   if constexpr (n == 1) {
@@ -63,7 +63,7 @@ TIGHTROPE_INLINE V squares_of(const Line<typename F::Stored>& line, int64_t chan
   }
 }
 
-// 1 / sqrt(mean + eps) of each head, at most kNorms heads.
+// 1 / sqrt(mean of the squares + eps) of each head, at most kNorms heads.
 template <class F>
 TIGHTROPE_LOOP void norms(const Problem& p, double eps, const Line<typename F::Stored>& line, float* scale) {
   const V share = all(1.0f / float(p.head_dim)), least = all(float(eps));

@@ -9,7 +9,7 @@
 namespace tightrope::binding {
 namespace {
 
-// The same two checks as in ops/checks.py, which has the errors for users.
+// The same two checks as in ops/checks.py, which raises the errors that users see.
 struct Extent {
   int64_t size, stride;
 };
@@ -32,7 +32,8 @@ inline bool may_overlap_itself(Extents extents) {
   return false;
 }
 
-// Elements from the first to one past the last, over the dimensions whose stride `period` does not divide.
+// Elements from the first to the last, both included, along the dimensions whose stride is no multiple of
+// `period`; along all dimensions if it is 0.
 inline int64_t run_of(const Extents& extents, int64_t period) {
   int64_t run = 1;
   for (const Extent& e : extents)

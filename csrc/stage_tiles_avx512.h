@@ -116,9 +116,10 @@ inline void register_tile(const Problem& p, const Stages& o, const Scratch<float
       to += run * (to_step == 0 ? 1 : operand.heads) * p.head_dim;
       for (int64_t d = 0; d < rows.width; ++d) rows.by_weight[d] = 0.0f;
     }
-    // All norms of a token are computed before its first head rotates, which prefetches the next token.
+    // Computing norms reads all heads of a token before the first one rotates, so prefetch the next token.
     const bool norms = o.act == Act::kRmsNorm && o.forward;
-    // Groups as in turn_tile, except that the order of a sum must not depend on strides.
+    // Groups of heads as in turn_tile, but not where weight gradients are summed: the order of a sum must not
+    // depend on strides.
     const bool adjacent = i.head < i.token, even = i.channel == 1 && j.channel == 1 && (!has_x || k.channel == 1);
     const int64_t group = !shared ? 1 : adjacent || to != nullptr ? operand.heads : kStreams;
     for (int64_t first = 0; first < operand.heads; first += group) {

@@ -1,4 +1,4 @@
-// Rotation with prologue f and epilogue P, y = P·a·R·f(x), and its backward pass.
+// Rotation R with prologue f, epilogue P and amplitude a, y = P·a·R·f(x), and its backward pass.
 //
 // Each head goes through this thread's scratch buffers. Forward: widen, apply f, then rotate, apply P and
 // store in one loop. Backward: widen, apply P, rotate, apply f', store. The result is rounded once. The
@@ -88,7 +88,7 @@ TIGHTROPE_LOOP T sum(const T* __restrict a, int64_t n) {
   for (int l = 0; k + l < n; ++l) lane[l] += a[k + l];
   return sum_lanes(lane);
 }
-// Returns the maximum, or NaN if there is one.
+// Returns the maximum, or NaN if any value is NaN.
 template <class T>
 TIGHTROPE_LOOP T largest(const T* __restrict a, int64_t n) {
   T top = a[0];
@@ -179,7 +179,7 @@ inline void apply(const Stages& o, const T* weight, T* __restrict x, int64_t n) 
   }
 }
 
-// Replaces g by f'ᵀ·g; overwrites x.
+// Replaces g by f'ᵀ·g and overwrites x; adds the gradient of a norm's weight to by_weight unless that is null.
 template <class T>
 inline void apply_back(const Stages& o, const T* __restrict weight, T* __restrict x, T* __restrict g,
                        T* __restrict by_weight, int64_t n) {
@@ -211,11 +211,11 @@ inline void apply_back(const Stages& o, const T* __restrict weight, T* __restric
 
 template <class T>
 TIGHTROPE_LOOP void exponentials_of(T* __restrict x, int64_t n) {
-  // Replace every NaN by one without low bits, which rounding could carry (see BFloat16).
+  // Replace every NaN by one without low bits: see BFloat16.
   for (int64_t k = 0; k < n; ++k) x[k] = x[k] != x[k] ? T(__builtin_nan("")) : exponential(x[k]);
 }
 
-// e^(slope · position). The product needs more digits than float has, so it is split in two.
+// e^(slope · position). The product needs more digits than float has, so it is split into two floats.
 TIGHTROPE_LOOP void by_slope(const double* __restrict slope, double position, float* __restrict out,
                      int64_t n) {
   for (int64_t k = 0; k < n; ++k) {
@@ -237,7 +237,7 @@ inline void read_logs(const Part& part, int64_t at, T* __restrict out, int64_t n
   for (int64_t k = 0; k < n; ++k) out[k] = T(F::load(from[k * step]));
 }
 
-// Position of a token as a double, the factor of slopes.
+// Returns the position of a token as a double, by which slopes are multiplied.
 inline double distance_of(const Problem& p, int64_t row, int64_t token) {
   const Split at = position_at(p, 0, row, token);
   return at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
@@ -477,7 +477,8 @@ inline void stages_tile(const Problem& p, const Problem& turns, const Stages& o,
       sums.to += run * (part.weight_head == 0 ? 1 : operand.heads) * p.head_dim;
       for (int64_t k = 0; k < p.head_dim; ++k) w.weight[k] = 0;
     }
-    // Groups as in turn_tile, except that the order of a sum must not depend on strides.
+    // Groups of heads as in turn_tile, but not where weight gradients are summed: the order of a sum must not
+    // depend on strides.
     const bool adjacent = i.head < i.token;
     const int64_t group = !shared || part.weight_head != 0                 ? 1
                           : adjacent || part.by_weight != nullptr ? operand.heads

@@ -2,7 +2,7 @@
 // widened, goes through f, is rotated by angles that stay in registers from head to head, multiplied by
 // P and rounded once.
 //
-// Other activations, and double, use the loops of stages.h.
+// double, and activations that with_registers() lacks, use the loops of stages.h.
 #pragma once
 
 #include "norms_avx512.h"
@@ -79,7 +79,7 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
         turns[b].turn(y);
       }
       if constexpr (kIsNorm<A>) {
-        // Scale first: a rotation of the unscaled values might overflow, that of the scaled does not.
+        // Scale first: rotating the unscaled values might overflow.
 #pragma GCC unroll 4
         for (int i = 0; i < T::kRegisters; ++i) y[i] = times(y[i], all(scale[head]));
         weighed[b].turn(y);

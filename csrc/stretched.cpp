@@ -18,7 +18,7 @@ __extension__ typedef __int128 Signed;
 
 constexpr Units kOne96 = Units(1) << 96;
 
-// Returns the product, less than one unit too small.
+// Returns the product, too small by less than one unit.
 inline Units times(Units a, Units b) {
   const uint64_t a1 = uint64_t(a >> 64), a0 = uint64_t(a), b1 = uint64_t(b >> 64), b0 = uint64_t(b);
   const Units first = Units(a1) * b0 + (Units(a0) * b0 >> 64);
@@ -28,6 +28,7 @@ inline Units times(Units a, Units b) {
 
 // scale^(-1/n), for a scale above 1 in multiples of 2^-96 and n * scale < 2^31. The relative error is
 // below 2^-94 / n: `residue` is off by less than 2^-94, most of which is the rounding of the scale.
+// Returns false if the first approximation is too far off.
 bool root(Units scale, int64_t n, Units* found) {
   const double start = pow(ldexp(double(scale), -96), -1.0 / double(n));
   const Units y = start < 1 ? Units(ldexp(start, 128)) : ~Units(0);
@@ -57,8 +58,8 @@ bool root(Units scale, int64_t n, Units* found) {
 // 1 + growth * (lengths[row] - limit) above the limit, and 1 up to it.
 //
 // constants: 1 / 2pi, ratio and growth, each below 1, in units: 16 bytes each, in native byte order.
-// limit, lengths: at least 0. Together, with lengths below limit + 2^32, pairs * scale < 2^31 and
-//   growth >= 2^-60, they keep the error of a frequency below 2^35 units.
+// limit, lengths: at least 0. If lengths < limit + 2^32, pairs * scale < 2^31 and growth >= 2^-60, the
+//   error of a frequency is below 2^35 units.
 // doubt: the error bound of a frequency, in units.
 //
 // Starts at `row`. Returns the first row whose rounding it cannot prove, or `rows` if all are done.

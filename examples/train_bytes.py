@@ -4,8 +4,8 @@
 
 The model is a causal transformer over bytes. It trains on text that every Python includes: the
 sources of the standard library. Positions enter only through the rotation in :class:`Attention`. The file
-needs only torch and tightrope; copy from it freely. `tightrope demo` trains it twice, once with another
-rotation, to compare the two.
+needs only torch and tightrope; copy from it freely. `tightrope demo` trains the model twice, with this
+rotation and with eager rotation, to compare the two.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ByteTransformer(nn.Module):
 
 _MOST_BYTES, _LEAST_BYTES = 4_000_000, 20_000
 _EVERY_NTH_IS_VALIDATION = 10
-# Skip installed packages, tests (which not every machine has) and tables of hexadecimal numbers.
+# Skip installed packages, parts that not every machine has, and encodings, which are tables of numbers.
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 )
@@ -167,7 +167,7 @@ class Text:
 
 
 def load_text(folder: Path | None = None) -> Text:
-    """Read Python files in a fixed random order; every tenth is for validation.
+    """Read about 4 MB of Python files in a fixed random order; every tenth is for validation.
 
     Args:
         folder: the folder to read; by default the standard library.

@@ -14,7 +14,7 @@ from tightrope.backends import cpu
 
 @pytest.fixture(autouse=True)
 def _process_settings() -> Iterator[None]:
-    """Restore the threads, the instruction set and torch's defaults after each test."""
+    """Restore the thread count, the instruction set, and torch's default dtype and device."""
     threads, instruction_set = torch.get_num_threads(), cpu.instruction_set()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     yield
@@ -36,9 +36,9 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but one in n cases of a test with `@pytest.mark.one_in(n)`.
+    """For `@pytest.mark.one_in(n)`: keep one in n cases of a test, and mark the others as slow.
 
-    The cases that stay fast are drawn with the name of the test as seed, so they are always the same.
+    The kept cases are drawn with the name of the test as seed, so they are always the same.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

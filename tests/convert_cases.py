@@ -1,7 +1,7 @@
 """Small checkpoints for the tests of conversion, and the expected results.
 
 The order of rows is computed here from the definition of the two pairings, without the code under
-test: an interleaved head has channel i of the first half at 2i and that of the second at 2i + 1.
+test: row 2i of an interleaved head is row i of the first half, and row 2i + 1 is row i of the second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LLAMA: dict[str, Any] = {
 
 
 def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> list[Any]:
-    """Reorder rows of heads from halves to neighbours."""
+    """Reorder `width` rows from each of `starts` on, from half pairing to interleaved."""
     made = list(rows)
     for start in starts:
         for i in range(width // 2):
@@ -37,7 +37,7 @@ def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> 
 def llama_tensors(
     config: dict[str, Any] = LLAMA, *, dtype: torch.dtype = torch.float32, bias: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Make random weights with the names of Llama, with biases and norms of queries and keys."""
+    """Make random weights under Llama's names, with norms of queries and keys, and biases."""
     generator = torch.Generator().manual_seed(0)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = config.get("head_dim", hidden // heads)
@@ -104,10 +104,10 @@ def trained(
     strength: float = 0.5,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Make weights like those of a trained model: row sizes differ by the frequency of the pair.
+    """Make weights like those of a trained model, in which the size of a row depends on its pair.
 
-    The size falls with the frequency, jumps at one pair, differs by layer and has noise per head; pairs
-    are turned by random angles, which do not change attention.
+    The size falls from the fastest pair to the slowest, jumps at one pair, and has noise per layer and
+    per head. Each pair is turned by a random angle.
     """  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     made = {"model.embed_tokens.weight": torch.randn(7, 64, generator=generator)}

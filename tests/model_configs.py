@@ -1,10 +1,10 @@
 """Configurations of public models with the expected specs.
 
-The data is `data/model_configs.json`. Each entry has the repository of the configuration and its
+The data is `data/model_configs.json`. Each entry names the repository of the configuration and its
 format: ``v4`` for the flat keys that transformers wrote until 2025, ``v5`` for ``rope_parameters``,
-``hub`` for custom code in the repository. Keys unrelated to attention are left out; those about RoPE
-are unchanged, with the left-overs of real files. The expected specs were written from papers, model
-cards and modeling code, never from the reader under test.
+``hub`` for custom code in the repository, or the name of another program's format. Keys unrelated to
+attention are left out; all keys about RoPE are unchanged, also those without effect. The expected specs
+were written from papers, model cards and modeling code, never from the reader under test.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ GEMMA3_LAYERS = ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" f
 
 
 def llama3(factor: float) -> dict[str, Any]:
-    """The rope section of Llama 3.1."""
+    """Return the rope section of Llama 3.1, with the given factor."""
     return {
         "factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
         "original_max_position_embeddings": 8192, "rope_type": "llama3",

@@ -1,6 +1,7 @@
-"""The mutants of mutation.py: choose them, and make a copy of the source with one.
+"""Choose the mutants of mutation.py, and build a copy of the source with one of them.
 
-Python is changed by its syntax tree, C++ by its tokens; messages, types and comments are not changed.
+Changes are found in the syntax tree of Python and in the tokens of C++; messages, types and comments
+are left alone.
 The mutants of a file depend only on its text.
 """
 
@@ -34,7 +35,7 @@ NUMBERS = ("float", "int", "Tensor", "torch.Tensor")
 
 
 def changes(node, returns):
-    """Yield pairs (kind, replacement text); `returns` is the enclosing function's return annotation."""
+    """Yield (kind, new text) of each change to a node; `returns`: its function's return annotation."""
 
     def spelled(kind, **fields):
         yield kind, f"({ast.unparse(type(node)(**{**dict(ast.iter_fields(node)), **fields}))})"
@@ -136,7 +137,7 @@ def loop_lines(text):
 
 
 def choose(path):
-    """Yield the mutants of a file: kinds in turn, at most one per line, always the same."""
+    """Yield the mutants of a file: of all kinds equally, at most one per line, always the same."""
     name, text = path.relative_to(ROOT).as_posix(), path.read_text()
     found = sorted(set((python_lines if path.suffix == ".py" else loop_lines)(text)))
     chance = random.Random(name)
@@ -171,7 +172,10 @@ def changed(text, mutant):
 
 
 def build(mutant, text, folder, isa):
-    """Build the library with one changed file of csrc/, compiling only the units that include it."""
+    """Build the library with one changed file of csrc/, and return whether it compiles.
+
+    Only the units that include the file are compiled.
+    """
     spec = importlib.util.spec_from_file_location("tightrope_setup", ROOT / "setup.py")
     setup = importlib.util.module_from_spec(spec)
     with mock.patch("setuptools.setup"):

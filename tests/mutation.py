@@ -6,9 +6,10 @@
     python tests/mutation.py compare RESULTS RESULTS          faults that only the first run noticed
 
 A mutant is one changed line. It is identified by the line's text, so a list stays valid after other
-changes; a mutant whose line no longer exists is reported as gone. Each runs on a copy of src/, with only
-the tests that run its line, the nearest files first, until one fails. The loops in csrc/ are built for
-one instruction set. `run` continues an earlier run with the same RESULTS. Linux only: it forks.
+changes; a mutant whose line no longer exists is reported as gone. For each mutant, tests run on a copy
+of src/ until one fails: for Python the tests that run its line, for C++ those of all files in NEAREST;
+the nearest files first. The loops in csrc/ are built for one instruction set. `run` continues an
+earlier run with the same RESULTS. Linux only: it forks.
 """
 
 import collections
@@ -81,7 +82,7 @@ class Tracer:
 
 
 class Chosen:
-    """A pytest plugin: runs the chosen tests, quickest first; notes the current test, then the result."""
+    """A pytest plugin: runs the chosen tests, quickest first; writes the current test to a file."""
 
     def __init__(self, seconds, until, note):
         self.seconds, self.until, self.note = seconds, until, note
@@ -90,14 +91,14 @@ class Chosen:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         items[:] = [item for item in items if item.nodeid in self.seconds]
-        # In powers of two of the time, so that the tests of a file mostly stay together.
+        # Times are compared as powers of two, so that the tests of a file mostly stay together.
         items.sort(key=lambda item: int(1000 * self.seconds[item.nodeid]).bit_length())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
         self.note.write_text(json.dumps({"outcome": "crash", "by": item.nodeid}))
         self.result["tests"] += 1
-        # Ends the process, even inside C++ code.
+        # The default action of this signal ends the process, even inside C++ code.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(30 + int(20 * self.seconds[item.nodeid]))
         if time.monotonic() > self.until:
@@ -150,7 +151,7 @@ def run_tests(source, seconds, until, arguments, isa=None):
 
 
 def stages(mutant, traced):
-    """Return {test: seconds} of the tests that run the mutated line: nearest files first, then others."""
+    """Return the tests to run as two {test: seconds}: those of the nearest files, and the others."""
     name, tests = mutant["file"], traced["tests"]
     near = next(stems for pattern, stems in NEAREST.items() if re.search(pattern, name)).split()
     if name.startswith("csrc"):
@@ -170,7 +171,7 @@ def stages(mutant, traced):
 
 
 def run_mutant(mutant, traced, arguments):
-    """Return the outcome for one mutant, or for the unchanged source (None)."""
+    """Return the outcome of one mutant; None stands for the unchanged source."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, start, isa = Path(temporary), time.monotonic(), None
         shutil.copytree(ROOT / "src", folder / "src")
@@ -201,7 +202,7 @@ def read_results(path):
 
 
 def run(mutants, traced, results, arguments):
-    """Run the mutants without a result; then run the tests that failed on the unchanged source."""
+    """Run the mutants that have no result yet; then, on the unchanged source, all tests that failed."""
     done = read_results(results)
     with results.open("a") as out:
         for mutant in mutants:
@@ -216,7 +217,7 @@ def run(mutants, traced, results, arguments):
         print(f"{where:15} {outcome:10} {count}")
     killers = {m.get("by") for m in done.values()} & set(traced["tests"])
     print(
-        "the failing tests, without a mutant:",
+        "the tests that failed, on the unchanged source:",
         run_mutant(None, dict.fromkeys(killers, 5.0), arguments),
     )
 

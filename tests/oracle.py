@@ -5,8 +5,8 @@ and many-digit frequencies, cosines and sines come from mpmath, and the rotation
 by channel in float64.
 
 Positions are Python numbers or tensors, whose elements are taken as exact. Frequencies are many-digit
-numbers in radians per position. A `float64` result is within one rounding of the exact value, which is
-2^29 times finer than float32 can resolve.
+numbers in radians per position. Cosines and sines are rounded once, to float64, whose steps are 2^29
+times finer than those of float32.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def cos_sin_at(positions: tuple[Number, ...], omegas: tuple[Real, ...]) -> tuple
 def cos_sin(
     positions: Sequence[Number] | torch.Tensor, omegas: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine as float64 ``[rows, tokens, pairs]``.
+    """Return the cosines and sines of all angles, float64 ``[rows, tokens, pairs]``.
 
     Args:
         positions: ``[tokens]``, ``[rows, tokens]`` or ``[axes, rows, tokens]``.
-        omegas: one per pair; or, with several axes, one such sequence per axis.
+        omegas: one per pair; for positions with axes, one sequence of them per axis.
     """
     if isinstance(positions, torch.Tensor):
         ids: Any = positions.tolist()
@@ -181,7 +181,7 @@ FORMATS = {
 
 
 def step_sizes(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the spacing of a dtype at float64 values, as float64."""
+    """Return the spacing of a dtype's numbers at each float64 value, as float64."""
     digits, lowest, _ = FORMATS[dtype]
     _, exponent = torch.frexp(exact)  # |exact| in [2^(exponent-1), 2^exponent)
     exponent = (exponent - 1).clamp(min=lowest) - (digits - 1)

@@ -54,7 +54,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
 
 
 def turn(x: torch.Tensor, angle: torch.Tensor, start: int, interleaved: bool) -> torch.Tensor:
-    """Rotate x (rows, heads, tokens, channels) by angles (tokens, pairs), as complex numbers."""
+    """Rotate x (rows, heads, tokens, channels) by angles (tokens, pairs)."""
     pairs = angle.shape[-1]
     if interleaved:
         first = [start + 2 * k for k in range(pairs)]
@@ -72,7 +72,7 @@ def turn(x: torch.Tensor, angle: torch.Tensor, start: int, interleaved: bool) ->
 
 
 def angles(tokens: int, offset: int, rotary_dim: int, base: float = 10000.0) -> torch.Tensor:
-    """Return the angles of positions offset … offset + tokens − 1, (tokens, pairs)."""
+    """Return the angles (tokens, pairs) of positions offset … offset + tokens − 1."""
     where = torch.arange(tokens, dtype=torch.float64) + offset
     k = torch.arange(rotary_dim // 2, dtype=torch.float64)
     return where[:, None] * base ** (-2 * k / rotary_dim)

@@ -1,9 +1,9 @@
 """Reference frequencies of every rule, from the papers' formulas at 80 digits.
 
-The functions are written from the papers and their authors' reference code, as each docstring cites;
-nothing comes from the library under test. Floats are taken as exact numbers. Each function returns ω of
-every pair in radians per position; if a rule has a factor on the rotated channels, another function
-returns that.
+The functions are written from the papers and their authors' code, which the docstrings cite; nothing
+comes from the library under test. Floats are taken as exact numbers. Each function returns ω of
+every pair in radians per position. If a rule has a factor on the rotated channels, a second function
+returns it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def ntk(d: int, base: float, factor: float) -> list[Real]:
 
 
 def dynamic_ntk(d: int, base: float, factor: float, trained: int, length: int | None) -> list[Real]:
-    """YaRN, section 3.3, s = max(1, l'/L), with the factor that implementations put before it:
-    s = factor · l'/L − (factor − 1)."""
+    """YaRN, section 3.3, s = max(1, l'/L). Implementations use s = factor · l'/L − (factor − 1)."""
     if length is None or length <= trained:
         return plain(d, base)
     scale = MP.mpf(factor) * length / trained - (MP.mpf(factor) - 1)
@@ -85,7 +84,7 @@ def yarn(
 
 
 def yarn_mscale(scale: float, weight: float = 1.0) -> Real:
-    """YaRN, equation 22, with DeepSeek's weight: yarn_get_mscale of its modelling code."""
+    """YaRN, equation 22, with a weight as in yarn_get_mscale of DeepSeek's modelling code."""
     if scale <= 1:
         return MP.mpf(1)
     return MP.mpf(1) / 10 * MP.mpf(weight) * MP.log(MP.mpf(scale)) + 1
@@ -126,7 +125,7 @@ def longrope_attention(factor: float, trained: int) -> Real:
 
 
 def llama3(d: int, base: float, factor: float, low: float, high: float, trained: int) -> list[Real]:
-    """apply_scaling of Meta's reference code for Llama 3.1, in wavelengths as it is there."""
+    """apply_scaling of Meta's reference code for Llama 3.1, which compares wavelengths."""
     longest, shortest = MP.mpf(trained) / MP.mpf(low), MP.mpf(trained) / MP.mpf(high)
     found = []
     for omega in plain(d, base):
@@ -142,7 +141,7 @@ def llama3(d: int, base: float, factor: float, low: float, high: float, trained:
 
 
 def proportional(d: int, base: float, fraction: float, factor: float = 1.0) -> list[Real]:
-    """Round and Round We Go (arXiv 2410.06205), section 6: the slowest (1 − p) of the pairs do not rotate."""
+    """Round and Round We Go (arXiv 2410.06205), section 6: the slowest 1 − p of all pairs do not rotate."""
     turning = int(fraction * d // 2)
     row = plain(d, base)
     return [omega / MP.mpf(factor) for omega in row[:turning]] + [MP.mpf(0)] * (d // 2 - turning)

@@ -18,7 +18,7 @@ def covering(
     Args:
         axes: the values of each option, by name.
         allowed: returns whether a case, which may have only some of the options, is valid.
-        seed: seed of the random choices; the cases are always the same.
+        seed: seed of the random choices; equal seeds give equal cases.
     """
     names = list(axes)
     rng = random.Random(seed)
@@ -55,7 +55,7 @@ def covering(
                 if found > gain:
                     best, gain = chosen, found
         if gain <= 0:
-            raise AssertionError(f"no case has {sorted(left)[0]}")
+            raise AssertionError(f"no allowed case contains {sorted(left)[0]}")
         left -= set(_pairs(names, best))
         cases.append({name: axes[name][best[name]] for name in names})
     return cases

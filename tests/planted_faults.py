@@ -67,7 +67,7 @@ def angles(
     w_type: torch.dtype | None = None,
     a_type: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return position · ω as float32, with steps rounded to the given dtypes."""
+    """Return position · ω as float32, with positions, ω and angles rounded to the given dtypes."""
     p = positions.float() if p_type is None else positions.to(p_type).float()
     w = omega if w_type is None else omega.to(w_type).float()
     angle = p[..., None] * w
@@ -91,7 +91,7 @@ def rope(
     types: dict[str, torch.dtype] | None = None,
     **rest: Any,
 ) -> Fn:
-    """Return a function of x (rows, heads, tokens, channels) and positions (rows, tokens)."""
+    """Return a rotation of x (rows, heads, tokens, channels) by positions (rows, tokens)."""
     omega = inv_freq(rotary_dim, base, over) / divide
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def rope(
 
 
 def table_of(size: int, past: str) -> Fn:
-    """Return a function with a table of `size` positions and a fault behind its end."""
+    """Return a function with a table of `size` positions; `past` names what it does beyond them."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def table_of(size: int, past: str) -> Fn:
 def dynamic_ntk(
     *, original: int = 1024, remembers: bool = False, by_batch: bool = True, fixed: bool = False
 ) -> Fn:
-    """Frequencies from the largest position, of the batch or of the row, perhaps cached."""
+    """Return a function whose frequencies follow the largest position of the batch, row or past."""
     longest = [original]
 
     def row(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def dynamic_ntk(
 
 
 class GrowingCache(nn.Module):
-    """Counts tokens itself; its table grows, and with `stale` the new part starts again at 0."""
+    """Counts tokens itself; its table grows, and with `stale` each new part starts at position 0."""
 
     def __init__(self, stale: bool) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class GrowingCache(nn.Module):
 
 
 def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
-    """Return a function of q, k and positions."""
+    """Return a function of q, k and positions; without `k_side` it does not rotate k."""
 
     def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
         return q_side(q, positions), k if k_side is None else k_side(k, positions)
@@ -203,7 +203,7 @@ def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
 def with_tables(
     *, swap: bool = False, interleaved: bool = False, in_place: bool = False, **rest: Any
 ) -> Fn:
-    """Return a function of q, k, cos and sin (rows, tokens, channels), in full width for its pairing."""
+    """Return a function of q, k and tables (rows, tokens, channels), which hold each value twice."""
 
     def fn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if swap:
@@ -232,7 +232,7 @@ def wrong_halves() -> Fn:
 
 
 def per_head(bug: bool) -> Fn:
-    """Heads 1, 5, 9, … are rotated one position behind."""
+    """Rotates heads 1, 5, 9, … by the previous position."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 
 def other_columns(bug: bool) -> Fn:
-    """Halves the channels that do not rotate."""
+    """Multiplies the channels that do not rotate by 0.5."""
     plain = rope(rotary_dim=32)
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -312,7 +312,7 @@ def by_id_type(bug: bool) -> Fn:
 
 
 def grouped(how: str) -> Fn:
-    """k with fewer heads than q: refused, or one position behind."""
+    """Refuses k with fewer heads than q, or rotates it by the previous position."""
     plain = rope()
 
     def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -325,7 +325,7 @@ def grouped(how: str) -> Fn:
 
 
 def xpos() -> Fn:
-    """Rotation times a decay over positions."""
+    """Rotates, and multiplies by a decay over positions."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -371,7 +371,7 @@ def turned_at_0() -> Fn:
 
 
 def drifting() -> Fn:
-    """Positions that grow slightly too fast."""
+    """Uses positions that grow slightly too fast."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -466,7 +466,7 @@ FAULTS: dict[str, Fault] = {
     "partial slice, fractions of head_dim, undeclared": Fault(
         "denominator", lambda: rope(rotary_dim=32, over=DIM), lambda: rope(rotary_dim=32)
     ),
-    # dtypes of steps
+    # dtypes of intermediate values
     "frequencies in bfloat16": Fault("frequency-dtype", lambda: rope(types={"w_type": BF16})),
     "frequencies in float16": Fault(
         "frequency-dtype", lambda: rope(types={"w_type": FP16}), spec=SPEC

@@ -91,7 +91,7 @@ class Threads:
             self._run(operation.split("."), _operands(operands), on)
 
     def _value(self, operand: str, kind: str) -> Array:
-        """Return an operand as numbers of that type."""
+        """Return the value of an operand in each thread, as PTX type `kind`."""
         dtype = np.dtype(_TYPES[kind])
         if operand in self.at:
             raw = self.at[operand]
@@ -192,7 +192,7 @@ class Threads:
         bits = int(words[-1][1:])
         if words[1] == "param":
             index = int(re.findall(r"param_(\d+)", operands[1])[0])
-            # Tensors lie far apart; the memory behind them is scratch that is never read.
+            # Tensors lie far apart. Parameters after them point to scratch memory, never read.
             self._set(operands[0], np.full(self.threads, (index + 1) << 40, "u8"), on)
             return
         where, registers = (operands[1], operands[0]) if words[0] == "ld" else operands[:2]

@@ -83,7 +83,10 @@ _CLASSES: dict[str, Any] = {
 
 
 def small_model(family: str, **settings: Any) -> PreTrainedModel:
-    """Make a model in eval mode, with weights that keep variances, so that scores depend on angles."""
+    """Make a model in eval mode.
+
+    Its weights keep the variance of activations, so that attention scores depend on angles.
+    """
     model_type, own = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **{**own, **settings})
     torch.manual_seed(0)
@@ -100,7 +103,7 @@ def small_model(family: str, **settings: Any) -> PreTrainedModel:
 
 
 def small_inputs(family: str) -> dict[str, torch.Tensor]:
-    """Make two rows of tokens; for Qwen2-VL with an image, so that its three axes differ."""
+    """Make two rows of tokens; for Qwen2-VL with an image, so that coordinates differ."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 80, (2, TOKENS), generator=generator)
     if family != "Qwen2-VL":

@@ -24,7 +24,7 @@ OFFSET = 7
 def assert_formula(
     got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str = ""
 ) -> None:
-    """Assert equality within a tolerance relative to the largest number of a head vector."""
+    """Assert closeness, relative to the largest element of each head in `want`."""
     assert got.shape == want.shape
     bound = tolerances.value(f"f and P, {str(dtype)[6:]}")
     size = want.abs().amax(-1, keepdim=True)
@@ -47,14 +47,14 @@ def wanted(x, name, spec, log=None, weight=None, eps=1e-6, offset=0.0):
 @both_pairings
 @pytest.mark.parametrize("name", NAMES)
 def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
-    """Compare on a slice, and with head sizes that leave a remainder of a vector register."""
+    """Neither the 30 channels that rotate nor all 38 of a head fill whole SIMD registers."""
     spec = RopeSpec(38, start=3, rotary_dim=30, interleaved=interleaved)
     x = (3 * noise(2, 3, 4, 38)).to(dtype)
     dy = noise(2, 3, 4, 38, seed=1, dtype=dtype)
     exact = x.double().requires_grad_()
     want = wanted(exact, name, spec)
     (slope,) = torch.autograd.grad(want, exact, dy.double())
-    # Strides of a fused projection, and channels with a stride.
+    # The strides of a fused projection, and channels with stride 2.
     for view in (
         x.transpose(1, 2).contiguous().transpose(1, 2),
         x.repeat_interleave(2, -1)[..., ::2],
@@ -180,7 +180,10 @@ def test_a_norm_without_a_weight_and_with_nothing_to_sum() -> None:
 
 
 def gate_cases():
-    """Name -> (tensor, a gate with it, its logarithm for q (rows, heads, tokens, channels))."""
+    """Return name -> (values, their gate's class, a function from values to the factor's logarithm).
+
+    The logarithm broadcasts to (rows, heads, tokens, channels).
+    """
     where = torch.arange(5.0).double()[:, None] + OFFSET
     return {
         "exp": (0.3 * noise(3, 38, seed=8), gates.Exp, lambda g: g[:, None]),
@@ -207,7 +210,7 @@ def gate_cases():
 @every_dtype
 @pytest.mark.parametrize("name", gate_cases())
 def test_gates_with_their_gradients(name, dtype, backend) -> None:
-    """Every gate, and the inverse, which divides by it."""
+    """Every gate, and the inverse, which divides by its factors."""
     values, make, log = gate_cases()[name]
     spec = RopeSpec(38, start=2, rotary_dim=34, interleaved=True)
     x, dy = noise(2, 3, 5, 38, dtype=dtype), noise(2, 3, 5, 38, seed=1, dtype=dtype)
@@ -221,7 +224,7 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
     slopes = torch.autograd.grad(want, (exact, same), dy.double())
     assert_formula(y, want.detach(), dtype)
     assert_formula(found[0], slopes[0], dtype)
-    # y is rounded before it is summed.
+    # The sum is over rounded y, so the bound is relative to the largest gradient.
     size = max(1.0, slopes[1].abs().max().item())
     assert_formula(found[1] / size + 1, slopes[1] / size + 1, dtype)
     back = rotate(
@@ -231,7 +234,7 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
 
 
 def by_slopes(slopes, ids, dtype, backend="cpu"):
-    """Apply slopes per head to ones at given positions, without rotation: (tokens, heads, D)."""
+    """Return ones times a slope gate per head, without rotation: (tokens, heads, channels)."""
     width = slopes.shape[1]
     x = torch.ones(1, len(ids), len(slopes), width, dtype=dtype)
     still = torch.zeros(width // 2, dtype=torch.float64)
@@ -357,7 +360,7 @@ def test_gradcheck_of_all_together(act, kind) -> None:
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_bits_depend_on_the_token_alone(act, heads, tokens, half, interleaved, dtype) -> None:
-    """The same bits in any layout, strides, threads, alignment and batch, and token by token."""
+    """The same bits in every layout, strided, in place, beside k, and for one token alone."""
     spec = RopeSpec(2 * half, interleaved=interleaved)
     x = noise(2, heads, tokens, 2 * half, dtype=dtype)
     weight = noise(2 * half, seed=3)
@@ -433,7 +436,7 @@ def test_kinds_that_differ_and_kinds_of_none() -> None:
     rotate_qk_(a, b, spec, act=("silu", None), gate=(None, gate))
     assert torch.equal(a, y)
     assert torch.equal(b, z)
-    # xPos given once is the inverse for keys.
+    # A single xPos gate is inverted for k.
     xpos = gates.XPos(0)
     y, z = rotate_qk(q, k, spec, 5, gate=xpos)
     assert torch.equal(z, rotate(k, spec, 5, gate=xpos.for_keys()))

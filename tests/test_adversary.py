@@ -224,13 +224,13 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "ragged": (
         lambda: rotate(RAGGED, SPEC, layout="bsd"),
         TypeError,
-        "[rotate] x must be a dense tensor but got one that is nested; for one of layout jagged "
+        "[rotate] x must be a dense tensor but got one that is nested; if its layout is jagged, "
         "rotate x.values() with positions.packed(x.offsets()) and layout='thd'.",
     ),
     "ragged, in place": (
         lambda: rotate_(RAGGED, SPEC, layout="bsd"),
         TypeError,
-        "[rotate_] x must be a dense tensor but got one that is nested; for one of layout jagged "
+        "[rotate_] x must be a dense tensor but got one that is nested; if its layout is jagged, "
         "rotate x.values() with positions.packed(x.offsets()) and layout='thd'.",
     ),
     "sparse ids": (
@@ -311,8 +311,8 @@ def test_a_factor_below_one_is_taken_for_an_inverse(kind: str) -> None:
 def test_a_name_of_the_hub_is_no_path(tmp_path: Path) -> None:
     name = tmp_path / "some" / "model"
     text = (
-        "[Errno 2] No such file or directory; for a model that is not on this machine give its config "
-        f"object, transformers.AutoConfig.from_pretrained(name): '{name}'"
+        "[Errno 2] No such file or directory; for a model that is not on this machine, pass its config "
+        f"object: transformers.AutoConfig.from_pretrained(name): '{name}'"
     )
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(text)}$"):
         RopeSpec.from_config(name)

@@ -1,4 +1,4 @@
-"""Memory that a call changes, memory that it must not change, and the versions for autograd."""
+"""Memory that a call changes, memory that it must not change, and version counters."""
 
 import re
 from functools import partial
@@ -88,7 +88,9 @@ def test_in_place_calls_bump_the_version_counter() -> None:
 
 
 def test_the_raw_operator_refuses_a_tensor_that_requires_grad() -> None:
-    """An error instead of a wrong gradient: without an autograd kernel torch would use the identity's."""
+    """An error instead of a wrong gradient: without an autograd kernel, torch would use the
+    gradient of the identity.
+    """
     x = noise(2, 3, 5, 8).requires_grad_() * 1
     with pytest.raises(RuntimeError, match=r"the raw operator has no gradient"):
         torch.ops.tightrope.rotate_(x, None, *raw_arguments())
@@ -187,7 +189,7 @@ def test_inference_mode() -> None:
         rotate(inside, fresh)
     assert torch.equal(y, expected)
     assert torch.equal(inside, expected)
-    # Inference tensors must not reach autograd.
+    # The tensors that the spec cached in inference mode must not reach autograd.
     z = rotate(x.requires_grad_(), fresh)
     z.sum().backward()
     assert x.grad is not None
@@ -195,7 +197,7 @@ def test_inference_mode() -> None:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
-    """Writing to one raises an error, as in torch, because inference tensors have no version counter."""
+    """Writing to an inference tensor raises an error, as in torch: it has no version counter."""
     with torch.inference_mode():
         frozen = noise(1, 2, 5, 8)
     x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)

@@ -27,7 +27,7 @@ Operator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Call(NamedTuple):
-    """Arguments of the operator, with intermediate values of the reference."""
+    """Arguments of the operator, without the choice of gradients."""
 
     ys: Sequence[torch.Tensor]
     grads: Sequence[torch.Tensor]
@@ -62,7 +62,7 @@ def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def formula(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Return both sums, each with the same sum of moduli."""
+    """Return the sums by positions and by frequencies, each with the sum of its terms' moduli."""
     layout = schema.LAYOUTS[call.options.layout]
     rows, _, tokens, _ = oracle.as_bhsd(call.ys[0], layout).shape
     pairs = call.words.shape[3]
@@ -304,7 +304,7 @@ def test_gradients_that_are_not_needed_are_empty(operator: Operator) -> None:
 def test_an_invalid_position_makes_frequency_gradients_nan(
     at: torch.dtype, lost: float, operator: Operator
 ) -> None:
-    """Invalid positions: output and gradients are NaN there, and unaffected elsewhere."""
+    """The gradients that include an invalid position are NaN; the others are unaffected."""
     call = make(at=at, axes=2, word_rows=True)
     assert call.positions is not None
     call.positions[1, 1, 3] = lost
@@ -405,7 +405,7 @@ def test_strides_and_calls_change_no_bit(dtype: torch.dtype, interleaved: bool) 
         )
         for got, first in zip(other.run(schema.angle_gradients), want, strict=True):
             assert_same_bits(got, first)
-    # A position does not depend on its neighbours.
+    # The gradient of a position does not depend on other tokens.
     for row, token in ((0, 0), (1, 4)):
         alone = call._replace(
             ys=[y[row : row + 1, :, token : token + 1] for y in call.ys],
@@ -517,7 +517,7 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
 
 
 def test_no_gradient_is_lost_through_the_raw_operator() -> None:
-    """An error: the raw operator has no gradient, and second derivatives use the formula instead."""
+    """An error, as the raw operator has no gradient of its own."""
     call = make(at=torch.float64)
     for x in (call.ys[0], call.grads[0], call.positions):
         x.requires_grad_()

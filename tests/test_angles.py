@@ -19,7 +19,7 @@ BASES = [1e2, 1e4, 5e5, 1e7, 1e9]
 DIMS = [8, 16, 64, 96, 128, 250, 512]
 TOP = 2**31 - 1
 
-# Both signs, odd and even, and positions that int32 or float32 cannot hold.
+# Both signs, odd and even, the ends of int32, and integers that float32 cannot hold.
 POSITIONS = [
     *(0, 1, -1, 2, -3, 8191, 8192, -8193, 131071, 131072, -131073),
     *(2**20 - 1, 2**20, 2**20 + 1, -(2**20) - 1, 16777217, -715827883),
@@ -135,7 +135,7 @@ def test_integer_positions(base: float, dim: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
-    """Every remainder of the kernel's tile size, near each magnitude, by offset."""
+    """40 positions from an offset, near each magnitude: every remainder of the kernel's tiles."""
     spec = RopeSpec(20, interleaved=interleaved)
     for start in (0, -20, 8192 - 20, 131072 - 20, 2**20 - 20, TOP - 39, -TOP - 1):
         run = range(start, start + 40)
@@ -147,7 +147,7 @@ def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_beyond_32_bits_do_not_wrap_early(backend: str) -> None:
-    """Positions where float32 has no bound, and float64 keeps the bound of phase words."""
+    """Here float32 has no bound, and float64 keeps the bound of phase words."""
     ids = [2**31, -(2**31) - 1, 2**32 + 1, 2**40 + 3, -(2**44) - 1]
     exact = oracle.cos_sin(ids, oracle.frequencies(10000.0, 16))
     got = from_rotation(RopeSpec(16), torch.tensor(ids), (1, len(ids)), torch.float64, backend)
@@ -178,7 +178,7 @@ LARGE = [8191.3, -131071.7, 1048575.9, 16383.499999, 2.0**22 + 0.25]
 @pytest.mark.parametrize("position_dtype", DTYPES)
 @pytest.mark.parametrize("base", [1e-9, 1e-3, 0.03, 1.0, 1e4])
 def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
-    """Fractions at base < 1, where ω > π for all pairs but the first few and whole turns matter."""
+    """Fractional positions; with base < 1 most pairs have ω > π, so whole turns matter."""
     dim = 16
     omegas = oracle.frequencies(base, dim)
     turns = float(max(omegas)) / (2 * math.pi)
@@ -218,7 +218,7 @@ def test_whole_turns_per_position_are_not_lost(whole: int, backend: str) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_far_finer_than_float32_change_the_result(backend: str) -> None:
-    """Steps of 2^-24 and 2^-32 of a position: gradcheck takes finite differences of such steps."""
+    """Steps of 2^-24 and 2^-32 of a position: gradcheck takes finite differences with such steps."""
     for step in (2.0**-24, 2.0**-32):
         ids = torch.tensor([1000.3, 1000.3 + step], dtype=torch.float64)
         _, sin = from_rotation(RopeSpec(2), ids, (1, 2), torch.float64, backend)
@@ -359,7 +359,7 @@ def test_words_from_a_tensor_are_within_the_bound() -> None:
 @pytest.mark.parametrize("half", [0.5, -0.5, 1.5, -1.5, 2.5, 7.5, 1e6 + 0.5])
 @pytest.mark.parametrize("step", [-2, -1, 0, 1, 2])
 def test_words_from_a_tensor_near_half_a_turn(half: float, step: int) -> None:
-    """Overflow at half a turn, which is 2^63 units where phase words end at 2^63 − 1."""
+    """Half a turn is 2^63 units, one more than a phase word can hold."""
     omega = half * 2 * math.pi
     for _ in range(abs(step)):
         omega = math.nextafter(omega, math.copysign(math.inf, step))

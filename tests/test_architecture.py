@@ -95,7 +95,7 @@ def ancestors(module: str) -> list[str]:
 
 
 def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[str, str | None, bool]]:
-    """Yield (module, name or None, lazy) of each import of tightrope; for modules see `module_of`."""
+    """Yield (module, name or None, lazy) of each import of tightrope; modules as in `module_of`."""
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, str | None, bool]]:
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -179,7 +179,7 @@ def find_problems(
             inner = f"{base}.{name}".lstrip(".")
             target = inner if name is not None and inner in modules else base
             if target not in modules:
-                problems.append(f"{path}: imports {target}, which is not there")
+                problems.append(f"{path}: imports {target}, which does not exist")
                 continue
             if (module, target) in (lazy_allowed or {}) and lazy:
                 unused_lazy.pop((module, target), None)
@@ -293,7 +293,7 @@ REJECTED = {
         "imports up to backends",
     ),
     "no rank": ("helpers.py", "", "helpers.py: has no rank"),
-    "not there": ("spec.py", "from .nowhere import x", "imports nowhere, which is not there"),
+    "not there": ("spec.py", "from .nowhere import x", "imports nowhere, which does not exist"),
     "by a computed name": ("spec.py", "import_module(f'{x}.y')", "imports by a computed name"),
     "a cycle": ("ops/schema.py", "from .autograd import f", "cycle: "),
     "a cycle in one group": ("ops/autograd.py", "from . import rotate", "cycle: "),
@@ -369,7 +369,7 @@ def test_import_is_light() -> None:
 
 
 def test_heavy_imports_are_seen() -> None:
-    # Two are really imported; the others may not be installed, so only their modules are faked.
+    # Two are really imported; the others may not be installed, so modules of their names are faked.
     statement = "import torch._dynamo, torch._inductor; "
     statement += "sys.modules.update({name: sys for name in %r})"
     heavy, _ = cost_of(statement % ["triton.language", "typer", "rich.console", "matplotlib"])
@@ -403,7 +403,7 @@ def properties_of_named_tuples(source: str) -> list[str]:
 
 
 def test_no_named_tuple_that_is_traced_has_a_property() -> None:
-    """Torch 2.10 cannot trace one; traced code is outside the backends, workbench, cli and config."""
+    """Torch 2.10 cannot trace such a property. The folders that are left out are not traced."""
     found = [
         f"{path}: {name}"
         for path, source in read_files(SOURCE).items()
@@ -417,7 +417,7 @@ def test_no_named_tuple_that_is_traced_has_a_property() -> None:
 
 def test_only_the_binding_includes_torch() -> None:
     """The loops are compiled once per instruction set. The linker keeps one copy of each function of
-    torch's headers, and it could be compiled for instructions that the machine lacks."""
+    torch's headers, which could then use instructions that the machine lacks."""
     folder = SOURCE.parent.parent / "csrc"
     aware = {path.name for path in folder.iterdir() if "<torch/" in path.read_text()}
     assert aware == {"bind_problem.h"}

@@ -1,4 +1,4 @@
-"""The audit: it finds and names every planted fault, and nothing in correct functions."""
+"""The audit names every planted fault, and reports nothing about correct functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tightrope.workbench.audit._exact import cos_sin
 from tightrope.workbench.audit._guard import Guard
 from tightrope.workbench.audit._identify import identify
 
-# Findings whose programs raise the function's own error: a call is refused.
+# Findings about a call that the function refuses: their programs raise its own error.
 REFUSED = {
     "strides-refused": RuntimeError,
     "grouped": (AssertionError, ValueError),
@@ -105,7 +105,7 @@ def test_dynamic_ntk_of_transformers_remembers() -> None:
         with pytest.raises(AssertionError):
             run(finding.snippet)
     assert "dynamic" in history.snippet
-    # Without a spec it finds the same, and that frequencies depend on the length.
+    # Without a spec, it also reports that frequencies depend on the length.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     blind = audit(LlamaRotaryEmbedding(config))
@@ -119,7 +119,7 @@ def test_bfloat16_positions_of_rotary_embedding_torch() -> None:
     assert set(report.codes) == {"position-dtype", "history"}, str(report)
     positions, history = report.findings[:2]
     assert positions.sentence == "Positions are rounded to bfloat16, for bfloat16 x."
-    assert "float32 is coarser after one in bfloat16" in history.sentence
+    assert "float32 results are coarser after a call in bfloat16" in history.sentence
     for finding in (positions, history):
         with pytest.raises(AssertionError):
             run(finding.snippet, package.RotaryEmbedding(64).rotate_queries_or_keys)
@@ -353,7 +353,7 @@ def meta(
 
 
 class Tables(nn.Module):
-    """A model's rotary module."""
+    """A rotary module that returns cosines and sines, like that of a model."""
 
     def __init__(self, width: str) -> None:
         super().__init__()
@@ -634,7 +634,7 @@ def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.Monke
 
 
 def test_a_config_that_the_library_reads_otherwise() -> None:
-    # The base is wrong: the audit takes the config as the intended rotation.
+    # The config has base 10000: the intended rotation is the spec, not the config.
     pytest.importorskip("transformers")
     from transformers import LlamaConfig
 
@@ -713,7 +713,7 @@ def test_a_report_survives_json() -> None:
     text = str(report)
     assert "WARNING sign: All pairs turn in the opposite direction" in text
     assert text.endswith("checks passed.")
-    # The worst come first.
+    # The most severe findings come first.
     assert [finding.severity for finding in report.findings] == sorted(
         (finding.severity for finding in report.findings), key=["error", "warning", "note"].index
     )

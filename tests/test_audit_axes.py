@@ -102,8 +102,8 @@ def test_a_model_with_sections_is_audited_against_them(outer: bool) -> None:
         ),
         (
             RopeSpec(16, scaling=YaRN(4.0, 4096), axes=Axes.blocks((4, 4))),
-            "spec must have no scaling if its frequencies restart with each axis, as no spec of one "
-            "axis then equals it on text, but got",
+            "spec must not combine scaling with frequencies that restart with each axis, as the audit "
+            "needs a spec of one axis that equals it on text, but got",
         ),
     ],
 )

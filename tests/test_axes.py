@@ -91,7 +91,11 @@ THW = torch.tensor([[3, 50, 0, 17, 41], [31, 2, 9, 0, 23], [7, 19, 44, 5, 1]])
 
 
 class Family(NamedTuple):
-    """Cosine and sine ``[tokens, pairs]`` from a model's own code."""
+    """An assignment, and a function that returns cosines and sines by the model's own code.
+
+    Attributes:
+        published: returns two tensors ``[tokens, pairs]``.
+    """
 
     axes: Axes
     base: float
@@ -154,7 +158,7 @@ def glm4v_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def per_pair(table: torch.Tensor) -> torch.Tensor:
-    """Return one value per pair of a table that holds each twice."""
+    """Return one value per pair from a table that holds each value twice."""
     half = table.shape[-1] // 2
     if torch.equal(table[:, :half], table[:, half:]):
         return table[:, :half]
@@ -181,7 +185,7 @@ def qwen2_vl_vision() -> tuple[torch.Tensor, torch.Tensor]:
     config = Qwen2VLVisionConfig(
         embed_dim=640, num_heads=8, rope_parameters={"rope_type": "axial", "rope_theta": 1e4}
     )
-    # The call returns [tokens, axes], despite its comment.
+    # The module takes positions [tokens, axes], although its comment states (2, N).
     cos, sin = qwen2_vl.Qwen2VLVisionRotaryEmbedding(config)(torch.zeros(1), THW[1:].T)
     return cos[:, :40], sin[:, :40]
 
@@ -281,7 +285,7 @@ def test_published_cosines_and_sines(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_pair_is_where_it_is_for_a_reason(name: str) -> None:
-    # The test above would fail if two coordinates were swapped or a pair had another axis.
+    # The test above would fail if any one pair had another axis.
     axes, base, at, published = FAMILIES[name]
     cos, sin = published()
     changed = [
@@ -447,7 +451,7 @@ def test_llama4_vision() -> None:
 
 
 def test_wan_gives_time_the_larger_block() -> None:
-    # The published rule: of d channels 2·(d // 6) each for height and width, the rest for time.
+    # The published rule: height and width get 2·(d // 6) of d channels each, time the rest.
     d = 128
     space = 2 * (d // 6)
     time = d - 2 * space
@@ -621,12 +625,12 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes.sections(()),
         ValueError,
-        "[Axes.sections] sizes must be numbers of pairs, one per axis, but got ().",
+        "[Axes.sections] sizes must hold at least one number of pairs, none negative, but got ().",
     ),
     (
         lambda: Axes.blocks((4, -1)),
         ValueError,
-        "[Axes.blocks] sizes must be numbers of pairs, one per axis, but got (4, -1).",
+        "[Axes.blocks] sizes must hold at least one number of pairs, none negative, but got (4, -1).",
     ),
     (
         lambda: Axes.sections(16),  # type: ignore[arg-type]
@@ -662,7 +666,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes.strided(3, 32),
         ValueError,
-        "[Axes.strided] pairs must be a multiple of count 3 but got 32.",
+        "[Axes.strided] pairs must be at least 0 and a multiple of count 3 but got 32.",
     ),
     (
         lambda: Axes.strided(2, "32"),  # type: ignore[arg-type]

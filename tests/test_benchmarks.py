@@ -1,4 +1,4 @@
-"""Benchmarks time right results only, refuse wrong ones, and write correct tables."""
+"""Benchmarks time only contenders with correct results, and write correct tables."""
 
 import importlib.util
 import json
@@ -354,7 +354,7 @@ def test_tables_escape_markdown() -> None:
 @pytest.mark.slow
 @needs_kernel
 def test_the_bits_of_drawn_calls(tmp_path: Path, capsys) -> None:
-    """Drawn calls are reproducible, and a differing call is found."""
+    """Random calls are reproducible, and a call whose bits differ is found."""
     name = cpu.instruction_set()
     stems = [str(tmp_path / stem) for stem in ("before", "after")]
     for stem in stems:

@@ -1,4 +1,4 @@
-"""The command line: commands end to end, Ctrl-C, wrong options, and the missing extra."""
+"""The command line: commands end to end, Ctrl-C, wrong options, and a missing `cli` extra."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENTRY = re.search(
     r'^tightrope = "(\w+(?:\.\w+)*):main"', PYPROJECT.read_text("utf-8"), re.MULTILINE
 )
 SCRIPT = f"import sys; from {ENTRY and ENTRY[1]} import main; sys.exit(main())"
-# `--size tiny` is hidden: a toy model and short timings, so that every part of the demo runs.
+# A hidden option: a toy model and short timings, so that every part of the demo runs quickly.
 TINY = ["demo", "--size", "tiny"]
 
 
@@ -76,9 +76,9 @@ def test_demo_trains_both_models(demo: tuple[dict[str, Any], str]) -> None:
 
 
 def test_demo_curves_coincide(demo: tuple[dict[str, Any], str]) -> None:
-    # Twelve steps of a toy model hardly depend on positions: the losses differ by about 5e-7, also
-    # with a base 1 % too low. The gradients distinguish these: 1e-7 against 2e-6 with the wrong base
-    # and 1e-3 with the other pairing.
+    # The loss of a toy model hardly depends on positions: after twelve steps, losses differ by about
+    # 5e-7, even with a base 1 % too low. First gradients differ by 1e-7; by 2e-6 with that base, and
+    # by 1e-3 with the other pairing.
     training = demo[0]["training"]
     assert training["max_loss_difference"] < 1e-5
     difference = training["first_gradient_relative_difference"]

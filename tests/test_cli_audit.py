@@ -64,7 +64,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does."""
+    """Run the command in a new process, as a user does."""
     command = [sys.executable, "-m", "tightrope.cli", "audit", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

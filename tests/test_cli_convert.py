@@ -1,4 +1,4 @@
-"""`tightrope convert` and `tightrope detect`: output, exit codes, kills and the soak test."""
+"""`tightrope convert` and `tightrope detect`: output, exit codes, killed processes, the soak test."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def one_line(arguments: list[object]) -> str:
         (b"[" * 100_000, "is nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "has a number of thousands of digits"),
         (b"{}", "the config must give the base of the frequencies"),
-        (b"GGUF", "must be a complete GGUF file but ends in the middle"),
+        (b"GGUF", "must be a complete GGUF file but ends within"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path: Path, content: bytes, about: str) -> None:
@@ -318,7 +318,7 @@ def test_places_that_are_no_configuration(tmp_path: Path) -> None:
     assert "has config.json and params.json" in one_line([tmp_path])
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(65 * 2**20)
-    assert "is neither, or too large" in one_line([tmp_path / "model.safetensors"])
+    assert "is not GGUF and has 68,157,440 bytes" in one_line([tmp_path / "model.safetensors"])
 
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +437,7 @@ TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Return all paths into a configuration, as keys and indices."""
+    """Yield the path of each value in a configuration, as keys and indices."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())
@@ -449,7 +449,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def damaged(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A configuration with one to three odd values in it, or keys missing."""
+    """Return a copy of a configuration with one to three odd values or missing keys."""
     config = copy.deepcopy(config)
     for _ in range(rng.choice((1, 1, 2, 3))):
         there = list(places(config))
@@ -501,7 +501,7 @@ def test_damaged_files_are_one_line_or_a_report(
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-# On a terminal: help, a table with bold text, and a progress bar.
+# Prints help, a table with bold text, and a progress bar.
 ON_A_TERMINAL = """
 import sys, time
 from tightrope.cli import app

@@ -117,7 +117,7 @@ def test_gradients_in_place(name: str) -> None:
             assert_near(one, other, "float64 ways")
 
 
-# Options for k only, which use a tensor shaped like q; so q and k become two calls.
+# Options that differ for q and k, so the rotation becomes two calls; they use a tensor shaped like q.
 OF_K: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda source: {"act": ("silu", RMSNorm(source[0, 0, 0]))},
     "a gate": lambda source: {"gate": (None, gates.Given(source.transpose(1, 2)))},
@@ -137,13 +137,13 @@ def in_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) ->
 
 
 def into(kind: str, source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, **more: Any) -> Any:
-    """The same with `out`: the call reads another q than it writes."""
+    """Rotate a copy of q and write the result over q, through `out`."""
     outs = q, torch.empty_like(k)
     return rotate_qk(q * 1, k, SPEC, out=outs, **OF_K[kind](source), **more)
 
 
 def out_of_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
-    """The same into new tensors."""
+    """Rotate into new tensors."""
     return rotate_qk(*xs, SPEC, **OF_K[kind](source), **more)
 
 
@@ -160,7 +160,7 @@ every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
 def test_extra_tensors_of_k_in_the_memory_of_q(
     kind: str, call: Callable[..., Any], compiler: str, source: str
 ) -> None:
-    """The call uses the values from before it, as in eager mode."""
+    """The call uses the values that the tensors had before it, as in eager mode."""
     memory, k = X.float() / 4, X.float().flip(-1)
     wanted = out_of_place(kind, memory, memory, k)
 
@@ -210,7 +210,7 @@ def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: st
         return [(*y, *torch.autograd.grad(y[2], (x, k))) if derived else y for y in ys]
 
     if way == "aot_eager" and kind not in ("a weight", "a gate", "a slope"):
-        # The backward pass of q also reads the positions or frequencies, which q has overwritten.
+        # The backward pass of q also reads positions or frequencies that the result has overwritten.
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             both()
         return

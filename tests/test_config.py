@@ -111,23 +111,23 @@ def test_both_forms_of_transformers_read_alike(model: Model) -> None:
 
 # --- no silent default ----------------------------------------------------------------------------
 
-# Key -> the default in such files if the key is absent; dropping it gives another valid model. A key is
-# the last part of a path, or "family:key" for a key of one family.
+# The last part of a key's path -> the default if it is absent: without it, the file is another valid
+# model.
 ABSENCE: dict[str, str] = {
     "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
-    "rope_parameters": "as rope_scaling, where the base stands outside",
+    "rope_parameters": "as for rope_scaling, if the base is outside the section",
     "head_dim": "hidden size / heads, as in the first Llama; families with another default require it",
     "kv_channels": "the same for Megatron",
     "llama.attention.key_length": "the same for GGUF",
     "head_size": "the same for vLLM",
-    "layer_types": "the specs are the same, their layers unlisted",
+    "layer_types": "the same specs, without the list of layers",
     "use_scaled_rope": "no scaling: Meta wrote it from Llama 3.1 on",
     "use_rope_scaling": "no scaling",
     "rotary_seq_len_interpolation_factor": "no scaling",
     "rotary_percent": "all channels",
     "rotary_dim": "all channels, for vLLM and families that rotate them all",
     "partial_rotary_factor": "all channels, in Phi-3; families with another default require it",
-    "multi_latent_attention": "from qk_pos_emb_head_dim",
+    "multi_latent_attention": "inferred from qk_pos_emb_head_dim",
     "beta_fast": "the paper's 32",
     "beta_slow": "the paper's 1",
     "truncate": "the paper's true",
@@ -138,9 +138,9 @@ ABSENCE: dict[str, str] = {
     "long_mscale": "the paper's factor, from factor alone",
     "alpha": "dynamic NTK, which has no alpha",
     "original_max_position_embeddings": "the length of the context for yarn and dynamic",
-    "max_position_embeddings": "where dynamic begins, and the ratio of LongRoPE; both required there",
-    "rope_type": "a section of nothing but a base scales by no rule",
-    "general.architecture": "from the prefix of the other keys",
+    "max_position_embeddings": "LongRoPE with mscales has no factor then; rules that need it require it",
+    "rope_type": "no scaling, if the section has only a base",
+    "general.architecture": "inferred from the prefix of the other keys",
 }
 
 
@@ -219,7 +219,7 @@ JUNK = ["x", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, True, float("nan"), float("i
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data())
 def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
-    """Any value in place of a number gives a spec or one of the library's errors."""
+    """Junk in place of any value gives a spec or one of the library's errors."""
     model = data.draw(st.sampled_from(MODELS))
     path = data.draw(st.sampled_from(sorted(paths(model.config))))
     config = copy.deepcopy(model.config)
@@ -391,7 +391,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a missing head width": (
         {**LLAMA, "model_type": "gemma"}, {}, ValueError,
-        "[from_config] model_type 'gemma' has heads of another width than hidden size / heads, so the "
+        "[from_config] model_type 'gemma' has a head_dim other than hidden size / heads, so the "
         "config must give head_dim.",
     ),
     "no width": (
@@ -468,7 +468,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "axial in a family without": (
         {**LLAMA, "rope_scaling": {"type": "axial"}}, {}, ValueError,
-        "[from_config] rope_scaling.type is 'axial', but model_type 'llama' is not known to have axes.",
+        "[from_config] rope_scaling.type is 'axial', but model_type 'llama' is not known to have several axes.",
     ),
     "sections of another sum": (
         {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [8, 8, 8]}}, {}, ValueError,
@@ -488,23 +488,23 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "a section of the config that is not there": (
         QWEN2_VL, {"section": "audio_config"}, ValueError,
-        "[from_config] section must be one of the config's sections but got 'audio_config'; it has "
-        "vision_config.",
+        "[from_config] section must be one of the config's sections but got 'audio_config'; the "
+        "config has vision_config.",
     ),
     "a section of metadata": (
         GGUF, {"section": "text_config"}, ValueError,
-        "[from_config] section must be None for GGUF architecture 'qwen2', which has none, but got "
-        "'text_config'.",
+        "[from_config] section must be None for GGUF architecture 'qwen2', which has no sections, "
+        "but got 'text_config'.",
     ),
     "a layer type that is not there": (
         {**LLAMA, "layer_types": ["full_attention"]}, {"layer_type": "sliding"}, ValueError,
-        "[from_config] layer_type must be one of the config's layer types but got 'sliding'; it has "
-        "full_attention.",
+        "[from_config] layer_type must be one of the config's layer types but got 'sliding'; the "
+        "config has full_attention.",
     ),
     "a layer type where there is one": (
         LLAMA, {"layer_type": "sliding"}, ValueError,
-        "[from_config] layer_type must be one of the config's layer types but got 'sliding'; it has "
-        "one type only, without a name.",
+        "[from_config] layer_type must be one of the config's layer types but got 'sliding'; the "
+        "config has one type only, without a name.",
     ),
     "no rotary embedding": (
         {"model_type": "zamba", "use_mem_rope": False, **VLLM}, {}, ValueError,
@@ -569,7 +569,8 @@ def test_a_folder_must_have_one_file(tmp_path: Path) -> None:
     }.items():
         for name in files:
             (tmp_path / name).write_text("{}", encoding="utf-8")
-        text = f"[from_config] a folder must have one of config.json and params.json but {tmp_path} has {has}."
+        names = "config.json and params.json"
+        text = f"[from_config] a folder must have exactly one of {names} but {tmp_path} has {has}."
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             read(tmp_path)
 

@@ -1,8 +1,8 @@
 """Check the table of families and `from_config` against transformers itself.
 
-Three checks: the rotation functions of transformers pair the channels that the table gives; its
-configuration classes read every flat configuration here, with the same spec as from the file; its
-rotary modules, built from those, have the frequencies of the spec.
+Three checks: its rotation functions pair channels as in the table; its configuration objects give the
+same specs as the files that they were read from; its rotary modules, built from these objects, have the
+frequencies of the specs.
 """
 
 import ast
@@ -40,7 +40,7 @@ WIDTH = 8
 
 @functools.cache
 def functions_of(folder: str) -> dict[str, Callable[..., Any]]:
-    """The functions and methods of a modeling file, compiled without importing the file."""
+    """Return the functions and rotary methods of a modeling file, compiled without importing it."""
     tree = ast.parse((PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8"))
     found: list[ast.FunctionDef] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     names = [node.name for node in found]
@@ -64,7 +64,7 @@ def functions_of(folder: str) -> dict[str, Callable[..., Any]]:
 
 
 def partner_of_first(function: Callable[..., Any]) -> int:
-    """The channel that is paired with channel 0, found by rotating the identity."""
+    """Return the channel that is paired with channel 0, found by rotating an identity matrix."""
     cos, sin = 0.6, 0.8
     names = list(inspect.signature(function).parameters)
     vision = function.__name__ == "apply_rotary_pos_emb_vision"
@@ -91,7 +91,7 @@ def partner_of_first(function: Callable[..., Any]) -> int:
 
 
 def _partner(rotated: torch.Tensor) -> int:
-    """The row of a rotated identity that has the same nonzero channels as row 0."""
+    """Return the other row of a rotated identity matrix that is nonzero in the channels of row 0."""
     touched = rotated.reshape(WIDTH, WIDTH).abs() > 1e-6
     assert (touched.sum(1) == 2).all(), touched
     (other,) = [row for row in range(1, WIDTH) if (touched[row] == touched[0]).all()]
@@ -120,7 +120,7 @@ def known(config: dict[str, Any]) -> bool:
     return config.get("model_type") in transformers.CONFIG_MAPPING
 
 
-# Its class keeps the base in attn_config and adds rope_parameters with a default.
+# Its class keeps the base in attn_config and adds rope_parameters with a default base.
 CONTRADICTS_ITSELF = "databricks/dbrx-base"
 
 OBJECTS = [
@@ -161,7 +161,7 @@ def test_an_object_of_transformers_reads_as_its_file(model: Model) -> None:
 
 
 def specs_of(specs: Any) -> set[RopeSpec | None]:
-    """The set of specs without layer types, whose names differ in config objects."""
+    """Return the specs as a set, as config objects name layer types differently."""
     return set(specs.values()) if not isinstance(specs, RopeSpec) else {specs}
 
 
@@ -174,7 +174,7 @@ def modeling(config: Any) -> ModuleType:
 
 
 def rotary_module(config: Any) -> torch.nn.Module | None:
-    """The rotary module of a configuration, with its frequencies, or None."""
+    """Build the rotary module of a configuration; None if its modeling file has none."""
     stem = type(config).__name__.removesuffix("Config")
     for name in (stem, stem.removesuffix("Text")):
         kind = getattr(modeling(config), f"{name}RotaryEmbedding", None)
@@ -208,10 +208,10 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
         made = spec.frequencies()
         wanted = torch.tensor([float(omega) for omega in made.exact], dtype=torch.float64)
         if model.config["model_type"] == "ernie4_5_vl_moe_text":
-            # Its module stores rows, then columns, and interleaves them when called.
+            # Its module stores frequencies of rows, then of columns, and interleaves them in calls.
             inv_freq = torch.cat((inv_freq[:44].reshape(2, 22).T.reshape(-1), inv_freq[44:]))
         torch.testing.assert_close(inv_freq, wanted, rtol=1e-5, atol=1e-12)
-        if model.config["model_type"] != "phimoe":  # its factor is chosen when it is called
+        if model.config["model_type"] != "phimoe":  # its factor is chosen in each call
             scaling = getattr(module, f"{prefix}attention_scaling")
             assert scaling == pytest.approx(made.attention_scaling, rel=1e-6)
 

@@ -884,9 +884,9 @@ def test_folders_change_places(
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Return a file with a part cut, overwritten, doubled or replaced."""
+    """Return the bytes with one part cut off, removed, doubled or overwritten."""
     made, size = bytearray(data), len(data)
-    # Half of the damage goes to the headers.
+    # Half of the damage is within the first 900 bytes, where headers are.
     where = chance.randrange(min(size, 900) if chance.random() < 0.5 else size)
     kind = chance.randrange(6)
     if kind == 0:

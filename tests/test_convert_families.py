@@ -2,8 +2,8 @@
 
 A small random model of each family is saved, its checkpoint converted, and the converted weights run
 in the same model with its rotary function switched to the other pairing: the same hidden states must
-come out. The switch undoes the order of channels before the family's own function and nothing else, so
-a row that was forgotten, or taken from the wrong head, is detected.
+come out. The switch only reorders channels before and after the family's own function, so a row that
+was forgotten, or taken from the wrong head, is detected.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def small(family: str) -> Any:
 
 
 def reordered(spec: RopeSpec, neighbours: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Reorder the channels of a head, or of its rotated slice, to neighbours or halves."""
+    """Return a function that reorders the rotated channels of heads to neighbours or halves."""
 
     def back(x: torch.Tensor) -> torch.Tensor:
         width = spec.rotary_dim
@@ -174,7 +174,7 @@ def switched(family: str, spec: RopeSpec) -> Iterator[None]:
 
 
 def check(before: torch.Tensor, after: torch.Tensor, forgotten: torch.Tensor) -> None:
-    """Check that the logits are the same with the rotary function switched, and differ otherwise."""
+    """Check that outputs are the same with the rotary function switched, and differ without it."""
     wrong = (before - forgotten).abs().max()
     assert wrong > TABLE["other pairing"].value * before.abs().max()
     assert (before - after).abs().max() <= TABLE["channels reordered"].value * wrong

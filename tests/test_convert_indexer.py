@@ -97,7 +97,7 @@ INDEXERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
         "the heads of .* must have 8 rotated rows but have 6 .index_head_dim.",
     ),
     "size not stated": (
-        {"index_head_dim": None}, {}, "the head_dim of the indexer of .* must be known: pass --config",
+        {"index_head_dim": None}, {}, "index_head_dim must be known for .*: pass a configuration with it as --config",
     ),
     "a key that the code does not follow": (
         {"indexer_rope_interleave": False}, {},
@@ -136,7 +136,7 @@ def test_indexers_that_do_not_fit(tmp_path: Path, case: str) -> None:
 def test_norms_that_the_naming_does_not_list_are_refused(
     tmp_path: Path, own: str, known: str
 ) -> None:
-    """An error: norms that stayed in place would scale other channels than before."""
+    """An error: norms left in place would scale the wrong channels."""
     tensors = llama_tensors(bias=False)
     there = f"model.layers.1.self_attn.{own}.weight"
     source = write(tmp_path / "source", tensors | {there: torch.rand(8)})

@@ -106,7 +106,7 @@ class Call:
     """The call of a case as a function of its differentiable tensors.
 
     Attributes:
-        leaves: these tensors by name, in the dtype of the case if that argument usually has it.
+        leaves: these tensors by name: q and k in the dtype of the case, the others in float64.
     """
 
     def __init__(self, case: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class Call:
         if ("inv_freq" in given and given["inv_freq"].shape[-2] != 1) or case[
             "gate"
         ] == "exp per head":
-            # Frequencies and gates per head need equal numbers of heads.
+            # Frequencies and gates per head need as many heads in k as in q.
             xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, DIMS[case["layout"]].index(1))
         verb = {"rotate_qk": rotate_qk, "rotate_qk_": rotate_qk_}[case["verb"]]
         return verb(*xs, rope, where, **options)
@@ -256,13 +256,13 @@ def test_every_pair_of_axes(number: int) -> None:
     bound = tolerances.value(f"f and P, {str(case['dtype'])[6:]}")
     for name, slope in found.items():
         assert slope.dtype == call.leaves[name].dtype
-        # The error of a sum over tokens grows with its terms, which positions and θ multiply.
+        # Other gradients are sums of products of results and their gradients, times at most REACH.
         reach = float(wanted[name].abs().max()) if name in ("q", "k") else REACH * size
         assert (slope.double() - wanted[name]).abs().max() <= bound * reach, (name, case)
 
 
 IDS = torch.tensor([2, 0, 2, 4])
-# Leading dimensions of the tables, and the rows of them to use.
+# Leading dimensions of the tables, and the position ids that select their rows.
 LOOK_UPS = {
     "in order": ((TOKENS,), None),
     "in order, per row": ((ROWS, TOKENS), None),

@@ -1,6 +1,6 @@
-"""Extra tensors that are not plain: negated views, wrappers, shards, other layouts.
+"""Extra tensors that are not plain: negated views, wrappers, DTensors, sparse tensors.
 
-The dispatcher inspects each of them, because the list that holds them is not optional.
+The dispatcher inspects tensors in a list only if the list is not an optional argument.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPEC = RopeSpec(8)
 X = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 VALUES = torch.rand(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
 
-# Calls that take values (3, 8) as an extra tensor, by name.
+# Options that pass values (3, 8) as an extra tensor.
 STAGES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda values: {"act": RMSNorm(values)},
     "a weight past 1": lambda values: {"act": RMSNorm(values, unit_offset=True)},
@@ -48,7 +48,7 @@ STAGES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 
 
 def negated(x: torch.Tensor) -> torch.Tensor:
-    """A negated view with the same values: memory holds their negatives."""
+    """Return a negated view with the values of x: its memory holds their negatives."""
     view = torch.complex(x, -x).conj().imag
     assert view.is_neg()
     assert torch.equal(view, x)
@@ -144,7 +144,7 @@ def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 @pytest.mark.parametrize("what", ["weight", "gate", "positions"])
 def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
-    """Two calls, because q and k differ in kind: the second must not read results of the first."""
+    """Options that differ make two calls: the second must not read results of the first."""
 
     def call(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         more: dict[str, Any] = {"act": ("silu", None)}
@@ -209,7 +209,7 @@ def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
 
 
 def test_shards_are_refused(sharded: torch.Tensor) -> None:
-    """A kernel would read memory that the shards do not have."""
+    """A kernel would read memory that a DTensor does not have."""
     advice = "must be a local tensor but got a DTensor; give its to_local() or full_tensor()."
     y = X.transpose(1, 2)
     calls: dict[str, Callable[[], object]] = {
@@ -272,7 +272,7 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text:
         make(VALUES.to_sparse())
 
 
-# Extra tensors of the raw operator, all float64 and (3, 8), and the form that declares them.
+# Kind of extra tensor -> the options that declare it, and its shape from values (3, 8), float64.
 RAW: dict[str, tuple[schema.Options, Callable[[torch.Tensor], torch.Tensor]]] = {
     "a weight": (schema.Options(act=ACTS.index("rms_norm")), lambda values: values),
     "a gate": (schema.Options(gate=schema.LOG), lambda values: values[None, :, None]),
@@ -298,7 +298,7 @@ def raw(kind: str, values: torch.Tensor, how: str = "new", *, share: bool = True
 
 
 def carrying(kind: str, one: torch.Tensor, how: str = "new", *, share: bool = True) -> torch.Tensor:
-    """Call :func:`raw` with an extra tensor that already has its final shape."""
+    """Call the raw operator like :func:`raw`, with an extra tensor that has its final shape."""
     options, x = RAW[kind][0], X.clone()
     k, extras = (None, [one]) if kind == "frequencies" or not share else (x.clone(), [one, one])
     end = (SPEC.at().words, None, None, 3, options.pack(), 1.0, extras, 0.0)
@@ -419,7 +419,7 @@ def test_a_list_may_be_empty() -> None:
 @needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
 def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
-    """An error: the kernel would read at address 0 after a shard was freed."""
+    """An error: freed memory, such as that of a shard, has address 0, which a kernel would read."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="extra tensors must have memory"):

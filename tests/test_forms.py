@@ -312,7 +312,7 @@ def test_a_model_with_a_new_form_is_patched(monkeypatch: pytest.MonkeyPatch) -> 
     want = function(x, (angle.cos(), angle.sin()))
     got = model(x, (angle.cos(), angle.sin()))
     assert float((got - want).abs().max()) <= value("patched outputs") * float(want.abs().max())
-    # Anything but such a tuple goes to the original, which raises its own error.
+    # Anything but a tuple of tables goes to the original function, which raises its own error.
     with pytest.raises(TypeError):
         model(x, None)
     unpatch(model)

@@ -222,7 +222,7 @@ def test_the_ends_of_yarns_ramp_are_exact() -> None:
     """Kept pairs have exactly the phase words of the default rule, divided ones those of Linear."""
     kept, divided = words(frequencies.default(128, 1e4)), words(Linear(4.0).frequencies(128, 1e4))
     made = words(YaRN(4.0, 4096).frequencies(128, 1e4))
-    # c(32) = 20.9 and c(1) = 45.03 of 64 pairs.
+    # 32 turns in 4096 positions are at pair 20.9 of 64, and one turn is at pair 45.03.
     assert made[:21] == kept[:21]
     assert made[46:] == divided[46:]
     assert not any(made[k] in (kept[k], divided[k]) for k in range(21, 46))
@@ -243,7 +243,7 @@ def test_the_softmax_scale_of_deepseek() -> None:
     assert YaRN(40.0, 4096).softmax_scaling == 1.0
     assert YaRN(40.0, 4096, mscale=1.0).softmax_scaling == 1.0
     assert YaRN(1.0, 4096, mscale_all_dim=1.0).softmax_scaling == 1.0
-    # It belongs to attention, so it does not affect the rotation.
+    # The softmax scale belongs to attention, so it does not affect the rotation.
     assert rule.frequencies(64, 1e4).attention_scaling == float(
         truth.yarn_mscale(40.0, 1.0) / truth.yarn_mscale(40.0, 0.8)
     )
@@ -598,7 +598,7 @@ def test_any_yarn(
     made = rule.frequencies(d, base)
     assert_exact(made, truth.yarn(d, base, factor, trained, fast, slow, truncate))
     assert_scaling(made, truth.yarn_attention(factor, None, mscale, mscale_all_dim))
-    # Every pair lies between the two rows that it blends.
+    # Every frequency lies between the two that it blends.
     ends = Linear(factor).frequencies(d, base).exact, frequencies.default(d, base).exact
     for mine, *both in zip(made.exact, *ends, strict=True):
         assert min(both) <= mine <= max(both)

@@ -179,7 +179,7 @@ def test_rule(
     section: dict[str, Any],
     length: int | None,
 ) -> None:
-    # For dynamic NTK, max_position_embeddings is the original length; for others the longest.
+    # For dynamic NTK, max_position_embeddings is the original length; for other rules, the longest.
     longest = TRAINED if section["rope_type"] == "dynamic" else LONGEST
     config = config_of(head_dim, base, dict(section), longest)
     assert_same(rule, rotary_dim, base, theirs(config, length), length)
@@ -255,7 +255,7 @@ def test_one_mscale_alone(given: dict[str, float]) -> None:
 
 
 def test_deepseeks_softmax_scale() -> None:
-    """DeepSeek-V3 attention in transformers multiplies the softmax scale by the square of this."""
+    """DeepSeek-V3 attention in transformers multiplies the softmax scale by yarn_get_mscale squared."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
     for weight in (0.707, 1.0):

@@ -18,7 +18,7 @@ WHERE = torch.tensor([[0, 1, 5], [7, -3, 2]])
 
 
 def pair_of(channels: Channels, channel: int) -> int | None:
-    """Return the pair of a channel, written out."""
+    """Return the pair of a channel, or None if it does not rotate."""
     i = channel - channels.start
     if not 0 <= i < channels.rotary_dim:
         return None
@@ -26,7 +26,7 @@ def pair_of(channels: Channels, channel: int) -> int | None:
 
 
 def tied(channels: Channels, values: torch.Tensor) -> torch.Tensor:
-    """Expand values of pairs (..., pairs) to channels, one by one."""
+    """Expand values of pairs (..., pairs) to channels; 0 for channels that do not rotate."""
     columns = []
     for channel in range(channels.head_dim):
         pair = pair_of(channels, channel)
@@ -108,7 +108,7 @@ def test_xpos_is_the_formula_of_the_paper() -> None:
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float64])
 @pytest.mark.parametrize("centre", [0.3, 2.0**24 + 0.25, 1e9, 2.0**31])
 def test_xpos_has_all_digits_of_a_position(kind: torch.dtype, centre: float) -> None:
-    """The distance from the centre is exact, even if both are far from 0."""
+    """The distance of a position from the centre is exact, even far from 0."""
     near = [int(centre) - 70, int(centre) - 1]
     where = torch.tensor([near], dtype=kind)
     for dtype, digits in ((torch.float64, 1e-12), (torch.float32, 1e-6)):

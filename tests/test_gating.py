@@ -28,7 +28,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def gates_of(kind: str, pairs: int):
-    """A gate, or one for q and one for k, with its tensors."""
+    """Return a gate, or a pair for q and k, and the list of its tensors."""
     if kind == "xpos":
         return gates.XPos(centre=90.0), []
     if kind == "number":
@@ -67,7 +67,7 @@ KINDS = (
 
 @pytest.fixture
 def only_the_fast_path(monkeypatch):
-    """Make the slow path raise an error."""
+    """Return a function that makes the slow path raise an error from then on."""
 
     def refused(*_, **__):
         raise AssertionError("the slow path")
@@ -142,7 +142,7 @@ def test_one_prepared_rotation_for_any_number_of_tokens_and_any_layout() -> None
 
 
 def test_calls_that_take_the_slow_path() -> None:
-    """Cases that take the slow path: two kinds, several gates, positions with a gradient, gradients."""
+    """Gates that differ for q and k, and gates or positions that require a gradient."""
     spec, ids = SPECS["halves"], torch.tensor([1.5, 2.0, 7.25])
     q, k = noise(1, HEADS, TOKENS, WIDTH, seed=5), noise(1, KV_HEADS, TOKENS, WIDTH, seed=6)
     rope = spec.at(ids)
@@ -253,7 +253,7 @@ def test_a_meta_gate_on_real_tensors_is_refused(kind):
     kept, spec = q.clone(), SPECS["halves"]
     ids = torch.arange(TOKENS).float().requires_grad_()
     which = {"scalar": "value", "exp": "gamma", "slope": "slope", "given": "log"}[kind.split()[0]]
-    text = f"{which} of the gate {kind.split()[0].title()} is on meta but q is on cpu; put both on one."
+    text = f"{which} of the gate {kind.split()[0].title()} is on meta but q is on cpu; put both on one device."
     for name, call in {
         "rotate_qk": lambda: rotate_qk(q, k, spec, gate=gate),
         "rotate_qk of ids": lambda: rotate_qk(q, k, spec, ids, gate=gate),
@@ -266,7 +266,7 @@ def test_a_meta_gate_on_real_tensors_is_refused(kind):
 
 
 def prepared_once(q, k, spec, gate):
-    """An in-place call with a rotation used before, like that of the second layer."""
+    """Rotate in place with a prepared rotation that was used before, like a second layer."""
     rotation = spec.at(3)
     rotate_qk_(q.clone(), k.clone(), rotation)
     with torch.no_grad():
@@ -278,7 +278,7 @@ def test_a_real_gate_on_meta_tensors_gets_no_gradient(kind):
     gate, tensors = learnable_gates(kind, "cpu")
     q = torch.empty(2, HEADS, TOKENS, WIDTH, device="meta")
     k = torch.empty(2, KV_HEADS, TOKENS, WIDTH, device="meta")
-    with pytest.raises(ValueError, match=r"is on cpu but q is on meta; put both on one\.$"):
+    with pytest.raises(ValueError, match=r"is on cpu but q is on meta; put both on one device\.$"):
         rotate_qk(q, k, SPECS["halves"], gate=gate)
     for tensor in tensors:
         tensor.requires_grad_(False)

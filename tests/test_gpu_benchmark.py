@@ -63,7 +63,7 @@ def test_last(record):
 
 
 def run(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
-    """Run a file of tests as the command does; return its units by name."""
+    """Run UNITS as the command does; return the recorded units by name."""
     path = folder / "test_units.py"
     path.write_text(UNITS)
     phase = command.Phase((str(path),), alone=True, share=1.0)
@@ -337,7 +337,7 @@ def unit(test: str, case: Any = None, result: Any = None, **more: Any) -> dict[s
 
 
 def timed(test: str, case: Any, ours: float, **others: list[float]) -> dict[str, Any]:
-    """Return a unit with our time in seconds, and the ratios to others."""
+    """Return a unit with our time in seconds, and its ratios to the times of others."""
     others = {name.replace("_", " "): ratios for name, ratios in others.items()}
     seconds = {"tightrope": [ours], **{name: [1.0] for name in others}}
     return unit(test, case, {"case": asdict(case), "seconds": seconds, "ratios": others})

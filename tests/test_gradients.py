@@ -174,7 +174,7 @@ def test_backward_does_not_change_the_incoming_gradient() -> None:
 
 @pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x.clone(), *a)])
 def test_forward_mode(function: Callable[..., torch.Tensor]) -> None:
-    """A registered operator would silently drop the tangent."""
+    """The tangent is kept; torch would silently drop it for a registered operator."""
     spec = RopeSpec(8, rotary_dim=6, start=1)
     x, t = noise(2, 3, 5, 8), noise(2, 3, 5, 8, seed=1)
     with forward_ad.dual_level():
@@ -221,7 +221,7 @@ def test_functorch_by_position() -> None:
 
 
 def test_gradients_of_every_dtype_are_the_rotation_backwards() -> None:
-    """The backward pass is the transpose in the same kernel, with the same bits."""
+    """The backward pass has the bits of `inverse=True`, as it runs the same kernel."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for spec in SPECS.values():
             x = noise(2, 3, 5, 8, dtype=torch.float64).to(dtype).requires_grad_()

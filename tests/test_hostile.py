@@ -1,4 +1,4 @@
-"""The raw operators with arbitrary sizes, strides and forms: a correct result, or an error before writing.
+"""The raw operators with arbitrary sizes, strides and options: correct results, or errors before writing.
 
 Each random call is compared with the same call on contiguous tensors.
 """
@@ -25,7 +25,7 @@ pytestmark = needs_kernel
 HUGE = (2**50, 2**62, 2**63 - 1)
 # Strides of dimensions of size 1 or 0, which are never used.
 ANY_STRIDE = (0, 1, 7, 2**31, 2**52, *HUGE)
-# Tensors with fewer elements than this are compared.
+# Only tensors of at most this many elements are compared.
 FEW = 2**16
 MARGIN = 64
 
@@ -81,7 +81,7 @@ class Draw(random.Random):
         return memory.as_strided(sizes, strides, MARGIN)
 
     def words(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Return contiguous phase words, as the operator requires."""
+        """Return phase words: contiguous, as the operator requires, unless they are huge."""
         count = prod(sizes)
         if count > FEW:
             return numbers(1, torch.int64, self).as_strided(sizes, [0] * len(sizes))
@@ -131,7 +131,7 @@ def shape(layout: int, rows: int, heads: int, tokens: int, head_dim: int) -> lis
 
 
 def problem(draw: Draw) -> tuple[int, list[int], list[int], int, int, int]:
-    """Layout, sizes (rows, tokens, channels), heads of each tensor, pairs and start."""
+    """Draw a layout, sizes (rows, tokens, channels), heads of each tensor, pairs and start."""
     layout = draw.randrange(len(schema.LAYOUTS))
     name = schema.LAYOUTS[layout]
     rows, tokens = draw.size() if "b" in name else 1, draw.size()
@@ -244,7 +244,7 @@ def rotation(draw: Draw) -> Call:
 def results(
     draw: Draw, layout: int, sizes: Sequence[int], heads: Sequence[int]
 ) -> list[torch.Tensor | None]:
-    """y, z and their gradients."""
+    """Draw y, z and their gradients."""
     (rows, tokens, head_dim), dtype = sizes, draw.choice(DTYPES)
     found: list[torch.Tensor | None] = []
     for _ in range(2):
@@ -257,7 +257,7 @@ def results(
 
 def angle_gradients(draw: Draw) -> Call:
     layout, (rows, tokens, head_dim), heads, pairs, start = problem(draw)
-    # The work grows with these sizes, so huge ones are tested without pairs, where there is none.
+    # The work grows with these sizes, so huge ones are tested without pairs, that is, without work.
     if max(rows, tokens, *heads) in HUGE:
         pairs, start = 0, 0
     add_index, axes = draw.sometimes(0.7), draw.choice((1, 2))
@@ -281,7 +281,7 @@ def angle_gradients(draw: Draw) -> Call:
 
 def gate_gradients(draw: Draw) -> Call:
     layout, (rows, tokens, head_dim), heads, _, start = problem(draw)
-    # As above; but a wide head alone already needs more memory than there is.
+    # So here huge sizes become 3. A huge head stays: it needs more memory than there is.
     if rows * tokens * max(heads) != 0:
         rows, tokens, *heads = (3 if n in HUGE else n for n in (rows, tokens, *heads))
     add_index, gate = draw.sometimes(0.7), draw.choice((schema.LOG, schema.SLOPE))

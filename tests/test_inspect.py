@@ -1,4 +1,4 @@
-"""`inspect` against many-digit arithmetic and against counting position by position."""
+"""`inspect` against arithmetic with 40 or 60 digits, and against a search of every position."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def exact_tables(omegas: list[Any], position: int) -> tuple[torch.Tensor, torch.
 
 
 def test_errors_are_those_of_the_way_itself() -> None:
-    # Each method is implemented again here, and compared with 60 digits at single positions.
+    # Implement each method again and compare it with 60 digits at a few positions.
     where = torch.tensor(POSITIONS_SEEN)
     got = errors_at(RopeSpec(64), where, None)
     with mp.workdps(60):
@@ -209,7 +209,7 @@ def test_samples_include_every_requested_length() -> None:
 
 
 def test_axes_are_walked_together() -> None:
-    # Where all coordinates are equal, M-RoPE is plain text.
+    # If all coordinates of each token are equal, M-RoPE equals RoPE with one axis.
     where = torch.tensor([17, 65537])
     plain = errors_at(RopeSpec(128), where, None)
     axes = errors_at(RopeSpec(128, axes=Axes.sections((16, 24, 24))), where, None)
@@ -292,8 +292,8 @@ def test_every_published_model_is_reported_whole(model: Model) -> None:
     for part, written in zip(found.parts, document["parts"], strict=True):
         assert RopeSpec.from_dict(written["spec"]) == part.spec
         assert len(written["pairs"]) == len(part.spec.frequencies().exact)
-    # No published model gets a warning. But some of these state no context length, for which
-    # tests/model_configs.py then gives 8192, where the scaling of Llama 3.1 begins.
+    # No published model gets a warning. One exception: if a configuration states no context length,
+    # tests/model_configs.py adds 8192, the original length of Llama 3.1, which its scaling exceeds.
     for part in found.parts:
         codes = {note.code for note in part.notes if note.warning}
         untold = part.part.context is not None and part.part.context[1] == 8192
@@ -309,7 +309,7 @@ def codes(spec: RopeSpec, context: int | None = 4096, *, warning: bool | None = 
 
 
 def stated(config: dict[str, Any], **more: Any) -> set[str]:
-    """Return the warnings of a Llama whose configuration states its context."""
+    """Return the codes of the warnings about a configuration."""
     return {note.code for note in inspect({**config, **more}).warnings}
 
 
@@ -353,7 +353,7 @@ def test_warnings(config: dict[str, Any], wanted: set[str]) -> None:
 
 
 def test_a_rule_that_quickens() -> None:
-    """A configuration with such a factor is refused; a rule built in code may have it."""
+    """A factor below 1 is refused in a configuration; a rule built in code may have it."""
     assert codes(RopeSpec(128, scaling=Linear(0.5)), warning=True) == {"factor"}
 
 
@@ -573,8 +573,8 @@ def test_records_beside_several_sections_and_records_that_disagree(tmp_path: Pat
     there = tmp_path / "b/config.json"
     there.write_text(json.dumps(sections), encoding="utf-8")
     text = (
-        "the weights next to it are interleaved (the conversion record tightrope_convert.json), but the "
-        "record does not state in which of text_config, vision_config: give the section"
+        "the conversion record tightrope_convert.json states that the weights are interleaved, but not "
+        "which of text_config, vision_config it means: give the section"
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
         assert not any(part.spec.interleaved for part in inspect(there).parts)

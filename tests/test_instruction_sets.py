@@ -23,7 +23,7 @@ MISSING = tightrope.backends()["cpu"]
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library: {MISSING}")
 
 SETS = cpu.instruction_sets()
-# The ordinary run of those files tests the instruction set in use.
+# The ordinary run of the tests covers the instruction set in use.
 OTHERS = [name for name in SETS if name != cpu.instruction_set()]
 
 
@@ -168,7 +168,7 @@ def test_sets_with_fused_arithmetic_give_the_same_bits(dtype: torch.dtype) -> No
     if len(fused) < 2:
         pytest.skip(f"this processor has only {', '.join(SETS)}")
     generator = torch.Generator().manual_seed(0)
-    # Whole registers of every width, remainders, and more than one iteration processes.
+    # Widths that fill registers, that leave remainders, and that take several iterations.
     for width, interleaved in itertools.product(
         (2, 6, 24, 64, 80, 90, 128, 222, 320), (False, True)
     ):

@@ -1,4 +1,4 @@
-"""Test `patch` on transformers models: the common families, and compile, pickle, DDP and the like."""
+"""Test `patch` on transformers models: common families, caches, copies, compilation and hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 
 def assert_outputs(got: torch.Tensor, want: torch.Tensor, name: str = "patched outputs") -> None:
-    """Check outputs relative to the largest; NaN fails."""
+    """Assert that outputs are close, relative to the largest of `want`; NaN fails."""
     assert got.shape == want.shape
     off = ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
     assert off <= value(name), off
@@ -76,7 +76,7 @@ def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_depend_on_the_rotation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above fails if the operator has a small error."""
+    """Sines that are 1 % too large exceed the bound of the comparison above more than five times."""
     from tightrope.ops import run
 
     model, given = small_model(family), small_inputs(family)
@@ -313,7 +313,7 @@ def test_gradient_checkpointing_and_accumulation(
 
 @pytest.mark.parametrize("angles", ["model", "exact"])
 def test_left_padding(llama: Any, angles: str) -> None:
-    """A row with its own positions gives the same result as alone."""
+    """A left-padded row gives the same result as the same row alone, without padding."""
     given = small_inputs("Llama")
     given["attention_mask"] = given["attention_mask"].clone()
     given["attention_mask"][1, :4] = 0
@@ -345,7 +345,7 @@ def test_cached_steps_equal_the_whole(llama: Any, cache: Any) -> None:
 
 
 def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """A model patched on meta, as from_pretrained builds it, and then materialised."""
+    """A model is patched on the meta device, where from_pretrained builds it, then materialised."""
     with torch.no_grad():
         want = outputs(llama, inputs)
     with torch.device("meta"):
@@ -363,7 +363,7 @@ def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
 
 
 def test_hooks_that_keep_the_old_forward(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Hooks like those of accelerate: the module stores its bound forward and gets another one."""
+    """Hooks like those of accelerate: a wrapper replaces forward and calls the stored bound one."""
     attention = llama.model.layers[0].self_attn
     attention._old_forward = attention.forward
     calls = []
@@ -422,7 +422,7 @@ def test_exact_angles_survive_a_cast(llama: Any, inputs: dict[str, torch.Tensor]
 
 
 def test_dynamic_rules_forget_the_last_call() -> None:
-    """transformers stores the longest sequence seen; a pure function of the length does not."""
+    """transformers keeps the longest length seen; exact angles depend on the current length only."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     model = small_model("Llama", rope_parameters=rope, max_position_embeddings=16)
     patch(model, angles="exact")
@@ -449,7 +449,7 @@ def test_a_module_with_unknown_frequencies_is_left(llama: Any) -> None:
 
 
 def test_a_module_with_changed_frequencies_is_left_or_exact(llama: Any) -> None:
-    """A module whose base differs from that of its config: the module's is used."""
+    """A subclass that triples positions does not compute the angles of its config: it is left."""
 
     class Scaled(type(llama.model.rotary_emb)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
@@ -533,7 +533,7 @@ def test_exact_angles_are_those_that_the_model_has_now(
         rotary.inv_freq.mul_(0.25)  # position interpolation by hand
     elif what == "attention_scaling":
         rotary.attention_scaling = 0.5
-    else:  # not read after construction
+    else:  # the module reads it only when it is constructed
         llama.config.rope_parameters = {
             "rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0
         }  # fmt: skip

@@ -55,7 +55,7 @@ MODES = ("model", "exact", "library", "library, exact")
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Limit `patch()` to the file of Llama; undo changes to it and to defaults."""
+    """Limit `patch()` to the file of Llama; afterwards undo it and reset the default dtype."""
     for name in list(sys.modules):
         if ".modeling_" in name and name.startswith("transformers.models."):
             if not name.endswith(".modeling_llama"):
@@ -75,7 +75,7 @@ def config_of(name: str) -> LlamaConfig:
 
 
 def tables(module: Any, *more: Any) -> list[torch.Tensor]:
-    """Cosines and sines of an unused module at near, then at far positions."""
+    """Return cosines and sines for 24 tokens, then for 96."""
     return [table for ids in (SHORT, LONG) for table in module(X, ids, *more)]
 
 
@@ -99,7 +99,7 @@ def llama(name: str) -> Any:
 
 
 def is_served(module: Any) -> bool:
-    """Return True if the angles are exact: then buffers of frequencies are not read."""
+    """Return True if angles are exact: they do not read the frequency buffers, here NaN."""
     twin = copy.deepcopy(module)
     for buffer in twin.buffers():
         buffer.fill_(torch.nan)
@@ -264,7 +264,7 @@ def test_a_rule_that_the_config_no_longer_states_is_the_modules_own() -> None:
     """Dynamic NTK starts with the plain frequencies, so these alone do not identify the rule."""
     model = llama("dynamic")
     want = tables(LlamaRotaryEmbedding(config_of("dynamic")))
-    model.config.rope_parameters.update(rope("default"))  # where the factor of dynamic NTK stays
+    model.config.rope_parameters.update(rope("default"))  # keeps the factor of dynamic NTK
     patch(model, angles="exact")
     assert_tables(tables(model.model.rotary_emb), want)
 
@@ -310,7 +310,7 @@ def test_two_models_in_one_process_keep_their_angles() -> None:
 
 
 def test_exact_angles_end_with_unpatch() -> None:
-    """Exact angles end with unpatch: float32 tables would promote all results of the original."""
+    """If exact angles stayed, their float32 tables would promote all results of the original."""
     given = small_inputs("Llama")
     plain = llama("dynamic").to(torch.bfloat16)
     with torch.no_grad():
@@ -360,7 +360,7 @@ def assert_exact(module: Any, dtype: torch.dtype) -> None:
         assert table.dtype == wide
         off = (table.double() - torch.cat((expected, expected), -1)).abs().max().item()
         assert off <= value(name), off
-    # The original is not, so the test can fail.
+    # The tables of the original are not exact, so this test can fail.
     rough, _ = LlamaRotaryEmbedding.forward(module, torch.zeros(1), FAR)
     assert (rough.double() - torch.cat((exact[0],) * 2, -1)).abs().max() > 1000 * value(name)
 
@@ -530,7 +530,7 @@ class HalfAttention(Attention):
 
 
 def test_a_method_that_reads_its_object_is_left() -> None:
-    """The rotation differs between objects, but a class has one replacement, so it is left."""
+    """A class has one replacement; a method that rotates each object differently is left."""
     x, angle = torch.randn(2, 3, 5, 16), torch.randn(5, 8)
     model = torch.nn.ModuleList([Attention(False), Attention(True), HalfAttention(False)])
     want = [each.apply_rotary(x, angle.cos(), angle.sin()) for each in model]

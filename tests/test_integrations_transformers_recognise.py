@@ -36,7 +36,7 @@ def usual(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
 
 
 def written(pairs: str, out: str, reading: str, last: bool, sign: int) -> Function:
-    """Make a function of x and tables by index arithmetic that shares no code with the library."""
+    """Return a rotation written with index arithmetic, which shares no code with the library."""
 
     def function(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         width = cos.shape[-1]
@@ -87,7 +87,7 @@ def test_every_rotation_is_distinguished_from_the_others(
     rotation = recognition.candidate.rotation
     assert (rotation.pairs, rotation.out, rotation.reading) == (pairs, out, reading)
     assert (rotation.slice, rotation.sign) == ("last" if last else "first", sign)
-    # The replacement equals the function, for tables with equal entries per pair and for others.
+    # The replacement equals the function, whether or not the two entries of a pair are equal.
     generator = torch.Generator().manual_seed(0)
     new = replacement(function, recognition.candidate)
     for table in tables(reading, generator):
@@ -302,7 +302,7 @@ def test_reasons(function: Function, reason: str) -> None:
 
 
 def test_a_function_that_agrees_with_two_candidates_is_left() -> None:
-    """Tables whose order is ambiguous: cosines of the sum of both."""
+    """The function uses only the sum of both tables, so which one is the cosine is ambiguous."""
 
     def symmetric(q: torch.Tensor, a_cos: torch.Tensor, a_sin: torch.Tensor) -> torch.Tensor:
         both = a_cos + a_sin
@@ -469,7 +469,7 @@ def test_dtypes_are_those_of_the_original(dtype: torch.dtype) -> None:
 
 
 def test_compiled_without_duplicates_equals_the_original() -> None:
-    """Compiled code does not check tables: it uses both entries."""
+    """Compiled code does not check that the two entries of a pair are equal: it uses both."""
     q, k, cos, sin = operands()
     cos = cos + torch.arange(16) * 0.1
     new = replaced()

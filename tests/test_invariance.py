@@ -24,9 +24,9 @@ PAIRS = [*range(1, 36), 48, 50, 63, 64, 125]
 
 
 def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
-    """Return x [.., tokens, channels] whose rotated pairs are all nearly orthogonal to one axis.
+    """Return x [.., tokens, channels], changed so that most rotated pairs have a channel near 0.
 
-    The small result after the cancellation reveals every intermediate rounding, also in 16-bit types,
+    The small result of the cancellation reveals every intermediate rounding, also in 16-bit types,
     where the final rounding would hide nearly all of them.
     """
     first, second = oracle.channels(spec.rotary_dim, spec.start, spec.interleaved)
@@ -132,7 +132,7 @@ def test_a_row_alone_or_in_a_batch(interleaved: bool, backend: str, dtype: torch
     order = torch.tensor([3, 0, 4])
     some = rotate(x[order], spec, ids[order], backend=backend)
     assert_same_bits(some, wanted[order])
-    # A neighbouring token that is NaN, at a NaN position, changes nothing here.
+    # A row of NaN, at infinite positions, changes nothing in the other rows.
     sick = x.clone()
     sick[1] = torch.nan
     where = ids.double()
@@ -220,7 +220,7 @@ def test_in_place_or_not(interleaved: bool, backend: str, dtype: torch.dtype) ->
 @every_backend
 @both_pairings
 def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Every order of dimensions in memory, with channels of stride 1 and others."""
+    """Every order of dimensions in memory, with channel strides 1 and 2."""
     rows, heads, tokens, width = 2, 3, 18, 36
     spec = RopeSpec(width, rotary_dim=34, start=1, interleaved=interleaved)
     x = cancelling(noise(rows, heads, tokens, width, dtype=dtype), spec, 131072)
@@ -315,7 +315,7 @@ def test_any_start_of_the_slice(interleaved: bool, dtype: torch.dtype) -> None:
 
 
 class Rotated(Dataset[torch.Tensor]):
-    """A dataset that rotates in the process that reads an item."""
+    """A dataset that rotates each item in the process that reads it."""
 
     def __init__(self, spec: RopeSpec) -> None:
         self.spec = spec

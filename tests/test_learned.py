@@ -62,7 +62,7 @@ def formula(
 def exact_gradients(
     x: torch.Tensor, cotangent: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, spec: RopeSpec
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gradients of :func:`formula` by theta and positions, and the sums of the sizes of their terms."""
+    """Return gradients of :func:`formula` by theta and by positions, and the sums of their terms' bounds."""
     theta, at = (t.detach().double().requires_grad_() for t in (theta, at))
     y = formula(x, theta, at, spec)
     found = torch.autograd.grad(y, (theta, at), cotangent.double())
@@ -222,7 +222,7 @@ def test_zero_negative_and_huge_frequencies(at: Any, backend: str) -> None:
     assert_near(back, x, "float64 ways")
     assert_near(back, rotate(forth, SPEC, at, inv_freq=theta, inverse=True), "float64 ways")
     if at is None or not isinstance(at, torch.Tensor) or not at.is_floating_point():
-        # A whole number of turns per position rotates nothing; nor do half turns at even positions.
+        # A whole number of turns per position rotates nothing.
         turn = 2 * math.pi * torch.tensor([1.0, -1000.0, 12345.0]).double()
         assert_near(rotate(x, SPEC, at, inv_freq=turn, backend=backend), x, "axes one by one")
     else:
@@ -420,7 +420,7 @@ def test_compiled(
     spec: RopeSpec, shape: tuple[int, ...], backend: str, function: Callable[..., torch.Tensor]
 ) -> None:
     if backend == "inductor" and (spec is not PLANE or len(shape) < 3):
-        backend = "aot_eager"  # each takes half a minute, so one of each kind is enough
+        backend = "aot_eager"  # inductor takes half a minute per case, so run it for few
     torch._dynamo.reset()
     x = leaf(2, 2, 5, 8, dtype=torch.float32)
     theta, at = leaf(*shape, seed=1, dtype=torch.float32), where(spec).float().requires_grad_()
@@ -702,14 +702,14 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "out of learned frequencies": (
         lambda: rotate(X, SPEC, inv_freq=torch.ones(3, requires_grad=True), out=torch.empty(X.shape)),
         ValueError,
-        "[rotate] out has no gradient, and positions or inv_freq require one; call it under "
-        "torch.no_grad(), or without out.",
+        "[rotate] out has no gradient, and positions or inv_freq require one; use "
+        "torch.no_grad(), or omit out.",
     ),
     "out of learned positions": (
         lambda: rotate(X, SPEC, torch.ones(5, requires_grad=True), out=torch.empty(X.shape)),
         ValueError,
-        "[rotate] out has no gradient, and positions or inv_freq require one; call it under "
-        "torch.no_grad(), or without out.",
+        "[rotate] out has no gradient, and positions or inv_freq require one; use "
+        "torch.no_grad(), or omit out.",
     ),
     "a leaf in place": (
         lambda: rotate_(torch.zeros(2, 4, 5, 8, requires_grad=True), SPEC,
@@ -728,7 +728,7 @@ def test_refused(call: Callable[[], object], error: type[Exception], text: str) 
 
 
 def test_one_head_of_each_may_share() -> None:
-    """MQA with one query head: one θ for the one head of both."""
+    """If q and k have one head each, a θ of one head serves both."""
     q, k, theta = noise(2, 1, 5, 8), noise(2, 1, 5, 8, seed=1), noise(1, 3, seed=2)
     y, z = rotate_qk(q, k, SPEC, inv_freq=theta)
     assert_same_bits(y, rotate(q, SPEC, inv_freq=theta[0]))

@@ -1,4 +1,4 @@
-"""Rules that depend on the length: each row gets the papers' result, as if it were alone."""
+"""Rules that depend on the length: each row gets the result of the papers, as if it were alone."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def spec_of(rule: str | Rule, interleaved: bool = False) -> RopeSpec:
-    """Eight of twelve channels rotate; two on either side do not."""
+    """Return a spec of 12 channels; the 8 in the middle rotate."""
     made = RULES[rule] if isinstance(rule, str) else rule
     return RopeSpec(12, 10000.0, 8, 2, interleaved, made)
 
@@ -259,7 +259,7 @@ def test_lost_positions_spoil_nothing_but_their_token(rule: str) -> None:
 
 @every_rule
 def test_last_positions_are_taken_in_64_bits(rule: str) -> None:
-    """int32 would wrap to a negative length, and float32 would round off the one token too many."""
+    """In int32, the last position + 1 would be negative; in float32, 2^24 + 1 would round to 2^24."""
     trained = 2**24
     kind = DynamicNTK(2.0, trained)
     spec = RopeSpec(8, scaling=kind if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0))
@@ -335,8 +335,8 @@ def test_coordinates_of_an_image_start_no_new_sequence() -> None:
 # --- packed sequences -----------------------------------------------------------------------------
 
 AGAIN = (
-    "positions must not start again within a row (packed sequences?) because DynamicNTK gives each "
-    "length its own frequencies; pass one seq_len for all sequences, or rotate them separately"
+    "positions must not start again within a row (packed sequences?) because the frequencies of "
+    "DynamicNTK depend on the length; pass one seq_len for all sequences, or rotate them separately"
 )
 # Sequences packed in one row, one of them longer than 100.
 PACKED: dict[str, positions.PositionsLike] = {
@@ -416,7 +416,7 @@ def test_packed_positions_that_cannot_be_read_are_refused() -> None:
 def compiled(
     function: Callable[..., torch.Tensor], dynamic: bool | None
 ) -> tuple[Callable[..., torch.Tensor], list[object]]:
-    """A compiled function, with the graphs compiled so far."""
+    """Return a compiled function, and the list to which it appends its graphs."""
     torch.compiler.reset()
     graphs: list[object] = []
 
@@ -428,7 +428,7 @@ def compiled(
 
 
 def steps(kind: str) -> Iterator[tuple[torch.Tensor, Any, Any]]:
-    """x, positions and seq_len of a few calls, on both sides of 100 tokens."""
+    """Yield x, positions and seq_len of calls with lengths below and above 100."""
     for number in (3, 4, 94, 95, 96, 97, 250, 1000):
         x = torch.randn(2, 1, 5, 12)
         if kind == "offset":
@@ -465,10 +465,10 @@ def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -
         if rule == "longrope":
             assert_same_bits(got, wanted)
         else:
-            # Phase words are computed in float64, with an error below the resolution of float32.
+            # The graph computes phase words in float64; their error is below float32's resolution.
             lengths = oracle.pair_lengths(x, 8, start=2)
             assert_rotations(got, wanted, lengths, 2, 1000.0)
-    # Without `dynamic` the first call has a graph of its own if a number differs in the second.
+    # Unless dynamic=True, the first graph is for the first int or size, and the second for all.
     assert len(graphs) == (1 if dynamic or "row" in kind or "tensor" in kind else 2)
 
 
@@ -624,7 +624,7 @@ def test_gradients_are_scaled(name: str, backend: str) -> None:
         y = change(leaf, spec, length - 4, layout="sd", backend=backend)  # type: ignore[operator]
         (grad,) = torch.autograd.grad(y, leaf, weight)
         assert_rotated([Result(grad, wanted, lengths * scale**2, float(length))])
-    # Before the end, which no step may exceed.
+    # Below whole positions, so that no step of gradcheck exceeds the stated length.
     where = (torch.tensor(ids, dtype=torch.float64) - 0.25).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda p, z: rotate(z, spec, p, layout="sd", seq_len=length, backend=backend),
@@ -656,7 +656,7 @@ def test_rows_of_unequal_factors_are_refused_together() -> None:
     ):
         with refused(NotImplementedError, text):
             rotate(x, spec, where, seq_len=seq_len)
-    # Each row has one length, and rows of one regime can share a call.
+    # Rows that are all short, or all long, can share a call.
     y = rotate(x, spec, positions.per_row(torch.tensor([4999, 5000])))
     assert_same_bits(y[1:], rotate(x[1:], spec, 5000))
 
@@ -678,7 +678,7 @@ def test_decoding_step_by_step(rule: str) -> None:
         turned = rotate(new, spec, step)
         assert_exact(turned[0, 0], new[0, 0], spec, [float(step)], step + 1)
         held = cache[:, :, :step]
-        # The cache has the length before this token.
+        # The keys in the cache were rotated for the length before this token.
         moved = rerotate(held, spec, spec, from_seq_len=step, to_seq_len=step + 1)
         cache[:, :, : step + 1] = torch.cat((moved, turned), 2)
         if step < trained:
@@ -752,7 +752,7 @@ def test_errors(case: str) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 @every_rule
 def test_ids_that_numpy_changes_are_refused(rule: str, inference: bool, kind: Any) -> None:
-    """numpy shares their memory and does not bump the version counter."""
+    """numpy writes to the memory of the ids without a change of their version counter."""
     spec, x = spec_of(rule), torch.randn(1, 2, TAIL, 12)
     text = (
         "positions must not change after spec.at, because the frequencies depend on the row lengths "
@@ -984,7 +984,7 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
 @every_rule
 def test_a_prepared_rotation_checks_every_call(rule: str, layout: str) -> None:
-    """The second call of a prepared rotation takes the fast path, but not with more tokens."""
+    """Later calls of a prepared rotation take a fast path, unless they have more tokens."""
     spec = spec_of(rule)
     rope = spec.at(9, seq_len=12)
 
@@ -1045,7 +1045,7 @@ def test_lost_and_negative_positions_exceed_no_length(rule: str) -> None:
 
 @every_rule
 def test_checks_do_not_wait_for_a_device(rule: str) -> None:
-    """Positions on the host are checked; others get the frequencies of the stated length."""
+    """Positions on a device are not checked: they get the frequencies of the stated length."""
     spec, x = spec_of(rule), torch.empty(2, 1, 3, 12, device="meta")
     ids = torch.tensor([9, 10, 11])
     rotate(x, spec, ids.to("meta"), seq_len=3)
@@ -1056,7 +1056,7 @@ def test_checks_do_not_wait_for_a_device(rule: str) -> None:
         rotate(x, spec, 9, seq_len=3)
     with refused(ValueError, f"[rotate] {text} (positions: int64[1, 1, 3])."):
         rotate(x, spec, ids, seq_len=3)
-    # The copy on the device does not change.
+    # The copy on the device does not follow changes of the original.
     starts = torch.tensor([9])
     rope = spec.at(positions.per_row(starts), device="meta", seq_len=12)
     starts += 500

@@ -250,7 +250,7 @@ def test_pairs_beyond_theta_keep_their_value(act: str, dim: int | None, dtype: t
 
 @some_acts
 def test_only_some_channels(act: str, dim: int | None) -> None:
-    """The activation applies to all channels."""
+    """Only a slice rotates, but the activation applies to all channels."""
     x, theta = noise(2, 5, 3, 14), noise(3, 4, seed=1)
     got = lrpe_rotate_1d(x, theta, act=act, dim=dim, start=3, rotary_dim=8)
     still = lrpe_rotate_1d(x, torch.zeros(7), act=act, dim=dim)
@@ -299,7 +299,7 @@ def test_any_strides(kind: str, act: str, dim: int | None) -> None:
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_generated_shapes(data: st.DataObject) -> None:
-    """Compare with exact values: sizes, channels, shapes of θ, offsets, with and without heads."""
+    """Generated sizes, slices, shapes of θ and offsets, with and without heads, give exact values."""
     draw = data.draw
     rows, tokens, heads = (
         draw(st.integers(1, 3), label=name) for name in ("rows", "tokens", "heads")
@@ -393,7 +393,7 @@ def test_gradcheck(kind: str, act: str, dim: int | None) -> None:
 @pytest.mark.one_in(5)
 @every_act
 def test_gradcheck_in_full(act: str, dim: int | None) -> None:
-    """Gradcheck with an offset, on some channels, and under vmap."""
+    """Check every entry of the Jacobian, with an offset, for a slice, and under vmap."""
     x, theta = noise(2, 2, 2, 7).requires_grad_(), noise(2, 2, seed=1).requires_grad_()
     offset = 0 if dim == 1 else 5
 

@@ -282,7 +282,7 @@ def test_every_nan_stays_nan(backend: str, dtype: torch.dtype) -> None:
 @every_backend
 @both_pairings
 def test_float16_overflows_to_infinity(interleaved: bool, backend: str) -> None:
-    """(1, 1) · 65504 at an eighth of a turn is √2 · 65504 long on one channel."""
+    """Turned by an eighth, (65504, 65504) has √2 · 65504 in one channel, too much for float16."""
     spec = RopeSpec(34, base=1.0, interleaved=interleaved)  # every pair turns by 1 rad
     cases = []
     tokens = 400
@@ -325,7 +325,7 @@ def test_subnormal_numbers_are_not_flushed(
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_large_numbers(dtype: torch.dtype, backend: str) -> None:
-    """Half of the largest number: products and sums stay in range."""
+    """Numbers up to half of the largest: products and sums stay in range."""
     spec = RopeSpec(64)
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(4, 4, 10, 64, generator=generator, dtype=torch.float64) - 0.5
@@ -411,7 +411,7 @@ def test_the_gradient_is_rotated_back(
 @every_backend
 @both_pairings
 def test_the_gradient_by_fractional_positions(interleaved: bool, backend: str) -> None:
-    """d(u, v) / dp = ω · (-v, u) at the rotated pair, summed over heads and pairs."""
+    """d(u, v) / dp = ω · (-v, u) at the rotated pair, summed over rows, heads and pairs."""
     spec = RopeSpec(24, interleaved=interleaved)
     ids = torch.tensor([0.5, -3.25, 1000.75, 8191.1], requires_grad=True)
     x, cotangent = (noise(2, 3, 4, 24, dtype=torch.float32, seed=seed) for seed in (0, 1))

@@ -132,7 +132,7 @@ ERRORS = {
     "device": (
         lambda: rotate(X, SPEC, out=X.to("meta")),
         ValueError,
-        "[rotate] out must have the shape, dtype and device of x "
+        "[rotate] out must have the shape, dtype and device of x but is on meta, not cpu "
         + FACTS.format("float32[2, 3, 5, 12]"),
     ),
     "no tensor": (
@@ -159,8 +159,8 @@ ERRORS = {
     "grad": (
         lambda: rotate(X.clone().requires_grad_(), SPEC, out=X.clone()),
         ValueError,
-        "[rotate] out has no gradient, and x or out requires one; call it under torch.no_grad(), "
-        "or without out " + FACTS.format("float32[2, 3, 5, 12]"),
+        "[rotate] out has no gradient, and x or out requires one; use torch.no_grad(), "
+        "or omit out " + FACTS.format("float32[2, 3, 5, 12]"),
     ),
     "itself": (
         lambda: rotate(X, SPEC, out=X),

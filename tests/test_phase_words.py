@@ -135,7 +135,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_new_length_needs_no_digits(
     axes: Axes | None, call: Callable[[RopeSpec], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decimal digits take 300 µs for 64 pairs, ten times as long as the rotation of a token."""
+    """Computing 60 digits takes 300 µs for 64 pairs, ten times as long as rotating a token."""
     spec = RopeSpec(64, scaling=DynamicNTK(2.0, 4096), axes=axes)
     spec.words_for(5000)
     forbid(monkeypatch, "made", "words_of")
@@ -189,7 +189,7 @@ def test_a_subclass_keeps_what_it_overrides(own: str) -> None:
 
 
 def test_an_attention_scaling_of_every_length_is_its_own() -> None:
-    """The first length above the original one is not representative of the others."""
+    """The scaling at the first length above the original one does not hold for all longer ones."""
 
     @dataclass(frozen=True)
     class Louder(Rule):

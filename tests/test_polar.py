@@ -47,7 +47,10 @@ def plain_head(
     g: Any = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(M_t q_t · M_i k_i / √d) v_i of head i, with keys and values of head `first`."""
+    """Compute Σ_s softmax_s(M_t q_t · M_s k_s / √d) v_s of head i, with k and v of head `first`.
+
+    M rotates and applies the gates.
+    """
     q, k, v = (
         x @ p[f"heads.{h}.{name}_proj.weight"].T
         for h, name in ((i, "q"), (first, "k"), (first, "v"))
@@ -692,13 +695,13 @@ CASES = {
     "a cache of other heads": (
         lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2, causal=True)(Y, cache=filled(2)),
         ValueError,
-        "[PolarRoPEAttention] cache must match this module, float32[2, 2, tokens, 8] on cpu "
+        "[PolarRoPEAttention] cache must hold keys and values float32[2, 2, tokens, 8] on cpu "
         "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "a cache of another dtype": (
         lambda: copy.deepcopy(C).double()(Y.double(), cache=filled(2)),
         ValueError,
-        "[PolarRoPEAttention] cache must match this module, float64[2, 4, tokens, 8] on cpu "
+        "[PolarRoPEAttention] cache must hold keys and values float64[2, 4, tokens, 8] on cpu "
         "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "x of another width": (
@@ -714,8 +717,8 @@ CASES = {
     "positions of another spec": (
         lambda: A(Y, positions=RopeSpec(8).at(0)),
         ValueError,
-        "[PolarRoPEAttention] positions must be prepared by RopeSpec(head_dim=8, interleaved=True) but got "
-        "RopeSpec(head_dim=8).",
+        "[PolarRoPEAttention] positions must be prepared by RopeSpec(head_dim=8, interleaved=True) but were "
+        "by RopeSpec(head_dim=8).",
     ),
     "mask of another length": (
         lambda: A(Y, attn_mask=torch.ones(5, 4)),
@@ -772,7 +775,7 @@ CASES = {
             12, 4, 8, gate="slope", spec=RopeSpec(8, axes=Axes.blocks((2, 2)))
         )(Y, positions=multi_axis(torch.zeros(2, 5))),
         ValueError,
-        "[PolarRoPEAttention] a gate by position must have positions of 1 axis but got 2; give its "
+        "[PolarRoPEAttention] positions must have 1 axis for a gate that depends on them but got 2; give its "
         "values per token with gates.Given.",
     ),
 }

@@ -169,7 +169,7 @@ def test_packed_int32_offsets_do_not_overflow() -> None:
 
 
 def test_tokens_past_an_unreadable_end_continue() -> None:
-    # A graph of a fixed size has such tokens. On the CPU they raise an error, so test while tracing.
+    # A graph for a fixed number of tokens has such tokens. Eager calls on the CPU raise an error.
     function = torch.compile(
         lambda cu_seqlens: packed(cu_seqlens, total=6).ids, fullgraph=True, backend="eager"
     )
@@ -360,7 +360,7 @@ def test_mrope_with_time_steps() -> None:
     assert height == [0, 0, 1, 1] * 3 + [101, 102]
     assert width == [0, 1, 0, 1] * 3 + [101, 102]
     assert mrope_next(segments) == 103
-    # Rounded down, after rounding to float32, which can reach an int that float64 does not.
+    # Times are rounded to float32, then down. float32 can round up to an int, float64 just below.
     assert flat(mrope([(4, 1, 1, 0.5)]))[0] == [0, 0, 1, 1]
     assert int(100 * 0.29) == 28
     assert flat(mrope([(101, 1, 1, 0.29), 1]))[0][-2:] == [29, 30]
@@ -403,7 +403,7 @@ KINDS: dict[str, Kind] = {
     ),
     "fractional ids": Kind(torch.tensor(line(0.25)), [[line(0.25)]]),
     "offset per row": Kind(per_row(torch.tensor([100, -4])), [[line(100), line(-4)]]),
-    # A fraction of exactly 1/2 may be rounded either way, which can change the last bit of float64.
+    # No 1/2: it may be rounded either way, which can change the last bit of float64.
     "fractional offset per row": Kind(
         per_row(torch.tensor([0.25, -4.25])), [[line(0.25), line(-4.25)]]
     ),
@@ -962,7 +962,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         "[text] positions must be None, an int offset, a tensor of ids or a Positions but got float.",
     ),
-    (lambda: grid(), ValueError, "[grid] a grid must have a size for each axis but got none."),
+    (lambda: grid(), ValueError, "[grid] a grid must have at least one size but got none."),
     (lambda: grid(4, -1), ValueError, "[grid] a size must not be negative but got -1."),
     (
         lambda: grid((4, 2)),  # type: ignore[arg-type]
@@ -1106,19 +1106,19 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: concatenate([grid(2, 2), ENDS]),
         ValueError,
-        "[concatenate] parts must have the same axes and rows "
+        "[concatenate] parts must have the same numbers of axes and rows "
         "(one: int64[2, 1, 4], other: int64[1, 1, 3]).",
     ),
     (
         lambda: concatenate([grid(2, 2), grid(2, 3)], along="rows"),
         ValueError,
-        "[concatenate] parts must have the same axes and tokens "
+        "[concatenate] parts must have the same numbers of axes and tokens "
         "(one: int64[2, 1, 4], other: int64[2, 1, 6]).",
     ),
     (
         lambda: shard(None, 2, 2, tokens=8),
         ValueError,
-        "[shard] rank must lie in [0, size) but got 2 of 2.",
+        "[shard] rank must lie in [0, 2) for size 2 but got 2.",
     ),
     (
         lambda: shard(None, 0, 2, tokens=8, kind="striped"),
@@ -1149,7 +1149,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: shard(None, 0, 2, tokens=8, kind="zigzag", cu_seqlens=torch.tensor([0, 3, 8])),
         ValueError,
-        "[shard] every sequence must be a multiple of 4 tokens for 2 zigzag shards but got "
+        "[shard] every sequence must have a multiple of 4 tokens for 2 zigzag shards but got "
         "cu_seqlens [0, 3, 8].",
     ),
     (

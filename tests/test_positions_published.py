@@ -36,7 +36,7 @@ def ids_of(where: Positions) -> torch.Tensor:
 def published(
     model: Any, rows: list[list[Any]], mask: torch.Tensor | None = None, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call a model's own function for rows of segments; returns positions and its deltas.
+    """Call a model's own function on rows of segments; return its positions and deltas.
 
     The function only reads the configuration of the model, so a stub is enough.
     """
@@ -81,13 +81,13 @@ def published(
 TEXT = st.integers(1, 5)
 SPACE = st.tuples(st.integers(1, 4), st.integers(1, 4))
 IMAGE = SPACE.map(lambda space: (1, *space))
-# Not longer in time than in space: for longer ones the two conventions differ.
+# Videos no longer in time than in space; for longer ones the two values of next_from differ.
 SHORT = st.tuples(st.integers(2, 4), st.integers(4, 5), st.integers(1, 5))
 LONG = st.tuples(st.integers(5, 9), st.integers(1, 3), st.integers(1, 3))
 
 
 def rows_of(vision: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
-    """Text, vision, text, vision, …, text."""
+    """Generate rows of the form text, vision, text, vision, …, text."""
     parts = st.lists(st.tuples(TEXT, vision), max_size=3)
     return st.builds(lambda pairs, last: [x for pair in pairs for x in pair] + [last], parts, TEXT)
 
@@ -128,7 +128,7 @@ def test_what_follows_a_long_video() -> None:
 @PROFILE
 @given(rows_of(st.one_of(IMAGE, SHORT, LONG)), st.sampled_from([0.25, 0.5, 1.0, 0.29, 1 / 3, 25.0]))
 def test_qwen2_5_vl_time_steps(row: list[Any], seconds: float) -> None:
-    # An image keeps its step of 1; all videos here have one step.
+    # An image keeps its step of 1; all videos here have the same step.
     step = TOKENS_PER_SECOND * seconds
     timed = [(*s, step) if isinstance(s, tuple) and s[0] > 1 else s for s in row]
     wanted, delta = published(Qwen2_5_VLModel, [timed], second_per_grid_ts=[seconds] * len(row))
@@ -137,7 +137,7 @@ def test_qwen2_5_vl_time_steps(row: list[Any], seconds: float) -> None:
 
 
 def test_qwen3_vl_frames_among_text() -> None:
-    # A video of three frames is three images with their time stamps as text before them.
+    # A video of three frames is three images, each after its time stamp as text.
     row = [4, (1, 2, 3), 2, (1, 2, 3), 2, (1, 2, 3), 1]
     wanted, delta = published_frames(row, frames=3)
     assert torch.equal(ids_of(mrope(row)), wanted)

@@ -1,7 +1,7 @@
 """Laws that hold for every rotation, on generated cases.
 
-Each property checks that it ran on the requested number of cases, and the last test that these are
-2,000 or more together; so the number holds however the tests are distributed over processes.
+Each property checks that it ran on the requested number of cases. The last test checks that the
+requested numbers sum to at least 2,000, however the tests are distributed over processes.
 """
 
 import math
@@ -143,7 +143,7 @@ def test_the_inverse_undoes(
 def test_the_inverse_is_a_turn_the_other_way(
     spec: RopeSpec, offset: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Bit for bit, because cosine is even and sine is odd in the phase, up to its last unit."""
+    """Bit for bit: cosine is even and sine is odd in the phase, down to its last unit."""
     x = noise(seed, 2, spec.head_dim, dtype=dtype)
     ids = torch.tensor([offset, -offset])
     inverse = rotate(x, spec, ids, layout="sd", inverse=True)
@@ -200,7 +200,7 @@ def test_the_pairings_are_a_permutation_apart(
 
 @st.composite
 def strided(draw: st.DrawFn, spec: RopeSpec) -> torch.Tensor:
-    """A view [rows, heads, tokens, channels] into a larger buffer, without overlap."""
+    """Generate a view [rows, heads, tokens, channels] of a larger buffer, without overlap."""
     shape = [
         draw(st.integers(1, 3)),
         draw(st.integers(1, 3)),

@@ -133,7 +133,7 @@ def outer_call(
     k: torch.Tensor | None,
     source: str = "words",
 ) -> schema.Packed:
-    """The arguments after q and k of a call with f and P, all of whose tensors require grad."""
+    """Return the arguments after q and k of a call with f and P; no tensor requires grad."""
     xs, tokens = schema.present(x, k), x.shape[2]
     extras: list[torch.Tensor] = []
     if act == "rms_norm":
@@ -684,7 +684,7 @@ def test_devices_are_not_mixed() -> None:
 
 
 def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
-    """Versions of all written tensors, by which autograd detects that a saved tensor was overwritten."""
+    """By the version of a saved tensor, autograd detects that it was overwritten."""
     written = [noise(2, 3, 5, 8) for _ in range(6)]
     before = [x._version for x in written]
     schema.rotate_(*written[:2], *arguments())

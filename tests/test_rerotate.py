@@ -32,7 +32,7 @@ TOKENS = 4
 
 
 def spec_of(scaling: Any = None, base: float = 1e4, axes: Axes | None = None) -> RopeSpec:
-    """Twelve of sixteen channels rotate; two on either side do not."""
+    """Return a spec of 16 channels; the 12 in the middle rotate."""
     return RopeSpec(16, base, 12, 2, scaling=scaling, axes=axes)
 
 
@@ -74,7 +74,7 @@ def amplitude(spec: RopeSpec, length: int | None) -> float:
 
 
 class Move(NamedTuple):
-    """The old and the new rotation; ids are [axes, rows|1, TOKENS], lengths the two seq_len."""
+    """The old and the new rotation; `lengths` are from_seq_len and to_seq_len."""
 
     before: RopeSpec
     after: RopeSpec
@@ -152,7 +152,7 @@ def lengths_of(move: Move) -> dict[str, int | None]:
 
 
 def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return the keys rotated by the exact difference of two angles; lengths of pairs; reach."""
+    """Return the keys rotated by the exact angle difference, and pair lengths and reach for its bound."""
     old = written(move.old)
     new = old if move.new is None else written(move.new)
     rows = k.shape[0]
@@ -209,7 +209,7 @@ def test_keys_lose_one_rounding(
     moved = rerotate(k, *move[:4], **lengths_of(move), backend=backend)
     wanted, lengths, reach = exact(k, move)
     if dtype == torch.float64:
-        # Two specs have rounded phase words, and two fractions are truncated.
+        # Errors double: two specs have rounded phase words, and two fractions are truncated.
         lengths = lengths * 2
     assert_rotated([Result(moved, wanted, lengths, reach)])
     still = [0, 1, 14, 15]
@@ -340,7 +340,7 @@ def test_group_law_and_inverse(a: Any, b: Any, c: Any, dtype: torch.dtype, seed:
     onwards = rerotate(there, specs[1], specs[2], at[1], at[2])
     direct = rerotate(k, specs[0], specs[2], at[0], at[2])
     lengths = oracle.pair_lengths(k, 12, start=2)
-    # The amplitudes range from 1.28 (YaRN) to 0.7 (the other spec).
+    # The amplitudes range from 0.7 (OTHER_YARN) to 1.14 (YARN).
     largest = max(spec.amplitude for spec in specs) / min(spec.amplitude for spec in specs)
     assert_ways(onwards, direct, lengths * largest, 3, 4 * 2.0**31)
     back = rerotate(there, specs[1], specs[0], at[1], at[0])

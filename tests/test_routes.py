@@ -267,7 +267,7 @@ def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
 
 
 def test_only_the_route_module_inspects_modes() -> None:
-    """Only ops/route.py inspects transforms and forward mode, and `_tracing` whether data may be read."""
+    """Only ops/route.py inspects transforms and forward mode; only `_tracing`, whether data may be read."""
     source = DESIGN.parent.parent / "src" / "tightrope"
     asks = re.compile(r"_functorch|forward_ad|CInterpreter")
     allowed = {"ops/route.py", "_tracing.py"}

@@ -98,8 +98,8 @@ def test_each_form_is_the_double_sum(kind: str, form: str) -> None:
 def scan_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, g: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Output and gradients by q, k, v and decay ``(2, 2, 37, 8)``, term by term in float64, and the sums
-    of the sizes of their terms."""
+    """Return output and gradients by q, k, v and decay ``(2, 2, 37, 8)``, term by term in float64, and the
+    sums of the absolute values of their terms."""
     turned = rotated(q).unflatten(1, (2, 2)), rotated(k)
     since = decay.cumsum(2)
     later = torch.ones(37, 37, dtype=torch.bool).tril()[..., None]
@@ -296,7 +296,7 @@ def most_bytes(tokens: int) -> int:
 
 @pytest.mark.slow
 def test_memory_grows_linearly() -> None:
-    """At the greater length, one score for each pair of tokens would take 512 times the memory of q."""
+    """At 4,096 tokens, one score for each pair of tokens would take 128 times the memory of q."""
     most_bytes(64)  # allocations that are made only once
     half, whole = most_bytes(2048), most_bytes(4096)
     tensor = 2 * 4096 * 32 * 4  # bytes of q
@@ -315,7 +315,7 @@ def test_memory_grows_linearly() -> None:
 def test_autocast_changes_nothing(
     kind: str, form: str, narrow: torch.dtype, wide: torch.dtype
 ) -> None:
-    """Rounding the memory to 16 bits at every block would lose it; only the inputs may be narrow."""
+    """Rounded to 16 bits at every block, the memory would lose its digits; only inputs may be narrow."""
     every = [x.to(wide) for x in inputs()]
     decay = DECAYS[kind]
     if isinstance(decay, torch.Tensor):
@@ -408,7 +408,7 @@ CASES = {
     "keys without heads": (
         lambda: polar_scan(Q, K[:, :0], V[:, :0], SPEC),
         ValueError,
-        "[polar_scan] q must have a multiple of the 0 heads of k but got 4.",
+        "[polar_scan] the heads of q must be a multiple of those of k, 0, but got 4.",
     ),
     "decay on another device": (
         lambda: polar_scan(Q, K, V, SPEC, torch.zeros(2, 1, device="meta")),
@@ -480,7 +480,7 @@ CASES = {
     "heads": (
         lambda: polar_scan(Q[:, :3], K, V, SPEC),
         ValueError,
-        "[polar_scan] q must have a multiple of the 2 heads of k but got 3.",
+        "[polar_scan] the heads of q must be a multiple of those of k, 2, but got 3.",
     ),
     "v of another type": (
         lambda: polar_scan(Q, K, V.float(), SPEC),

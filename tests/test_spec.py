@@ -90,7 +90,7 @@ def test_equality_and_hash() -> None:
 def test_the_hash_is_computed_once() -> None:
     spec = RopeSpec(64)
     before = hash(spec)
-    # A hash computed now would use another base.
+    # A hash computed again would use this base.
     object.__setattr__(spec, "base", 5.0)
     assert hash(spec) == before
     assert hash(RopeSpec(64, 5.0)) != before
@@ -265,7 +265,7 @@ def phases_of(spec: RopeSpec, length: int | None) -> list[list[list[oracle.Phase
 
 
 def expected(spec: RopeSpec, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phase words and turns, [axes, 1, heads, pairs]."""
+    """Return the exact phase words and turns, [axes, 1, heads, pairs]."""
     phases = phases_of(spec, length)
     words, turns = (
         torch.tensor([[[phase[i] for phase in row] for row in axis] for axis in phases])
@@ -359,7 +359,7 @@ def test_words_of_many_lengths_do_not_pile_up() -> None:
 
 
 def unread(spec: RopeSpec, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Phase words for a tensor of lengths that a trace must not read."""
+    """Return phase words for a tensor of lengths in a compiled function, which must not read it."""
     torch.compiler.reset()  # one function, many specs
 
     @torch.compile(fullgraph=True, backend="eager")

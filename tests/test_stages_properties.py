@@ -106,7 +106,7 @@ def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class Inputs(NamedTuple):
-    """All tensors of a case; the logarithms of the gate have magnitude ``spread``."""
+    """All tensors of a case. ``gate`` holds a factor if it is a scalar, else logarithms or slopes."""
 
     x: torch.Tensor
     grad: torch.Tensor
@@ -163,7 +163,7 @@ def leaves(case: Drawn, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def found(case: Drawn, way: str) -> dict[str, torch.Tensor]:
-    """The results and gradients of the library."""
+    """Return the result and the gradients of the library."""
     if way != "reference":
         cpu.use_instruction_set(way)
     inputs = Inputs(*(t.detach() for t in made(case)))
@@ -202,7 +202,11 @@ def found(case: Drawn, way: str) -> dict[str, torch.Tensor]:
 
 
 def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The same in float64, and an upper bound of each gradient: the sum of the moduli of its terms."""
+    """Return what `found` returns, from the formula in float64, and the size that errors are relative to.
+
+    The size is the largest element. For a gradient that is a sum over elements, it is at least the largest
+    product times the root of the number of elements.
+    """
     given_ = Inputs(*(t.detach() for t in made(case)))
     inputs = Inputs(*(t.double() for t in given_))
     wanted = leaves(case, inputs)

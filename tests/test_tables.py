@@ -64,12 +64,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("q, k, dim, values, broadcast", SHAPES.values(), ids=SHAPES)
 @torch.no_grad()
 def test_shapes(q, k, dim, values, broadcast, form, interleaved, backend) -> None:
-    for pairs in (6, 4):  # the whole head, and the first channels of it
+    for pairs in (6, 4):  # all 12 channels of the head, and the first 8
         for dtype in DTYPES:
             for table_dtype in DTYPES:
                 x, y = noise(*q, dtype=dtype), noise(*k, seed=1, dtype=dtype)
                 c, s = (noise(*values, pairs, seed=n, dtype=table_dtype) for n in (2, 3))
-                # Duplicates may differ only in learned tables.
+                # Duplicates may differ only in tables that require grad.
                 cos, sin = (
                     written(c, form, junk=7.0).requires_grad_(),
                     written(s, form, junk=9.0).requires_grad_(),

@@ -248,7 +248,7 @@ def test_assert_rotated_rejects_one_element_off_by_two(dtype: torch.dtype) -> No
     wrong[7] = step_up(wrong[7:8], 2)[0]
     with pytest.raises(AssertionError, match="off by"):
         tolerances.assert_rotated([case._replace(got=wrong)])
-    # In a pair that cancels, float32 arithmetic has this error.
+    # Allowed in a long pair whose terms cancel: float32 arithmetic may have this error.
     lengths = case.lengths.clone()
     lengths[7] = 2.0**17
     tolerances.assert_rotated([case._replace(got=wrong, lengths=lengths)])
@@ -279,7 +279,7 @@ def test_assert_rotated_rejects_errors(dtype: torch.dtype, relative: float) -> N
     wrong[5] += relative * case.lengths[5]
     with pytest.raises(AssertionError, match="off by"):
         tolerances.assert_rotated([case._replace(got=wrong)])
-    # Outside of pairs nothing may change, except by the smallest float32 number.
+    # Channels that do not rotate may be off by a few subnormal numbers at most.
     with pytest.raises(AssertionError, match="off by"):
         tolerances.assert_rotated([case._replace(got=wrong, lengths=torch.zeros_like(case.exact))])
     with pytest.raises(AssertionError):

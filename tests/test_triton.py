@@ -74,11 +74,11 @@ def run(made: Made) -> list[torch.Tensor]:
 def assert_as_definition(
     got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, wide: torch.Tensor
 ) -> None:
-    """Compare with a float64 result, in units of the largest channel of each head.
+    """Assert that a result is near one in float64.
 
     Args:
-        dtype: dtype of the inputs.
-        wide: bound of the rounding error of each element; broadcasts.
+        dtype: dtype of the inputs, which selects the relative bound.
+        wide: what the bound is relative to, such as the largest channel of each head; broadcasts.
     """
     assert got.shape == want.shape
     bound = value("triton, float64" if dtype == torch.float64 else "triton, float32") * wide
@@ -200,7 +200,7 @@ def test_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_turns_count_for_fractions() -> None:
-    """ω = 2π and more, at half positions."""
+    """Frequencies of a turn per position and more, at fractional positions."""
     omegas = [2 * oracle.MP.pi, 5 * oracle.MP.pi, oracle.MP.mpf(100)]
     phases = [oracle.phase(omega) for omega in omegas]
     word, turn = (
@@ -301,7 +301,7 @@ def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
 
 
 def test_rows_further_apart_than_32_bits() -> None:
-    """A view that spans more than 2^31 elements, of which it touches a few pages."""
+    """A view that spans more than 2^31 elements but touches only a few pages."""
     x = torch.empty(2, 2**30 + 64, dtype=torch.bfloat16, device=DEVICE)
     view = torch.as_strided(x, (3, 1, 2, 8), (2**30 + 8, 8, 8, 1))
     view.copy_(noise(3, 1, 2, 8, seed=1))
@@ -546,7 +546,7 @@ def test_edge_shapes(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
-    """A gate in the memory of x: the previous token, which another tile may already have overwritten."""
+    """The gate of a token is the token before it, which another tile may already have overwritten."""
     memory = noise(1, 2, 301, 8, seed=1).float().to(DEVICE) / 4
     options = Options(gate=LOG).pack()
     arguments = (words(1, 1, 1, 4), None, None, 5, options, 1.0)
@@ -863,7 +863,7 @@ def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table with more heads at a time than the kernel supports: the kernel uses its maximum."""
+    """If a table asks for more heads at a time than the kernel supports, it uses its maximum."""
     from tightrope.backends.triton import blocks
 
     for table in (blocks.PLAIN, blocks.HEAVY):
@@ -873,7 +873,7 @@ def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sums_by_weights_take_little_memory() -> None:
-    """Memory of sums by weights, for as many heads and tokens as real models have."""
+    """At most 64 MiB, for as many heads and tokens as real models have."""
     from tightrope.backends.triton import rotation
 
     rotation._plans.clear()

@@ -1,4 +1,4 @@
-"""The Triton backend within the library: registered, reported, forced, and its errors bounded."""
+"""The Triton backend within the library: registration, reasons against it, and gradients."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_switched_off_it_registers_nothing() -> None:
 def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """The strides of gate gradients, for results and gradients of any strides."""
+    """Also if the results and their gradients are transposed views."""
     from tightrope.backends.triton import operators
 
     y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))

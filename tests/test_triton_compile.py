@@ -66,7 +66,7 @@ def test_accesses_are_of_16_bytes(name: str) -> None:
     assert facts["sm_90"]["wide stores"] == facts["sm_90"]["stores"]
     words = 0 if name == "tables" else 1
     assert facts["sm_90"]["loads"] - facts["sm_90"]["wide loads"] == words
-    # Also where a wavefront has 64 lanes.
+    # Stores are as wide on AMD, where a wavefront has 64 lanes.
     assert facts["gfx942"]["wide"] >= facts["sm_90"]["wide stores"]
 
 
@@ -91,7 +91,8 @@ def test_registers_suffice_and_nothing_is_double() -> None:
         for target, facts in by_target.items():
             assert facts["spills"] == 0, (name, target)
             assert not facts["float64"], (name, target)
-    # A multiprocessor has 65,536: for six programs of 128 threads, and four.
+    # Of 65,536 registers of a multiprocessor, 80 per thread leave room for six programs of 128
+    # threads, and 128 for four.
     for name in ("bfloat16", "bfloat16 interleaved", "float32", "M-RoPE", "tables"):
         assert found()["compiled"][name]["sm_90"]["registers"] <= 80, name
     for name in ("silu", "silu backward", "softmax", "rms_norm", "rms_norm backward", "slopes"):
@@ -105,7 +106,8 @@ def test_no_fast_approximations_and_no_atomics() -> None:
 
 
 def test_what_triggers_a_compilation() -> None:
-    """A dtype, a kind of call or an alignment triggers one; lengths, offsets, rows and heads do not."""
+    """A dtype, a kind of call, an alignment or a single head triggers one; lengths, offsets, rows and
+    other numbers of heads do not."""
     counts = found()["counted"]
     assert counts["lengths of one layout"] == 1
     assert counts["lengths, contiguous"] == 1
@@ -123,7 +125,7 @@ def evaluated() -> dict[str, Any]:
 
 
 def test_the_compiled_angles_are_exact() -> None:
-    """Angles for all phases, with the instructions that a GPU executes."""
+    """Angles of random and critical phases, evaluated from the PTX of the kernel."""
     found = evaluated()["angles"]
     assert found["phases"] > 1 << 17
     assert found["cosine"] <= tolerances.value("float32 angle")

@@ -10,7 +10,7 @@ from triton_cases import needs_triton
 
 @needs_triton
 def test_a_launch_passes_the_same_arguments_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches without hooks, made directly, and with hooks, through Triton's own runner."""
+    """Without hooks, a launch is made directly; with hooks, by Triton's own runner."""
     import triton
     from triton.compiler import CompiledKernel
     from triton.runtime import driver

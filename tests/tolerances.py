@@ -30,8 +30,8 @@ TABLE = {
     ),
     "patched gradients": Tolerance(
         1e-4,
-        "of the largest gradient of the parameter, and of 1e-3 of the model's largest",
-        "float32, as above; a gradient that is zero up to rounding is compared with the floor",
+        "of the parameter's largest gradient, or of 1e-3 of the model's largest if that is more",
+        "float32, as above; for a gradient that is zero up to rounding, the second size applies",
     ),
     "patched bfloat16 outputs": Tolerance(
         1.05,
@@ -136,12 +136,12 @@ TABLE = {
     "f and P, rounded once": Tolerance(
         0.999,
         "share of results, at least",
-        "arithmetic before the one rounding is 2^-19 or better of bfloat16, 2^-22 of float16",
+        "the error before the one rounding is at most 2^-19 for bfloat16, 2^-22 for float16",
     ),
     "every bfloat16": Tolerance(
         4,
         "of all numbers between 2^-60 and 88, at most this many whose f is not the nearest bfloat16",
-        "this many lie within the arithmetic's error of 2^-19 of a tie",
+        "this many results are so near a tie that the arithmetic's error of 2^-19 decides",
     ),
     # --- frequencies ---
     "frequency digits": Tolerance(
@@ -291,7 +291,7 @@ TABLE = {
     "triton slope": Tolerance(
         2e-7,
         "absolute, of f' of silu and gelu",
-        "these pass 0, where two terms of about 1/2 cancel, each with a few roundings of 3e-8",
+        "where f' is 0, two terms of about 1/2 cancel, each with a few roundings of 3e-8",
     ),
     "float32 tiny": Tolerance(
         1.2e-38, "absolute", "GPUs may flush numbers below the smallest normal float32 to zero"
@@ -420,9 +420,8 @@ class Result(NamedTuple):
 
     got: torch.Tensor
     exact: torch.Tensor
-    lengths: (
-        torch.Tensor
-    )  # length of the pair of each element; 0 for an element that does not rotate
+    # Length of the pair of each element; 0 for an element that does not rotate.
+    lengths: torch.Tensor
     reach: float = 0.0  # the largest |position|
 
 

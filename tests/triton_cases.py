@@ -27,7 +27,8 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 if HAS_TRITON:
-    # Triton itself is imported unchanged: all of its own functions must be of one kind.
+    # Import Triton before the variable changes: its own functions must all be compiled, or all
+    # interpreted.
     import triton.language  # noqa: F401
 
     if not HAS_GPU:
@@ -140,7 +141,7 @@ class Made(NamedTuple):
             return [to(y) for y in x] if isinstance(x, list) else x
 
         primary, secondary, positions, *rest = self.arguments
-        # Positions are exact in any dtype.
+        # Positions keep their exact values in float64.
         return Made(
             to(self.q),
             to(self.k),
@@ -265,7 +266,7 @@ def make(case: Mapping[str, Any]) -> Made:
             shape = [size if d in kept[case["gate shape"]] else 1 for d, size in enumerate(full)]
             extras.append(noise(*shape, seed=30 + i, scale=0.5).to(wide))
     elif case["gate"] == SLOPE:
-        # Slopes so small that no position overflows.
+        # Slopes so small that e^(slope · position) never overflows.
         small = 1e-6 if at in ("offset", "ids", "ids per row", "per row") else 1e-3
         for i, n in enumerate(counts):
             shape = [n, head_dim] if case["gate shape"] in ("full", "channels") else [1, head_dim]

@@ -4,7 +4,8 @@ It runs pytest over the files of this folder, in three phases:
 
     budgets   the speed budgets, most of them relative to a copy: one worker
     checks    every case at small sizes; every contender of every case, compiled and compared; the
-              tests of the Triton backend (tests/test_triton*.py): parallel workers
+              tests of the Triton backend (tests/test_triton*.py without test_triton_compile.py):
+              parallel workers
     times     all contenders with right results, in turns; then other block shapes: one worker
 
 Each test is a unit. It compares every element with float64 before it times anything, and its result is
@@ -61,7 +62,7 @@ def phases() -> tuple[Phase, ...]:
     triton = sorted(
         path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_triton*.py")
     )
-    # Tests that compile for absent devices need no GPU.
+    # Without the tests that only compile, for other devices too: they need no GPU.
     triton = [path for path in triton if "compile" not in path]
     return (
         Phase((f"{HERE}/test_budgets.py",), True, 0.4),
@@ -126,7 +127,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--against",
         type=_pattern,
-        help="regular expression for contenders (dry run: not compiled)",
+        help="regular expression for contenders (default in a dry run: those not compiled)",
     )
     add("--peers", type=Path, help="folder with source files of other libraries")
     add("--jobs", type=int, help="parallel workers (number of cores - 2, at most 8)")

@@ -1,4 +1,4 @@
-"""The GPU benchmark cases, the most important first, as time may run out."""
+"""The GPU benchmark cases, the most important first, because time may run out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = (
     replace(_PREFILL, name="prefill 32k, float32", dtype="float32"),
 )
 
-#: Copies of q and k that must fit: each contender has one, and eager ones need several more.
+#: Copies of q and k that must fit in GPU memory: each contender has one, eager ones need several more.
 COPIES = 40
 
 

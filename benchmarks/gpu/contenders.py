@@ -15,7 +15,7 @@ from tightrope.workbench.bench.factors import alone
 from . import peers
 from .plugin import OPTIONS
 
-#: The only cases that run autotuned kernels, as autotuning takes dozens of compilations.
+#: The only cases that run autotuned kernels, because autotuning takes dozens of compilations.
 _TUNED_IN = ("12 x 32768, 12 heads", "prefill 32k")
 
 #: The contenders that must never be faster than this library.
@@ -52,7 +52,7 @@ def _no_rotary(name: str, case: Case) -> str | None:
 
 
 def _by_token(case: Case, x: torch.Tensor, ids: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-    """Return cos/sin of all positions up to the largest, and arguments for the starts of sequences."""
+    """Return cos/sin of all positions up to the largest, and the kernel's keyword arguments."""
     reach = int(ids.max()) + 1
     angle = torch.arange(reach, device=x.device).double()[:, None]
     angle = angle * spec_of(case).frequencies().inv_freq.to(x.device)

@@ -95,7 +95,7 @@ def function(name: str) -> Any:
 
 
 def _root(peer: Peer) -> Path | None:
-    """Return the folder with a peer's module: that of all peers, or a folder in it."""
+    """Return the folder with a peer's module: that of all peers, a folder in it, or its `src`."""
     folder = Path(os.environ.get(VARIABLE, FOLDER))
     inner = sorted(path for path in folder.glob("*") if path.is_dir())
     file = f"{peer.module.replace('.', '/')}.py"

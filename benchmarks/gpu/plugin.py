@@ -36,7 +36,7 @@ class Options:
         limit: time limit of a unit in seconds.
         dry: tiny sizes, and Triton's interpreter on the CPU.
         only, against: regular expressions for units and for contenders.
-        mixed: whether to interleave the units of several files, so that none waits for the end.
+        mixed: whether to interleave the units of several files, so that no file comes last.
     """
 
     results: str = ""
@@ -169,7 +169,7 @@ class Units:
             torch.cuda.synchronize()
             if last:
                 gc.collect()
-                torch.cuda.empty_cache()  # other workers need it
+                torch.cuda.empty_cache()  # other workers need the memory
         except RuntimeError as error:
             return str(error)
         return None

@@ -58,7 +58,7 @@ def summary(every: list[dict[str, dict[str, str]]]) -> str:
 
 
 def compare(before: str, after: str) -> int:
-    """Print the calls that differ; return 1 if there are any, 2 if the files are incomparable."""
+    """Print the calls that differ; return 1 if there are any, 2 if files are missing or incomparable."""
     paths = sorted(Path(before).parent.glob(f"{Path(before).name}-*.jsonl"))
     differ = 0
     for path in paths:
@@ -97,7 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=("store", "compare", "show"))
     parser.add_argument(
-        "what", nargs="+", help="store: a file prefix; compare: two; show: numbers of calls"
+        "what",
+        nargs="+",
+        help="store: a file prefix; compare: two file prefixes; show: numbers of calls",
     )
     parser.add_argument("--calls", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)

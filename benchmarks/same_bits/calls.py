@@ -38,7 +38,7 @@ NEVER = (None,) * 5
 
 
 class Call(NamedTuple):
-    """A function, its arguments given the drawn tensors, and the names of those that it changes."""
+    """A function, its arguments as a function of the drawn tensors, and the names of those it changes."""
 
     function: Callable[..., Any]
     arguments: Callable[[Tensors], dict[str, Any]]
@@ -148,7 +148,7 @@ def spec_of(d: Draw, axes: int = 1, heads: int = 1) -> RopeSpec:
 def positions_of(
     d: Draw, rows: int, tokens: int, axes: int = 1, name: str = "positions"
 ) -> tuple[bool, Callable[[Tensors], Any]]:
-    """Draw positions; return whether they are a drawn tensor, and a function of the tensors."""
+    """Draw positions; return whether they are among the drawn tensors, and a function that makes them."""
     at, half = positions, tokens // 2
     ends, lengths = torch.tensor([0, half, tokens]), torch.full((rows,), half)
     made: dict[str, Callable[[], Any]] = {
@@ -196,7 +196,7 @@ def positions_of(
 
 
 def act_of(d: Draw, name: str, heads: int, width: int) -> Callable[[Tensors], Any]:
-    """Draw a prologue f, as a function of the tensors."""
+    """Draw a prologue f; return a function that makes it from the drawn tensors."""
     kind = d.pick(name, *["none"] * 16, "norm", "norm", "norm", "norm per head", "bare norm", *ACTS)
     if not kind.endswith(("norm", "head")):
         return lambda t: None if kind == "none" else kind  # noqa: ARG005
@@ -209,7 +209,7 @@ def act_of(d: Draw, name: str, heads: int, width: int) -> Callable[[Tensors], An
 def gate_of(
     d: Draw, name: str, heads: int, tokens: int, spec: RopeSpec
 ) -> Callable[[Tensors], gates.Gate | None]:
-    """Draw an epilogue P, as a function of the tensors."""
+    """Draw an epilogue P; return a function that makes it from the drawn tensors."""
     kinds = ["number", "Scalar", "Exp", "Exp", "Given", "Given"]
     kinds += ["Slope", "Slope", "XPos"] if spec.axes is None else []
     kind, tied = d.pick(name, *["none"] * 12, *kinds), d.pick("tied", None, "pair")
@@ -376,7 +376,7 @@ def lrpe(d: Draw) -> Call:
 
 
 def scan(d: Draw) -> Call:
-    """Draw a call of polar_scan, in some cases continued from its own state."""
+    """Draw a call of polar_scan; in some cases a second call continues from the state of the first."""
     rows, heads, group, tokens = (d.pick(name, 1, 2) for name in ("rows", "heads", "group", "more"))
     tokens, layout = 5 * tokens, d.pick("layout", "bhsd", "bshd", "sbhd")
     spec = spec_of(d)

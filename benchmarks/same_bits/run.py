@@ -25,7 +25,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "inference tensors": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
-# In these modes a call in place changes the given tensors; in the others, copies that need gradients.
+# In these modes an in-place call changes the drawn tensors; in the other modes, copies that need gradients.
 GIVEN = (*PLAIN, "vmap", "functionalize", "compiled", "compiled vmap", "exported")
 # The compiler's report of an error in the code that it compiles.
 RAISED = re.compile(r"raised exception ([^\n]*)")
@@ -199,7 +199,7 @@ def transformed(d: Draw, call: Call, result: dict[str, str]) -> None:
 
 
 def differentiated(d: Draw, run: Function, tensors: Tensors, result: dict[str, str]) -> None:
-    """Run a call and its backward pass, and for some calls the second derivative."""
+    """Run a call and its backward pass; differentiate again if the gradients require grad."""
     ys = run(*tensors)
     result |= named("y", ys)
     if "compiled" not in d.mode:

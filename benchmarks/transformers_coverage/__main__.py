@@ -38,9 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--missing", action="store_true", help="skip model types that the file already has"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to update")
-    parser.add_argument(
-        "--page", type=Path, default=PAGE, help="the Markdown file to write from it"
-    )
+    parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page to write")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -72,7 +70,7 @@ def write(data: dict[str, Any], path: Path) -> None:
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Replace the old rows that have a new one with the same key."""
+    """Return the new rows, and the old rows whose key no new row has, sorted."""
     renewed = {row[key] for row in new}
     return sorted(
         [row for row in old if row[key] not in renewed] + new,

@@ -18,7 +18,7 @@ HEADS = 4
 HEAD = WIDTH // HEADS
 LAYERS = 2
 VOCABULARY = 256
-# First id of special tokens; ordinary tokens are drawn from below.
+# First id of special tokens; ordinary tokens have smaller ids.
 SPECIAL = 160
 
 KEY_HEADS = (
@@ -26,7 +26,7 @@ KEY_HEADS = (
     r"|key_value_heads)(_per_layer)?|num_query_groups"
 )
 GROUPED = re.compile(KEY_HEADS)
-# The first pattern that matches the whole name of an integer setting gives its value; None keeps it.
+# The first pattern that matches an integer setting's whole name gives its value; None keeps the default.
 SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*(max|min)_(pixels|duration|length).*|num_feat_extract_layers|pooling_kernel_size", None),
     (KEY_HEADS, 2),

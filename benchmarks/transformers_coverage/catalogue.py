@@ -19,7 +19,7 @@ ROTARY = re.compile(
     r"^_?(vision_)?apply_\w*rotary\w*$|^rotate_queries_or_keys$|^_apply_rotary_embedding$"
 )
 
-# Preferred model classes: first those with a language head, as they run all other parts.
+# Preferred model classes: first those with a language head, because they run all other parts.
 PREFERRED = (
     "ForConditionalGeneration",
     "ForCausalLM",
@@ -102,7 +102,7 @@ def rotary_names(path: Path) -> tuple[str, ...]:
 
 @cache
 def called_names(path: Path) -> frozenset[str]:
-    """Names of the rotary functions that their own file calls."""
+    """Names of the rotary functions of a file that the file itself calls."""
     names = {name.rpartition(".")[2] for name in rotary_names(path)}
     calls = [
         n.func for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)

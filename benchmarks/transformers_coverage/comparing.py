@@ -19,7 +19,6 @@ import tightrope
 
 from .catalogue import rotary_codes
 
-# The folder of this library.
 OURS = str(Path(tightrope.__file__).parent)
 # Bounds in float32, relative to the largest magnitude of the tensor.
 OUTPUT_BOUND = 2e-5
@@ -211,7 +210,7 @@ def difference(before: Run, after: Run) -> Difference:
 
 
 def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a relative error of FAULT: a little of the adjacent channel is added."""
+    """The function with an error: to each channel of its results, FAULT times the adjacent one is added."""
 
     def wrong(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():

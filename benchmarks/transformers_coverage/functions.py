@@ -26,7 +26,7 @@ from .catalogue import models_folder, rotary_names
 ROWS, HEADS, TOKENS, CHANNELS = 2, 4, 11, 16
 # Bounds relative to the largest value, for float32 sums in another order.
 VALUES, GRADIENTS = 2e-6, 2e-6
-# bfloat16 results may have one rounding more error than those of the original.
+# Bound on the error of bfloat16 results; a larger one is allowed if the original's is as large.
 BF16 = 2.0**-8
 
 Make = Callable[[torch.dtype], dict[str, Any]]

@@ -1,6 +1,7 @@
 """Run every model type of transformers before and after `patch`.
 
-`python -m benchmarks.transformers_coverage --models --only '^llama'` runs some. The status of a row is:
+`python -m benchmarks.transformers_coverage --models --only '^llama'` runs the types that match.
+The status of a row is:
 
 - equal: outputs and gradients are within the bounds of `comparing.py`, this library served calls of the
   rotary functions of the model's file, and a fault of one per cent in them is detected;
@@ -21,7 +22,7 @@ from typing import Any
 
 from .catalogue import ModelType, catalogue
 
-# Time limit of one model; the slowest takes a tenth of it on one core.
+# Time limit of one model in seconds; the slowest model takes a tenth of it on one core.
 SECONDS = 40
 
 

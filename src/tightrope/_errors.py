@@ -18,10 +18,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-# A longer repr is replaced by the name of the type.
+# In characters; a longer repr is replaced by the name of the type.
 _LONGEST = 200
 
-# Placeholders in a rule: the operation, and its name without the underscore of in-place operations.
+# Placeholders in a rule: the name of the operation, and that name without a final underscore.
 OPERATION, OUT_OF_PLACE = "{operation}", "{out of place}"
 
 _Parameters = ParamSpec("_Parameters")
@@ -86,7 +86,7 @@ def public(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Decorate a public function: put its name in front of every error about bad input.
 
-    If one such function calls another, the error has the name of the inner one.
+    If one decorated function calls another, the error has the name of the inner one.
 
     Args:
         operation: name of the function, without its module; by default the class of ``self``.
@@ -122,7 +122,7 @@ def class_of(owner: object) -> str:
 
 
 def sentence(operation: str, rule: str, **about: object) -> str:
-    """Return the whole sentence, for messages that are not raised, such as warnings.
+    """Return the complete message, for warnings and other texts that are not raised.
 
     Args:
         operation: name of the public function.
@@ -209,7 +209,7 @@ def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
     Args:
         name: name of the tensor in the error.
         x: the tensor.
-        nested: advice for nested tensors, with ``{name}`` for the name.
+        nested: advice for nested tensors; ``{name}`` in it is replaced by the name.
     """
     if x.is_nested or x.layout is not torch.strided:
         kind = str(x.layout).removeprefix("torch.")

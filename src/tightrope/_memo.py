@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Maximum number of tensors: several times the tables of all layers of a model.
+# Maximum number of cached tensors, several times as many as the tables that one model uses.
 _MOST = 64
 
 
@@ -27,7 +27,7 @@ class TensorMemo:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Hashable, Any]]] = {}
 
     def knows(self, x: torch.Tensor, key: Hashable) -> bool:
-        """Return True if :meth:`find` would use the cache; False for views, whose lookup is slower."""
+        """Return True if the fact is cached; False for every view, because its lookup is slower."""
         known = self._known.get(id(x))
         if known is None or known[0]() is not x or key not in known[2]:
             return False
@@ -39,7 +39,7 @@ class TensorMemo:
         """Return the cached fact about a tensor under a key, or compute it.
 
         Args:
-            compute: called with the arguments to compute the fact.
+            compute: called with ``arguments`` if the fact is not cached.
         """
         base = x._base
         owner = x if base is None else base

@@ -1,4 +1,4 @@
-"""Activations and norms: the prologue f of y = P(p) · R(φ) · f(x), applied before the rotation.
+"""Activations and norms: the prologue f of y = P · R · f(x), applied before rotation R and gate P.
 
 An activation is given by name, a norm as an object that holds its weight::
 
@@ -79,13 +79,15 @@ class RMSNorm:
             raise bad_type(f"unit_offset must be a bool but got {describe(self.unit_offset)}")
 
     def factors(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return the factors of the normalised channels, ``[heads|1, head_dim]`` in float32 (float64 for
-        float64).
+        """Return the factors that multiply the normalised channels.
 
         Args:
             name: name of x in errors.
             x: the tensor to normalise.
-            heads: number of its heads.
+            heads: number of heads of x.
+
+        Returns:
+            ``[heads|1, head_dim]`` in float32, or float64 if x is.
 
         Raises:
             TypeError, ValueError: a weight that does not fit x.
@@ -205,7 +207,7 @@ _SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def apply(
     code: int, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 0.0
 ) -> torch.Tensor:
-    """Return f(x); this is the definition.
+    """Return f(x), computed in plain torch.
 
     Args:
         code: index into ACTS.
@@ -229,7 +231,7 @@ def transpose(
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Return f'(x)ᵀ · grad, the gradient by x; arguments as in :func:`apply`.
+    """Return f'(x)ᵀ · grad, the gradient of x; arguments as in :func:`apply`.
 
     >>> transpose(code_of("exp"), torch.zeros(2), torch.ones(2)).tolist()
     [1.0, 1.0]
@@ -246,7 +248,7 @@ def transpose(
 
 
 def by_weight(x: torch.Tensor, grad: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
-    """Return the gradient by the weight of a norm, ``[heads|1, channels]``.
+    """Return the gradient of the weight of a norm, ``[heads|1, channels]``.
 
     Args:
         x, grad: ``[rows, heads, tokens, channels]``.

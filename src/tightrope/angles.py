@@ -1,10 +1,11 @@
 """Exact angles: phase words from frequencies, and cosines and sines from phase words and positions.
 
-A phase word is ``round(ω / 2π · 2^64)`` modulo 2^64, held as int64. ``position · word`` in wrapping
-int64 arithmetic is the angle modulo one turn, off by at most ``|position| · 2^-65`` turn, so neither
-range reduction nor float64 is needed. See docs/numerics.md for the error bounds.
+The phase word of a frequency ω, in radians per position, is ``round(ω / 2π · 2^64)`` modulo 2^64, held
+as int64. ``position · word`` in wrapping int64 arithmetic is the angle modulo one turn, off by at most
+``|position| · 2^-65`` turn, so neither range reduction nor float64 is needed. See docs/numerics.md for
+the error bounds.
 
-This module is part of the definition, in plain torch; every kernel computes the same thing.
+This module is plain torch, part of the definition; every kernel computes the same angles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 _TURN = 2.0**-64  # one phase unit, in turns
 _FLOAT_TWO_PI = float(TWO_PI)
 _RADIANS = _FLOAT_TWO_PI * _TURN
-_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large, for kernels as well
+_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels know it too
 
 
 def _parts(value: decimal.Decimal) -> tuple[float, float, float]:
@@ -43,7 +44,7 @@ class Words:
 
     Attributes:
         words: ``round(ω / 2π · 2^64)`` modulo 2^64, signed, one per pair.
-        turns: whole turns that the modulo removed, one per pair; all zero unless some ω >= π. Only
+        turns: whole turns that the modulo removed, one per pair; all zero unless some |ω| >= π. Only
             fractional positions need them.
     """
 
@@ -72,15 +73,17 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the phase words of a tensor of frequencies, computed on its device without synchronising.
 
     Each frequency is taken as an exact number. The rounding error of its product with 1 / 2π is
-    recovered from partial products that are exact, so a phase word is off by at most half a unit plus
-    2^-79 · ω turns, which is less than one unit for ω below 2^14.
+    recovered from partial products that are exact, so below 2^50 turns per position a phase word
+    is off by at most half a unit plus 2^-79 · ω turns: less than one unit for ω below 2^14. From 2^50
+    turns on it has only the digits of a float64 product.
 
     Args:
         inv_freq: floating, radians per position; taken as float64.
 
     Returns:
         Phase words and turns as in :class:`Words`, int64, in the shape of ``inv_freq``. A frequency
-        that is NaN, or of 2^62 turns or more, gets a marker in ``turns`` that makes every angle NaN.
+        that is NaN, or at least 2^62 turns per position, gets a marker in ``turns`` that makes every
+        angle NaN.
 
     >>> words_from(torch.tensor([0.0, 2 * float(TWO_PI)]))[1].tolist()
     [0, 2]
@@ -90,7 +93,7 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     lost = ~(scaled.abs() < 2.0**62)
     fraction = (scaled - torch.round(scaled)) * 2.0**62
     units = torch.round(fraction)
-    # The rounding error of the product. From 2^50 turns on, that error is a whole number of turns.
+    # The rounding error of the product. It is dropped from 2^50 turns on, where it may overflow int64.
     upper = omega.to(torch.float32).to(torch.float64)
     lower = omega - upper
     first, second, third = _PARTS
@@ -105,7 +108,7 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def without_frequency(turns: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the pairs marked as having no frequency, ``[rows|1, heads|1, 1, pairs]``."""
+    """Return a mask of the pairs marked as NaN or too large, ``[rows|1, heads|1, 1, pairs]``."""
     return (turns == _NO_TURNS).any(0)[:, :, None]
 
 
@@ -145,7 +148,7 @@ def phases(
 
 
 def cos_sin(phase: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of phases, reduced to at most an eighth of a turn.
+    """Return cosine and sine of phases, computed from angles of at most an eighth of a turn.
 
     Args:
         phase: int64, in units of 2^-64 turn.
@@ -207,7 +210,7 @@ def put_back(
     offset: int,
     add_index: bool,
 ) -> torch.Tensor:
-    """Return the gradient of a table from that of its looked-up rows: the transpose of :func:`look_up`.
+    """Return the gradient of a table, given that of the rows looked up: transpose of :func:`look_up`.
 
     Args:
         grad: ``[rows, heads|1, tokens, pairs or channels]``, with the rows of the table if
@@ -266,7 +269,7 @@ def pairs_of(table: torch.Tensor, form: str) -> int:
 def position_angle(
     words: torch.Tensor, turns: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return zeros ``[rows|1, heads|1, tokens|1, pairs]`` whose derivative by ``positions`` is ω.
+    """Return zeros ``[rows|1, heads|1, tokens|1, pairs]``; their derivative by position is ω.
 
     Phases are integers and have no derivative. Adding these zeros to an angle gives it one, in every
     mode of differentiation, without changing its value.
@@ -328,7 +331,10 @@ def is_lost(positions: torch.Tensor | None) -> torch.Tensor | None:
 def _split(
     positions: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Split positions into an integer part and a fraction in [-1/2, 1/2], in units of 2^-63."""
+    """Split positions into whole numbers and fractions within [-1/2, 1/2], both int64.
+
+    Fractions are in units of 2^-63. For integer positions None is returned in their place.
+    """
     if positions is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=device), None
     if not positions.is_floating_point():
@@ -339,7 +345,7 @@ def _split(
 
 
 def _high_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``floor(a · b / 2^64)`` of int64, at most 2 too small, for ``|a| <= 2^62``.
+    """Return ``floor(a · b / 2^64)``, or up to 2 less, in int64; ``|a| <= 2^62``.
 
     torch has no 128-bit product, so this multiplies 32-bit halves. It omits the lowest of the four
     products, which cannot change the result by more than one.

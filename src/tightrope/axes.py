@@ -158,7 +158,9 @@ class Axes:
         if count < 1:
             raise bad_value(f"count must be at least 1 but got {count}")
         if pairs < 0 or pairs % count:
-            raise bad_value(f"pairs must be a multiple of count {count} but got {pairs}")
+            raise bad_value(
+                f"pairs must be at least 0 and a multiple of count {count} but got {pairs}"
+            )
         return cls(
             count,
             tuple(
@@ -204,7 +206,9 @@ def _sizes(sizes: object) -> tuple[int, ...]:
     rule = "sizes must be a sequence of ints, one per axis, but got"
     values = tuple(_int("a size", size) for size in _sequence(rule, sizes))
     if not values or min(values) < 0:
-        raise bad_value(f"sizes must be numbers of pairs, one per axis, but got {values}")
+        raise bad_value(
+            f"sizes must hold at least one number of pairs, none negative, but got {values}"
+        )
     return values
 
 

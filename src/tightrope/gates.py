@@ -1,11 +1,11 @@
-"""Gates: the positive diagonal P of y = P(p) · R(φ) · f(x), the epilogue of a rotation.
+"""Gates: the epilogue of a rotation, the positive diagonal P of y = P · R · f(x).
 
 A gate is a frozen object that holds its tensors and returns the logarithm of its factor, shaped
-``[rows|1, heads|1, tokens|1, channels|1]``. Logarithms make products sums, and a recurrence needs
-their differences.
+``[rows|1, heads|1, tokens|1, channels|1]``. Logarithms of several gates add up, and a recurrence
+needs differences of logarithms.
 
-``tied="pair"`` gives both channels of a pair one value, so that the gate commutes with the rotation.
-If it is also constant, attention scores still depend only on the distance between tokens.
+``tied="pair"`` gives both channels of a pair one value, so that the gate commutes with the rotation. If
+the gate is also the same at all positions, scores still depend only on the distance between tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Gate:
         return onto(self.log_factor(channels, positions, x.dtype), x.device)
 
     def for_keys(self) -> Gate:
-        """Return the gate for keys, if one gate is given for queries and keys."""
+        """Return the gate to use for keys if the caller gave one gate for both queries and keys."""
         return self
 
 
@@ -82,7 +82,7 @@ class Scalar(Gate):
     """One factor for all tokens, heads and channels.
 
     Args:
-        value: a positive number, or a floating tensor ``()``, learnable.
+        value: a positive number, or a floating tensor of shape ``()``; a tensor is learnable.
 
     >>> Scalar(2.0).factor(Channels(4, 0, 4, False)).flatten().tolist()
     [2.0]
@@ -118,7 +118,7 @@ class Scalar(Gate):
         return onto(self._log(x.dtype, x.device), x.device)
 
     def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the logarithm: of a number on ``device``, of a tensor on the tensor's own device."""
+        """Return the logarithm, for a number on ``device``, for a tensor on its own device."""
         inside = _compute_dtype(dtype)
         if isinstance(self.value, torch.Tensor):
             return self.value.to(inside).log().reshape(1, 1, 1, 1)
@@ -237,15 +237,15 @@ class Given(Gate):
 
 @dataclass(frozen=True)
 class XPos(Gate):
-    """xPos: queries shrink away from a centre as keys grow, so scores decay with the distance.
+    """xPos: queries shrink and keys grow with their position, so scores decay with the distance.
 
     The factor of pair k at position p is ζ_k^((p − centre) / scale_base), with
     ζ_k = (2k / rotary_dim + smoothing) / (1 + smoothing), and its inverse for keys. Scores do not
     depend on the centre, but cached keys do, so it is fixed and has no default.
 
     Args:
-        centre: the position where the factor is 1; the middle of the positions in use keeps the
-            factors moderate on both sides.
+        centre: the position where the factor is 1. Give the middle of the positions in use, to keep
+            the factors moderate.
         scale_base: number of positions over which the exponent grows by one.
         smoothing: γ of the paper.
         opposite: whether this is the inverse, for keys; see :meth:`for_keys`.
@@ -312,7 +312,7 @@ class XPos(Gate):
         return log
 
     def _away(self, where: torch.Tensor, inside: torch.dtype) -> torch.Tensor:
-        """Return the distance of positions from the centre, without losing digits of either.
+        """Return the positions minus the centre, without losing digits of either.
 
         A plain difference of integers and a float would have the default dtype.
         """
@@ -403,7 +403,7 @@ def check_own(name: str, x: torch.Tensor, gate: Gate) -> None:
         check_local(which, value)
         if value.is_meta is not x.is_meta and (value.is_meta or value.requires_grad):
             raise bad_value(
-                f"{which} is on {value.device} but {name} is on {x.device}; put both on one"
+                f"{which} is on {value.device} but {name} is on {x.device}; put both on one device"
             )
 
 

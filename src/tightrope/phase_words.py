@@ -20,12 +20,13 @@ T = TypeVar("T")
 
 #: Computes phase words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in
 #: csrc/stretched.cpp. Arguments: its constants, the original length, the lengths of the rows, the error
-#: bound, the first row, and the tensor ``[rows, pairs]`` that it writes. Returns the first row whose
-#: rounding it cannot prove correct. Set by the native library; without it the definition computes these
-#: phase words.
+#: bound, the row to start at, and the tensor ``[rows, pairs]`` that it writes. Returns the first row
+#: whose rounding it cannot prove correct, or the number of rows. Set by the native library; without it
+#: the definition computes these phase words.
 stretched_natively: Callable[[bytes, int, Sequence[int], int, int, torch.Tensor], int] | None = None
 
-# 32 times the error bound that csrc/stretched.cpp derives. One phase word in eight million remains unproven.
+# In units of 2^-128 turn: 32 times the bound that csrc/stretched.cpp derives for the error of a frequency.
+# One phase word in eight million remains unproven.
 _DOUBT = 2**40
 
 
@@ -48,7 +49,7 @@ class HostWords(NamedTuple):
     amplitude_hex: str
 
 
-# A value, or its class and fields: the compiler can pass both to a constant function.
+# A value, or its class and fields: the compiler can pass either to a constant function.
 Constant: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
 
 
@@ -69,7 +70,7 @@ def made(
 
 
 def inv_freq(rule: Constant[Rule | None], dim: int, base: float) -> list[float]:
-    """Return one row of a rule's frequencies, for lengths within the original one."""
+    """Return one row of a rule's frequencies, for lengths up to the original one."""
     rule = _value_of(rule)
     row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
     return [float(omega) for omega in row.exact]
@@ -196,7 +197,7 @@ class _Constants(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _constants(rule: Rule, dim: int, base: float) -> _Constants | None:
-    """Return the constants of a rule; None for rules and parameters that the native library lacks."""
+    """Return the constants of a rule; None if the native library does not support its parameters."""
     if not rule.ntk_by_length or dim == 0 or not base > 1:
         return None
     growth = int(Fraction(rule.factor) * 2**128 / rule.original_max_position)  # type: ignore[attr-defined]
@@ -214,12 +215,12 @@ def _constants(rule: Rule, dim: int, base: float) -> _Constants | None:
 def _places(
     rotary_dim: int, axes: Axes | None
 ) -> tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor | None]:
-    """Return the rows of frequencies that the axes use, and the row entry and axis of each pair.
+    """Return the rows of frequencies that the axes use, and where each pair finds its frequency and axis.
 
     Returns:
-        The rotary dimensions of the rows; the column of each pair in the concatenated rows, or None if
-        that is its own index; and a one-hot mask of the axis of each pair, ``[axes, 1, pairs]``, or None
-        for one axis.
+        The rotary dimension of each row of frequencies; the column of each pair in the concatenated
+        rows, or None if pair k has column k; and a one-hot mask of the axis of each pair,
+        ``[axes, 1, pairs]``, or None without axes.
     """
     if axes is None:
         return (rotary_dim,), None, None

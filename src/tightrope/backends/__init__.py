@@ -41,8 +41,9 @@ def which(x: torch.Tensor) -> tuple[str, str | None]:
         x: a tensor; only its device is used.
 
     Returns:
-        The name of the backend; and the reasons why each faster backend for this device type (or, if
-        there is none, each faster backend) is not used, or None.
+        The name of the backend; and for each faster backend the reason why it is not used, or None
+        if there is no faster one. Backends for other device types are left out, unless no backend
+        is made for the type of x.
 
     >>> name, reason = which(torch.zeros(1, 1, 4, 8))
     """

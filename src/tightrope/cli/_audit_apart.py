@@ -1,4 +1,4 @@
-"""The child process of `tightrope audit`; the command survives if it crashes."""
+"""The child process of `tightrope audit`: if it crashes, the command survives."""
 
 import json
 import sys

@@ -17,7 +17,7 @@ from ._tables import titled
 # Beginnings of the reasons that are reported before all others.
 _FAULTS = ("its result is off", "it failed")
 
-# Names that are too long for a column heading.
+# Names that are too long for a column heading -> their short forms.
 _SHORT = {
     "compiled eager": "compiled",
     "rotary-embedding-torch": "r-e-torch",

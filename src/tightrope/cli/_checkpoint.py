@@ -10,7 +10,8 @@ from ..workbench.convert import Stated
 Checkpoint = Annotated[
     Path,
     typer.Argument(
-        metavar="CHECKPOINT", help="A safetensors or torch file, an index, or the folder of either."
+        metavar="CHECKPOINT",
+        help="A safetensors or torch file, the index of several, or a folder with them.",
     ),
 ]
 Config = Annotated[

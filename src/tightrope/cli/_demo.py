@@ -17,7 +17,7 @@ from ..workbench.text import duration
 from ._tables import facts, titled
 
 _METHOD = (
-    f"Medians of interleaved calls in random order, of {RUNS} runs, on transposed views, as models "
+    f"Medians over {RUNS} runs of interleaved calls in random order, on transposed views, as models "
     "pass them; for sequences of 1024 tokens and more, caches are flushed before each call. Eager is "
     "out of place with tables in the dtype of x. The floor reads and writes each byte once: neg_ in "
     "place, otherwise clone."

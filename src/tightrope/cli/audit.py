@@ -24,7 +24,7 @@ from ._mistakes import as_mistakes, stop
 from ._tables import StackedTable, facts
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-# The time limit of the whole child process, as a multiple of the time limit of one call.
+# The time limit of the whole child process: this many times --timeout, and at least this many seconds.
 _PATIENCE = 30.0
 # On Ctrl-C the child process ends without a traceback: the parent reports the interruption.
 _APART = """
@@ -116,8 +116,8 @@ def audit(
     """Test a rotary function as a black box: identify its rotation and find its faults.
 
     The audit calls it with impulses and random vectors and does not read its source. Findings come
-    with programs that reproduce them. Exit codes: 0 nothing found, 1 findings, 2 invalid
-    arguments.
+    with programs that reproduce them. Exit codes: 0 no finding as severe as --fail-on, 1 such
+    findings, 2 invalid arguments.
 
     Examples:
 
@@ -165,12 +165,14 @@ def _declared(
     given = {name: value for name, value in given.items() if value is not None}
     if meant is not None:
         if given:
-            stop("--meant gives the whole spec; leave out --base, --rotary-dim and --half.")
+            stop(
+                "--meant gives the whole spec; leave out --base, --rotary-dim, --half and --interleaved."
+            )
         return _read(meant).to_dict()
     if not given:
         return None
     if head_dim is None:
-        stop("--base, --rotary-dim and --half need --head-dim as well.")
+        stop("--base, --rotary-dim, --half and --interleaved need --head-dim as well.")
     return RopeSpec(head_dim=head_dim, **given).to_dict()  # type: ignore[arg-type]
 
 

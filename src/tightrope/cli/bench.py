@@ -45,7 +45,7 @@ def bench(
         typer.Option(min=1, max=1024, help="Threads of each contender; by default torch's."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=2**20, help="Tokens, instead of 2048.")
+        int | None, typer.Option(min=1, max=2**20, help="Tokens of all cases but decoding.")
     ] = None,
     runs: Annotated[
         int, typer.Option(min=1, max=100, help="Number of runs; each measures everything.")

@@ -74,8 +74,8 @@ def demo(
         float | None,
         typer.Option(
             min=0.1,
-            help="Training time of the first two models; the second two get about half of it. 75 by "
-            "default, or as long as --steps takes.",
+            help="Seconds to train the first two models; the second two get about half of it. By "
+            "default 75; with --steps, no limit.",
         ),
     ] = None,
     seed: Annotated[

@@ -28,7 +28,8 @@ def detect(
 ) -> None:
     """Detect the pairing of a checkpoint from its weights, with a confidence.
 
-    Exit codes: 0 detected, 1 not detectable or unlike the files, 2 invalid arguments.
+    Exit codes: 0 detected, 1 not detectable or not the pairing that the files state, 2 invalid
+    arguments.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Read model configurations into a :class:`tightrope.RopeSpec`, without guesses and silent defaults.
+"""Read model configurations into a :class:`tightrope.RopeSpec`, without guesses or silent defaults.
 
 :func:`from_config` is :meth:`tightrope.RopeSpec.from_config`; :func:`provenance` also returns the key
 that gave each field. docs/config.md lists the supported and the refused configurations.
@@ -69,7 +69,7 @@ def provenance(
 
 @public("from_config")
 def source_of(config: object, section: str | None = None) -> Source:
-    """The section of a configuration to read, with the key names of transformers, and its family.
+    """The section of a configuration that is read, with keys renamed as in transformers.
 
     Internal to the library.
     """
@@ -83,7 +83,7 @@ def source_of(config: object, section: str | None = None) -> Source:
     else:
         return _section(values, section)
     if section is not None:
-        fail(f"section must be None for {source.name}, which has none, but got {section!r}")
+        fail(f"section must be None for {source.name}, which has no sections, but got {section!r}")
     return source
 
 
@@ -122,13 +122,15 @@ def sections(config: object) -> tuple[str, ...]:
 
 
 def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
-    """The section of a configuration to read: the outer level or one of its ``*_config``."""
+    """The section of a configuration that is read: the outer level or one of its ``*_config``."""
     values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))
     if chosen is not None and chosen != "":
         if chosen not in nested:
             has = ", ".join(nested) or "none"
-            fail(f"section must be one of the config's sections but got {chosen!r}; it has {has}")
+            fail(
+                f"section must be one of the config's sections but got {chosen!r}; the config has {has}"
+            )
         return nested[chosen]
     outer = _source(values, values.get("model_type"), "", spelled)
     if chosen == "":
@@ -138,7 +140,7 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
         return outer
     if len(found) == 1:
         return nested[found[0]]
-    shown = ", ".join(repr(name) for name in found)
+    shown = ", ".join(repr(name) if name else "'' (the outer level)" for name in found)
     fail(
         f"section must name one part of the config, as RoPE is in {shown}; for example "
         f"RopeSpec.from_config(config, section={found[-1]!r})"
@@ -198,7 +200,7 @@ def _has_rope(source: Source) -> bool:
 
 
 def _hoisted(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """The outer level, to which DBRX's base is moved from ``attn_config``."""
+    """The outer level, with DBRX's base moved there from ``attn_config``, and that key's old path."""
     inner = values.get("attn_config")
     if values.get("model_type") != "dbrx" or not isinstance(inner, Mapping):
         return values, {}

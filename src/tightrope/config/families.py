@@ -18,15 +18,15 @@ class Family:
 
     Attributes:
         interleaved: the pairing, as in :class:`tightrope.RopeSpec`.
-        source: the code that it was read from: ``folder: function`` of transformers 5.23, or a
+        source: the code that shows the pairing: ``folder: function`` of transformers 5.23, or a
             description.
         pairing_key: the key by which this family's code lets a configuration choose the pairing.
         base: a constant of the code, for families whose configurations have no key for it.
         fraction: ``"optional"``: without a key all channels rotate. ``"required"``: the family
-            rotates a part by default, so a configuration must give it.
+            rotates a part by default, so a configuration must give the part.
         head_dim: ``"derived"``: without a key it is hidden size / heads. ``"required"``: the family
-            has another default, so a configuration must give it.
-        hidden: the key of the width that the heads share, if it is not ``hidden_size``.
+            has another default, so a configuration must give head_dim.
+        hidden: the key of the width that is divided among the heads, if not ``hidden_size``.
         start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
         axes: the name of the rule that assigns coordinates to pairs; see ``axes_of`` in heads.py.
         sections: the number of pairs of each coordinate if no key gives it: a constant of the code.

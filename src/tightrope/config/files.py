@@ -17,7 +17,7 @@ from .source import fail
 NAMES = ("config.json", "params.json")
 
 _ELSEWHERE = (
-    "for a model that is not on this machine give its config object, "
+    "for a model that is not on this machine, pass its config object: "
     "transformers.AutoConfig.from_pretrained(name)"
 )
 
@@ -50,7 +50,10 @@ def load(path: Path) -> Mapping[str, Any]:
     if path.suffix.lower() == ".gguf":
         fail(f"{path} must be a GGUF file, as its name says, but does not begin with 'GGUF'")
     if path.stat().st_size > _LARGEST:
-        fail(f"a configuration must be a JSON or GGUF file but {path} is neither, or too large")
+        fail(
+            f"a configuration must be GGUF, or JSON of at most {_LARGEST:,} bytes, but {path} is not GGUF "
+            f"and has {path.stat().st_size:,} bytes"
+        )
     return _json(path)
 
 
@@ -67,7 +70,7 @@ def _inside(folder: Path) -> Path:
     there = [folder / name for name in NAMES if (folder / name).is_file()]
     if len(there) != 1:
         has = " and ".join(file.name for file in there) or "neither"
-        fail(f"a folder must have one of {' and '.join(NAMES)} but {folder} has {has}")
+        fail(f"a folder must have exactly one of {' and '.join(NAMES)} but {folder} has {has}")
     return there[0]
 
 

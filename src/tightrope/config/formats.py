@@ -1,6 +1,6 @@
 """Translate other configuration formats to the key names of transformers.
 
-Each function takes the keys of a file and returns a :class:`tightrope.config.source.Source`. That also
+Each function takes the keys of a file and returns a :class:`tightrope.config.source.Source`. A source also
 keeps the file's own key names, so that errors and provenance show the keys of the user's file.
 """
 
@@ -117,8 +117,8 @@ _GGUF_LAYERS = {
 }
 # Latent attention: the channels without RoPE come first.
 _GGUF_LATENT = frozenset({"deepseek2", "minicpm3", "plm"})
-# Architectures that rotate a part of a head, or whose head_dim is not hidden size / heads. Their files
-# always have the key; if it is missing, the file is damaged.
+# Architectures that rotate a part of a head (_GGUF_PART), or whose head_dim is not hidden size / heads
+# (_GGUF_HEAD). Their files always have the key for it; if it is missing, the file is damaged.
 _GGUF_PART = frozenset(
     {
         "chatglm",
@@ -162,7 +162,9 @@ def _architecture(values: Mapping[str, Any]) -> str:
         return str(given)
     found = {match[1] for key in values if (match := _GGUF_KEY.match(str(key)))}
     if len(found) != 1:
-        fail(f"GGUF metadata must be of one architecture but got {', '.join(sorted(found))}")
+        fail(
+            f"GGUF metadata must be of one architecture but got {', '.join(sorted(found)) or 'none'}"
+        )
     return found.pop()
 
 
@@ -188,7 +190,8 @@ def gguf(values: Mapping[str, Any]) -> Source:
         return value
 
     for suffix, name in _GGUF_OUTER.items():
-        # With latent attention key_length is the width of the cache, shared by all heads.
+        # With latent attention, key_length is the width of the cache, which all heads share, and
+        # key_length_mla that of a head.
         latent = f"{suffix}_mla"
         take(latent if f"{arch}.{latent}" in values else suffix, outer, name, name)
     for suffix, name in _GGUF_SCALING.items():
@@ -278,8 +281,8 @@ def _scaling(
         fail(f"{arch}.rope.scaling.yarn_log_multiplier must be a number but got {share!r}")
     if share is not None and kind == "yarn":
         key = f"{arch}.rope.scaling.yarn_log_multiplier"
-        # DeepSeek's converter stores mscale_all_dim / 10, and its mscale is equal to it, so they cancel
-        # on the rotated channels. Other converters store it undivided; their mscale is 1.
+        # DeepSeek's converter stores mscale_all_dim / 10. DeepSeek's mscale equals mscale_all_dim, so
+        # they cancel on the rotated channels. Other converters store mscale_all_dim, and mscale is 1.
         latent = arch == "deepseek2"
         section["mscale_all_dim"] = 10 * share if latent else share
         section["mscale"] = section["mscale_all_dim"] if latent else 1.0

@@ -19,7 +19,7 @@ MAGIC = b"GGUF"
 # Frequency factors of Llama 3.1 and LongRoPE, which are stored as tensors and not as metadata.
 FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
-# Number of a type -> its struct format.
+# GGUF's number of a value type -> its struct format.
 _PLAIN = {
     0: "B",
     1: "b",
@@ -34,7 +34,7 @@ _PLAIN = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
-# Tensor types that factors are stored in -> struct format.
+# GGUF's number of a tensor type that stores factors -> its struct format.
 _FACTOR_TYPES = {0: "f", 1: "e"}
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
@@ -54,7 +54,9 @@ def read(path: Path) -> Mapping[str, Any]:
         try:
             return _Reader(path, data).read()
         except (struct.error, OverflowError):
-            fail(f"{path} must be a complete GGUF file but ends in the middle of its metadata")
+            fail(
+                f"{path} must be a complete GGUF file but ends within its metadata or factor tensors"
+            )
 
 
 class _Reader:
@@ -123,7 +125,7 @@ class _Reader:
                 return None
             return list(struct.unpack_from(layout, self.data, start))
         if inner != _STRING:
-            fail(f"{self.path} must hold lists of plain values but has one of type {inner}")
+            fail(f"{self.path} must hold lists of numbers or strings but has one of type {inner}")
         if count > _LONGEST_LIST:
             for _ in range(count):
                 self.skip(self.number("Q"))
@@ -141,8 +143,8 @@ class _Reader:
                 continue
             if kind not in _FACTOR_TYPES or len(sizes) != 1 or sizes[0] > _LONGEST_LIST:
                 fail(
-                    f"{name} of {self.path} must be a short row of float32 or float16 but has shape "
-                    f"{sizes} and type {kind}"
+                    f"{name} of {self.path} must be a row of at most {_LONGEST_LIST:,} numbers in float32 "
+                    f"(type 0) or float16 (type 1) but has shape {sizes} and type {kind}"
                 )
             found[name] = (_FACTOR_TYPES[kind], sizes[0], offset)
         return found

@@ -118,7 +118,7 @@ def _head_dim(source: Source, part: Part) -> tuple[int, str]:
     family = source.family
     if family is not None and family.head_dim == "required":
         fail(
-            f"{source.name} has heads of another width than hidden size / heads, so the config must "
+            f"{source.name} has a head_dim other than hidden size / heads, so the config must "
             f"give {keys.HEAD_DIM[0]}"
         )
     widths = (family.hidden,) if family is not None and family.hidden else keys.HIDDEN
@@ -187,7 +187,7 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
         return made, f"{source.name} ({family.source})" if family is not None else ""
     axial = [path for path, name in part.inner(keys.TYPE) if name == "axial"]
     if axial:
-        fail(f"{axial[0]} is 'axial', but {source.name} is not known to have axes")
+        fail(f"{axial[0]} is 'axial', but {source.name} is not known to have several axes")
     if section is None and family is not None and family.sections is not None:
         section = f"constant of the code of {source.name}", list(family.sections)
     if kind is None and section is None:
@@ -212,7 +212,7 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     if kind == "rows and columns, then time":
         if len(sizes) != 3 or sizes[0] != sizes[1]:
             fail(
-                f"{section[0]} must give rows and columns equally many pairs but got {list(sizes)}"
+                f"{section[0]} must give three numbers of pairs, the first two equal, but got {list(sizes)}"
             )
         still = sizes[0] + sizes[1]
         owners = [1 + k % 2 if k < still else 0 for k in range(sum(sizes))]

@@ -75,8 +75,8 @@ INERT_VALUES: dict[tuple[str, object], str] = {
 
 # --- keys of the outer level that look like keys about RoPE ---
 
-# Keys that do not affect the rotation -> why. Any other unknown key with rope, rotary or theta as one of
-# its words is an error: otherwise a misspelt key would silently become a default.
+# Keys that do not affect the rotation -> why. Any other unknown key is an error if one of its words begins
+# with rope, mrope or rotary, or is theta: otherwise a misspelt key would silently become a default.
 INERT_OUTSIDE: dict[str, str] = {
     "apply_rope_fusion": "which kernel runs",
     "attention_rope_fusion": "which kernel runs",
@@ -91,7 +91,7 @@ INERT_OUTSIDE: dict[str, str] = {
 }
 # Outer keys whose value False means that the model has no RoPE.
 SWITCHES = ("rotary", "use_rotary_embedding", "use_mem_rope")
-# Outer keys that only some families read, by how their layers differ (`Family.layers`).
+# Outer keys that only some families read, by their `Family.layers` ("last": by their `Family.start`).
 READ_BY_LAYERS: dict[str, frozenset[str]] = {
     "local base": frozenset({"rope_local_base_freq"}),
     "global and local base": frozenset({"global_rope_theta", "local_rope_theta"}),
@@ -99,8 +99,8 @@ READ_BY_LAYERS: dict[str, frozenset[str]] = {
     # DeepSeek V4 repeats these per layer type, inside its rope section.
     "last": frozenset({"compress_rope_theta"}),
 }
-# Rules that begin to scale at the context length by default, as in transformers. All others must give
-# the length, since the context length often is the one after scaling.
+# Rules that begin to scale at the context length by default, as in transformers. For all others the
+# configuration must give the length, since the context length is often the one after scaling.
 SCALED_FROM_MAX_POSITION = frozenset({"dynamic", "yarn"})
 # Rules whose factor is the ratio of the new to the old length. Some programs write its inverse.
 ONLY_LONGER = frozenset({"linear", "ntk", "yarn", "llama3"})

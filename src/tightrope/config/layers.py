@@ -70,7 +70,7 @@ def _listed(source: Source) -> tuple[str, ...] | None:
     for name in listed:
         if not isinstance(name, str):
             path = source.shown("layer_types")
-            raise bad_type(f"{path} must hold names but got {name!r}")
+            raise bad_type(f"{path} must hold strings but got {name!r}")
     return tuple(listed)
 
 

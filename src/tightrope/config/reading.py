@@ -23,7 +23,7 @@ from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
 from .source import OPERATION, Found, Part, Source, fail, whole
 from .specs import LayerSpecs, Provenance, Row
 
-# Far above any model's. A wrong size raises an error at once instead of computing many frequencies.
+# Far above the head width of any model. A larger one is an error, before its frequencies are computed.
 _WIDEST = 65536
 
 
@@ -80,7 +80,7 @@ def _choose(
         if layer_type not in names:
             has = ", ".join(sorted(names)) if names else "one type only, without a name"
             fail(
-                f"layer_type must be one of the config's layer types but got {layer_type!r}; it has {has}"
+                f"layer_type must be one of the config's layer types but got {layer_type!r}; the config has {has}"
             )
         if layer_type in made:
             chosen = made[layer_type]

@@ -25,12 +25,12 @@ def fail(message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Source:
-    """A configuration with the key names of transformers, in any original format.
+    """A configuration of any format, with its keys renamed as in transformers.
 
     Attributes:
         values: key -> value.
         family: the facts of its model family; None if the family is unknown.
-        name: its name in error sentences: ``model_type 'llama'``.
+        name: the name of the configuration in error sentences: ``model_type 'llama'``.
         spelled: path in ``values`` -> the name in the user's file, if it differs.
         prefix: the prefix of every path: ``text_config.`` for a nested section.
         seen: the keys of the user's file.
@@ -48,7 +48,7 @@ class Source:
         return self.spelled.get(path, self.prefix + path)
 
     def outer(self, spellings: Iterable[str]) -> list[Found]:
-        """The values that the outer level has under any of these spellings; null counts as absent."""
+        """(Path, value) for each of these spellings at the outer level; null counts as absent."""
         return [
             (self.shown(key), self.values[key])
             for key in spellings
@@ -75,7 +75,7 @@ class Part:
     rope: bool = True
 
     def inner(self, spellings: Iterable[str]) -> list[Found]:
-        """The values that the rope section has under any of these spellings; null counts as absent."""
+        """(Path, value) for each of these spellings in the rope section; null counts as absent."""
         found = (self.entries[key] for key in spellings if key in self.entries)
         return [(path, value) for path, value in found if value is not None]
 
@@ -85,7 +85,7 @@ class Part:
 
 
 def agreed(what: str, found: list[Found]) -> Found | None:
-    """The value that all given keys agree on, None without keys; an error if they differ."""
+    """The first key and the value that all keys share; None without keys, an error if values differ."""
     if not found:
         return None
     first = found[0]

@@ -45,7 +45,7 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
 
     @public("LayerSpecs.of")
     def of(self, layer: int) -> RopeSpec | None:
-        """Return the spec of a layer by its number.
+        """Return the spec of a layer by its number; None if the layer has no RoPE.
 
         Raises:
             ValueError: the configuration does not list its layers, or the layer is not listed.

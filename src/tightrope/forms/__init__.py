@@ -1,4 +1,4 @@
-"""The ways in which other libraries call rotary functions, and the rotations these can compute.
+"""The ways in which other libraries call rotary functions, and the rotations of these functions.
 
 Code that tests or replaces an unknown rotary function tries the entries of :data:`FORMS`. To support
 another way of passing angles, add an entry.

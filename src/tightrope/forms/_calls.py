@@ -1,4 +1,4 @@
-"""A call of one function: its form, and the role of each parameter."""
+"""A way to call a rotary function: the form of its angles and the role of each parameter."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Argument(NamedTuple):
     """One parameter of a function and its role.
 
     Attributes:
-        role: one of ROTATED; a role of the form; "positions" (with tables: the rows to take from
-            them); "unsqueeze_dim", the axis at which tables are unsqueezed; "seq_dim"; "offset".
+        role: one of ROTATED; a role of the form; "positions" (if the function takes tables: the
+            rows to take from them); "offset", the position of the first token; "seq_dim", the
+            sequence axis of x; "unsqueeze_dim", the axis at which tables are unsqueezed.
         name: the name of the parameter; None if unknown.
-        keyword: pass it by name, because it or a parameter before it is optional.
+        keyword: whether to pass it by name, because it is optional or keyword-only.
     """
 
     role: str
@@ -47,7 +48,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One way to call one function.
+    """One way to call a function.
 
     Attributes:
         form: how the function takes its angles.
@@ -80,7 +81,7 @@ class Call:
 
     @cached_property
     def names_its_form(self) -> bool:
-        """True if the table parameters have the names of the form's roles."""
+        """True if the name of each table parameter, where known, contains its role."""
         names = {each.role: each.name for each in self.arguments}
         return all(names[role] is None or role in str(names[role]) for role in self.form.roles)
 
@@ -89,7 +90,7 @@ class Call:
         return dict(zip(self.tables, self.form.built(cos, sin), strict=True))
 
     def read(self, values: Mapping[str, Any]) -> Tables | None:
-        """Cosines and sines read from the arguments by name; None if they have another form."""
+        """Cosines and sines from the arguments by name; None if these do not have the form."""
         read = self.form.read
         if read is None:
             return None
@@ -109,7 +110,7 @@ class Call:
 
 
 def unwrapped(function: Any) -> Callable[..., Any]:
-    """The plain function behind a static method, a bound method, or a module that wraps one."""
+    """The plain function behind a static, class or bound method, or behind a module's forward."""
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
     elif isinstance(function, torch.nn.Module):
@@ -135,8 +136,8 @@ def calls_of(function: Any, *, method: bool = False) -> list[Call]:
     Names only suggest what to try; the caller verifies each way numerically.
 
     Args:
-        function: a function, or a module whose forward is one.
-        method: whether it takes self first.
+        function: a rotary function, or a module whose forward is one.
+        method: whether the function takes self first.
     """
     seen = signature(function)
     parameters = [] if seen is None else list(seen.parameters.values())
@@ -176,7 +177,8 @@ def _arguments(
         optional = each.default is not each.empty
         role = tables.get(each.name) or _role(each)
         if role is None or role in ("q", "k"):
-            # Any other required parameter of a function that takes tables is tried as a tensor.
+            # If the function takes tables, each other parameter that is required, or None by
+            # default, is tried as a tensor.
             open_to_any = form.takes_tables and each.default in (None, each.empty)
             named = role == "k" or (role == "q" and not optional)
             if rotated == 0 and not optional:

@@ -17,8 +17,8 @@ LAYOUTS = ("bhsd", "bshd", "bsd", "sbhd", "thd", "sd")
 #: Shapes of tables, each with the index that makes it from a ``bsd`` table.
 TABLE_SHAPES = {"bsd": "", "sd": "[0]", "b1sd": "[:, None]", "bs1d": "[:, :, None]"}
 
-#: How tables hold the entry of each pair, as an expression in a ``table`` with one entry per pair:
-#: repeated as a whole (full width), each repeated (full width), or once (half width).
+#: How tables hold the entries of pairs, as an expression in a ``table`` with one entry per pair. Full
+#: width: "cat" repeats the whole table, "repeat" each entry. Half width: "half" has each entry once.
 WIDTHS = {
     "cat": "torch.cat((table, table), -1)",
     "repeat": "table.repeat_interleave(2, -1)",
@@ -40,10 +40,9 @@ class Arrangement:
 
     Attributes:
         x, table: the axes by letter.
-        unsqueeze_dim: the value of the argument with this name, if the function takes it: the axis
-            at which to unsqueeze the tables.
+        unsqueeze_dim: the axis at which the function unsqueezes tables, if that is an argument.
         broadcasts: whether tables of rank three broadcast against x of rank four without unsqueezing.
-            Tables of these shapes do not show whether the function would unsqueeze other tables.
+            Such tables do not show whether the function would unsqueeze others of rank three.
     """
 
     x: str

@@ -20,8 +20,8 @@ class Form:
     Attributes:
         name: the name in reports; forms are pickled by it.
         roles: the roles of the arguments that hold the angles, also their usual parameter names.
-        build: with tables, an expression in ``cos`` and ``sin`` for each of these arguments.
-        read: with tables, the inverse of ``build``: (cos, sin) from these arguments.
+        build: if these are tables, an expression in ``cos`` and ``sin`` for each argument.
+        read: if these are tables, the inverse of ``build``: arguments -> (cos, sin).
         gives_tables: whether the function returns (cos, sin) and rotates nothing.
         arrangements: layouts of x with fitting shapes of cos/sin, likeliest first.
         widths: how cos/sin may hold the entry of each pair, likeliest first.

@@ -42,7 +42,7 @@ class Rotation:
     sign: int
 
     def pairs_of(self, width: int) -> int:
-        """The number of pairs that tables of a width rotate."""
+        """The number of pairs that tables of this width rotate."""
         return width if self.reading == "half" else width // 2
 
     @property
@@ -122,9 +122,9 @@ def entries(table: torch.Tensor, reading: str) -> tuple[torch.Tensor, torch.Tens
 def plain(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rotate x in plain torch by tables that broadcast against it; rounds once, to dtype, at the end.
+    """Rotate x in plain torch by tables that broadcast against it.
 
-    Arithmetic is in float32, or in float64 if an input is.
+    Arithmetic is in float32, or in float64 if an input is; only the result is rounded to dtype.
     """
     wide = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
     channels, width = x.shape[-1], cos.shape[-1]

@@ -16,13 +16,15 @@ from ._rule import CONTEXT, TWO_PI, Frequencies, Keys, Rule, number
 class YaRN(Rule):
     """YaRN: interpolates slow pairs, keeps fast ones, and blends linearly (a ramp) between them.
 
-    Pair k turns ``r = L0 · ω_k / 2π`` times within the original length L0. The index at which that is
-    n turns is ``c(n) = d · ln(L0 / 2πn) / (2 ln base)``. With low = max(⌊c(beta_fast)⌋, 0) and
-    high = min(⌈c(beta_slow)⌉, d − 1) and t = clamp((k − low) / (high − low), 0, 1),
+    Pair k turns ``r = L0 · ω_k / 2π`` times within the original length L0. With d = ``rotary_dim``, the
+    index at which that is n turns is ``c(n) = d · ln(L0 / 2πn) / (2 ln base)``:
 
+        low = max(⌊c(beta_fast)⌋, 0)
+        high = min(⌈c(beta_slow)⌉, d − 1)
+        t = clamp((k − low) / (high − low), 0, 1)
         ω' = (1 − t) · ω + t · ω / factor
 
-    so that pairs up to ``low`` keep their exact phase word and pairs from ``high`` on have that of
+    So pairs up to ``low`` keep their exact phase word, and pairs from ``high`` on have that of
     :class:`Linear`.
 
     Details that implementations get wrong:
@@ -33,9 +35,9 @@ class YaRN(Rule):
       configurations that are nested per layer type.
     - ``high`` is bounded by d − 1 although there are only d/2 pairs. Where low = high the ramp is
       0.001 wide.
-    - The factor on the rotated channels is ``attention_factor`` if given. Otherwise, with
-      m(w) = 0.1 · w · ln(factor) + 1 for factor > 1, else 1: it is m(mscale) / m(mscale_all_dim),
-      where ``mscale`` defaults to 1 and ``mscale_all_dim`` to 0. That is the paper's
+    - The factor on the rotated channels is ``attention_factor`` if given, else
+      m(mscale) / m(mscale_all_dim), where m(w) is 0.1 · w · ln(factor) + 1 for factor > 1 and 1
+      otherwise; ``mscale`` defaults to 1 and ``mscale_all_dim`` to 0. That is the paper's
       0.1 · ln(factor) + 1 when neither is given, and 1 when both are equal, as in DeepSeek-V2 and V3.
       transformers 5.23 uses the two only together, so it differs if just one is given or one is 0.
     - DeepSeek's attention also multiplies its softmax scale by m(mscale_all_dim)²: see
@@ -113,7 +115,7 @@ class YaRN(Rule):
         factor, exact = Decimal(self.factor), []
         for k, omega in enumerate(default(rotary_dim, base).exact):
             t = min(max((k - low) / (high - low), Decimal(0)), Decimal(1))
-            # At both ends of the ramp use the formula without a blend: their phase words are then exact.
+            # Outside the ramp nothing is blended, so that these phase words are exact.
             exact.append(
                 omega if t == 0 else omega / factor if t == 1 else omega * (1 - t + t / factor)
             )

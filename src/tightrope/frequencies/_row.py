@@ -114,7 +114,7 @@ class NTK(Rule):
 
 
 def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, ...]:
-    """Return the row of base · scale^(d/(d−2)): ω_k = base^(−2k/d) · scale^(−2k/(d−2))."""
+    """Return the row of the base base · scale^(d/(d−2)): ω_k = base^(−2k/d) · scale^(−2k/(d−2))."""
     if rotary_dim == 0:
         return ()
     step = Decimal(base).ln() * -2 / rotary_dim
@@ -175,7 +175,7 @@ class DynamicNTK(Rule):
         return Frequencies(_stretched(rotary_dim, base, 1 + Decimal(self.factor) * excess))
 
     def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Compute in float64, with a relative error of at most 1e-15 · (4 + 2 ln scale).
+        """Compute the frequencies in float64, with a relative error of at most 1e-15 · (4 + 2 ln scale).
 
         That is 4e-14 for scales up to 1e7.
         """

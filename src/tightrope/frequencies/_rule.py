@@ -16,16 +16,16 @@ import torch
 
 from .._errors import as_real, bad_type, bad_value, integer, public, unsupported
 
-# 64 bits are 20 digits; the others are a margin for the rounding of up to thousands of products.
+# 64 bits are 20 digits; the other 40 are a margin for the rounding of up to thousands of products.
 CONTEXT = decimal.Context(prec=60)
 TWO_PI = Decimal(
     "6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
 )
 
-#: The longest context: docs/numerics.md states the error bound of positions below it.
+#: The longest context; docs/numerics.md states an error bound for positions below it.
 LONGEST = 2**31
 
-# The integer part of a faster frequency and 64 bits of phase word would exceed CONTEXT.
+# In radians per position. Up to this, whole turns fit in int64, and CONTEXT has digits for 64 more bits.
 _FASTEST = 1e18
 
 Keys: TypeAlias = Mapping[str, tuple[str, ...]]

@@ -38,8 +38,8 @@ def lrpe_rotate_1d(
     """Rotate pairs of channels by position · θ, after an activation.
 
     With R = rotary_dim / 2, channel ``start + i`` is paired with channel ``start + R + i``, and pair i
-    of head h rotates by ``(t + offset) · θ[h, i]``. The activation applies to all channels of a head,
-    rotated or not.
+    of head h of token t rotates by ``(t + offset) · θ[h, i]``. The activation applies to all channels
+    of a head, rotated or not.
 
     Args:
         x: float32, float64, bfloat16 or float16 ``(batch, tokens, heads, channels)``, or ``(batch,
@@ -57,8 +57,8 @@ def lrpe_rotate_1d(
         start: the first channel that rotates.
         rotary_dim: number of channels that rotate; even; all from ``start`` on if None.
         theta_axis: meaning of a one-dimensional θ: "head", "pair", or "auto" for the one that fits.
-            If both fit, "auto" takes one number per head as "head", and raises an error if there are
-            as many heads as pairs. For ``(heads, 1)``, "pair" rotates only the first pair.
+            If both fit, "auto" means "head" if x has heads, and raises an error for ``(heads,)`` if
+            there are as many heads as pairs. For ``(heads, 1)``, "pair" rotates only the first pair.
 
     Returns:
         A new tensor of the shape and dtype of x. Differentiable with respect to x and theta, to any
@@ -131,7 +131,7 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
     """Check all arguments except θ.
 
     Returns:
-        True for a softmax over the tokens, which the kernels cannot apply head by head.
+        True for a softmax over the tokens, which the kernels do not compute.
     """
     check_floating("x", x)
     if x.dim() not in _LAYOUTS:

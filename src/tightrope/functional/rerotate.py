@@ -2,7 +2,7 @@
 
 The phases of all axes are added before any cosine is computed. So a rotation by the new angle minus
 the old one is a rotation with twice the axes: the new frequencies at the new positions, and the old
-frequencies at the negated old positions. Like the two, it is exact modulo a turn.
+frequencies at the negated old positions. Like the two rotations alone, it is exact modulo a turn.
 
 If both rotations have the same frequencies and integer positions, as in a context shift, it is a
 rotation by the difference of the positions, or by an offset if that difference is constant.
@@ -172,10 +172,10 @@ def _shift(
     if both_add_index and after.ids is None and before.ids is None:
         offset = after.offset - before.offset
         if not torch.compiler.is_compiling():
-            # Angles are the same modulo 2^64, and an offset has 64 bits.
+            # An offset must fit in 64 bits; adding 2^64 to it does not change the angles.
             offset = (offset + 2**63) % 2**64 - 2**63
         return None, offset
-    # If both add the token index, it cancels: the first tokens suffice.
+    # If both add the token index, it cancels: the first token of each row suffices.
     new, old = (_explicit(each, 1 if both_add_index else tokens) for each in (after, before))
     return (new - old).expand(-1, -1, tokens), 0
 

@@ -1,12 +1,14 @@
 """Attention without softmax as a gated recurrence over rotated queries and keys.
 
+With the memory S, the logarithms a of decays, and the outputs o,
+
     S_t = diag(exp(a_t)) S_{t−1} + k_t v_tᵀ        o_t = S_tᵀ q_t        a <= 0
 
 so that o_t = Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i.
 
-A block of tokens is computed at once from the state before it. Every exponent is a sum of decays, added
-up by itself and not taken as the difference of two running sums. So no exponential overflows, and a
-strong decay does not reduce the precision of weak ones next to it. A decay of −∞ erases the memory.
+A block of tokens is computed at once from the state before it. Every exponent is a sum of its own
+decays, not the difference of two running sums. So no exponential overflows, and a strong decay does not
+reduce the precision of weak ones next to it. A decay of −∞ erases the memory.
 """
 
 from __future__ import annotations
@@ -171,7 +173,7 @@ def quadratic(
     tokens = k.shape[2]
     since = decay.cumsum(2)
     out = (q * since.exp()[:, :, None]) @ state[:, :, None]
-    # between[t, i] = a_{i+1} + … + a_t, and −∞ where i > t.
+    # between[t, i] = a_{i+1} + … + a_t; its weight is 0 where i > t.
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril(-1)[..., None]
     between = torch.where(later, decay[:, :, :, None], 0.0).cumsum(2)
     never = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).triu(1)[..., None]
@@ -182,7 +184,7 @@ def quadratic(
         weighed = weight * k[:, :, None]
         scores = (q.transpose(2, 3) @ weighed.mT).transpose(2, 3)
     out = out + scores @ v[:, :, None]
-    # The decay of each token's contribution by the end: the sum of the decays after it.
+    # By the end, a token's contribution has decayed by the sum of the decays after it.
     rest = decay[:, :, 1:].flip(2).cumsum(2).flip(2)
     rest = torch.nn.functional.pad(rest, (0, 0, 0, 1)).exp()
     return out, since[:, :, -1:].mT.exp() * state + (k * rest).mT @ v
@@ -309,10 +311,13 @@ def values_of(
     """
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise bad_value(
-            f"q must have a multiple of the {k.shape[1]} heads of k but got {q.shape[1]}"
+            f"the heads of q must be a multiple of those of k, {k.shape[1]}, but got {q.shape[1]}"
         )
     if not isinstance(v, torch.Tensor) or v.dtype != k.dtype or v.device != k.device:
-        raise bad_type(f"v must be a tensor of {k.dtype} on {k.device}", v=v)
+        found = ""
+        if isinstance(v, torch.Tensor) and v.device != k.device:
+            found = f" but is on {v.device}"
+        raise bad_type(f"v must be a tensor of {k.dtype} on {k.device}{found}", v=v)
     _check_plain("v", v)
     view = to_bhsd(v) if v.dim() == 4 else v
     if v.dim() != 4 or view.shape[:3] != k.shape[:3]:
@@ -365,8 +370,8 @@ def scanned(
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context that disables autocast for products with the memory.
 
-    They are sums over all tokens so far, and autocast itself keeps sums in float32 (``cumsum``,
-    ``sum``). In 16 bits each block would round the sum of all blocks before it.
+    Such a product is a sum over all tokens so far. In 16 bits each block would round the sum of all
+    blocks before it; autocast computes ``sum`` and ``cumsum`` in float32 for the same reason.
     """
     kind = device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
@@ -396,7 +401,7 @@ def check_state(state: object) -> None:
 
 
 def _check_plain(name: str, x: torch.Tensor) -> None:
-    """Raise unless x is a dense tensor of this process."""
+    """Raise unless x is dense and no DTensor."""
     check_dense(name, x)
     check_local(name, x)
 

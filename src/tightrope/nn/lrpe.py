@@ -31,7 +31,8 @@ class LrpeRotate1d(torch.nn.Module):
         head_dim: channels of a head.
         num_heads: number of heads; None if x has none, or if all heads share θ.
         per: θ has one number per "head and pair" ``(num_heads, pairs)``, per "pair" ``(pairs,)`` or
-            per "head" ``(num_heads,)``. By default the first of these that ``num_heads`` allows.
+            per "head" ``(num_heads,)``. By default "head and pair", or "pair" if ``num_heads``
+            is None.
         pairs: number of pairs that rotate; rotary_dim / 2 if None.
         act, dim, start, rotary_dim: see :func:`tightrope.functional.lrpe_rotate_1d`; act must be a
             name.

@@ -73,7 +73,7 @@ class PolarRoPEHead(_QueryHead):
     Args:
         d_model: channels of the input.
         d_head: channels of the head; even.
-        use_spd: whether the head has a gate; it is initialised to 1.
+        use_spd: whether the head has a gate; γ is initialised to 0, which makes the gate 1.
         tied: "pair" gives both channels of a pair the same γ, so scores depend on distances only.
         device, dtype: device and dtype of the parameters.
 
@@ -142,17 +142,17 @@ class PolarRoPEAttention(torch.nn.Module):
         d_model: channels of the input and of the output.
         num_heads: number of heads.
         d_head: channels of each head; even.
-        use_spd: whether each head has a gate exp(γ) per channel, ``heads.{i}.gamma``, initialised
-            to 1.
+        use_spd: whether each head has a gate exp(γ) per channel; γ, ``heads.{i}.gamma``, is
+            initialised to 0.
         num_kv_heads: number of groups of heads that share keys and values; the first head of a group
-            holds the keys, values and key gate of the group. ``num_heads`` by default.
+            has the projections and the gate of the group's keys and values. ``num_heads`` by default.
         causal: whether a token attends only to itself and to earlier tokens; False by default.
         dropout: fraction of attention weights dropped in training.
         spec: the rotation; by default interleaved, over all channels, with base 10000.
         gate: an additional gate on queries and keys: None; "slope", the factor exp(slope · p) with a
-            learnable ``heads.{i}.slope``, initialised to 1; a gate of :mod:`tightrope.gates`; or a
-            pair, one for queries and one for keys. Tensors of such a gate are not parameters of this
-            module.
+            learnable ``heads.{i}.slope``, initialised to 0; a gate of :mod:`tightrope.gates`; or a
+            pair, one for queries and one for keys. The tensors of a gate given as an object are not
+            parameters of this module.
         tied: "pair" gives γ and slope one value per rotated pair, so that they commute with the
             rotation.
         device, dtype: device and dtype of the parameters.
@@ -273,7 +273,7 @@ class PolarRoPEAttention(torch.nn.Module):
             rope = positions
             if rope.made_from != self.spec:
                 raise bad_value(
-                    f"positions must be prepared by {self.spec!r} but got {rope.made_from!r}"
+                    f"positions must be prepared by {self.spec!r} but were by {rope.made_from!r}"
                 )
         else:
             where = positions
@@ -347,7 +347,7 @@ class PolarRoPEAttention(torch.nn.Module):
         given: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, bool]:
-        """Combine the masks into one, or None; and return whether only causality masks."""
+        """Return the combined mask, if any, and whether causality is the only mask."""
         rows, heads, tokens, _ = q.shape
         keys = k.shape[2]
         if given is None and padding is None and (not self.causal or keys == tokens):
@@ -415,8 +415,8 @@ class PolarRoPEAttention(torch.nn.Module):
             if not same or held.shape != (rows, heads, cache.tokens, width):
                 dtype = str(new.dtype).removeprefix("torch.")
                 raise bad_value(
-                    f"cache must match this module, {dtype}[{rows}, {heads}, tokens, "
-                    f"{width}] on {new.device}",
+                    f"cache must hold keys and values {dtype}[{rows}, {heads}, tokens, {width}] on "
+                    f"{new.device}",
                     **{"cache.k": cache.k, "cache.v": cache.v},
                 )
         return cache.followed_by(k, v)

@@ -110,7 +110,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         known = layout.get((dims, seq))
         if known is not None:
             return self._rotate(x, positions, known, inverse)
-        # Any other rank: the first other dimension becomes rows, the remaining ones heads.
+        # Any other layout: the first of the other dimensions becomes rows, the remaining ones heads.
         view = x.movedim(seq, -2)
         lead = view.shape[1:-2]
         view = view.flatten(1, -3) if lead else view
@@ -141,7 +141,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
 
     @property
     def max_seq_len_cached(self) -> int:
-        """The longest sequence seen so far, outside compiled code; 0 before the first."""
+        """Length of the longest sequence seen so far, outside compiled code; 0 before the first."""
         return self._seen
 
     @property
@@ -196,8 +196,8 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         if saved.device.type == "meta":
             return True  # a meta tensor has no data to compare
         limits = torch.finfo(saved.dtype)
-        # Allow two roundings of the saved dtype, of the base's power and of the cast, and underflow
-        # below its smallest number.
+        # Allow two roundings to the saved dtype, one of the power of the base and one of the cast, and
+        # underflow below its smallest number.
         relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
         read = saved.detach().to("cpu", torch.float64)
         return torch.allclose(read, exact, rtol=relative, atol=absolute)

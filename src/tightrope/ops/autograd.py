@@ -35,7 +35,7 @@ class Template:
 
 
 class OutOfPlace(torch.autograd.Function):
-    """The operator into new tensors; takes a template and the tensors of a call."""
+    """The operator with results in new tensors; takes a template and the tensors of a call."""
 
     generate_vmap_rule = True
 
@@ -54,7 +54,7 @@ class OutOfPlace(torch.autograd.Function):
         if not wants.any_but_x():
             idle = [y for y, needed in zip(output, needs) if not needed]
             ctx.mark_non_differentiable(*idle)
-        # No zeros as gradients of outputs that the loss does not use.
+        # The gradient of an output that the loss does not use is then None instead of zeros.
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -86,9 +86,9 @@ class _Wants(NamedTuple):
     """The tensors, other than q and k, that need a gradient.
 
     Attributes:
-        positions, frequencies, tables: whether these do.
-        weights: whether each weight of a norm does.
-        gates: whether any gate tensor does.
+        positions, frequencies, tables: whether these need one.
+        weights: whether each weight of a norm needs one.
+        gates: whether any gate tensor needs one.
     """
 
     positions: bool
@@ -105,8 +105,7 @@ class _Wants(NamedTuple):
 
 
 def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
-    """Save tensors for the backward pass: q and k only if the gradients of f or tables read them, the
-    results only if those of positions, frequencies or gates do, and all other tensors always.
+    """Save the tensors that the backward pass reads; q, k and the results only if a gradient needs them.
 
     Args:
         needs: the call with a bool instead of each tensor: whether it needs a gradient.
@@ -120,7 +119,7 @@ def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) ->
         any(of.gates),
     )
     forward = options.direction == FORWARD
-    # Gated results are not rotated pairs, so the backward pass recomputes the rotation.
+    # A gate has scaled the rotated pairs, so the backward pass recomputes them from q and k.
     again = wants.angles() and options.gate != NO_GATE and forward
     from_outputs = (wants.angles() and not again) or (wants.gates and forward)
     from_inputs = options.act != NONE or wants.tables or again or (wants.gates and not forward)
@@ -133,7 +132,7 @@ def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) ->
 
 
 def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Call:
-    """Compute the gradient of each tensor of a call; return the call with them in its place.
+    """Compute the gradient of each tensor of a call; return the call with gradients in place of tensors.
 
     Args:
         grads: gradient of each result.
@@ -200,7 +199,7 @@ def _rotated(call: Call, define: bool) -> Sequence[torch.Tensor]:
     Args:
         define: whether to use the definition, which is differentiable to any order.
     """
-    from .run import run  # the gradient of a rotation is a rotation
+    from .run import run  # here, because run imports this module
 
     return run([call._replace(backend="reference") if define else call])
 
@@ -296,8 +295,8 @@ def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
 
     Args:
         operator: the operator.
-        instead: the function to call instead, for the error.
-        written: the arguments that the operator writes.
+        instead: the function that the error recommends.
+        written: slice of the arguments that the operator writes.
     """
 
     def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:

@@ -40,7 +40,7 @@ class Stages(NamedTuple):
 
 
 def stages_of(act: object, gate: object, count: int = 2) -> Stages | None:
-    """Parse ``act=`` and ``gate=`` of a public function; None if both are absent.
+    """Parse ``act=`` and ``gate=`` of a public function; None if both are the identity.
 
     Args:
         count: the number of tensors; for one tensor, a pair of values is an error.
@@ -64,7 +64,7 @@ class Request(NamedTuple):
         verb: one of :data:`tightrope.ops.call.VERBS`.
         outs: the result tensors, for the verb "out".
         stages: f and P; None if both are the identity.
-        wider: whether q may have more channels than the spec; the others are copied unchanged.
+        wider: whether q may have more channels than the spec; the extra ones are copied unchanged.
     """
 
     names: Sequence[str]
@@ -137,7 +137,7 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
         pairs = channels.rotary_dim // 2
         return learned.with_frequencies(call, request.inv_freq, pairs)
     if rotation is request.spec and not torch.compiler.is_compiling():
-        # The next call of this kind skips the checks.
+        # The next call with this rotation, layout, direction and rounding skips the checks.
         rotation.memo.packed[request.layout, request.inverse, request.rounding] = pack(call)
     return call
 

@@ -61,7 +61,7 @@ class Extras(NamedTuple):
         return self.frequencies + self.weights + self.gates + self.inputs
 
     def like(self, values: Iterable[Any]) -> Extras:
-        """Return the same structure with other values.
+        """Return the same structure, filled with these values.
 
         >>> Extras(("theta",), (), ("gate",)).like([True, False])
         Extras(frequencies=(True,), weights=(), gates=(False,), inputs=())
@@ -132,7 +132,7 @@ class Call(NamedTuple):
         return not self.is_plain() or self.options.source != WORDS
 
     def on(self, xs: Sequence[torch.Tensor]) -> Call:
-        """Return this call with other tensors as q and k."""
+        """Return this call with these tensors as q and k."""
         return self._replace(q=xs[0], k=xs[1] if len(xs) > 1 else None)
 
     def only(self, which: Sequence[int]) -> Call:
@@ -189,7 +189,10 @@ class Call(NamedTuple):
         )
 
     def with_arguments(self, values: Sequence[Any]) -> Call:
-        """Return this call with each schema argument replaced by a value, such as a dimension of vmap."""
+        """Replace each tensor by one of ``values``, which has an entry for each argument of the schema.
+
+        For the dimensions of vmap, for example.
+        """
         q, k, primary, secondary, positions, _, _, _, *rest = values
         extras = (rest[0] if rest else None) or [None] * len(self.extras.flat())
         return self.with_tensors((q, k, primary, secondary, positions, *extras))

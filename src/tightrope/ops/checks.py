@@ -179,7 +179,7 @@ def check_count(name: str, value: object) -> None:
 
 
 _IF_NESTED = (
-    "; for one of layout jagged rotate {name}.values() with positions.packed({name}.offsets()) and "
+    "; if its layout is jagged, rotate {name}.values() with positions.packed({name}.offsets()) and "
     "layout='thd'"
 )
 
@@ -311,6 +311,8 @@ def check_outs(
             raise bad_type(f"out must be a tensor for {name} but got {describe(out)}")
         check_local("out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+            devices = f" but is on {out.device}, not {x.device}" if out.device != x.device else ""
             raise bad_value(
-                f"out must have the shape, dtype and device of {name}", **{name: x, "out": out}
+                f"out must have the shape, dtype and device of {name}{devices}",
+                **{name: x, "out": out},
             )

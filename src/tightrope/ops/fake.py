@@ -23,10 +23,11 @@ def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
 
 
 def _check_devices(operator: str, *arguments: object) -> None:
-    """Refuse mixed devices: the dispatcher calls fake kernels if only one tensor is a meta tensor."""
+    """Refuse mixed devices: one meta tensor suffices for the dispatcher to call a fake kernel."""
     devices = {x.device for x in tensors_of(arguments)}
     if len(devices) > 1:
-        raise RuntimeError(f"tightrope::{operator}: tensors on several devices")
+        found = " and ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"tightrope::{operator}: tensors on several devices: {found}")
 
 
 def _in_memory(*arguments: object, **named: object) -> None:

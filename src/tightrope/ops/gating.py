@@ -126,7 +126,6 @@ def _cached_log(
 
 
 def _positions_require_grad(rotation: PreparedRotation) -> bool:
-    """Return whether the positions require grad."""
     return rotation.ids is not None and rotation.ids.requires_grad
 
 
@@ -137,7 +136,7 @@ def _token_positions(rotation: PreparedRotation, tokens: int, device: torch.devi
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]
         raise bad_value(
-            f"a gate by position must have positions of 1 axis but got {axes}; give its values per "
-            "token with gates.Given"
+            f"positions must have 1 axis for a gate that depends on them but got {axes}; give its "
+            "values per token with gates.Given"
         )
     return written[0].to(device)

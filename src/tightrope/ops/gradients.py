@@ -1,7 +1,7 @@
 """The gradient formulas in plain torch, so that they can be differentiated again.
 
-Let (u, v) be a pair before the rotation, (y, z) the pair after it, and (dy, dz) the gradient of
-(y, z). Then the gradient of
+Let (u, v) be a pair of frequency ω at position p before the rotation, (y, z) the pair after it, and
+(dy, dz) the gradient of (y, z). Then the gradient of
 
 * an angle is ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); therefore that of a floating position
   is ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and that of a frequency is
@@ -40,7 +40,8 @@ def by_angles(
         call: the call to differentiate, with phase words. The result is differentiable with respect
             to its learned frequencies.
         outputs, grads: results of the rotation and their gradients.
-        by_positions, by_frequencies: which gradients to compute; the other has size 0 in dimension 0.
+        by_positions, by_frequencies: whether to compute each gradient; one that is not computed has
+            size 0 in dimension 0.
 
     Returns:
         Both gradients in the dtype of :func:`sum_dtype`.
@@ -195,7 +196,10 @@ def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torc
     # The exponent, slope times position, needs more digits than float32 has.
     wide, where = sum_dtype(gate.device), places(call, tokens, gate.device)
     if where.shape[0] != 1:
-        raise RuntimeError("tightrope::rotate: a gate of slopes must have positions of 1 axis")
+        raise RuntimeError(
+            "tightrope::rotate: positions must have 1 axis for a gate of slopes but got "
+            f"{where.shape[0]}"
+        )
     return (sign * gate[:, None].to(wide) * where[0][:, None, :, None]).exp().to(dtype)
 
 

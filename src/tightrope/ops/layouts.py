@@ -19,7 +19,7 @@ class Layout(NamedTuple):
         name: its public name.
         code: its integer code in the operator's schema.
         dims: rank of the tensor.
-        row, head, token: the dimension of each axis; None where the layout has none.
+        row, head, token: index of the dimension of rows, heads and tokens; None if the layout lacks it.
         to_bhsd, from_bhsd: views to [..., rows, heads, tokens, channels] and back.
     """
 

@@ -11,7 +11,7 @@ from .checks import check_floating, check_heads
 
 
 def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
-    """Return the call with the phase words of these frequencies, kept for their gradient."""
+    """Return the call with phase words of these frequencies, which it keeps for their gradient."""
     if isinstance(inv_freq, torch.Tensor):
         check_local("inv_freq", inv_freq)
     check_floating("inv_freq", inv_freq)
@@ -30,7 +30,7 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
     full = inv_freq.reshape(axes, 1, 1 if dims == 1 else inv_freq.shape[-2], pairs)
     check_heads("inv_freq", full.shape[2], call.names, call.xs(), call.layout())
     words, turns = angles.words_from(full.detach())
-    # Turns mark frequencies that are NaN or infinite, so they are needed even for integer positions.
+    # Turns mark frequencies that are NaN or too large, so they are needed even for integer positions.
     return call._replace(
         primary=words.contiguous(),
         secondary=turns.contiguous(),

@@ -11,15 +11,15 @@ from .call import Call
 
 
 def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors with elements that share memory: they would be rotated twice.
+    """Refuse tensors that cannot be rotated in place: elements that share memory would be rotated twice.
 
-    Kernels also refuse them before they write anything; this check raises the readable error.
+    Kernels also refuse shared memory before they write anything; this check raises the readable error.
     """
     for name, x in zip(names, xs, strict=True):
         _check_not_frozen(name, x)
         if x.is_neg():
             raise bad_value(
-                f"{name} must not be a negated view (of a conjugate's imaginary part); call "
+                f"{name} must not be a negated view (such as the imaginary part of a conjugate); call "
                 f"{name}.resolve_neg() first",
                 **{name: x},
             )
@@ -43,7 +43,7 @@ def check_apart(names: Sequence[str], written: Sequence[torch.Tensor]) -> None:
 
 
 def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """Raise the readable error for memory that kernels refuse."""
+    """Refuse ``out`` tensors whose memory kernels would refuse; this check raises the readable error."""
     for out in outs:
         _check_not_frozen("out", out)
     if shares_memory(outs, xs):
@@ -130,8 +130,8 @@ def copied_before(call: Call, written: Sequence[torch.Tensor] | None) -> Call:
     """Return the call with copies of the tensors that are about to be overwritten.
 
     Args:
-        written: the tensors that change; None if data pointers are meaningless, as in a transform
-            and while compiling.
+        written: the tensors that change; None if data pointers are meaningless: in a transform or
+            while compiling.
     """
 
     def kept(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -139,13 +139,16 @@ def copied_before(call: Call, written: Sequence[torch.Tensor] | None) -> Call:
 
     q, k, primary, secondary, *others = call.tensors()
     if written is not None:
-        # Otherwise everything is copied except phase words, which belong to the library.
+        # If `written` is None, phase words are not copied: they belong to the library.
         primary, secondary = kept(primary), kept(secondary)
     return call.with_tensors((q, k, primary, secondary, *map(kept, others)))
 
 
 def may_overlap_itself(x: torch.Tensor) -> bool:
-    """Return False if no elements share memory: each stride is at least the extent of all smaller ones."""
+    """Return False only if no two elements share memory.
+
+    That is certain if each stride is at least the extent of all dimensions with smaller strides.
+    """
     if x.numel() == 0:
         return False
     covered = 1
@@ -178,7 +181,7 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _run(x: torch.Tensor, period: int) -> int:
-    """Return the extent in elements over the dimensions whose stride `period` does not divide."""
+    """Return the extent, in elements, of the dimensions whose stride is no multiple of `period`."""
     return 1 + sum(
         (size - 1) * stride
         for size, stride in zip(x.shape, x.stride(), strict=True)

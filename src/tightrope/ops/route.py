@@ -2,8 +2,9 @@
 
 The first rule that matches decides:
 
-* DEFINITION (plain torch): the caller forces the reference; forward mode is active; the call is
-  compiled inside a functorch transform; a functorch transform is active and the call has f or P;
+* DEFINITION (plain torch): the caller forces the reference; a tensor has, or in a functorch transform
+  may have, a forward-mode tangent; the call is compiled inside a functorch transform; a transform
+  other than functionalize is active and the call has f or P;
 * TRACED: compile, export, functionalize;
 * AUTOGRAD: other functorch transforms; eager code in which a tensor requires grad;
 * KERNEL: everything else.
@@ -90,8 +91,8 @@ def route_prepared(
 ) -> Packed | None:
     """Return the cached arguments of a prepared rotation if its kernel may be called directly.
 
-    One decoded token takes a few microseconds of memory access; full checks in Python would take most
-    of the time. This function therefore checks only what the kernel cannot check. The kernel
+    Rotating one decoded token takes a few microseconds, and full checks in Python would take most of
+    the time. This function therefore checks only what the kernel cannot check. The kernel
     refuses every other invalid input before it writes.
 
     Returns:
@@ -226,7 +227,7 @@ def _functionalizes() -> bool:
 
 
 def _has_tangents(call: Call, transformed: bool) -> bool:
-    """Return whether forward-mode AD is active; a registered operator would ignore it.
+    """Return whether the call may have forward-mode tangents; a registered operator would ignore them.
 
     The forward-mode level is global to all threads, so outside transforms each tensor is inspected.
     """

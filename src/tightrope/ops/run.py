@@ -96,7 +96,7 @@ def _run(call: Call, way: Way) -> Results:
 
 
 def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
-    """Check both calls before the first writes, and copy what it would overwrite for the second."""
+    """Check both calls before the first one writes; copy what it would overwrite and the second reads."""
     if calls[0].verb == "new":
         return calls
     if calls[0].verb == "out":
@@ -293,7 +293,7 @@ def _check_in_place(calls: Sequence[Call], needs_grad: bool) -> None:
 def _check_out_grad(call: Call, way: Way) -> None:
     if not way.needs_grad:
         return
-    found, without = wanted(call), "call it under torch.no_grad(), or without out"
+    found, without = wanted(call), "use torch.no_grad(), or omit out"
     if found:
         raise bad_value(f"out has no gradient, and {found[0]} require one; {without}")
     for name, x, out in zip(call.names, call.xs(), call.outs):

@@ -17,9 +17,9 @@ LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 
 FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 
-#: Sources of the angles: phase words, or tables that repeat their halves ("cat"), repeat each value
-#: ("repeat"), hold one value per pair ("half") or one for every channel, with those of a pair free to
-#: differ ("full").
+#: Sources of the angles: phase words, or tables whose second half repeats the first ("cat"), that hold
+#: each value twice in a row ("repeat"), one value per pair ("half"), or one per channel ("full"), where
+#: those of a pair may differ.
 SOURCES = ("words", "cat", "repeat", "half", "full")
 WORDS, FULL = 0, 4
 TABLES = SOURCES[1:]
@@ -48,7 +48,7 @@ class Options(NamedTuple):
         start: first rotated channel; the phase words or tables determine the number of pairs.
         interleaved: whether the pairing is interleaved rather than half.
         direction: FORWARD, y = P·a·R(φ)f(x); TRANSPOSE, its gradient, dx = f'(x)ᵀ·a·R(-φ)P·dy; or
-            INVERSE, x = R(-φ)(y / P) / a, where f is the identity.
+            INVERSE, x = R(-φ)(y / P) / a, where f is the identity; a is the amplitude, φ the angle.
         add_index: whether to add the token index to the position.
         source: index into SOURCES.
         learned: whether the extra tensors hold the frequencies of the phase words, for their gradient.
@@ -78,7 +78,9 @@ class Options(NamedTuple):
 
 def _pack(options: Options) -> int:
     if not 0 <= options.start < 1 << _START_BITS:
-        raise RuntimeError(f"tightrope: start must lie in [0, 2^{_START_BITS})")
+        raise RuntimeError(
+            f"tightrope: start must lie in [0, 2^{_START_BITS}) but got {options.start}"
+        )
     packed = 0
     for value, bits in zip(options, _BITS):
         packed = packed << bits | int(value)
@@ -87,7 +89,7 @@ def _pack(options: Options) -> int:
 
 _packed = lru_cache(maxsize=1024)(_pack)
 
-# From the highest bits to the lowest, in the order of the fields.
+# Number of bits of each field, in the order of the fields; the first has the highest bits.
 _BITS = (3, _START_BITS, 1, 2, 1, 3, 1, 8, 4, 2, 2)
 
 
@@ -111,7 +113,7 @@ def options_of(packed: int) -> Options:
 # out_q, out_k
 #             the results: same shapes, dtype and device, any strides
 # primary, secondary
-#             the source of the angles: phase words and, if some ω >= π, turns (see
+#             the source of the angles: phase words and, if some |ω| >= π, turns (see
 #             tightrope.angles.phases); or cosine and sine tables, of any floating dtype,
 #             [rows|1, heads|1, length, width], indexed by position along length
 # positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros

@@ -18,7 +18,7 @@ def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 def _in_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis: int) -> Any:
     """Merge the mapped dimension of an angle tensor into dimension `axis`, which has size `rows|1`.
 
-    The result has `size * rows` there; a tensor that is the same for all rows stays as it is.
+    The result has `size * rows` there; a tensor that is not mapped and has size 1 there stays as it is.
     """
     if x is None or (dim is None and x.shape[axis] == 1):
         return x
@@ -70,7 +70,7 @@ def _rotate(
 
 
 def _one_by_one(size: int, call: Call, dims: Call) -> tuple[list[torch.Tensor], list[int]]:
-    """Make one call per mapped index: the operator takes only one weight or slope per call."""
+    """Make one call per mapped index: a weight or slope has no dimension for rows."""
     results = []
     for i in range(size):
         each = zip(call.tensors(), dims.tensors())

@@ -174,7 +174,7 @@ def number(name: str, value: object) -> int | float:
 
 
 def is_readable(values: torch.Tensor) -> bool:
-    """Return True if reading the values neither synchronises nor breaks a graph; False for subclasses."""
+    """Return True if reading values neither synchronises nor breaks a graph; False for tensor subclasses."""
     return type(values) in (torch.Tensor, torch.nn.Parameter) and _tracing.is_readable(values)
 
 

@@ -1,4 +1,4 @@
-"""Transformations of positions: to explicit ids, concatenated, or the shard of one rank."""
+"""Operations on positions: write out explicit ids, concatenate, and take the shard of one rank."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     For images of several sizes in one row, class tokens before an image, or a batch of M-RoPE rows.
 
     Args:
-        parts: positions with an id per token (see :func:`explicit` for others), all with the same
-            number of axes. Along tokens: the same number of rows, or one row. Along rows: the same
+        parts: positions with an id per token (:func:`explicit` makes them), all with the same number
+            of axes. Along tokens: the same number of rows, or one row. Along rows: the same
             number of tokens, or offsets per row in all parts.
         along: "tokens" or "rows".
 
@@ -84,7 +84,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     for ids in tensors:
         if any(ids.shape[dim] != first.shape[dim] for dim in fixed):
             sizes = "axes and rows" if along == "tokens" else "axes and tokens"
-            raise bad_value(f"parts must have the same {sizes}", one=first, other=ids)
+            raise bad_value(f"parts must have the same numbers of {sizes}", one=first, other=ids)
     if any(ids.dtype != first.dtype for ids in tensors):
         floating = any(ids.is_floating_point() for ids in tensors)
         tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
@@ -131,7 +131,7 @@ def shard(
     where = as_positions(positions)
     size, rank = count("size", size), integer("rank", rank)
     if not 0 <= rank < size:
-        raise bad_value(f"rank must lie in [0, size) but got {rank} of {size}")
+        raise bad_value(f"rank must lie in [0, {size}) for size {size} but got {rank}")
     if kind not in ("contiguous", "zigzag"):
         raise bad_value(f"kind must be 'contiguous' or 'zigzag' but got {kind!r}")
     tokens = _tokens_of(where, tokens)
@@ -178,7 +178,7 @@ def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) 
     check_cu_seqlens(cu_seqlens, tokens)
     if is_readable(cu_seqlens) and bool((cu_seqlens % (2 * size) != 0).any()):
         raise bad_value(
-            f"every sequence must be a multiple of {2 * size} tokens for {size} zigzag shards "
+            f"every sequence must have a multiple of {2 * size} tokens for {size} zigzag shards "
             f"but got cu_seqlens {cu_seqlens.tolist()}"
         )
     # The part of each sequence on this rank is one sequence of the packed row of this rank.
@@ -188,7 +188,7 @@ def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) 
     half = (own.index_select(0, sequence + 1) - begin) // 2
     place = place - begin
     # The first half of the part is chunk `rank` of the sequence. The second is chunk
-    # 2·size − 1 − rank, so it is shifted by the number of chunks between the two.
+    # 2·size − 1 − rank; it lies one chunk into the part already, so it moves by one chunk less.
     moved = torch.where(place < half, rank * half, (2 * size - 2 - rank) * half)
     return (cu_seqlens.index_select(0, sequence) + place + moved).to(torch.int64)
 

@@ -42,8 +42,8 @@ def text(
         positions: positions with one axis: None, an int offset, ids or a :class:`Positions`. Ids are
             not copied.
         axes: number of coordinates.
-        device: device of the rotated tensors, used if ``positions`` is None or an int. If it is not
-            given, each call copies one number there.
+        device: device of the rotated tensors, used if ``positions`` is None or an int. Without it,
+            each rotation copies one number to its device.
 
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
 
@@ -103,7 +103,7 @@ def grid(
     """
     counts = tuple(count("a size", size) for size in sizes)
     if not counts:
-        raise bad_value("a grid must have a size for each axis but got none")
+        raise bad_value("a grid must have at least one size but got none")
     axes = len(counts)
     merges = tuple(count("merge", value) for value in _each("merge", merge, axes))
     if any(cells < 1 or size % cells for size, cells in zip(counts, merges, strict=True)):
@@ -206,7 +206,7 @@ def mrope(
 def mrope_next(segments: Iterable[Segment], *, start: int = 0, next_from: str = "all") -> int:
     """Return the position, on all axes, of the next token to generate after those of :func:`mrope`.
 
-    This is one past the largest coordinate. Minus the number of tokens it is ``rope_deltas`` of
+    This is one past the largest coordinate. Subtract the number of tokens to get ``rope_deltas`` of
     transformers.
 
     Args: see :func:`mrope`.

@@ -12,12 +12,12 @@ from .._tracing import is_tracing, may_keep
 
 T = TypeVar("T")
 
-# The key of a value for one spec and device: the length of a sequence, None if the length does not
-# matter, or a name.
+# The key of a value for one spec and device: a length above the original one, None for all other
+# lengths, or a name.
 Key: TypeAlias = "int | str | None"
 
 # Decoding with a rule that depends on the length makes one value per token, so entries for lengths are
-# dropped when there are this many.
+# dropped when the cache has this many entries.
 _MOST = 64
 
 

@@ -175,9 +175,9 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
     if fits:
         return lengths
     raise bad_value(
-        "positions must not start again within a row (packed sequences?) because "
-        f"{type(rule).__name__} gives each length its own frequencies; pass one seq_len "
-        "for all sequences, or rotate them separately",
+        "positions must not start again within a row (packed sequences?) because the frequencies of "
+        f"{type(rule).__name__} depend on the length; pass one seq_len for all sequences, or rotate "
+        "them separately",
         positions=ids,
     )
 
@@ -224,7 +224,7 @@ def _found(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _starts_again(ids: torch.Tensor) -> list[bool]:
-    """Return for each row whether some token has a lower coordinate than its predecessor, and none higher.
+    """Return for each row whether some token steps back: one coordinate is lower than before, none higher.
 
     Within an image, one coordinate decreases only when another increases.
     """

@@ -113,7 +113,7 @@ class PreparedRotation:
         return float.fromhex(self.amplitude_hex)
 
     def for_tokens(self, tokens: int) -> PreparedRotation:
-        """Return the rotation for rows of ``tokens`` tokens: self, unless phase words depend on that.
+        """Return the rotation for rows of this length: self, unless phase words depend on the length.
 
         Args:
             tokens: number of tokens per row.
@@ -125,7 +125,8 @@ class PreparedRotation:
             return before[1]
         made = self._of_tokens(self.awaits, tokens)
         if not tracing:
-            # Keep only the last one: all layers of a decoding step share it, the next step has another.
+            # Keep only the last one: all layers of a decoding step share it, and the next step has
+            # another length.
             self.memo.for_tokens = tokens, made
         return made
 

@@ -245,7 +245,7 @@ class RopeSpec:
         return phase_words.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
 
     def attention_scaling(self, seq_len: SeqLen = None) -> float:
-        """Return the factor on the rotated channels, for one length or for rows of several.
+        """Return the factor on the rotated channels, for one length or for rows of different lengths.
 
         Args:
             seq_len: see :meth:`words_for`.
@@ -300,11 +300,11 @@ class RopeSpec:
                 also through numpy; on a device this relies on torch's version counter.
             device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
-                an int, one per row, or a tensor of them. The default is each row's last position
-                + 1, on any axis. A rank that holds a part of a sequence must give the length of the
+                an int, one per row, or a tensor of them. The default is each row's largest position
+                on any axis, plus 1. A rank that holds a part of a sequence must give the length of the
                 whole. Re-rotate keys that were cached under another length with
-                :func:`tightrope.functional.rerotate` before queries of this one attend to them; see
-                docs/rerotate.md. ``seq_len`` must be at least the row's length. This is not checked
+                :func:`tightrope.functional.rerotate` before queries of this length attend to them;
+                see docs/rerotate.md. ``seq_len`` must be at least the row's length. This is not checked
                 if positions or lengths are on a device or traced, as that would synchronise: such
                 rows get the frequencies of the given length. To use the frequencies of a shorter
                 sequence on purpose, make them a rule:

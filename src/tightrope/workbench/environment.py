@@ -16,7 +16,7 @@ import torch
 from .. import __version__, backends, which
 from ..backends import cpu
 
-#: Libraries whose versions matter to a rotation, or that `tightrope bench` compares with.
+#: Optional libraries whose versions are reported.
 PACKAGES = (
     "transformers", "triton", "rotary-embedding-torch", "onnxruntime", "jax", "safetensors", "gguf",
     "typer", "rich", "matplotlib",
@@ -55,7 +55,7 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """Describe this machine, without initialising a device that is absent."""
+    """Return the versions, backends and hardware of this machine; no GPU is needed."""
     runs, why_not_faster = which(torch.empty(1, 1, 1, 64))
     return Environment(
         date=date.today().isoformat(),
@@ -98,7 +98,7 @@ def cores() -> int:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout with this file, with `-dirty` appended if it was changed."""
+    """Return `git describe` of the checkout with this file: `-dirty` at its end means changed files."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None

@@ -18,7 +18,7 @@ INK = "#1d2733"
 MUTED = "#66717d"
 GRID = "#e3e7ec"
 
-#: Those of Okabe and Ito's colours that print well on white, darkest first.
+#: Okabe and Ito's colours that are readable on white, with a darker purple.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
     "#0072b2", "#d55e00", "#009e73", "#a0508a", "#e69f00", "#56b4e9",
 )  # fmt: skip
@@ -47,7 +47,7 @@ STYLE: dict[Any, Any] = {
 
 
 def new_figure(width: float, height: float, dpi: int = 200) -> Figure:
-    """Return an empty figure of that size in inches; it needs no display."""
+    """Return an empty figure, `width` by `height` inches; no display is needed."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.04, hspace=0.05)
     figure = Figure(figsize=(width, height), dpi=dpi, layout=layout)
     FigureCanvasAgg(figure)
@@ -72,7 +72,7 @@ def styled() -> Any:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of the file name's extension; png without one.
+    """Write a figure in the format that the file's extension names, or png if it has none.
 
     Raises:
         OSError: the file cannot be written.

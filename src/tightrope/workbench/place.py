@@ -26,7 +26,7 @@ _AT_FDCWD = -100
 
 
 def partial_path(target: Path) -> Path:
-    """Return the temporary folder in which a result is written before it is renamed."""
+    """Return the temporary folder for a result that will be renamed to `target`."""
     return target.with_name(f".{target.name}{SUFFIX}")
 
 
@@ -118,7 +118,7 @@ def _clear(folder: Path) -> None:
 def _lock(stream: IO[bytes]) -> bool:
     try:
         import fcntl
-    except ImportError:  # no such locks on this system: two writers of one target may collide
+    except ImportError:  # no file locks on this system: two writers of one target may collide
         return True
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +136,7 @@ def _remove(path: Path) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> None:
-    """Replace a folder by another: atomically if the system can, else through a third name."""
+    """Put `temporary` in the place of `target`: atomically if the system can, else in two renames."""
     if sys.platform == "linux":
         rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         names = os.fsencode(temporary), os.fsencode(target)

@@ -26,7 +26,7 @@ _HOW = (
 )
 
 _library: ctypes.CDLL | None = None
-_missing: str | None = "it was not loaded yet"
+_missing: str | None = "the native library is not loaded yet"
 
 
 def register() -> None:
@@ -53,7 +53,7 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     """Return the reason why this backend cannot run, or None if it can.
 
     Args:
-        x: the tensor to rotate; without one, whether the backend can run at all.
+        x: the tensor to rotate; None to check only whether the backend can run at all.
     """
     if _missing is not None:
         return _missing
@@ -84,16 +84,18 @@ def instruction_sets() -> list[str]:
 
 
 def use_instruction_set(name: str) -> None:
-    """Switch to another instruction set for the rest of the process, to compare or to debug.
+    """Use another instruction set for the rest of the process, to compare or to debug.
 
     The environment variable TIGHTROPE_CPU_ISA selects one at start-up.
 
     Raises:
-        ValueError: this processor does not support it.
+        ValueError: this processor does not support it, or the native library is not loaded.
     """
-    if _library is None or not _library.tightrope_use(name.encode()):
+    if _library is None:
+        raise ValueError(f"[use_instruction_set] the native library must be loaded but {_missing}.")
+    if not _library.tightrope_use(name.encode()):
         raise ValueError(
-            f"[use_instruction_set] name must be one of {', '.join(instruction_sets()) or 'none'} on this "
+            f"[use_instruction_set] name must be one of {', '.join(instruction_sets())} on this "
             f"processor but got {name!r}."
         )
 

@@ -33,7 +33,7 @@ def compose(*arguments: Any, **named: Any) -> list[torch.Tensor]:
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
     """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
-    # Outputs have the strides of empty_like, like those of every backend and of the fake kernel.
+    # The strides of outputs are those of empty_like, as in every backend and the fake kernel.
     ys = compose(q, k, *arguments)
     xs = present(q, k)
     return [torch.empty_like(x).copy_(y) for x, y in zip(xs, ys)] + ys[len(xs) :]

@@ -1,8 +1,8 @@
 """Block sizes of the kernels.
 
-The sizes depend only on the kind of call and are not autotuned: nothing is timed at run time, and the
-same call has the same programs everywhere, which fixes the order of its sums. They are not measured
-yet, but derived: 16 bytes per load and thread, two loads in flight.
+The sizes depend only on the kind of call and are not autotuned: nothing is timed at run time, and a call
+has the same programs on every GPU, which fixes the order of its sums. The sizes are not measured yet, but
+derived from a rule: 16 bytes per load and thread, two loads in flight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Blocks(NamedTuple):
     Attributes:
         pairs: tokens times (padded) pairs of a tile; determines the number of tokens.
         warps: warps per program.
-        together: heads that are loaded at a time; 1 if registers hold more of a head than its pairs.
+        together: heads that are loaded at a time, if registers hold only the pairs of a head.
         channels: maximum of tokens times (padded) channels of a tile.
         registers: registers per thread on NVIDIA GPUs; 0 leaves the choice to the compiler, which
             prefers fewer registers and loads the second head only after the first is finished.
@@ -29,7 +29,8 @@ class Blocks(NamedTuple):
     registers: int = 0
 
 
-# Keyed by bytes per element. A thread holds 16 bytes of each member of its pairs.
+# Keyed by bytes per element. A thread holds pairs // (32 * warps) pairs: 16 bytes of first channels and
+# 16 of second ones, in float64 32 of each.
 PLAIN = {
     2: Blocks(1024, 4, 2, 8192, 80),
     4: Blocks(512, 4, 2, 8192, 80),
@@ -50,13 +51,13 @@ BACK = {
     8: Blocks(256, 4, 1, 2048),
 }
 
-# Without 16-byte accesses, addresses take as many registers as the data.
+# Heavy calls without 16-byte accesses: addresses take as many registers as the data.
 APART = {2: Blocks(256, 4, 1, 1024), 4: Blocks(256, 4, 1, 1024), 8: Blocks(128, 4, 1, 512)}
 
 # Sums over heads hold two values per pair.
 SUMS = {2: Blocks(1024, 4, 1, 4096), 4: Blocks(512, 4, 1, 4096), 8: Blocks(256, 4, 1, 2048)}
 
-#: With fewer programs than this, the heads are divided among more of them.
+#: With fewer tiles than this, the heads of a tile are divided among several programs.
 PROGRAMS = 512
 
 #: Maximum number of channels of a head. The definition handles wider heads, for which a tile of one
@@ -90,7 +91,7 @@ def blocks_of(
         element: bytes per element.
         heavy: whether the call has an activation, a gate or per-head angles.
         back: whether it is the transpose of an activation.
-        long: whether registers hold more of a head than its pairs.
+        long: whether registers also hold channels of a head that do not rotate.
         whole: whether q, k and the results are accessed in 16-byte units.
         all_whole: whether all other tensors are accessed in 16-byte units.
 
@@ -102,7 +103,7 @@ def blocks_of(
     if heavy and not whole:
         return APART[element]
     found = (BACK if back else HEAVY if heavy else PLAIN)[element]
-    # Calls that need more registers leave the choice to the compiler.
+    # All other calls need more registers, so the compiler chooses their number.
     return found if whole and all_whole and not long else found._replace(registers=0)
 
 
@@ -120,7 +121,7 @@ def tokens_of(blocks: Blocks, pairs: int, rest: int = 0) -> int:
 
     Args:
         pairs: padded number of pairs of a head.
-        rest: padded number of its other channels that registers hold.
+        rest: padded number of channels that do not rotate but are held in registers.
 
     >>> tokens_of(Blocks(1024, 4, 2, 8192), 64), tokens_of(Blocks(1024, 4, 2, 8192), 16, 160)
     (16, 32)

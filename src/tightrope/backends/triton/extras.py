@@ -20,7 +20,8 @@ class Read(NamedTuple):
     Attributes:
         types: dtypes, by the field names of :class:`Carries`.
         norms, gates, inputs: strides for q and for k; empty if the call has none.
-        gate_vector, input_vector: unit of the strides, in elements; 0 if channels are not contiguous.
+        gate_vector, input_vector: elements per 16-byte access, the unit of the strides; 0 if such
+            accesses are impossible and strides are in elements.
     """
 
     types: dict[str, torch.dtype]
@@ -51,7 +52,7 @@ def read(
     for kind, part in (("norm", parts.weights), ("gate", parts.gates), ("input", parts.inputs)):
         require(
             not part or (len(part) == len(views) and all(x.device == device for x in part)),
-            "extras must hold one tensor for each of q and k",
+            "extras must hold one tensor for each of q and k, on their device",
         )
         types |= {f"{kind}_{name}": x.dtype for name, x in zip("qk", part)}
     norms = _weights(parts.weights, views)
@@ -69,7 +70,7 @@ def _weights(weights: Sequence[torch.Tensor], views: Sequence[View]) -> list[int
             and weight.is_floating_point(),
             "weights must be [heads|1, channels]",
         )
-    # 1 if each head has its own weights. The kernel gets them contiguous.
+    # 1 if each head has its own weights, 0 if they share them. The kernel gets contiguous weights.
     return [int(weight.shape[0] != 1) for weight in weights]
 
 

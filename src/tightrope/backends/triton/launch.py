@@ -90,7 +90,7 @@ def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
 
 
 def options_of(blocks: Blocks, target: Any) -> dict[str, Any]:
-    """Return the compiler options; the compiler must not fuse multiply-adds that are not written as such.
+    """Return the compiler options, which allow only fused multiply-adds that the kernel writes as such.
 
     Args:
         blocks: block sizes of the kernel, for warps of 32 lanes.
@@ -115,9 +115,9 @@ def launcher(
 
     Args:
         kernel, values, aligned: see :func:`source_of`.
-        grid: number of programs.
+        grid: numbers of programs in three dimensions.
         blocks: block sizes of a program.
-        device: the device, which must be current when the function is called.
+        device: the device, which must be current when the launching function is called.
     """
     if INTERPRETED:
         interpret: Callable[..., None] = kernel[grid]
@@ -142,8 +142,8 @@ def runner(found: Any, grid: tuple[int, int, int], device: torch.device) -> Call
     """Return a function that launches a compiled kernel on the current stream.
 
     In every launch Triton's own runner looks up the device, which is known here, and collects metadata
-    for launch hooks. Without hooks, this function passes the same arguments at half the cost. With
-    hooks, or if a version of Triton lacks one of these attributes, Triton's own runner is used.
+    for launch hooks. Without hooks, the returned function passes the same arguments at half the cost.
+    With hooks, or if a version of Triton lacks an attribute used here, Triton's own runner is used.
 
     Args:
         found: the result of ``triton.compile``.
@@ -172,12 +172,12 @@ def runner(found: Any, grid: tuple[int, int, int], device: torch.device) -> Call
 
 
 def _is_idle(hook: Any) -> bool:
-    """Return whether no launch hook is set: None, or since Triton 3.5 an empty chain."""
+    """Return whether a launch hook is unset: None or, since Triton 3.5, an empty chain."""
     return hook is None or not getattr(hook, "calls", True)
 
 
 def flat(values: Values) -> tuple[Any, ...]:
-    """Unpack the arguments for a launch; groups of constants stay as they are."""
+    """Unpack all groups but those of constants for a launch; the interpreter takes groups as they are."""
     return tuple(values) if INTERPRETED else tuple(_members(values))
 
 
@@ -190,5 +190,5 @@ def _members(values: Values) -> Iterator[Any]:
 
 
 def handle_of(x: torch.Tensor | None) -> Any:
-    """Return the address of a tensor, which is cheaper to pass to a launch than the tensor."""
+    """Return a tensor's address, which is cheaper to pass than the tensor; the interpreter needs the tensor."""
     return x if x is None or INTERPRETED else x.data_ptr()

@@ -39,7 +39,7 @@ def _too_old() -> str | None:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        # Builds for other vendors have other package names; read the version from the module.
+        # Builds for AMD and Intel GPUs have other package names; the module has the version.
         import triton
 
         found = triton.__version__
@@ -52,7 +52,7 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     """Return the reason why this backend cannot run, or None if it can.
 
     Args:
-        x: the tensor to rotate; without one, whether the backend can run at all.
+        x: the tensor to rotate; None to check only whether the backend can run at all.
     """
     reason = _missing() or _too_old()
     if reason is not None:

@@ -42,12 +42,12 @@ class _Plan(NamedTuple):
     """The launches of one kind of call, reused for all calls of that kind.
 
     Attributes:
-        launches: empty if there is nothing to do; several only if the sums of all tiles do not fit in
-            memory.
-        fixed: the arguments that follow the tensors.
+        launches: empty if there is nothing to do; several only if the sums of all tiles are more than
+            MOST_SUMS floats.
+        fixed: the arguments from `extent` on, which are the same in all calls.
         partials: shapes of the sums for the gradients of the weights: tiles, heads (or groups of
             heads), channels.
-        apart: distances between tensors at which they are known to share no memory.
+        apart: distances in bytes between tensors that were found to share no memory.
         options: the options of a call with extra tensors; None without them.
     """
 
@@ -77,7 +77,8 @@ def run(
         given: the arguments that follow q and k in the schema.
 
     Returns:
-        The gradients of the weights, if the call has any; None if the definition must run it.
+        The gradients of the norm weights, empty if the call computes none; None if the definition
+        must run the call.
     """
     index = q.get_device()
     if index >= 0 and torch.accelerator.current_device_index() != index:
@@ -162,7 +163,7 @@ def _run_extras(
     outs: Sequence[torch.Tensor],
     given: Carrying,
 ) -> list[torch.Tensor]:
-    """Run a call with an activation or a gate; return the gradients of its weights."""
+    """Run a call with an activation or a gate; return the gradients of its norm weights."""
     primary, secondary, positions, offset = (
         given.primary,
         given.secondary,
@@ -204,7 +205,7 @@ def _carries(handles: tuple[Any, ...], first: int | None) -> tuple[Any, ...]:
 
 
 def _summed(options: Options, parts: Extras) -> Sequence[torch.Tensor]:
-    """Return the weights whose gradients the call computes."""
+    """Return the norm weights whose gradients the call computes."""
     return parts.weights if options.act == RMS_NORM and options.direction == TRANSPOSE else ()
 
 
@@ -220,7 +221,7 @@ def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tens
 
 
 def _all_whole(kind: AngleKind, reads: Read) -> bool:
-    """Return whether tables, gates and inputs are read in 16-byte units, or one value for all channels."""
+    """Return whether tables, inputs and gates (unless constant over channels) are read in 16-byte units."""
     return (
         (kind.TABLE_VECTOR > 0 or not kind.TABLES)
         and (reads.input_vector > 0 or not reads.inputs)

@@ -1,4 +1,4 @@
-"""Gradients of angles and gates: kernels sum each tile of tokens, then torch adds the tiles in order."""
+"""Gradients of angles and gates: kernels sum within each tile of tokens, then torch adds up the tiles in order."""
 
 from __future__ import annotations
 

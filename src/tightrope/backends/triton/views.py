@@ -37,7 +37,7 @@ class View(NamedTuple):
         return self[0], self[1], self[2], self[3]
 
     def scaled(self, unit: int) -> Steps:
-        """Return strides in units of that many elements, except that of the channels."""
+        """Return the strides, in units of `unit` elements; that of the channels stays in elements."""
         return Steps(self.row // unit, self.head // unit, self.token // unit, self.channel)
 
 
@@ -75,7 +75,7 @@ def starts_aligned(x: torch.Tensor) -> bool:
 
 
 def vector_of(xs: Iterable[torch.Tensor], strides: Iterable[tuple[int, ...]]) -> int:
-    """Return the number of elements of a 16-byte access, or 0 if a tensor does not allow them.
+    """Return the number of elements of a 16-byte access, or 0 if a tensor does not allow such accesses.
 
     Args:
         xs: tensors of one element size.

@@ -27,6 +27,6 @@ def graft_of(cls: type) -> Graft | None:
 
 
 def base_of(cls: type) -> type:
-    """The original class."""
+    """The original class of a generated subclass; any other class itself."""
     graft = graft_of(cls)
     return cls if graft is None else graft.base

@@ -49,7 +49,7 @@ class Angles:
         specs: the spec of each layer type; the type is None if the module has no layer types.
         width: the format of the tables, a key of WIDTHS.
         factors: the factor on the tables of each layer type, beyond the amplitude of its spec.
-        ranks: the ranks of position_ids that were tried: 2, or 3 with a leading axis.
+        ranks: the ranks of position_ids that agreed in the probes: 2, or 3 with coordinates first.
         wide: whether tables for a 16-bit x are float32 too, instead of its dtype.
     """
 
@@ -140,7 +140,7 @@ class Kept:
     by_library: bool
 
     def hold(self, module: Any) -> bool:
-        """Return True if the module still has the attribute values of these angles."""
+        """Return True if the module still has the attribute values for which these angles are valid."""
         return (
             (library.serves or not self.by_library)
             and getattr(module, "config", None) is self.config
@@ -176,12 +176,12 @@ def _read_at_calls(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def makes_angles(cls: type) -> bool:
-    """Return True if a class may make cosines and sines, by its forward's parameters or its name."""
+    """Return True if the name of a class or the parameters of its forward suggest cosines and sines."""
     return _names(cls) is not None or bool(_NAME.search(cls.__name__))
 
 
 def _names(cls: type) -> list[str] | None:
-    """Parameters of a forward (x, position_ids) or (x, position_ids, layer_type); else None."""
+    """The parameters of forward: (x, position_ids) or (x, position_ids, layer_type); else None."""
     names = _parameters(cls)
     fits = len(names) in (2, 3) and names[1] == "position_ids"
     return names if fits and names[2:] in ([], ["layer_type"]) else None
@@ -210,14 +210,14 @@ def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
             torch.random.fork_rng(devices=[]),
             _float32_by_default(),
         ):
-            return _read(module, wide), "equal to the module at all probes"
+            return _read(module, wide), "equal to those of the module at all positions tried"
     except _Unserved as unserved:
         return None, str(unserved)
 
 
 @contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """Set the default dtype to float32; from_pretrained sets the dtype of the model."""
+    """Set the default dtype to float32; from_pretrained sets it to that of the model."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -272,7 +272,7 @@ def is_probing() -> bool:
 
 
 def _fresh(module: torch.nn.Module) -> torch.nn.Module:
-    """A float32 module of the same kind in its initial state."""
+    """A float32 module: made anew from the config if its buffers are unchanged, else a copy."""
     cls = base_of(type(module))
     config = getattr(module, "config", None)
     if config is not None:
@@ -287,13 +287,13 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
             _busy.now = False
     if any(t.device.type == "meta" or t.dtype != torch.float32 for t in module.buffers()):
         raise _Unserved(
-            "its frequencies are on the meta device or were cast, and no config gives them"
+            "its frequencies are on the meta device or not float32, and no config gives them"
         )
     return copy.deepcopy(module).cpu()
 
 
 def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
-    """Return True if the buffers of a module are those of its config, up to the rounding of a cast.
+    """Return True if a module's buffers are those that its config gives, up to the rounding of a cast.
 
     Users may scale frequencies after construction. If frequencies depend on the length, the buffer
     holds those of the last call, and ``original_inv_freq`` the initial ones.
@@ -370,7 +370,8 @@ def _width(
     for rank in (2, 3):
         tried = []
         for ids in sets:
-            # Rows of equal length: else the module uses the longest for all, this library each its own.
+            # If frequencies depend on the length, all rows need the same one: the module uses the
+            # longest for all, this library each row's own.
             ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
             if rank == 3:
                 if spec.axes is None:
@@ -396,11 +397,13 @@ def _width(
                 )
             }
             if not good:
-                raise _Unserved("the module's cosines and sines differ")
+                raise _Unserved("the cosines and sines differ from those of the module")
             ranks.add(rank)
             widths &= good
-    if not ranks or len(widths) != 1:
-        raise _Unserved("the rank of its positions or the width of its tables is ambiguous")
+    if not ranks:
+        raise _Unserved("the module raises an error for the positions tried")
+    if len(widths) != 1:
+        raise _Unserved("the width of the module's tables is ambiguous")
     return widths.pop(), frozenset(ranks)
 
 
@@ -460,7 +463,7 @@ def members_of(base: Any) -> dict[str, Any]:
 
 
 def _initialiser_of(base: Any) -> Callable[..., None]:
-    """The ``__init__`` of a base, which first removes the angles of an earlier config."""
+    """The ``__init__`` of a base class; it first removes angles stored for an earlier config."""
 
     @functools.wraps(base.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

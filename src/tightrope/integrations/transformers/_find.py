@@ -89,7 +89,7 @@ def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
 
 
 def looks_rotary(name: str, value: Any) -> bool:
-    """Return True if a global may be a rotary function, by its name or its parameters."""
+    """Return True if the name or the parameters of a global suggest a rotary function."""
     if (
         name.startswith(PREFIX)
         or isinstance(value, type)
@@ -105,7 +105,7 @@ def looks_rotary(name: str, value: Any) -> bool:
 
 
 def is_rotary_method(name: str, value: Any) -> bool:
-    """Return True if a member of a class may be a rotary method, by its name."""
+    """Return True if the name of a member of a class suggests a rotary method."""
     return bool(_NAME.search(name)) and isinstance(unwrapped(value), FunctionType)
 
 

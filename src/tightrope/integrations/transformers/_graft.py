@@ -1,9 +1,9 @@
 """Subclasses for the modules of one model, whose methods call replaced rotary functions.
 
 Rotary functions are globals of a Python module that all models of a family share, and a method looks
-them up by name. To change one model only, each class that reaches such a function gets a subclass. It
-has copies of the methods in question, whose code names another global: the replacement, stored next to
-the original under its own name. All other globals are still shared with the original code.
+them up by name. To change one model only, each class whose methods reach such a function gets a subclass
+with copies of these methods. The code of a copy names another global: the replacement, stored next to the
+original under a name of its own. All other globals are still shared with the original code.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _Copier:
         """A copy that calls the replacements, or None if it reaches none."""
         if id(function) not in self._copies:
             self._copies[id(function)] = (
-                None  # ends the recursion of functions that call in a cycle
+                None  # ends the recursion of functions that call each other
             )
             self._copies[id(function)] = self._copy(function)
         return self._copies[id(function)]

@@ -40,8 +40,8 @@ serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class RotaryPosEmb(torch.nn.Module):
     """Rotate queries and keys by given cos/sin, for every function with this layer name.
 
-    Each function is tested as :func:`patch` does and replaced with its own pairing, width and dtypes.
-    One that is not recognised is called unchanged.
+    Each function is tested as in :func:`patch`; its replacement has the same pairing, width and dtypes.
+    A function that is not recognised is called unchanged.
     """
 
     can_torch_compile = True

@@ -27,8 +27,8 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
 
     Args:
         model: a transformers model, or any module built like one, on any device including meta. None
-            patches all models: every modeling file that is imported now or later. Exact angles then
-            apply to models made afterwards.
+            patches all models: every modeling file that is already imported or will be. Exact
+            angles then apply only to models made after this call.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
             which are exact at any position and computed in float32 for every dtype of the model.
 
@@ -37,7 +37,7 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
 
     Raises:
         TypeError: model is not a Module.
-        ValueError: unknown angles.
+        ValueError: angles is neither "model" nor "exact".
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> model = LlamaModel(LlamaConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
@@ -80,7 +80,11 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
 
 @public("unpatch")
 def unpatch(model: torch.nn.Module | None = None) -> None:
-    """Undo :func:`patch`: the model computes what it did before, bit for bit."""
+    """Undo :func:`patch`: the model computes what it did before, bit for bit.
+
+    Args:
+        model: a patched model; None undoes ``patch(None)`` and leaves models that were patched alone.
+    """
     _check(model)
     if model is None:
         _library.unpatch()

@@ -53,7 +53,7 @@ def recognise(function: Any, owner: object = None) -> Recognition:
     are unrelated. Parameter names only decide which argument is tried in which role.
 
     Args:
-        function: a function, a method, or a module whose forward is one.
+        function: a rotary function or method, or a module whose forward is one.
         owner: the object to pass as self to a method.
 
     Returns:
@@ -102,9 +102,9 @@ def recognise(function: Any, owner: object = None) -> Recognition:
 def recognise_method(function: Any, cls: type) -> Recognition:
     """Recognise which rotation a method computes for every object of a class.
 
-    All objects share one replacement, so the method is called on an object that has only the
-    attributes of its class and head sizes. A method that reads other instance attributes is not
-    recognised.
+    All objects share one replacement, so the method is called on an object without instance
+    attributes; if x is flat, the number and the size of heads are added. A method that reads other
+    instance attributes is not recognised.
     """
     owner = torch.nn.Module.__new__(cls) if issubclass(cls, torch.nn.Module) else object()
     tried = recognise(function, owner)
@@ -120,7 +120,7 @@ _AMBIGUOUS = "the axis at which it unsqueezes cos/sin is ambiguous"
 _WRITES = "it writes to its arguments"
 _RANDOM = "two equal calls give different results"
 _REFUSES = "it raises an error for some dtypes of x and cos/sin"
-_DTYPES = "the dtype of its results is neither that of x nor the promoted dtype"
+_DTYPES = "the dtype of its results is neither that of x nor the one that x and cos/sin promote to"
 _VALUES = "it matches a known rotation on some inputs but not on all"
 _GRADIENTS = "its gradients are not those of the rotation it computes"
 _RANK = (
@@ -138,12 +138,12 @@ class _Caller:
         self.positions = call.parameter("positions")
 
     def arrangements(self) -> list[Arrangement]:
-        """The layouts of x and tables to try; last, those whose tables broadcast without unsqueezing."""
+        """The layouts of x and tables to try; those with ``broadcasts`` come last."""
         by_parameter = self.unsqueeze_dim is not None
         every = self.call.form.arrangements
         fitting = [each for each in every if (each.unsqueeze_dim is not None) == by_parameter]
         if self.positions:
-            # The function indexes the tables by position, so their rows are those of all tokens.
+            # The function indexes tables (rows, width) by position, so no axis of size 1 is needed.
             return [each for each in fitting if "1" not in each.table]
         return fitting
 
@@ -194,9 +194,9 @@ class _Probe:
         return [*self.xs.values(), self.cos, self.sin]
 
     def run(self, other: Mapping[str, Any] | None = None) -> list[torch.Tensor | None]:
-        """Call the function, with ``other`` arguments added, and return its results in order.
+        """Call the function and return its results in order; its errors are not caught.
 
-        Errors of the function pass through.
+        ``other`` arguments are added, or replace those of the probe.
         """
         caller, owner = self.caller, self.caller.owner
         arguments: dict[str, Any] = {**self.xs, **(other or {})}
@@ -238,7 +238,7 @@ class _Probe:
         bound: float = _CLOSE,
         count: int | None = None,
     ) -> bool:
-        """Return True if ``ys`` are the first ``count`` x's (default all) rotated."""
+        """Return True if ``ys`` are the rotated xs, or the first ``count`` of them."""
         xs = list(self.xs.values())[:count]
         try:
             return len(ys) == len(xs) and all(
@@ -271,8 +271,8 @@ def _explain(caller: _Caller) -> list[Candidate]:
     """The candidates that match the function under one call."""
     alive: list[Rotation] | None = None
     verified: list[Arrangement] = []
-    # Layouts at which the function runs but matches nothing; a table with one row can hide how rows
-    # are used.
+    # Layouts at which the function runs but matches nothing, except those with ``broadcasts``: their
+    # tables have one row and do not show how rows are used.
     refused: set[tuple[int, int, int | None, int | None]] = set()
     partial = ran = False
     for shape in caller.arrangements():
@@ -401,7 +401,7 @@ def _keeps_dtype(make: _Make, rotation: Rotation) -> bool:
 
 
 def _ignored(make: _Make) -> frozenset[str]:
-    """Optional arguments that change nothing, such as unused position_ids."""
+    """Parameters with "position" in their names that change no result, such as unused position_ids."""
     caller = make().caller
     seen = signature(caller.function)
     known = {each.name for each in caller.call.arguments}

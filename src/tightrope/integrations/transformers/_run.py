@@ -27,8 +27,8 @@ def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Ca
     Args:
         original: called instead for every kind of call that was not tried.
         candidate: what the original was recognised as.
-        narrow: return results in the dtype of x even if the original would promote them, as exact
-            angles make tables float32 that had the dtype of x before.
+        narrow: whether results have the dtype of x even if the original promotes: exact angles make
+            tables float32 that had the dtype of x before.
     """
     call = _Call(original, candidate, narrow)
     bind, short, long = call.bind, call.short, call.long
@@ -108,8 +108,8 @@ class _Call:
         return ys[0], None if k is None else ys[1]
 
     def _plan(self, q: Any, k: Any, cos: Any, sin: Any, given: int | None) -> Any:
-        """(Axis to unsqueeze the tables at, heads axis, packed form); None for a call that the
-        operator cannot take directly."""
+        """(Axis at which to unsqueeze the tables, heads axis, packed options); None if the operator
+        cannot take the call directly."""
         rotation = self.candidate.rotation
         if None in (q, cos, sin) or cos != sin:
             return None

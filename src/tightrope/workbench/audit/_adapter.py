@@ -2,7 +2,7 @@
 
 The audit runs this code and shows the same code in its snippets. It defines ``rotate(x, positions)``
 with x ``(rows, heads, tokens, channels)`` and positions ``(rows, tokens)``, and
-``rotate_qk(q, k, positions)`` if the function takes both.
+``rotate_qk(q, k, positions)`` if the function takes q and k.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BACK = {
 }
 # Row indices into tables that hold one entry for each token of all rows.
 _ROW_IDS = "torch.arange(positions.numel(), device=positions.device).reshape(positions.shape)"
-# Roles of arguments that the audit leaves at the function's defaults.
+# Roles of arguments that the audit leaves at their defaults.
 _LEFT_OUT = ("more", "unsqueeze_dim")
 
 
@@ -39,9 +39,9 @@ class Adapter(Call):
 
     Attributes:
         layout: the layout of x, q and k.
-        shared_positions: positions are ``(tokens,)`` and not ``(rows, tokens)``.
-        width: the format of its tables, a key of WIDTHS.
-        table_shape: the axes of its tables, a key of TABLE_SHAPES.
+        shared_positions: whether positions are ``(tokens,)`` and not ``(rows, tokens)``.
+        width: the format of the function's tables, a key of WIDTHS.
+        table_shape: the axes of these tables, a key of TABLE_SHAPES.
         axes: the number of coordinates of a position. With several, the adapter expands positions
             ``(rows, tokens)`` to equal coordinates, as in text, and passes ``(axes, rows, tokens)`` on.
     """
@@ -54,7 +54,7 @@ class Adapter(Call):
 
     @classmethod
     def of(cls, call: Call, axes: int = 1) -> Adapter | None:
-        """Return the adapter of a call, or None if the call needs further tensors."""
+        """Return the adapter of a call, or None if the call needs an argument that the audit leaves out."""
         if any(each.role in _LEFT_OUT and not each.keyword for each in call.arguments):
             return None
         passed = tuple(each for each in call.arguments if each.role not in _LEFT_OUT)
@@ -63,12 +63,12 @@ class Adapter(Call):
 
     @property
     def takes_positions(self) -> bool:
-        """True if it computes angles from positions."""
+        """True if the function computes angles from positions."""
         return "positions" in self.form.roles
 
     @property
     def takes_rows(self) -> bool:
-        """True if positions select rows of the tables that it takes."""
+        """True if the function takes tables and the indices of their rows."""
         return self.form.takes_tables and "positions" in self.roles
 
     @property
@@ -78,7 +78,7 @@ class Adapter(Call):
 
     @property
     def takes_keys(self) -> bool:
-        """True if it takes q and k in one call."""
+        """True if the function takes q and k in one call."""
         return "k" in self.roles
 
     @property

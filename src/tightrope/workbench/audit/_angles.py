@@ -1,4 +1,4 @@
-"""Check angles at small and large positions: find rounded steps, and where tables end."""
+"""Check angles at small and large positions: find steps in 16 bits, and where tables end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ._subject import Subject
 
 FAR = (4096, 32768, 131072, 1_048_576)
 _BELOW = (1, 2, 3, 5, 7, 11, 14, 20)
-# Includes 0, for functions that count tokens themselves; positions that bfloat16 (above 256) or float16
-# (above 2048) cannot represent; and some neighbours.
+# Includes 0, for functions that count tokens themselves, and positions that bfloat16 (above 256) or
+# float16 (above 2048) cannot represent.
 _ODD = (0, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
 _PLACES = ("far-angles", "table-clamp", "table-identity", "table-nan", "table-wrap", "table-zero")
 _NO_TABLE = 131_072
@@ -33,10 +33,10 @@ class Model:
     """The expected angles of the function.
 
     Attributes:
-        omegas: exact frequency of each pair that turns, in short calls; negative if it turns backwards.
-        intercepts: angle at position 0.
+        omegas: frequency of each pair that turns, radians per position; negative if it turns backwards.
+        intercepts: angle of each such pair at position 0, radians.
         sure: whether the frequencies are known exactly, not only measured.
-        longer: frequencies by the length of the call, if they depend on it.
+        longer: length of the call -> frequencies, if they depend on it; ``omegas`` are for short calls.
     """
 
     omegas: tuple[Decimal, ...]
@@ -56,7 +56,7 @@ class Model:
 
 
 def model_of(log: Log, declared: bool) -> Model | None:
-    """Return the expected angles, by the declared frequencies if the function has them, else by its own.
+    """Return the expected angles, from the declared frequencies if they match, else the measured ones.
 
     Return None, and record the check as skipped, if no angle can be judged.
     """
@@ -98,7 +98,7 @@ def model_of(log: Log, declared: bool) -> Model | None:
 def measure(
     subject: Subject, log: Log, positions: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Measure cos and sin of the function, float64 ``[2, positions, pairs]``, without the amplitude.
+    """Measure cos and sin of the function, float64 ``[2, positions, pairs]``, divided by the amplitude.
 
     Raises:
         CallFailed, Hangs: as in :meth:`Subject.rotate`.
@@ -123,7 +123,7 @@ def bound_of(model: Model, position: int) -> float:
 
 
 def check_angles(log: Log, model: Model) -> None:
-    """Check whether angles were rounded to 16 bits, and where they end."""
+    """Check whether angles were rounded to 16 bits, and up to which position they are right."""
     for dtype in log.dtypes:
         name = str(dtype).removeprefix("torch.")
         with log.check(f"angles below position 10,000, {name} x") as fresh:
@@ -146,7 +146,7 @@ def _most(log: Log) -> int:
 def _accepted(
     log: Log, subject: Subject, positions: Sequence[int], dtype: torch.dtype
 ) -> tuple[list[int], torch.Tensor]:
-    """Return the positions up to the first that the function refuses, and their cos and sin."""
+    """Return the positions before the first that the function refuses, and their cos and sin."""
     if "offset" in subject.call.roles:
         # One token with an offset may take another code path than many tokens: test many tokens.
         positions = [position for position in positions if position <= _NO_TABLE // 8]
@@ -243,7 +243,7 @@ assert not torch.equal(y, y.to(torch.{dtype}).float()), "every cosine and sine i
 def _worst(
     log: Log, model: Model, positions: Sequence[int], seen: torch.Tensor, exact: torch.Tensor
 ) -> tuple[tuple[int, int], int, str]:
-    """Return (channels, position, expression of the right angle) of the first clear error."""
+    """Return (channels, position, expression of the right angle) of the first clear or the largest error."""
     error = (seen - exact).abs().nan_to_num(math.inf).amax(0)
     clear = (error > 0.08).nonzero()
     if len(clear):
@@ -262,7 +262,7 @@ def _worst(
 def _rounding(
     model: Model, positions: Sequence[int], seen: torch.Tensor, tolerance: float
 ) -> list[tuple[str, str]]:
-    """Return the steps of the angle whose rounding to 16 bits explains the measurement, if any do."""
+    """Return (code, fault) of each step whose rounding to 16 bits explains the angles; [] if none does."""
     omegas = torch.tensor([float(omega) for omega in model.omegas], dtype=torch.float64)
     where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
     steps = (
@@ -305,7 +305,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _far(log: Log, subject: Subject, model: Model) -> None:
-    """Measure the table of errors; find the cause where they exceed the float32 bound."""
+    """Fill the table of angle errors; find the cause of those above the float32 bound."""
     large: AngleError | None = None
     wrong_at: int | None = None
     for position in FAR:
@@ -473,7 +473,8 @@ def check_type_history(log: Log, model: Model) -> None:
         log.add(
             "history",
             "error",
-            "The result of a call depends on earlier calls: float32 is coarser after one in bfloat16.",
+            "The result of a call depends on earlier calls: float32 results are coarser after a "
+            "call in bfloat16.",
             f"at position {position} a cosine or sine differs by {_error(after, alone):.3g} from that of "
             "a function never called in bfloat16",
             first

@@ -59,20 +59,21 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             positions are ``(axes, rows, tokens)``; the audit tests text, whose coordinates are equal,
             and then which coordinate turns which pairs.
         form: the arguments of a call, such as ``"x, positions"``, ``"q, k, cos, sin"``,
-            ``"x, seq_dim"``, ``"x, positions -> cos, sin"``; by default from the signature, and by trying.
+            ``"x, seq_dim"``, ``"x, positions -> cos, sin"``; by default found from the
+            signature and by trying.
         layout: the layout of x, q and k: ``"bhsd"``, ``"bshd"``, ``"sbhd"``, ``"thd"``, ``"bsd"``,
             ``"sd"``; by default found by trying.
-        tables: the format of the cosines and sines that it takes: ``"cat"`` (all pairs, then all
+        tables: the format of the cosines and sines that the function takes: ``"cat"`` (all pairs, then all
             again), ``"repeat"`` (each pair twice in a row), ``"half"`` (each pair once); by default
             found by trying.
-        head_dim: channels of one head; by default that of the spec, or found by trying.
+        head_dim: channels of one head; by default from the spec or the function, or found by trying.
         dtypes: 16- and 32-bit floating-point dtypes of x to test.
         longest: the largest position to test.
-        make: whether the target is a factory without arguments. Each check then gets a new function;
-            otherwise a deep copy, which does not reset state that is kept outside the object.
+        make: whether the target is a factory without arguments. Each check then gets a new function
+            from it; otherwise a deep copy, which does not reset state kept outside the object.
         layer_type: the layer type of a model to audit, if its layers differ.
         timeout: seconds after which one call counts as hanging.
-        device: the device of its tensors.
+        device: the device of the tensors passed to the function.
         progress: called with the name of each check before it starts; it must not print to
             ``sys.stdout``, which is redirected during the audit.
 

@@ -38,8 +38,8 @@ def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
         )
     if spec.axis_count > 1 and text_of(spec) is None:
         raise bad_value(
-            "spec must have no scaling if its frequencies restart with each axis, as no spec of one "
-            f"axis then equals it on text, but got {spec!r}"
+            "spec must not combine scaling with frequencies that restart with each axis, as the audit "
+            f"needs a spec of one axis that equals it on text, but got {spec!r}"
         )
 
 
@@ -64,7 +64,7 @@ def check_axes(log: Log, spec: RopeSpec) -> None:
         return
     name = "each coordinate turns its own pairs"
     if not log.subject.call.takes_positions:
-        log.skip(name, "it takes no positions")
+        log.skip(name, "the function takes no positions")
         return
     with log.check(name) as subject:
         _axes(log, spec, subject)
@@ -153,7 +153,7 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
         "error",
         f"Channels {shape.start} to {shape.start + shape.rotary_dim - 1} rotate; {spec.start} to "
         f"{spec.start + spec.rotary_dim - 1} were declared.",
-        f"{len(pairs)} pairs turn, the first of channels {pairs[0][0]} and {pairs[0][1]}",
+        f"{len(pairs)} pairs turn, the first being channels {pairs[0][0]} and {pairs[0][1]}",
         body,
     )
     return False
@@ -258,7 +258,7 @@ def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:
 
 
 def check_identity(log: Log) -> None:
-    """Report oddities of the frequencies if no spec was declared."""
+    """Warn of a base below 1000 that head_dim as the divisor would explain, if no spec was declared."""
     identity, shape = log.identity, log.shape
     if log.spec is not None or identity is None or shape is None or identity.spec is None:
         return

@@ -1,4 +1,4 @@
-"""Check gradients: a rotation is linear, so the gradient is the transposed matrix times the incoming one."""
+"""Check gradients: the gradient of x is the transposed matrix times the incoming gradient."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _gradient(log: Log, subject: Subject, *, keys: bool) -> None:
         log.add(
             f"{code}-raises",
             "error",
-            f"Forward and backward with a {name} that requires grad raise.",
+            f"The forward or backward pass raises if {name} requires grad.",
             str(error),
             body,
         )

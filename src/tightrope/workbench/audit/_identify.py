@@ -23,7 +23,7 @@ class Identity:
         spec: the rotation as a spec; None if no rule matches the frequencies.
         text: the rule as text.
         loose: whether it matches only to about one per cent.
-        by_head_dim: the base, if exponents are divided by head_dim and not by rotary_dim.
+        by_head_dim: the base if exponents were divided by head_dim and not by rotary_dim.
     """
 
     spec: RopeSpec | None
@@ -116,7 +116,7 @@ def _nice(value: float, close: float) -> float:
 
 
 def _scaled(omegas: Sequence[float], amplitude: float, spec: object) -> Identity | None:
-    """Match YaRN and Llama 3: fast pairs unchanged, slow pairs divided, a transition between."""
+    """Match YaRN and Llama 3: fast pairs unchanged, slow pairs divided by a factor, a transition between."""
     make = spec
     for base in _bases(omegas):
         plain: RopeSpec = make(base)  # type: ignore[operator]

@@ -15,7 +15,7 @@ import torch
 from ._guard import CallFailed
 from ._subject import Subject
 
-# Powers of two, which all dtypes represent, and a few others.
+# Powers of two and 0, 3, 5: all dtypes represent them.
 NEAR = (0, 1, 2, 3, 4, 5, 8, 16, 64)
 FAR = (512, 1024, 4096, 65536, 1_048_576)
 _ANGLE = 2e-4
@@ -60,7 +60,7 @@ class MeasuredPair:
         angle_first, angle_second: the angle of the first and of the second channel's matrix row,
             radians, by position; equal for a rotation.
         amplitude: the mean length of the two rows, by position.
-        skew: the largest difference of the lengths of the rows.
+        skew: the largest difference between the two lengths.
     """
 
     first: int
@@ -166,7 +166,7 @@ def measure_shape(subject: Subject, *, keys: bool = False) -> Shape:
 
 
 def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
-    """Return which channels form pairs in matrices ``[positions, out, in]``; the first is at position 0."""
+    """Return which channels form pairs in matrices ``[positions, out, in]``; position 0 must come first."""
     dim = measured.shape[-1]
     order = _order(measured[0])
     seen = measured if order is None else measured[:, order]

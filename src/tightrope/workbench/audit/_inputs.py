@@ -44,7 +44,7 @@ def _plain(subject: Subject) -> torch.Tensor:
 
 
 def _transposed(subject: Subject) -> torch.Tensor:
-    """Return x with tokens and heads exchanged in memory, as in the other common layout."""
+    """Return x with tokens and heads exchanged in memory: bshd for bhsd, or the reverse."""
     x = _plain(subject)
     return x.transpose(1, 2).contiguous().transpose(1, 2) if x.is_contiguous() else x.contiguous()
 
@@ -74,7 +74,7 @@ _STRIDES: tuple[tuple[str, str, Callable[[Subject], torch.Tensor]], ...] = (
         "x.transpose(1, 2).contiguous().transpose(1, 2)",
         _transposed,
     ),
-    ("a slice of a wider row", "torch.cat((x, x, x), -1)[..., {d} : 2 * {d}]", _wide),
+    ("that is a slice of a wider row", "torch.cat((x, x, x), -1)[..., {d} : 2 * {d}]", _wide),
     ("with heads expanded from one", "x[:, :1].expand_as(x)", _expanded),
     ("with a stride of 2 in its channels", "torch.stack((x, x), -1)[..., 0]", _sparse),
 )
@@ -110,7 +110,7 @@ def _mutation(log: Log, subject: Subject) -> None:
                 if name == "contiguous"
                 else f"x is overwritten if it is {name}.",
                 f"{int((x != before).sum())} of {x.numel()} elements of x change"
-                + ("; its name says so" if meant else ""),
+                + ("; the function's name ends in _" if meant else ""),
                 base + "before = x.clone()\nrotate(x, where)\nassert torch.equal(x, before)",
             )
         if not torch.equal(ids, ids_before):
@@ -223,7 +223,7 @@ def _position_types(log: Log, subject: Subject) -> None:
             log.add(
                 "position-type",
                 "error",
-                f"Positions in {name.removeprefix('torch.')} give a different result from int64.",
+                f"Positions in {name.removeprefix('torch.')} give a different result than in int64.",
                 f"the results differ by up to {size:.3g} for positions below 10",
                 body,
             )
@@ -364,7 +364,7 @@ def _linear(log: Log, subject: Subject) -> None:
         log.add(
             "not-linear",
             "error",
-            "It does more to x than rotate it: it is not linear, as with a norm or an activation.",
+            "The function does more than rotate x: it is not linear, as with a norm or an activation.",
             f"f(3x − 2z) and 3f(x) − 2f(z) differ by up to {size:.3g}",
             f"x, z = torch.randn(2, 1, {subject.heads(2)}, {len(_WHERE)}, {subject.head_dim})\n"
             f"where = torch.tensor([{list(_WHERE)}])\n"

@@ -66,7 +66,7 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _deterministic(log: Log, subject: Subject) -> None:
     x = subject.random(1, 2, 4)
-    # The third and the fourth call: the first ones may have filled a cache.
+    # The second to fourth call: the first may have filled a cache.
     results = [subject.rotate(x.clone(), [1, 2, 3, 4]).detach() for _ in range(4)]
     if not bool(results[0].isfinite().all()):
         add_not_finite(log)
@@ -86,7 +86,7 @@ def _deterministic(log: Log, subject: Subject) -> None:
 
 
 def _history(log: Log, subject: Subject) -> None:
-    """Compare calls with rising lengths, with falling lengths, and each as a first call."""
+    """Compare calls of rising lengths, of falling lengths, and of each length as a first call."""
     every = lengths(log)
     rising = {length: _rotate_few(subject, length) for length in every}
     falling = {length: _rotate_few(subject, length) for length in reversed(every)}
@@ -113,7 +113,7 @@ def _history(log: Log, subject: Subject) -> None:
 
 
 def _add_history(log: Log, length: int, other: int, size: float) -> None:
-    """Report history with the shortest other call that shows it, searched on fresh copies."""
+    """Report that history matters, with the shortest earlier call that shows it on fresh copies."""
     few = ", ".join(map(str, _FEW))
     heads, dim = log.subject.heads(2), log.subject.head_dim
     start = (
@@ -174,7 +174,7 @@ def _length(log: Log, subject: Subject) -> None:
         return
     few = ", ".join(map(str, _FEW))
     by_length = log.spec is not None and log.spec.by_length
-    log.facts["depends on length"] = f"yes, from a call of at most {length:,} positions on"
+    log.facts["depends on length"] = f"yes, at the latest in calls of {length:,} positions"
     log.add(
         "length",
         "note" if by_length else "warning",
@@ -197,7 +197,7 @@ def check_rows(log: Log) -> None:
         with log.check("rows do not depend on one another") as fresh:
             _rows(log, fresh)
     if log.subject.most_heads == 1:
-        log.skip("all heads are rotated alike", "it takes no heads")
+        log.skip("all heads are rotated alike", "x has no dimension for heads")
         return
     with log.check("all heads are rotated alike") as fresh:
         _heads(log, fresh)
@@ -291,7 +291,7 @@ def add_not_finite(log: Log) -> None:
     log.add(
         "not-finite",
         "error",
-        "It returns NaN or infinite values for finite x and positions.",
+        "The function returns NaN or infinite values for finite x and positions.",
         "tokens at positions 1 to 4",
         f"x = torch.randn(1, {heads}, 4, {dim})\n"
         "assert rotate(x, torch.tensor([[1, 2, 3, 4]])).isfinite().all()",
@@ -304,7 +304,7 @@ def add_does_nothing(log: Log) -> None:
     log.add(
         "does-nothing",
         "error",
-        "It returns x unchanged at every position.",
+        "The function returns x unchanged at every position.",
         "tokens at positions up to 50 come back unchanged",
         f"x = torch.randn(1, {heads}, 4, {dim})\n"
         "y = rotate(x, torch.tensor([[1, 2, 3, 4]]))\nassert not torch.equal(x, y)",
@@ -312,7 +312,7 @@ def add_does_nothing(log: Log) -> None:
 
 
 def check_ids(log: Log) -> bool:
-    """Check that positions are used; return False if not, as checks of angles then mean nothing."""
+    """Check that positions are used; return False if not, as angles then cannot be checked."""
     if not log.subject.call.takes_positions:
         return True
     with log.check("positions are used") as fresh:

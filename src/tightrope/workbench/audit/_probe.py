@@ -58,10 +58,10 @@ def find_call(
     Args:
         hints: the user's options.
         inv_freq: returns the expression for the tables' frequencies, given the head dimension.
-        axes: the number of coordinates of positions, if it takes positions.
+        axes: the number of coordinates of a position, if the function takes positions.
 
     Raises:
-        NoCallFound: no call succeeds.
+        NoCallFound: no call gives a result of the right shape.
         Hangs: a call did not return.
     """
     form, layout, tables, head_dim = hints
@@ -102,7 +102,7 @@ class _Verdict(NamedTuple):
 def _calls(fn: Callable[..., Any]) -> list[Call]:
     """Return calls to try: those that the argument names suggest, then the usual ones."""
     found = calls_of(fn)
-    # If names identify the cosine, the other order is not tried: it could hide a fault.
+    # If argument names tell cos from sin, the swapped order is not tried: it could hide a fault.
     stated = {call.form for call in found if call.names_its_form}
     named = [call for call in found if call.names_its_form or call.form not in stated]
     known = {str(call) for call in named}
@@ -132,7 +132,7 @@ def _variants(call: Adapter, layout: str | None, width: str | None) -> Iterator[
 
 
 def _fits(subject: Subject) -> _Verdict | None:
-    """Try a call: return the subject with corrected tables and whether tokens move, or None."""
+    """Try a call: return the subject and whether results vary by position; None if the call does not fit."""
     call = subject.call
     if call.form.gives_tables:
         return _gives_tables(subject)
@@ -149,7 +149,7 @@ def _fits(subject: Subject) -> _Verdict | None:
         return None
     if call.form.takes_tables and not _is_sound(subject, x):
         return _Verdict(subject, False) if call.names_its_form else None
-    # All tokens have the same x: differences along tokens come from positions, along heads they do not.
+    # x is the same for all tokens and heads: positions make tokens differ, but not heads.
     moved = bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4)
     across = y.shape[1] > 1 and bool((y[:, 1:] - y[:, :1]).abs().amax(-1).min() > 1e-4)
     if across and not moved:

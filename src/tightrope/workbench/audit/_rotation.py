@@ -81,7 +81,8 @@ def check_rotation(log: Log) -> bool:
         _direction(log, shape)
     if log.found("not-linear"):
         log.skip(
-            "amplitude and frequencies", "it is not linear, so impulses do not determine other x"
+            "amplitude and frequencies",
+            "the function is not linear, so impulses do not predict other x",
         )
         return False
     with log.check("amplitude"):
@@ -401,7 +402,7 @@ assert torch.allclose(near, far, atol={tolerance}), float((near - far).abs().max
 
 
 def check_relative(log: Log) -> None:
-    """Check that scores stay when both positions shift, unless an earlier finding explains a change."""
+    """Check that scores stay when both positions shift; report a change that no other finding explains."""
     if log.subject.call.form.takes_tables:
         log.skip("scores depend on relative position only", "the caller provides the angles")
         return

@@ -23,7 +23,7 @@ class Subject:
         fn: the audited function; never called itself if ``fresh`` can copy or make it.
         call: the adapter.
         head_dim: channels of one head.
-        inv_freq: an expression for the frequencies of the tables that it takes.
+        inv_freq: an expression for the frequencies of the tables that ``fn`` takes.
         header: source code that defines ``fn``; None if only the caller has it.
         make: returns a new ``fn``; None if ``fn`` is copied instead.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
@@ -42,7 +42,7 @@ class Subject:
     space: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        # Compiled from the same source as the snippets show.
+        # Compiled from the source that the snippets show.
         self.space.update(torch=torch, fn=self.fn)
         exec(compile(self.source, "<adapter>", "exec"), self.space)
 
@@ -109,14 +109,14 @@ class Subject:
         return self.guard.run(lambda: self.space[name](*tensors))
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Rotate x; row by row if the function takes one row, or one set of positions.
+        """Rotate x; row by row if the function takes only one row, or one set of positions for all rows.
 
         Args:
             x: ``(rows, heads, tokens, channels)``.
             positions: ``(rows, tokens)`` or ``(tokens,)``.
 
         Raises:
-            CallFailed: it raised, or did not return a tensor like x.
+            CallFailed: it raised, or did not return a tensor of the shape of x.
             Hangs: it did not return in time.
         """
         ids = self.ids(positions, x.shape[0])

@@ -129,7 +129,7 @@ def _made(target: Target) -> Target:
             f"{target.name}() must return a function to audit but raised {describe_error(error)}"
         ) from None
     if not callable(fn):
-        raise bad_type(f"{target.name}() must be callable but is {type(fn).__name__}")
+        raise bad_type(f"{target.name}() must return a callable but returned {type(fn).__name__}")
     return replace(target, name=f"{target.name}()", fn=fn, make=target.fn, header=header)
 
 
@@ -249,7 +249,7 @@ def from_model(config: Any, layer_type: str | None) -> Target:
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         every = dict.fromkeys(getattr(inner, "layer_types", None) or ())
         types = [layer_type] if layer_type is not None else [*every]
-    why = "it has no layer_type that works"
+    why = "it takes a layer_type, and the config lists none"
     for chosen in types:
         # First whole heads, then the slice alone: some models, such as Phi and DeepSeek, cut it out.
         for cut in (False, True):
@@ -302,13 +302,13 @@ def _text_of(config: Any) -> Any:
 
 
 def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
-    """Return the spec of a config and None, or None and the error that explains why."""
+    """Return the spec of a config and None, or None and the error that explains why there is none."""
     inner = _text_of(config)
     try:
         read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
     except ValueError as error:
         if inner is not config:
-            # It may have RoPE in several parts; the language model is audited.
+            # The config may have RoPE in several parts; the language model is audited.
             return _meant(inner, layer_type)
         if layer_type is not None:
             raise

@@ -26,7 +26,7 @@ class Case:
         gate: epilogue P: "exp", a factor per head and channel, or "slope", which also depends on the
             position.
         compiled: whether contenders that compile our rotation and its definition take part.
-        threads: number of threads of every contender; 0 for torch's.
+        threads: number of threads of every contender; 0 for torch's current number.
         device: of q and k: "cpu" or "cuda".
         neighbours: whether q and k are scaled before and after the rotation, for a compiler to fuse.
         graph: whether a CUDA graph replays the calls, which excludes the host's time.

@@ -21,7 +21,7 @@ QK = tuple[torch.Tensor, torch.Tensor]
 Rotate = Callable[[torch.Tensor, torch.Tensor], QK]
 
 
-#: Contenders that only touch memory: each byte is read and written once, in place or to a copy.
+#: Contenders that only touch memory: per pass they read and write each byte once, in place or copying.
 FLOORS = ("neg_", "clone")
 
 
@@ -106,7 +106,7 @@ def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> QK:
 
 
 def cotangents(q: torch.Tensor, k: torch.Tensor) -> QK:
-    """Return random gradients of the rotated q and k, with their strides; equal for all contenders."""
+    """Return random gradients of the rotated q and k, strided like q and k; equal for all contenders."""
     generator = torch.Generator(q.device).manual_seed(2)
     y, z = (torch.empty_like(x).normal_(generator=generator) for x in (q.detach(), k.detach()))
     return y, z
@@ -127,7 +127,7 @@ def between(case: Case, rotate: Rotate) -> Rotate:
 def _training(
     rotate: Rotate, q: torch.Tensor, k: torch.Tensor, learned: Sequence[torch.Tensor]
 ) -> Made:
-    """Time forward and backward. The gradients of the leaves are returned, not accumulated."""
+    """Prepare forward and backward. The gradients of the leaves are returned, not accumulated."""
     grads = cotangents(q, k)
     a, b = q.detach().requires_grad_(), k.detach().requires_grad_()
     for parameter in learned:

@@ -233,7 +233,7 @@ def _measure(
     graphed = case.graph and case.device != "cpu"
     calls: dict[str, method.Call] = {}
     absent: dict[str, str] = {}
-    # Each contender has its own copies, with the same strides, as some change them.
+    # Each contender has its own copies, with the same strides, as some write to them.
     own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def admit(contender: Contender) -> None:

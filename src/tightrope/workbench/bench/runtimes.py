@@ -1,7 +1,7 @@
 """Contenders from other runtimes: ONNX Runtime's operator, and jax.
 
-They do not take strides, but neither layout needs a copy, as both accept tensors with the heads after
-the tokens. A strided case passes the underlying (batch, seq, heads, dim) tensor, so both work on the
+Both take only contiguous tensors, but no case needs a copy, as both accept heads before or after the
+tokens. A strided case passes the underlying (batch, seq, heads, dim) tensor, so both work on the
 memory of q and k. Tensors are passed once, outside the timed call, which favours these contenders.
 """
 
@@ -100,7 +100,7 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
         return inputs, outputs  # keeps them alive: the binding has only their addresses
 
     def call_out_of_place() -> object:
-        # The others allocate their results here, which can cost more than the rotation.
+        # Other contenders allocate their results here, which can cost more than the rotation.
         new = {name: torch.empty_like(x) for name, x in outputs.items()}
         bind_outputs(new)
         session.run_with_iobinding(binding)
@@ -153,7 +153,7 @@ def jax_jit(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> 
         function = train
     tensors = [_laid_out(case, x).contiguous() for x in tensors]
 
-    # Compiled ahead of time, float64 is enabled only here and not for the whole process.
+    # Compiling ahead of time enables float64 only here, not for the whole process.
     with jax.enable_x64(True):
         arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
         # Inputs are not donated: a donated array is invalid after one call, and a copy for the next

@@ -13,11 +13,11 @@ def fail(message: str) -> NoReturn:
 
 
 def shown(names: list[str], most: int = 3) -> str:
-    """Join the first few names for a sentence, with the number of the others."""
+    """Join the first `most` names and count the rest: ``a, b, c and 2 more``."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def pairing_name(interleaved: bool) -> str:
-    """Return the command line's name of a pairing."""
+    """Return the name of a pairing on the command line."""
     return "interleaved" if interleaved else "half"

@@ -1,4 +1,4 @@
-"""Find the files of a checkpoint: a file, a folder, or shards with an index; never outside the folder."""
+"""Find the files of a checkpoint (a file, a folder, or shards with an index), never outside its folder."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Find the files of a checkpoint and read the offsets of their tensors.
 
     Raises:
-        ValueError: no checkpoint, several, a damaged one, or one with files outside its folder.
+        ValueError: the path holds no checkpoint or several, or the checkpoint is damaged or has files
+            outside its folder.
         OSError: files that cannot be read.
     """
     if not path.exists():
@@ -93,8 +94,7 @@ def _read(path: Path) -> Weights:
         return read_torch(path)
     if suffix in (".gguf", ".ggml"):
         fail(
-            f"{path.name} is a GGUF file, which has its own converter: convert the checkpoint that it was "
-            f"made from"
+            f"{path.name} is a GGUF file, which is not supported: pass the checkpoint that it was made from"
         )
     known = ", ".join((".safetensors", *TORCH_SUFFIXES))
     fail(f"a checkpoint must end in one of {known} or .index.json but got {path.name}")
@@ -154,7 +154,7 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _is_inside(folder: Path, path: Path) -> bool:
-    """True if a path is a file in the folder, or a blob that the hub's cache links from it."""
+    """True if a path is a file in the folder, or a link from there to a blob of the hub's cache."""
     try:
         real, home = path.resolve(strict=True), folder.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -167,7 +167,11 @@ def _is_inside(folder: Path, path: Path) -> bool:
 
 
 def inside(folder: Path, name: str, who: str) -> Path:
-    """Return the path of a file that an index names; raise if it lies outside the folder."""
+    """Return the path of a named file; raise if it is missing or outside the folder.
+
+    Args:
+        who: what names the file, for the error.
+    """
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         fail(f"{who} names {name!r}, which lies outside the folder")
@@ -178,7 +182,7 @@ def inside(folder: Path, name: str, who: str) -> Path:
     return path
 
 
-# --- which weights --------------------------------------------------------------------------------
+# --- choice of the weight files -------------------------------------------------------------------
 
 
 def _find_index(folder: Path, names: list[Path]) -> Path | None:

@@ -1,18 +1,18 @@
 """Detect the pairing of a checkpoint from its weights.
 
 Evidence. The two channels of a pair turn into one another, so training treats them alike: on average
-their rows have the same size, whatever their frequency. Fast and slow pairs get different sizes. So row
-sizes, averaged over heads, agree within true pairs and differ within false ones. The size of a channel
-is ``log |q row| + log |k row|``: attention cannot distinguish a large query and a small key from the
-reverse.
+their weight rows have the same size, whatever their frequency. Fast and slow pairs get different sizes.
+So row sizes, averaged over heads, agree within true pairs and differ within false ones. The size of a
+channel is ``log |q row| + log |k row|``: attention cannot distinguish a large query and a small key from
+the reverse.
 
-Confidence. Let A be the quadratic form "squared differences within neighbours less those within halves".
-Its value for the mean of all heads is positive if halves agree and negative if neighbours agree. In
-weights without structure each head's sizes are equally likely with the opposite sign, so the mean is
-normal with the heads' own second moments; :func:`_chance` bounds from above how often it then gives as
-large a value (Chernoff's bound for a weighted sum of squares). No distribution of weights is assumed,
-and a few heads never suffice. If the chance is above :data:`NEEDED`, the pairing counts as undetectable:
-for fresh weights, for models without RoPE, and where kinds of evidence conflict.
+Confidence. Take the squared differences within neighbours, less those within halves. Of the mean of all
+heads, this quadratic form is positive if halves agree and negative if neighbours agree. In weights
+without structure, each head's centred sizes are as likely as their negatives, so the mean is about
+normal, with the heads' own second moments. :func:`_chance` bounds the probability that the form then
+reaches the observed value (Chernoff's bound for a weighted sum of squares). No distribution of weights
+is assumed, and a few heads never suffice. No pairing is reported if this chance is above :data:`NEEDED`,
+as for fresh weights and models without RoPE, or if kinds of evidence conflict.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Evidence:
     """The evidence of one kind of tensor.
 
     Attributes:
-        kind: ``"products"`` of queries and keys by key head, ``"queries"`` by head, ``"norms"`` by layer.
+        kind: the sizes compared: ``"products"`` (of queries and keys, per key head), ``"queries"`` (per
+            head) or ``"norms"`` (per layer).
         samples: the number of heads, or layers, compared.
         favours: the pairing that it favours, however weakly.
-        chance: an upper bound of the probability that weights without structure favour a pairing as
-            much.
+        chance: an upper bound of the probability that weights without structure favour either pairing
+            as strongly.
     """
 
     kind: str
@@ -65,7 +66,7 @@ class Detection:
     Attributes:
         pairing: ``"half"``, ``"interleaved"``, or None if the weights do not show it.
         confidence: 1 - chance; 0 if the weights do not show the pairing.
-        chance: an upper bound of the probability that weights without structure look the same.
+        chance: an upper bound of the probability that weights without structure give such evidence.
         evidence: the evidence by kind of tensor.
         stated: the pairing stated by the configuration, its family or a conversion record.
         who: the source of that statement.
@@ -93,7 +94,7 @@ def detect(
     stated: Stated | None = None,
     report: Callable[[float, str], None] | None = None,
 ) -> Detection:
-    """Detect from its weights how a checkpoint pairs channels, or that they do not show it.
+    """Detect the pairing of a checkpoint from its weights, which may not show it.
 
     Args:
         checkpoint: as in :func:`tightrope.workbench.convert.convert`.
@@ -160,13 +161,13 @@ def weigh(
 
 
 def _projections(roles: dict[str, list[Change]], model: Model) -> list[tuple[str, torch.Tensor]]:
-    """Return sizes of rotated channels, ``(samples, rotary_dim)``, of products and of queries alone."""
+    """Return (kind, sizes of rotated channels ``[samples, rotary_dim]``) for products and for queries."""
     if "qkv" in roles:
         fused = _weight(roles["qkv"])
         if fused is None or model.heads is None:
             return []
         every = _logs(fused)
-        # In the fused tensor the rows of query and key heads rotate, in order.
+        # `every` has the query and key heads, but no value heads, in the order of the fused tensor.
         heads = min(model.heads, len(every) - 1)
         kv_heads = len(every) - heads
         rows = PACKINGS[model.naming.packing or ""].rows(heads, kv_heads)
@@ -190,7 +191,7 @@ def _weight(changes: list[Change]) -> Change | None:
 
 
 def _norms(roles: dict[str, list[Change]]) -> torch.Tensor | None:
-    """Return log |q norm| + log |k norm| of each rotated channel, one row per layer."""
+    """Return log |q norm| + log |k norm| of each rotated channel of a layer, as one row."""
     sizes = []
     for role in ("q norm", "k norm"):
         found = [c for c in roles.get(role, []) if c.entry.name.endswith("weight")]
@@ -210,7 +211,7 @@ def _logs(change: Change) -> torch.Tensor:
 
 
 def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
-    """Return (the pairing that samples favour, its chance), or None if they favour none."""
+    """Return (the pairing that samples favour, its chance), or None if they show no difference."""
     width = samples.shape[-1]
     if width < 4 or not bool(samples.isfinite().all()):
         return None
@@ -233,7 +234,7 @@ def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
 
 
 def _chance(value: float, weights: torch.Tensor) -> float:
-    """Bound twice the probability that ``sum weights_j x_j²`` reaches a value for normal x."""
+    """Bound twice (for two pairings) the probability that ``sum weights_j x_j²`` of normal x reaches a value."""
     top = float(weights.max())
     if top <= 0.0:
         return 1.0

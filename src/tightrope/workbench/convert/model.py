@@ -31,14 +31,15 @@ class Stated:
     """The user's statements about a checkpoint, in place of its configuration or in addition to it.
 
     Attributes:
-        config: a configuration, its file or folder; by default that beside the weights.
+        config: a configuration, its file or folder; by default the one beside the weights.
         section: the part of a nested configuration to read.
         source: the pairing of the checkpoint: ``"half"`` or ``"interleaved"``.
         naming: a key of :data:`tightrope.workbench.convert.naming.NAMINGS`.
         prefix: the name prefix of the layers to convert, if layers have several prefixes.
         packing: the order of heads in a fused projection: ``"blocks"``, ``"grouped"`` or
             ``"quarters"``.
-        heads, kv_heads, head_dim, rotary_dim, start: sizes, as in :class:`tightrope.RopeSpec`.
+        heads, kv_heads: numbers of query and key heads.
+        head_dim, rotary_dim, start: as in :class:`tightrope.RopeSpec`.
     """
 
     config: object = None
@@ -61,15 +62,15 @@ class Model:
     Attributes:
         specs: one spec for all layers, or one per layer.
         interleaved: the pairing of the checkpoint; None if nothing states it.
-        who: the source of the pairing, for sentences.
+        who: the source of the pairing, for messages.
         naming: the naming scheme of the projections.
         prefix: the name prefix of the layers; None to take it from the names.
         heads, kv_heads: numbers of heads; None to take them from the shapes.
-        mark: the key of the configuration by which the family's own code chooses the pairing.
+        mark: the key of the configuration by which the family's own code chooses the pairing, if any.
         at: the keys that lead to the section of the configuration that was read.
         block: rows and columns that share one scale, in checkpoints with scales by block.
         index_heads, index_dim: heads of a sparse indexer and their channels; None if not stated.
-        name: the kind of configuration, for sentences.
+        name: the kind of configuration, for messages.
     """
 
     specs: RopeSpec | LayerSpecs
@@ -151,11 +152,11 @@ def pairing_beside(home: Path) -> tuple[bool, str] | None:
         home: a folder, perhaps without weights.
 
     Returns:
-        (interleaved, name of the record), or None if there is no record, or if the folder's weights
-        are ambiguous.
+        (interleaved, name of the record), or None if there is no record or the folder has no readable
+        checkpoint.
 
     Raises:
-        ValueError: records that disagree.
+        ValueError: records disagree, or the record file is invalid.
     """
     try:
         found = open_checkpoint(home)
@@ -316,7 +317,7 @@ def _key_of(source: Source) -> str | None:
 
 
 def _family(source: Source) -> str | None:
-    """Return the model_type, also for a section without one of its own."""
+    """Return the model_type, also of a section without its own, or the name of another format."""
     if formats.is_meta(source.values):
         return "meta"
     if formats.is_megatron(source.values):
@@ -352,7 +353,7 @@ def _size(
 
 
 def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
-    """Refuse a key about a sparse indexer that its family's code does not follow."""
+    """Refuse a key that states another pairing of the sparse indexer than the family's code uses."""
     for key in ("indexer_rope_interleave", "index_rope_interleave"):
         stated = values.get(key)
         moves = "index q" in naming.modules.values()

@@ -21,7 +21,7 @@ class Naming:
     Attributes:
         layer: regular expression of the name before a module; its group is the layer's number.
         modules: name of a module (a regular expression) -> its role: ``q``, ``k``, ``qkv``, ``q gate``
-            (each head's query rows, then as many of a gate), ``kv a`` (latent attention: the rotated
+            (each head's query rows, then as many gate rows), ``kv a`` (latent attention: the rotated
             rows come last), ``q norm``, ``k norm``; ``index q``, ``index k``, ``index k norm`` of a
             sparse indexer, whose heads have a size of their own and rotate from their first channel.
         packing: the order of heads in ``qkv``, a key of :data:`PACKINGS`.
@@ -77,7 +77,8 @@ _LAYERNORM = Naming(_SELF, {**_Q_K, **_LAYERNORMS})
 _PHI3 = Naming(_SELF, {"qkv_proj": "qkv"}, "blocks")
 _MLA_MODULES = {"q_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv a"}
 _MLA = Naming(_SELF, _MLA_MODULES)
-# DeepSeek V3.2 has an indexer with these names too; its code always pairs it by halves, so it stays.
+# DeepSeek V3.2 has an indexer with these names too; its code always
+# pairs their channels by halves, so their rows stay.
 _INDEXER = {
     r"indexer\.wq_b": "index q",
     r"indexer\.wk": "index k",
@@ -85,7 +86,7 @@ _INDEXER = {
 }
 _BERT = Naming(r"layer\.(\d+)\.attention\.self\.", {"query": "q", "key": "k"})
 
-# The namings that `--naming` accepts, each named after its best known family.
+# The namings, each named after its best-known family. `--naming` also accepts the other families.
 NAMINGS: dict[str, Naming] = {
     "llama": _LLAMA,
     "meta": Naming(r"layers\.(\d+)\.attention\.", {"wq": "q", "wk": "k"}),
@@ -157,5 +158,5 @@ FAMILY_NAMING: dict[str, str] = {
     family: naming for naming, families in _BY_NAMING.items() for family in families.split()
 }
 
-# Prefixes of side parts of a model, whose layers have the geometry of the main layers.
+# Prefixes of side parts (multi-token prediction), whose layers have the geometry of the main layers.
 SIDE_PARTS = ("mtp.",)

@@ -17,7 +17,7 @@ from ._fail import fail
 
 PAIRING, WAS = "tightrope.pairing", "tightrope.was"
 _METADATA = "__metadata__"
-# Headers of safetensors files are padded to a multiple of this many bytes; the record keeps that.
+# Headers of safetensors files are padded to a multiple of this many bytes, also with a record.
 _ALIGNED = 8
 _PAIRINGS = ("half", "interleaved")
 _ENTRIES = rf'"{PAIRING}":"(?:half|interleaved)", *"{WAS}":"(?:half|interleaved)"'
@@ -65,7 +65,7 @@ def comment_with(comment: bytes, record: Paired | None) -> bytes:
 
 
 def header_with(header: bytes, record: Paired | None) -> bytes:
-    """Return the header of a safetensors file with its record replaced or removed; stays aligned.
+    """Return a safetensors header with its record replaced or removed, still a multiple of 8 bytes.
 
     >>> before = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}  '
     >>> after = header_with(before, Paired("half", "interleaved"))

@@ -76,7 +76,7 @@ class _Match:
 
 
 def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
-    """Find the projections of a checkpoint and the rows of them that rotate.
+    """Find the projections of a checkpoint, and which of their rows rotate.
 
     Raises:
         ValueError: names, shapes or formats that do not fit the model.
@@ -252,7 +252,7 @@ def _fused(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) ->
         fail(f"the packing of {entry.name} must be known: pass --packing")
     if packing == "quarters" and (heads % 4 or kv_heads != heads):
         fail(
-            f"to be packed in quarters {entry.name} must hold as many key as query heads, a multiple of "
+            f"to be packed in quarters, {entry.name} must hold as many key as query heads, a multiple of "
             f"4, but holds {heads} query and {kv_heads} key heads"
         )
     q, k = PACKINGS[packing].rows(heads, kv_heads)
@@ -283,7 +283,9 @@ def _key_norm(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int)
 
 def _index_dim(entry: Entry, spec: RopeSpec, model: Model) -> int:
     if model.index_dim is None:
-        fail(f"the head_dim of the indexer of {entry.name} must be known: pass --config")
+        fail(
+            f"index_head_dim must be known for {entry.name}: pass a configuration with it as --config"
+        )
     if model.index_dim < spec.rotary_dim:
         fail(
             f"the heads of {entry.name} must have {spec.rotary_dim} rotated rows but have "
@@ -304,7 +306,7 @@ def _index_query(
 def _index_key(
     entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
 ) -> tuple[int, ...]:
-    del ranks  # every rank has the single key
+    del ranks  # every rank has the single key head
     width = _index_dim(entry, spec, model)
     if rows != width:
         fail(f"{entry.name} must have the {width} rows of one key head but is {entry.describe()}")
@@ -355,7 +357,7 @@ def _check_norms(entries: list[Entry], matches: list[_Match], naming: Naming) ->
     """Refuse norms of queries and keys that the naming does not list: their channels would stay."""
     ours = {id(match.entry) for match in matches}
     groups = {match.prefix + match.group for match in matches}
-    # Norms inside an inner module that the naming does not list, as DeepSeek's indexer, are not checked.
+    # Norms inside an inner module that the naming does not list, such as DeepSeek's indexer, are not checked.
     for entry in entries:
         group = next((group for group in groups if entry.name.startswith(group)), None)
         if group is None or id(entry) in ours:

@@ -1,7 +1,7 @@
 """Copy a file and reorder rows of some tensors on the way, in bounded memory.
 
-All other bytes stay: headers, metadata, padding, tensors of any dtype; except for the conversion record
-in a single file. Memory holds one head of one tensor and a buffer.
+All other bytes stay (headers, metadata, padding, other tensors), except the checksums of a zip and the
+conversion record in a single file. Memory holds one head of one tensor and a buffer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .paired import Paired, comment_with, header_with
 from .tensors import Entry, Record, Weights
 
 _BUFFER = 8 << 20
-# Bytes of the last record of a zip, without its comment.
+# Size in bytes of a zip's end-of-central-directory record, without its comment.
 _DIRECTORY_END = 22
 
 Progress = Callable[[int], None]
@@ -33,7 +33,7 @@ class Change:
         entry: the tensor.
         role: its role, as in :class:`tightrope.workbench.convert.naming.Naming`.
         layer: the layer's number.
-        units: the number of its rows: its first dimension, or its number of elements.
+        units: the number of its rows: its first dimension; for a norm, its number of elements.
         starts: the first rotated row of each head.
         width: the number of rows of a head that rotate.
         module: the name of its module.
@@ -54,7 +54,7 @@ class Change:
 
 
 def source_row(row: int, width: int, interleaved: bool) -> int:
-    """Return the row that moves to ``row`` when a head becomes interleaved, or is split into halves.
+    """Return which row of a head of ``width`` rows moves to ``row``, to interleaved or to half.
 
     >>> [source_row(row, 6, True) for row in range(6)]
     [0, 3, 1, 4, 2, 5]
@@ -80,11 +80,11 @@ def rewrite(
 
     Args:
         weights: the file.
-        changes: tensors of this file; bytes listed twice move once.
+        changes: tensors of this file; of tensors that share bytes, the rows move once.
         interleaved: whether the copy pairs neighbours.
         target: an empty file, open for reading and writing.
         progress: called with the number of bytes written since the last call.
-        record: whether the copy gets a conversion record; a record that the file has is always updated.
+        record: whether a file without a conversion record gets one; an existing one is always updated.
 
     Returns:
         The number of bytes by which tensors begin later in the copy than in the file.

@@ -37,7 +37,7 @@ class Conversion:
     Attributes:
         checkpoint, out: the paths.
         source, to: the pairings: ``"half"`` or ``"interleaved"``.
-        source_from: what stated the pairing ``source``.
+        source_from: the statement that ``source`` comes from.
         model: the model in one line.
         changed: names of the tensors whose rows moved.
         left: names of the tensors that kept their bytes.
@@ -83,17 +83,17 @@ def convert(
 ) -> Conversion:
     """Rewrite the query and key projections of a checkpoint for the other pairing of channels.
 
-    Rows of projection weights and biases, of norms of queries and keys and of scales by row are
-    reordered; all other bytes are copied unchanged, so converting back gives the same file. A record
-    states the new pairing: in a folder beside the weights; in a single file inside it, in the metadata
-    of safetensors or the comment of a zip. Converting back removes the record. Memory does not grow with
-    the checkpoint. ``out`` appears only once it is complete.
+    The rows of projection weights and biases, of query and key norms, and of per-row scales are
+    reordered; all other bytes are copied unchanged. A record states the new pairing: for a folder, in a
+    file beside the weights; for a single file, in its safetensors metadata or zip comment. Converting
+    back removes the record and gives the original file. Memory does not grow with the checkpoint.
+    ``out`` appears only once it is complete.
 
     Args:
-        checkpoint: a safetensors or torch file, an index of shards, or the folder of either.
+        checkpoint: a safetensors or torch file, an index of shards, or a folder with one of these.
         out: path of the result: a file for a file, a folder for a folder.
-        to: ``"half"`` (channel i with i + rotary_dim / 2, as Llama in transformers) or
-            ``"interleaved"`` (neighbours, as GPT-J and Meta's Llama).
+        to: ``"half"`` (channel i with i + rotary_dim / 2, like Llama in transformers) or
+            ``"interleaved"`` (neighbours, like GPT-J and Meta's Llama).
         stated: facts that the checkpoint's configuration does not state.
         force: replace an older result.
         dry_run: report what would change and write nothing.
@@ -144,7 +144,7 @@ def _check_weights(plan: Plan, model: Model) -> None:
     if found.contradicts:
         fail(
             f"the checkpoint is {found.stated} (stated by {found.who}) but its weights show {found.pairing} "
-            f"(by chance, once in {1.0 / max(found.chance, 1e-99):.0e} cases): pass --from"
+            f"(by chance at most once in {1.0 / max(found.chance, 1e-99):.0e} cases): pass --from"
         )
 
 

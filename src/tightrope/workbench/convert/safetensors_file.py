@@ -1,7 +1,7 @@
 """Read the offsets of the tensors in a safetensors file.
 
 The library `safetensors` checks that a file is valid, but does not expose offsets, which a streaming
-copy needs. So the header is then read again.
+copy needs. So the header is read here as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint of any format, with the place of their bytes."""
+"""The tensors of a checkpoint in any format, with the file and the offset of their bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Entry:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
     def rows(self, first: int, count: int, units: int) -> torch.Tensor:
-        """Read some of its ``units`` rows as ``(count, elements)``."""
+        """Read ``count`` of its ``units`` rows, from row ``first``, as ``(count, elements)``."""
         unit = self.nbytes // units
         with open(self.file, "rb") as stream:
             stream.seek(self.offset + first * unit)

@@ -41,7 +41,7 @@ def read_torch(path: Path) -> Weights:
     records, comment = _records(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the pickle's protocol, where it is damaged
+            warnings.simplefilter("ignore")  # a damaged pickle may warn about its protocol
             loaded = _without_data(path)
     except pickle.UnpicklingError as error:
         fail(f"{path} must load with weights_only but does not: {_why_refused(str(error))}")
@@ -93,7 +93,8 @@ def _without_data(path: Path) -> Any:
 def _entry(name: str, tensor: torch.Tensor, path: Path, record: Record) -> Entry:
     size = tensor.element_size()
     contiguous = tensor.is_contiguous()
-    # If not contiguous: the whole record. In torch 2.10 the size of a fake storage has other units.
+    # A view that is not contiguous gets its whole record, measured by the zip: torch 2.10 counts the
+    # size of a fake storage in other units.
     numel = tensor.numel() if contiguous else (record.stop - record.start) // size
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     first = record.start + (int(tensor.storage_offset()) * size if contiguous else 0)

@@ -2,8 +2,8 @@
 
 For each layer of both files, random activations pass through the projections in float64, with biases
 and norms. Queries and keys are rotated by the file's own pairing, and each query is multiplied with each
-key. The two files' scores may differ only by the order of float64 sums. As a control, those of the result
-are also computed with the old pairing, which must give other scores.
+key. The two files' scores may differ only by the order of float64 sums. As a control, the result's scores
+are also computed with the old pairing; how far they are off is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .rewrite import Change
 
 _TOKENS = 12
 _STRIDE = 997
-# Sums of up to 2^16 products in float64, in two orders.
+# Relative difference between float64 sums of up to 2^16 products in two orders.
 BOUND = 1e-10
 
 
@@ -58,7 +58,7 @@ def verify(
     interleaved: bool,
     report: Callable[[float], None] = lambda _: None,
 ) -> Verified:
-    """Compare scores before and after.
+    """Compare attention scores before and after a conversion.
 
     Args:
         changes: the changes of the conversion.
@@ -171,7 +171,7 @@ def _project(
     changes: list[Change], copies: Mapping[Path, Copied] | None, seed: int
 ) -> torch.Tensor:
     """Project random activations, a few rows at a time."""
-    # Several weights are parts of one, spread over several files with whole heads in each.
+    # Several weights are the parts of one tensor, each with whole heads and in its own file.
     weights = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight")]
     columns = weights[0].entry.shape[1]
     generator = torch.Generator().manual_seed(seed)

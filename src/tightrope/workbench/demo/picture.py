@@ -130,7 +130,7 @@ def _contest(axes: Axes, contest: Contest) -> None:
     if race.steps == 0:
         _not_reached(axes)
         return
-    # Single losses scatter by more than the curves differ, so running means are drawn on top.
+    # Single losses scatter by more than the curves differ, so means of successive steps are drawn on top.
     width = max(1, race.steps // 40)
     middles = [1 + min(at + (width - 1) / 2, race.steps - 1) for at in range(0, race.steps, width)]
     marker = "o" if len(middles) == 1 else None

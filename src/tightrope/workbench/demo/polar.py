@@ -17,7 +17,7 @@ from ...nn import KVCache, PolarRoPEAttention
 from .race import Race, Run, Stop, prepare
 
 PEAK_RATE = 3e-3
-"""Three times the rate of the first part, as these models have a fifth of the size."""
+"""Three times the rate of :mod:`.race`, as these models are a fifth of the size."""
 
 TIMES_LONGER = 4
 _WINDOWS, _BATCH = 384, 16
@@ -26,8 +26,8 @@ _WINDOWS, _BATCH = 384, 16
 class PolarAttention(nn.Module):
     """Polar attention as the demo's model calls it; without gates it is plain RoPE attention.
 
-    The gates are exp(γ), and exp(−rate · p) on queries with exp(rate · p) on keys, with one γ and one
-    rate per pair: a pair's contribution to a score shrinks by exp(−rate) per token of distance.
+    The gates are exp(γ) and, at position p, exp(−rate · p) on queries and exp(rate · p) on keys, with one
+    γ and one rate per pair: a pair's contribution to a score shrinks by exp(−rate) per token of distance.
     """
 
     def __init__(self, size: Size, *, gated: bool) -> None:
@@ -72,7 +72,7 @@ class Contest:
         return fmean(run.losses[-max(1, self.race.steps // 10) :])
 
     def stretches(self, name: str) -> list[float]:
-        """Return the mean nats per byte in each stretch of the training length."""
+        """Return the mean nats per byte in each stretch of as many tokens as the training windows."""
         return means(self.by_position.get(name, []), self.size.context)
 
     def past_length(self, name: str) -> float | None:
@@ -112,7 +112,7 @@ def set_up(size: Size, seed: int) -> Contest:
 
 @torch.no_grad()
 def read_longer(contest: Contest, text: Text, stop: Stop) -> None:
-    """Evaluate both models on windows of several times the training length; set `by_position`."""
+    """Evaluate both models on windows of `TIMES_LONGER` training lengths; set `by_position`."""
     length = TIMES_LONGER * contest.size.context
     count = min(_WINDOWS, text.validation.numel() // length)
     windows = even_windows(text.validation, count, length + 1)

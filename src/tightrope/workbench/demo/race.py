@@ -55,7 +55,7 @@ class Race:
 
     Attributes:
         rates: the learning rate of each step.
-        first_gradient_difference: |g1 − g2| / |g2| over all parameters in the first step.
+        first_gradient_difference: |g1 − g2| / |g2| for the two runs' gradients in the first step.
     """
 
     runs: tuple[Run, Run]
@@ -131,7 +131,7 @@ def wrong_rotation_difference(
 ) -> float:
     """Return how much a wrong rotation changes the gradients of the first step.
 
-    It is the scale for `Race.first_gradient_difference`.
+    A right rotation's `Race.first_gradient_difference` must be far smaller.
     """
     race = prepare(size, {"right": right, "wrong": wrong}, seed)
     generator = torch.Generator().manual_seed(seed)

@@ -26,7 +26,7 @@ _WANTED = re.compile(f"^({'|'.join((*FLOORS, 'eager'))})$")
 
 
 class EagerAttention(Attention):
-    """The example's attention with the rotation of model files: float32 tables and `rotate_half`."""
+    """The example's attention, rotating like model files: float32 tables and `rotate_half`."""
 
     def rotate(self, q: Tensor, k: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """See :meth:`Attention.rotate`."""

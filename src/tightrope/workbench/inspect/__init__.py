@@ -1,4 +1,4 @@
-"""Inspect a model's rotary embedding: its spec, warnings, and the differences of two.
+"""Inspect a model's rotary embedding, and compare two models'.
 
     from tightrope.workbench.inspect import compare, inspect
 

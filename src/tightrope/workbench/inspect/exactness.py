@@ -11,7 +11,7 @@ from ... import angles
 from ...frequencies import LONGEST
 from ...spec import RopeSpec
 
-#: The largest rounding error of a cosine, which is below 1, by type: half of its last bit.
+#: Dtype -> the largest rounding error of a value below 1, such as a cosine: half of its last bit.
 ROUNDINGS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 
 #: Positions below this have the error bound that docs/numerics.md states.
@@ -19,7 +19,7 @@ EXACT = LONGEST
 
 _PER_OCTAVE = 192
 _TOGETHER = 256  # pairs per step: about 12 MB for each float64 array
-_MOST_PAIRS = 1024  # of more pairs, an evenly spread sample of at most this size is used
+_MOST_PAIRS = 1024  # more pairs are thinned evenly to at most this number
 
 WORDS = "phase words"
 FLOAT32 = "float32 angles"
@@ -46,8 +46,8 @@ class Method:
     Attributes:
         name: one of the keys of :data:`MEANING`.
         errors: for each requested length, the largest error of a cosine or sine at positions below it.
-        reach: type -> number of positions without an error above the rounding of that type; empty
-            for a table that is rounded itself.
+        reach: dtype -> number of positions before the first error above the rounding of that dtype;
+            empty for the bfloat16 table.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Exactness:
 
 
 def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) -> Exactness:
-    """Measure errors of a spec's cosines and sines against 64-bit phases with float64 functions.
+    """Measure errors of a spec's cosines and sines, relative to float64 functions of 64-bit phases.
 
     Positions are sampled, 192 per octave, so the largest errors are found to a few per cent.
 
@@ -167,7 +167,7 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], _CosSin]] = {
 
 def _reaches(positions: torch.Tensor, worst: torch.Tensor, name: str) -> dict[str, int]:
     if name == TABLE:
-        return {}  # its own rounding is the limit that others are measured by
+        return {}  # its own rounding is the limit for the other methods
     return {kind: _reach(positions, worst, limit) for kind, limit in ROUNDINGS.items()}
 
 

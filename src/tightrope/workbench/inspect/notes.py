@@ -122,7 +122,7 @@ def _tables(facts: Facts) -> Iterator[Note]:
             False,
             f"Frequency times position in float32 is wrong by up to {plain.errors[at]:.2g} at "
             f"{length:,} positions, {plain.errors[at] / limit:.3g} times the rounding of a bfloat16; "
-            f"it stays below that for about {_round(plain.reach['bfloat16']):,} positions.",
+            f"the error stays below that rounding for about {_round(plain.reach['bfloat16']):,} positions.",
         )
 
 
@@ -221,7 +221,7 @@ def _original(facts: Facts) -> Iterator[Note]:
             "original-length",
             True,
             f"original_max_position is the context itself, {stated:,}: one should be the length "
-            "before the extension, the other the one after.",
+            "before the extension, the other the length after it.",
         )
     elif isinstance(rule, YaRN) and stated > _MARGIN * rule.factor * original:
         yield Note(
@@ -236,7 +236,7 @@ def _yarn_elsewhere(facts: Facts) -> Iterator[Note]:
     rule = facts.spec.scaling
     if not isinstance(rule, YaRN) or rule.attention_factor is not None:
         return
-    # transformers 5.23 uses the two only if both are given and neither is 0.
+    # transformers 5.23 uses mscale and mscale_all_dim only if both are given and neither is 0.
     given = [rule.mscale, rule.mscale_all_dim]
     if any(value is not None for value in given) and not all(given) and rule.factor > 1:
         alone = YaRN(rule.factor, rule.original_max_position).frequencies(2, 10000.0)

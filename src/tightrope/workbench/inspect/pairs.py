@@ -40,7 +40,7 @@ class PairRow:
 
     @property
     def effect(self) -> str:
-        """The effect of scaling: ``kept``, ``÷ 8`` (slower), ``× 1.25`` (faster), ``stopped``."""
+        """The effect of scaling: ``kept``, ``÷ 8`` (slower), ``× 1.25`` (faster), ``stopped``, ``started``."""
         if self.slower == 1.0:
             return "kept"
         if math.isinf(self.slower):

@@ -297,7 +297,7 @@ def _phases(curve: _Curve, positions: torch.Tensor, context: int) -> torch.Tenso
 
 
 def _scores(curve: _Curve, distances: torch.Tensor) -> torch.Tensor:
-    """Return the mean of q·k for q = k at each distance, relative to distance 0."""
+    """Return q·k for q = k at each distance, relative to distance 0, with equal lengths of all pairs."""
     cos, _ = angles.cos_sin(_phases(curve, distances, curve.context), torch.float64)
     return cos.mean(-1)
 

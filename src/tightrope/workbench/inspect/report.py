@@ -25,11 +25,11 @@ class PartReport:
     Attributes:
         part: the spec, and the sources of its fields.
         context: the length that all numbers are for; None if no key states one.
-        trained: the length of training, if the configuration states it.
+        trained: the scaling rule's original length, else the stated context, else ``context``.
         pairs: all pairs of channels.
         attention_scaling: factor on the rotated channels at that length.
         softmax_scaling: factor on the model's softmax scale, apart from the rotation.
-        exactness: errors of cosines and sines, by how angles are computed.
+        exactness: errors of cosines and sines, for several ways to compute angles.
         notes: notes, warnings first.
     """
 

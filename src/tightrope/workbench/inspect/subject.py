@@ -102,8 +102,8 @@ def read(
         )
     if beside is not None:
         warnings.warn(
-            f"the weights next to it are {pairing_name(beside[0])} ({beside[1]}), but the record does not "
-            f"state in which of {', '.join(one or 'the outer level' for one in rotating)}: give the section",
+            f"{beside[1]} states that the weights are {pairing_name(beside[0])}, but not which of "
+            f"{', '.join(one or 'the outer level' for one in rotating)} it means: give the section",
             UserWarning,
             stacklevel=3,
         )
