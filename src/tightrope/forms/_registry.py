@@ -27,6 +27,8 @@ class Form:
         widths: how cos/sin may hold the entry of each pair, likeliest first.
         narrow: whether tables may have a 16-bit dtype.
         unit: whether cos² + sin² must be 1, because the form cannot express other values.
+        lanes: the operator has the bits of a function only if the number of pairs is a multiple of
+            this; torch multiplies complex numbers at the end of a vector with other roundings.
         flat: whether x is (batch, seq, heads * dim); only a method knows how to split it.
     """
 
@@ -39,6 +41,7 @@ class Form:
     widths: tuple[str, ...] = tuple(WIDTHS)
     narrow: bool = True
     unit: bool = False
+    lanes: int = 1
     flat: bool = False
 
     @property
@@ -90,6 +93,7 @@ FORMS: dict[str, Form] = {
             *("one complex table", ("cis",), (_COMPLEX,), _complex_parts),
             widths=("half",),
             narrow=False,
+            lanes=8,
         ),
         Form("sin and cos in one table", ("sin_cos",), (_SINES_FIRST,), _sines_first),
         Form(

@@ -52,11 +52,6 @@ class Rotation:
             return "half"
         return "repeat" if self.reading in ("repeat", "even", "odd") else "cat"
 
-    @property
-    def assumes(self) -> str | None:
-        """The reading under which both entries of a pair must be equal; None if only one is read."""
-        return self.reading if self.reading in ("cat", "repeat") else None
-
     def fits(self, channels: int, width: int) -> bool:
         """Return True if tables of this width can rotate heads with this number of channels."""
         if self.reading != "half" and width % 2:

@@ -31,6 +31,9 @@ class Candidate:
             error.
         ignored: parameters that do not affect the result.
         trailing: whether tensors after the second may be None; they are then left out of the result.
+        roundings: for each pair of dtypes, of x and of the tables, with which the original can be
+            equalled bit for bit: ``(dtype of x, dtype of tables, (forward, backward))``, where
+            backward is None if only the results can be equalled.
     """
 
     call: Call
@@ -42,6 +45,19 @@ class Candidate:
     alone: str | None = None
     ignored: frozenset[str] = frozenset()
     trailing: bool = False
+    roundings: tuple[tuple[torch.dtype, torch.dtype, tuple[str, str | None]], ...] = ()
+
+    def rounding(
+        self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
+    ) -> tuple[str, str] | None:
+        """The roundings, forward and backward, with which the operator equals the original bit for
+        bit; None if it does not."""
+        for x, table, (forward, back) in self.roundings:
+            if (x, table) == (dtype, table_dtype):
+                if back is None:
+                    return None if needs_grad else (forward, forward)
+                return forward, back
+        return None
 
     def place(self, x: torch.Size, table: torch.Size, given: int | None) -> int | None:
         """The axis at which a call unsqueezes its tables, from the end; None if it does not.
@@ -73,6 +89,7 @@ class Candidate:
         elif self.tokens == "suffix":
             words.append("last rows of cos/sin if x is shorter")
         words.append("result in dtype of x" if self.keeps_dtype else "result in promoted dtype")
+        words.append("to the bit" if self.roundings else "to rounding")
         return ", ".join(words)
 
     def _layout(self) -> str:

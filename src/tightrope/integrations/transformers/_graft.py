@@ -34,6 +34,7 @@ class Swap:
     name: str
     candidate: Candidate
     narrow: bool = False
+    rounding: str = "model"
 
     def original(self) -> Any:
         """The unpatched object with this name."""
@@ -64,7 +65,9 @@ _classes: dict[tuple[type, Recipe], type] = {}
 def replacement_of(swap: Swap) -> Any:
     """The replacement function of a swap, cached so that models share compiled code."""
     if swap not in _replacements:
-        _replacements[swap] = replacement(swap.original(), swap.candidate, swap.narrow)
+        _replacements[swap] = replacement(
+            swap.original(), swap.candidate, swap.narrow, swap.rounding
+        )
     return _replacements[swap]
 
 

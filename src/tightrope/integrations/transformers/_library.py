@@ -19,7 +19,7 @@ from ...forms import unwrapped
 from . import _exact, _find, _graft
 from ._classes import base_of
 from ._find import Found
-from ._recognise import Recognition, recognise, recognise_method
+from ._recognise import Recognition, recognise, recognise_method, to_the_bit
 from ._run import replacement
 from ._summary import Entry, Report, entry_of
 
@@ -32,13 +32,14 @@ class _State:
 
     Attributes:
         report: the report of the patch; None while nothing is patched.
-        angles: the argument of :func:`patch`.
+        angles, rounding: the arguments of :func:`patch`.
         undo: (holder, name, old value, new value) of each change.
         results: id of a function -> (the function, to keep the id valid; its recognition).
     """
 
     report: Report | None = None
     angles: str = "model"
+    rounding: str = "model"
     undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
     results: dict[int, tuple[Any, Recognition]] = field(default_factory=dict)
 
@@ -70,13 +71,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def patch(angles: str) -> Report:
+def patch(angles: str, rounding: str) -> Report:
     """Patch every modeling file that is imported, and every one that will be."""
     if _state.report is not None:
-        if _state.angles == angles:
+        if (_state.angles, _state.rounding) == (angles, rounding):
             return _state.report
         unpatch()
-    _state.report, _state.angles = Report(), angles
+    _state.report, _state.angles, _state.rounding = Report(), angles, rounding
     _exact.library.serves = angles == "exact"
     sys.meta_path.insert(0, _finder)
     for name, module in sorted(sys.modules.items()):
@@ -121,7 +122,7 @@ def _patch_module(module: ModuleType) -> None:
     wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
     for holder, found, recognition in swaps:
         if recognition.candidate is not None:
-            new = replacement(found.value, recognition.candidate, narrow=wide)
+            new = replacement(found.value, recognition.candidate, wide, _state.rounding)
             member = staticmethod(new) if isinstance(found.value, staticmethod) else new
             _set(holder, found.name.rsplit(".", 1)[-1], member)
         if found.module == module.__name__:
@@ -146,6 +147,8 @@ def _patch_module(module: ModuleType) -> None:
 def _recognised(function: Any, cls: type | None = None) -> Recognition:
     if id(function) not in _state.results:
         tried = recognise(function) if cls is None else recognise_method(function, cls)
+        if _state.rounding == "model":
+            tried = to_the_bit(tried)
         _state.results[id(function)] = function, tried
     return _state.results[id(function)][1]
 

@@ -11,14 +11,17 @@ from ...forms import unwrapped
 from . import _exact, _find, _graft, _library
 from ._classes import base_of
 from ._find import Found
-from ._recognise import Recognition, recognise, recognise_method
+from ._recognise import Recognition, recognise, recognise_method, to_the_bit
+from ._run import ROUNDINGS
 from ._summary import Entry, Report, entry_of
 
 ANGLES = ("model", "exact")
 
 
 @public("patch")
-def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Report:
+def patch(
+    model: torch.nn.Module | None = None, *, angles: str = "model", rounding: str = "model"
+) -> Report:
     """Replace the rotary functions of a transformers model with the fused operator.
 
     Every rotary function that the methods of the model's modules call is tested numerically (see
@@ -31,13 +34,17 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
             angles then apply only to models made after this call.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
             which are exact at any position and computed in float32 for every dtype of the model.
+        rounding: "model" keeps every bit of results and gradients: each function's own roundings are
+            found by comparing bits, and calls whose bits cannot be equalled run the original. "once"
+            rounds results only when they are stored, which is more exact. With exact angles, which
+            change bits anyway, results always round once.
 
     Returns:
         A report with one entry per function. With model None it grows as files are imported.
 
     Raises:
         TypeError: model is not a Module.
-        ValueError: angles is neither "model" nor "exact".
+        ValueError: an unknown value of angles or rounding.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> model = LlamaModel(LlamaConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
@@ -48,14 +55,20 @@ def patch(model: torch.nn.Module | None = None, *, angles: str = "model") -> Rep
     _check(model)
     if angles not in ANGLES:
         raise bad_value(f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
+    if rounding not in ROUNDINGS:
+        raise bad_value(f"rounding must be one of {', '.join(ROUNDINGS)} but got {rounding!r}")
+    if angles == "exact":
+        rounding = "once"
     if model is None:
-        return _library.patch(angles)
+        return _library.patch(angles, rounding)
     found = _found(model)
+    if rounding == "model":
+        found = [(each, to_the_bit(recognition)) for each, recognition in found]
     # Return float32 tables only if every function that reads them is replaced: one that is left, or
     # was not found, may rely on the dtype.
     wide = angles == "exact" and bool(found) and all(recognition for _, recognition in found)
     swaps = tuple(
-        _graft.Swap(each.module, each.name, recognition.candidate, wide)
+        _graft.Swap(each.module, each.name, recognition.candidate, wide, rounding)
         for each, recognition in found
         if recognition.candidate is not None
     )

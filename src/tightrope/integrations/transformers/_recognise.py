@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,11 +22,14 @@ from ...forms import (
     signature,
 )
 from ._candidate import Candidate
+from ._run import fused
 
 BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 16
 
 # Bound for float32 inputs; a wrong candidate is off by as much as the values themselves.
 _CLOSE = 2e-5
+# Torch's own operations never fuse multiply-adds, so no function in them rounds "once".
+_ROUNDINGS = ("each", "wide")
 # Bounds for several roundings, to 8 and to 11 significant bits, of values near 10.
 _COARSE = {torch.bfloat16: 0.2, torch.float16: 0.03}
 
@@ -97,6 +101,16 @@ def recognise(function: Any, owner: object = None) -> Recognition:
         )
     # Report the reason of the call that passed the most checks.
     return Recognition(None, max(reasons, key=_RANK.index) if reasons else _RANK[0])
+
+
+def to_the_bit(recognition: Recognition) -> Recognition:
+    """Refuse a function whose bits the operator cannot equal for any dtype."""
+    candidate = recognition.candidate
+    if candidate is None or candidate.roundings:
+        return recognition
+    return Recognition(
+        None, f"it computes {candidate}, but not to the bit; rounding='once' replaces it"
+    )
 
 
 def recognise_method(function: Any, cls: type) -> Recognition:
@@ -231,6 +245,15 @@ class _Probe:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         return plain(x.double(), cos.double(), sin.double(), rotation, torch.float64)
 
+    def fused(
+        self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype, rounding: tuple[str, str]
+    ) -> torch.Tensor | None:
+        """Rotate one x by the operator; None if it does not take it."""
+        cos, sin = self.cos, self.sin
+        if (place := self.shape.place) is not None:
+            cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
+        return fused(x, cos, sin, rotation, dtype, rounding)
+
     def agrees(
         self,
         ys: list[torch.Tensor | None],
@@ -352,7 +375,53 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
         tokens=_uneven_tokens(make, rotation),
         alone=_alone(make(), rotation),
         trailing=_trailing(make(), rotation),
+        roundings=_roundings(caller, shapes[0], rotation),
     )
+
+
+def _roundings(
+    caller: _Caller, shape: Arrangement, rotation: Rotation
+) -> tuple[tuple[torch.dtype, torch.dtype, tuple[str, str | None]], ...]:
+    """``Candidate.roundings``: where the function rounds, forward and backward, for each dtype."""
+    f32, f64, narrow = torch.float32, torch.float64, (torch.bfloat16, torch.float16)
+    dtypes = ((f32, f32), *itertools.product((f32, *narrow), narrow), *((x, f32) for x in narrow))
+    found = []
+    # The operator reads float64 tables in full only for a float64 x.
+    for dtype, table_dtype in (*dtypes, (f64, f64), (f64, f32)):
+        width = 32 if rotation.reading == "half" else 64
+        probe = _Probe(
+            caller, shape, width, tokens=67, channels=64, dtype=dtype, table_dtype=table_dtype
+        )
+        pair = _rounding(probe, rotation)
+        if pair is not None:
+            found.append((dtype, table_dtype, pair))
+        elif dtype == f32:
+            # In 16 bits arithmetic of more precision differs in too few elements to be seen.
+            return ()
+    return tuple(found)
+
+
+def _rounding(probe: _Probe, rotation: Rotation) -> tuple[str, str | None] | None:
+    """Where a function rounds on one probe, forward and backward; None if no rounding fits."""
+    xs = [x.requires_grad_() for x in probe.xs.values()]
+    with torch.enable_grad():
+        ys = [y for y in probe.tried() or [] if y is not None]
+        if len(ys) != len(xs):
+            return None
+        grads = [torch.randn(y.shape).to(y.dtype) for y in ys]
+        wanted = torch.autograd.grad(ys, xs, grads)
+        dtype, forward = ys[0].dtype, None
+        for pair in itertools.product(_ROUNDINGS, _ROUNDINGS):
+            if forward not in (None, pair[0]):
+                break
+            mine = [probe.fused(x, rotation, dtype, pair) for x in xs]
+            if any(y is None or not torch.equal(y, wanted) for y, wanted in zip(mine, ys)):
+                continue
+            forward = pair[0]
+            found = torch.autograd.grad([y for y in mine if y is not None], xs, grads)
+            if all(map(torch.equal, found, wanted)):
+                return pair
+    return None if forward is None else (forward, None)
 
 
 def _check_strides(probe: _Probe, rotation: Rotation) -> None:

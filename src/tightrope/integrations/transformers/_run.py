@@ -9,19 +9,20 @@ from typing import Any
 import torch
 
 from ... import functional
-from ...forms import COS_SIN, HALF, Rotation, entries, plain, signature
+from ...forms import COS_SIN, HALF, Rotation, entries, signature
 from ...ops import route, schema
 from ...ops.run import run_packed
 from ._candidate import Candidate
-from ._twice import twice
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# The `tables=` of the operator for each reading; "second" and "odd" pass a view with tables="half".
-_TABLES = {"cat": "cat", "first": "cat", "repeat": "repeat", "even": "repeat"}
+
+ROUNDINGS = ("model", "once")
 
 
-def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Callable[..., Any]:
+def replacement(
+    original: Any, candidate: Candidate, narrow: bool = False, rounding: str = "model"
+) -> Callable[..., Any]:
     """Make a function with the signature of the original that calls the fused operator.
 
     Args:
@@ -29,8 +30,10 @@ def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Ca
         candidate: what the original was recognised as.
         narrow: whether results have the dtype of x even if the original promotes: exact angles make
             tables float32 that had the dtype of x before.
+        rounding: "model" for the bits of the original, which then also runs every call whose bits
+            the operator cannot equal; "once" for the most exact results.
     """
-    call = _Call(original, candidate, narrow)
+    call = _Call(original, candidate, narrow, rounding)
     bind, short, long = call.bind, call.short, call.long
 
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -52,12 +55,12 @@ def replacement(original: Any, candidate: Candidate, narrow: bool = False) -> Ca
 class _Call:
     """One replacement: its signature, and a short and a general path through it."""
 
-    def __init__(self, original: Any, candidate: Candidate, narrow: bool) -> None:
+    def __init__(self, original: Any, candidate: Candidate, narrow: bool, rounding: str) -> None:
         seen = signature(original)
         if seen is None:
             raise TypeError("the function must have a signature that can be read")
         parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        self.signature, self.candidate = seen, candidate
+        self.signature, self.candidate, self.once = seen, candidate, rounding == "once"
         self.keeps = candidate.keeps_dtype or narrow
         self.names = [p.name for p in parameters]
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -73,8 +76,16 @@ class _Call:
             and self.positions is None
             and len(self.rotated) <= 2
             and candidate.rotation.pairs == candidate.rotation.out
-            and candidate.rotation.reading not in ("second", "odd")
+            and _source(candidate.rotation) is not None
         )
+
+    def rounding(
+        self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
+    ) -> tuple[str, str] | None:
+        """The roundings of a call, forward and backward; None if the original must run it."""
+        if self.once:
+            return "once", "once"
+        return self.candidate.rounding(dtype, table_dtype, needs_grad)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
         """Arguments by name; None if one of them was not tried."""
@@ -97,12 +108,9 @@ class _Call:
         plan = self.plan(_kind(q), _kind(k), _kind(cos), _kind(sin), given)
         if plan is None or cos.requires_grad or sin.requires_grad:
             return None
-        place, heads, form_code = plan
-        assumed = self.candidate.rotation.assumes
-        if assumed and not (twice(cos, assumed) and twice(sin, assumed)):
-            return None
+        place, heads, options = plan
         cos, sin = _placed(cos, place, q.dim(), heads), _placed(sin, place, q.dim(), heads)
-        ys = run_packed(q, k, schema.Plain(cos, sin, None, 0, form_code, 1.0))
+        ys = run_packed(q, k, schema.Plain(cos, sin, None, 0, options, 1.0))
         if len(self.rotated) == 1 or (k is None and self.candidate.alone == "one"):
             return ys[0]
         return ys[0], None if k is None else ys[1]
@@ -143,14 +151,20 @@ class _Call:
                 return None
             if 0 in other:
                 return None
-        code = schema.Options(
+        # Results have the dtype of x here, so whatever rounding there is holds for gradients too.
+        rounding = self.rounding(dtype, table_dtype, needs_grad=True)
+        if rounding is None:
+            return None
+        forward, back = map(schema.ROUNDINGS.index, rounding)
+        options = schema.Options(
             layout=schema.LAYOUTS.index("bhsd" if heads == 1 else "bshd"),
             start=rotation.start(shape[-1], table[-1]),
             interleaved=rotation.pairs != HALF,
-            direction=schema.INVERSE if rotation.sign < 0 else schema.FORWARD,
-            source=schema.SOURCES.index(_TABLES.get(rotation.reading, "half")),
+            source=schema.SOURCES.index(str(_source(rotation))),
+            rounding=forward,
+            back=back,
         )
-        return place, heads, code.pack()
+        return place, heads, options.pack()
 
     def long(self, values: Mapping[str, Any]) -> Any:
         """Serve any call that was tried, also while compiling; None if the original must run."""
@@ -188,7 +202,12 @@ class _Call:
         if place is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         dtype = first.dtype if self.keeps else torch.promote_types(first.dtype, cos.dtype)
-        ys = _turn(present, cos, sin, candidate, dtype)
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in present)
+        rounding = self.rounding(first.dtype, cos.dtype, learns)
+        pairs = candidate.rotation.pairs_of(cos.shape[-1])
+        if rounding is None or (not self.once and pairs % candidate.call.form.lanes):
+            return None
+        ys = _turn(present, cos, sin, candidate, dtype, rounding)
         if ys is None:
             return None
         if flat:
@@ -235,10 +254,10 @@ def _turn(
     sin: torch.Tensor,
     candidate: Candidate,
     dtype: torch.dtype,
+    rounding: tuple[str, str],
 ) -> list[torch.Tensor] | None:
     """Rotate all xs by tables that broadcast against each; None if the original must run."""
     ys = []
-    turn = plain if route.mode() == "compiled" else _fused
     for x in xs:
         c, s, passed = cos, sin, None
         if candidate.tokens != "same":
@@ -247,17 +266,56 @@ def _turn(
                 passed, x = x[..., : tokens - rows, :], x[..., tokens - rows :, :]
             elif candidate.tokens == "suffix" and tokens < rows:
                 c, s = cos[..., rows - tokens :, :], sin[..., rows - tokens :, :]
-        y = turn(x, c, s, candidate.rotation, dtype)
+        y = fused(x, c, s, candidate.rotation, dtype, rounding)
         if y is None:
             return None
         ys.append(y if passed is None else torch.cat((passed.to(dtype), y), dim=-2))
     return ys
 
 
-def _fused(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, dtype: torch.dtype
+def _source(rotation: Rotation) -> str | None:
+    """The format of the operator for tables of a rotation; None if they must be rearranged."""
+    if rotation.sign < 0:
+        return None
+    if rotation.reading in ("cat", "repeat"):
+        aligned = rotation.reading == ("cat" if rotation.pairs == HALF else "repeat")
+        return "full" if aligned else None
+    return {"first": "cat", "even": "repeat", "half": "half"}.get(rotation.reading)
+
+
+def _arranged(
+    cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Tables for :func:`tightrope.functional.apply_rotary_pos_emb`, and their format."""
+    if rotation.sign < 0:
+        sin = -sin
+    if rotation.reading not in ("cat", "repeat"):
+        first, second = (entries(table, rotation.reading)[0] for table in (cos, sin))
+        return first, second, "half"
+    if rotation.reading == ("cat" if rotation.pairs == HALF else "repeat"):
+        return cos, sin, "full"
+    first, second = (
+        torch.cat(both, -1) if rotation.pairs == HALF else torch.stack(both, -1).flatten(-2)
+        for both in (entries(table, rotation.reading) for table in (cos, sin))
+    )
+    return first, second, "full"
+
+
+def fused(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rotation: Rotation,
+    dtype: torch.dtype,
+    rounding: tuple[str, str],
 ) -> torch.Tensor | None:
-    """Rotate with the operator; None if it does not take these tensors."""
+    """Rotate one x with the operator; None if it does not take these tensors.
+
+    Args:
+        cos, sin: tables that broadcast against x.
+        dtype: the dtype of the result.
+        rounding: where to round, forward and backward.
+    """
     dims = x.dim()
     if (
         type(x) not in _PLAIN
@@ -270,9 +328,6 @@ def _fused(
         or cos.dim() > dims
     ):
         return None
-    assumed = rotation.assumes
-    if assumed and not (twice(cos, assumed) and twice(sin, assumed)):
-        return None
     while cos.dim() < dims:
         cos, sin = cos[None], sin[None]
     # The heads axis is just before the sequence axis, or just after it.
@@ -280,8 +335,7 @@ def _fused(
     heads = dims - 2 if behind else dims - 3
     count, channels = rotation.pairs_of(cos.shape[-1]), x.shape[-1]
     start = rotation.start(channels, cos.shape[-1])
-    if rotation.reading in ("second", "odd"):
-        cos, sin = entries(cos, rotation.reading)[0], entries(sin, rotation.reading)[0]
+    cos, sin, tables = _arranged(cos, sin, rotation)
     try:
         y, _ = functional.apply_rotary_pos_emb(
             x.to(dtype),
@@ -290,9 +344,9 @@ def _fused(
             sin,
             heads,
             interleaved=rotation.pairs != HALF,
-            tables=_TABLES.get(rotation.reading, "half"),
+            tables=tables,
             start=start,
-            inverse=rotation.sign < 0,
+            rounding=rounding,
         )
     except (TypeError, ValueError):
         return None
