@@ -304,7 +304,7 @@ def test_a_gate_that_divides_has_its_gradient_where_x_has_none(name, backend) ->
 
 @every_backend
 def test_an_overflow_that_a_gate_undoes_has_gradients_by_angles(backend) -> None:
-    """Gradients by angles where f = exp(12) overflows float16, but f times the gate, 1/8, does not."""
+    """Gradients with respect to positions where f = exp(12) overflows float16, but f times the gate, 1/8, does not."""
     spec, x = RopeSpec(4), torch.full((1, 1, 2, 4), 12.0, dtype=torch.float16)
     found = []
     for dtype in (torch.float16, torch.float64):

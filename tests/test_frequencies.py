@@ -739,7 +739,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "lists of unequal lengths": (
         lambda: LongRoPE((1.0,), (1.0, 2.0), 4096, factor=2.0),
         ValueError,
-        "[LongRoPE] short_factor and long_factor must have one number per pair each but got 1 and 2.",
+        "[LongRoPE] short_factor and long_factor must have the same length, one number per pair, but got 1 and 2.",
     ),
     "lists for other pairs": (
         lambda: LongRoPE((1.0,), (1.0,), 4096, factor=2.0).frequencies(8, 1e4),

@@ -449,7 +449,7 @@ def test_a_module_with_unknown_frequencies_is_left(llama: Any) -> None:
 
 
 def test_a_module_with_changed_frequencies_is_left_or_exact(llama: Any) -> None:
-    """A subclass that triples positions does not compute the angles of its config: it is left."""
+    """A subclass that triples positions does not compute the angles of its config, so it is left unchanged."""
 
     class Scaled(type(llama.model.rotary_emb)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:

@@ -274,8 +274,8 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
 def test_vmap_of_the_operator_with_acts_and_gates(
     act: str, gate: int, direction: int, mapped: str
 ) -> None:
-    """In a transform, public functions use the definition. The operator itself, for example in compiled
-    code, has a vmap rule: one launch, or one per mapped index of norm weights or slopes."""
+    """In a transform, public functions with f or P use the definition. The operator itself, for example
+    in compiled code, has a vmap rule: one launch, or one per mapped index of norm weights or slopes."""
     x, k = noise(4, 2, 3, 5, 8), noise(4, 2, 5, 5, 8)
     call = outer_call(act, gate, direction, x[0], k[0])
     extras = extras_by(call)

@@ -53,7 +53,7 @@ def test_the_documented_table_is_that_of_the_code() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The cells that run, in order."""
+    """The cells of the table, (verb, route), whose functions run, in order."""
     cells: list[tuple[str, str]] = []
 
     def noted(cell: tuple[str, str], function: Any) -> Any:

@@ -510,12 +510,12 @@ CASES = {
     "growth": (
         lambda: polar_scan(Q, K, V, SPEC, torch.full((2, 1), 0.5)),
         ValueError,
-        "[polar_scan] log_decay must not be positive but reaches 0.5 (log_decay: float32[2, 1]).",
+        "[polar_scan] log_decay must be at most 0 but reaches 0.5 (log_decay: float32[2, 1]).",
     ),
     "growth by a number": (
         lambda: polar_scan(Q, K, V, SPEC, 0.5),
         ValueError,
-        "[polar_scan] log_decay must not be positive but got 0.5.",
+        "[polar_scan] log_decay must be at most 0 but got 0.5.",
     ),
     "decay of one dimension": (
         lambda: polar_scan(Q, K, V, SPEC, torch.zeros(8)),

@@ -359,7 +359,7 @@ def test_words_of_many_lengths_do_not_pile_up() -> None:
 
 
 def unread(spec: RopeSpec, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return phase words for a tensor of lengths in a compiled function, which must not read it."""
+    """Return phase words from a compiled function, which must not read the tensor of lengths."""
     torch.compiler.reset()  # one function, many specs
 
     @torch.compile(fullgraph=True, backend="eager")

@@ -112,7 +112,7 @@ def called_names(path: Path) -> frozenset[str]:
 
 
 def catalogue() -> list[ModelType]:
-    """Every model type in a folder with a rotary function in a modeling file."""
+    """Every model type whose folder has a modeling file with a rotary function."""
     from transformers.models.auto.configuration_auto import (
         CONFIG_MAPPING_NAMES,
         model_type_to_module_name,

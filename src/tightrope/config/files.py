@@ -58,7 +58,7 @@ def load(path: Path) -> Mapping[str, Any]:
 
 
 def url_in(path: Path) -> str | None:
-    """The end of the error sentence if the path is a URL; None for a path."""
+    """The end of the error message for a path that is in fact a URL; None for other paths."""
     # pathlib collapses the two slashes of a URL into one.
     found = re.match(r"[A-Za-z][A-Za-z0-9+.-]+:(?=/)", str(path))
     if found is None:

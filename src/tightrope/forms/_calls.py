@@ -90,7 +90,7 @@ class Call:
         return dict(zip(self.tables, self.form.built(cos, sin), strict=True))
 
     def read(self, values: Mapping[str, Any]) -> Tables | None:
-        """Cosines and sines from the arguments by name; None if these do not have the form."""
+        """Extract cosines and sines from named arguments; None if the arguments do not have this form."""
         read = self.form.read
         if read is None:
             return None

@@ -42,7 +42,7 @@ class Arrangement:
         x, table: the axes by letter.
         unsqueeze_dim: the axis at which the function unsqueezes tables, if that is an argument.
         broadcasts: whether tables of rank three broadcast against x of rank four without unsqueezing.
-            Such tables do not show whether the function would unsqueeze others of rank three.
+            A call with such tables does not show whether the function unsqueezes tables that need it.
     """
 
     x: str

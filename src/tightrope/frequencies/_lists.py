@@ -92,7 +92,7 @@ class LongRoPE(Rule):
         )
         if len(self.short_factor) != len(self.long_factor):
             raise bad_value(
-                "short_factor and long_factor must have one number per pair each but got "
+                "short_factor and long_factor must have the same length, one number per pair, but got "
                 f"{len(self.short_factor)} and {len(self.long_factor)}"
             )
         if (self.short_mscale is None) != (self.long_mscale is None):

@@ -279,7 +279,7 @@ def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
             )
         if is_readable(given) and bool((given > 0).any()):
             raise bad_value(
-                f"log_decay must not be positive but reaches {given.max().item()}", log_decay=given
+                f"log_decay must be at most 0 but reaches {given.max().item()}", log_decay=given
             )
         if given.device != k.device:
             raise bad_value(
@@ -291,7 +291,7 @@ def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
         if decay is None:
             raise bad_type(f"log_decay must be None, a number or a tensor but got {given!r}")
         if not decay <= 0:
-            raise bad_value(f"log_decay must not be positive but got {given}")
+            raise bad_value(f"log_decay must be at most 0 but got {given}")
         made = k.new_full((1, 1, 1, 1), decay)
     return made.expand(-1, -1, tokens, -1)
 

@@ -127,7 +127,7 @@ def is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
 
 
 def copied_before(call: Call, written: Sequence[torch.Tensor] | None) -> Call:
-    """Return the call with copies of the tensors that are about to be overwritten.
+    """Return the call with copies of its tensors, other than q and k, that are about to be overwritten.
 
     Args:
         written: the tensors that change; None if data pointers are meaningless: in a transform or

@@ -17,8 +17,8 @@ class UnreadLengths(NamedTuple):
 
     Attributes:
         beyond: phase words and turns just above the original length.
-        inv_freq: for each rotary dimension, the frequencies up to the original length, float64
-            ``[pairs]``.
+        inv_freq: by ``rotary_dim`` (axes may differ in it), the frequencies up to the original
+            length, float64 ``[pairs]``.
     """
 
     beyond: Table

@@ -81,7 +81,7 @@ class OperandSteps(NamedTuple):
 
 
 class Carries(NamedTuple):
-    """Extra tensors for q and k, and the first tile of the launch if a call needs several launches."""
+    """Tensors of q and k for f, P and their gradients, and the first tile if a call needs several launches."""
 
     norm_q: Any = None
     norm_k: Any = None

@@ -272,7 +272,7 @@ def is_probing() -> bool:
 
 
 def _fresh(module: torch.nn.Module) -> torch.nn.Module:
-    """A float32 module: made anew from the config if its buffers are unchanged, else a copy."""
+    """A float32 equivalent of a module: made from its config if that gives its buffers, else a copy."""
     cls = base_of(type(module))
     config = getattr(module, "config", None)
     if config is not None:

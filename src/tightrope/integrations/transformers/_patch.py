@@ -1,4 +1,4 @@
-"""``patch`` and ``unpatch``: replace all rotations of a model with one call."""
+"""``patch`` and ``unpatch``: replace the rotary functions of a model in one call, and restore them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check angles at small and large positions: find steps in 16 bits, and where tables end."""
+"""Check angles at small and large positions: whether they were rounded to 16 bits, where tables end."""
 
 from __future__ import annotations
 

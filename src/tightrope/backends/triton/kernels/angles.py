@@ -69,8 +69,8 @@ def cos_sin(phase, WIDE: tl.constexpr):
     """Cosine and sine of phases, in units of 2^-64 turn.
 
     The remainder after the nearest quarter turn lies in [-π/4, π/4]. In float32 its 48 leading bits are
-    two exact numbers, so only the constants and the sum are rounded. The polynomials are minimax on
-    that range; before rounding their errors for sine and cosine are 9.2e-9 and 7e-10 in float32, and
+    split into two numbers without rounding; only the constants and the sum are rounded. The polynomials
+    are minimax on that range; before rounding their errors for sine and cosine are 9.2e-9 and 7e-10 in float32, and
     9e-18 and 4e-19 in float64.
     """
     quarter = (phase + EIGHTH) >> 62
