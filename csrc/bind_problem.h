@@ -81,6 +81,8 @@ inline bool is_words(const Tensor& x) {
 class Options {
  public:
   explicit Options(int64_t packed) : rest_(uint64_t(packed)) {
+    dense_back = take(1) != 0;
+    dense = take(1) != 0;
     back = take(2);
     rounding = take(2);
     gate = take(4);
@@ -99,6 +101,7 @@ class Options {
 
   int64_t reserved;        // bits of no field
   int64_t rounding, back;  // of this call, and of its transpose
+  bool dense, dense_back;  // whether new results are contiguous
   int64_t gate, act;
   bool learned;      // `extras` begins with learned frequencies, which only autograd uses
   int64_t source;    // index into SOURCES

@@ -58,7 +58,10 @@ Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secon
 Tensors rotate_xs(const Operands& xs, const Arguments& a) {
   Tensors outs;
   outs.reserve(xs.count);
-  for (int32_t i = 0; i < xs.count; ++i) outs.push_back(torch::stable::empty_like(*xs.tensor[i]));
+  for (int32_t i = 0; i < xs.count; ++i) {
+    const Tensor& x = *xs.tensor[i];
+    outs.push_back(a.options.dense ? torch::stable::new_empty(x, x.sizes()) : torch::stable::empty_like(x));
+  }
   Operands to = xs;
   for (int32_t i = 0; i < xs.count; ++i) to.tensor[i] = &outs[i];
   for (Tensor& weight : run(xs, to, Outs::kNew, a)) outs.push_back(std::move(weight));

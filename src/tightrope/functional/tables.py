@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -96,7 +97,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
     given = Tables(
         cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding
     )
-    ys = run(_build(q, k, given, backend=backend))
+    ys = rotate_by(q, k, given, backend=backend)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -130,7 +131,7 @@ def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each axis)
     given = Tables(
         cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding
     )
-    run(_build(q, k, given, verb="in place", backend=backend))
+    rotate_by(q, k, given, "in place", backend)
     return q, k
 
 
@@ -208,9 +209,7 @@ def rotary_apply(
     torch.Size([2, 8, 16, 64])
     """
     x, cos, sin, shape = _broadcast(x, cos, sin)
-    (y,) = run(
-        _build(x, None, Tables(cos, sin, interleaved=True, tables="half", rounding=rounding))
-    )
+    (y,) = rotate_by(x, None, Tables(cos, sin, interleaved=True, tables="half", rounding=rounding))
     return y.reshape(shape)
 
 
@@ -264,7 +263,12 @@ _LAYOUTS = {(4, 1): "bhsd", (4, 2): "bshd", (3, 1): "thd", (3, 0): "bsd"}
 
 
 class Tables(NamedTuple):
-    """The caller's tables and their format; fields as in :func:`apply_rotary_pos_emb`."""
+    """The caller's tables and their format; see :func:`apply_rotary_pos_emb`.
+
+    Attributes:
+        dense: whether results, and the gradients of q and k, are contiguous instead of having the
+            strides of q and k, and of the gradients of the results.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -275,17 +279,31 @@ class Tables(NamedTuple):
     inverse: bool = False
     position_ids: torch.Tensor | None = None
     rounding: RoundingLike = "once"
+    dense: tuple[bool, bool] = (False, False)
+
+
+def rotate_by(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    given: Tables,
+    verb: str = "new",
+    backend: str | None = None,
+) -> Sequence[torch.Tensor]:
+    """Rotate q and k by tables; the public functions here are this one with other arguments."""
+    return run(_build(q, k, given, verb, backend))
 
 
 def _build(
     q: torch.Tensor,
     k: torch.Tensor | None,
     given: Tables,
-    verb: str = "new",
-    backend: str | None = None,
+    verb: str,
+    backend: str | None,
 ) -> list[Call]:
     """Check the arguments against each other and build the call."""
-    cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding = given
+    cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding, dense = (
+        given
+    )
     check_flag("interleaved", interleaved)
     check_flag("inverse", inverse)
     hint = "; pass ids as position_ids="
@@ -327,8 +345,9 @@ def _build(
     source = schema.SOURCES.index(tables)
     forward, back = rounding_of(rounding)
     options = schema.Options(
-        layout.code, start, interleaved, direction, ids is None, source, rounding=forward, back=back
-    )
+        layout.code, start, interleaved, direction, ids is None, source,
+        rounding=forward, back=back, dense=dense[0], dense_back=dense[1],
+    )  # fmt: skip
     if backend is not None:
         check_backend(backend, q)
     names = ("q",) if k is None else ("q", "k")

@@ -165,7 +165,11 @@ class Call(NamedTuple):
             extras = extras._replace(gates=tuple([-gate for gate in extras.gates]))
         return self._replace(
             options=options._replace(
-                direction=direction, rounding=options.back, back=options.rounding
+                direction=direction,
+                rounding=options.back,
+                back=options.rounding,
+                dense=options.dense_back,
+                dense_back=options.dense,
             ),
             amplitude=scale(options.direction, self.amplitude),
             extras=extras,

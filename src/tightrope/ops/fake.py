@@ -9,13 +9,13 @@ import torch
 from . import gradients, schema
 from .call import tensors_of, unpack
 from .layouts import BY_CODE
-from .schema import TRANSPOSE, options_of, present
+from .schema import TRANSPOSE, new_like, options_of, present
 
 
 def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
     call = unpack(*arguments, **named)
     _check_devices("rotate", *call.tensors())
-    outs = [torch.empty_like(x) for x in call.xs()]
+    outs = [new_like(x, call.options) for x in call.xs()]
     if call.options.direction == TRANSPOSE:
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         outs += [w.new_empty(w.shape, dtype=dtype) for w in call.extras.weights]

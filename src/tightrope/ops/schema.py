@@ -56,6 +56,8 @@ class Options(NamedTuple):
         gate: kind of P: NO_GATE, LOG or SLOPE.
         rounding: index into ROUNDINGS; ONCE if there is an act or a gate.
         back: the rounding of the transposed call.
+        dense: whether new results are contiguous, instead of having the strides of q and k.
+        dense_back: ``dense`` of the transposed call.
     """
 
     layout: int = 0
@@ -69,6 +71,8 @@ class Options(NamedTuple):
     gate: int = 0
     rounding: int = ONCE
     back: int = ONCE
+    dense: bool = False
+    dense_back: bool = False
 
     def pack(self) -> int:
         """Pack into one integer; `Options` in csrc/bind_problem.h unpacks it."""
@@ -90,7 +94,7 @@ def _pack(options: Options) -> int:
 _packed = lru_cache(maxsize=1024)(_pack)
 
 # Number of bits of each field, in the order of the fields; the first has the highest bits.
-_BITS = (3, _START_BITS, 1, 2, 1, 3, 1, 8, 4, 2, 2)
+_BITS = (3, _START_BITS, 1, 2, 1, 3, 1, 8, 4, 2, 2, 1, 1)
 
 
 def options_of(packed: int) -> Options:
@@ -103,10 +107,9 @@ def options_of(packed: int) -> Options:
     for bits in reversed(_BITS):
         values.append(packed & ((1 << bits) - 1))
         packed >>= bits
-    layout, start, interleaved, direction, add_index, source, learned, *rest = reversed(values)
-    return Options(
-        layout, start, bool(interleaved), direction, bool(add_index), source, bool(learned), *rest
-    )
+    values.reverse()
+    fields: list[Any] = [bool(v) if type(d) is bool else v for v, d in zip(values, Options())]
+    return Options(*fields)
 
 
 # q, k        the tensors to rotate, by the same angles; k may be None
@@ -240,6 +243,11 @@ class Operator(NamedTuple):
 NEW = Operator(rotate, rotate_extras)
 IN_PLACE = Operator(rotate_, rotate_extras_)
 OUT = Operator(rotate_into, rotate_extras_into)
+
+
+def new_like(x: torch.Tensor, options: Options) -> torch.Tensor:
+    """Make the memory for the result of one tensor."""
+    return x.new_empty(x.shape) if options.dense else torch.empty_like(x)
 
 
 def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from ...ops import gradients, schema
 from ...ops.call import Call, unpack
 from ...ops.definition import define
 from ...ops.memory import shares_memory
-from ...ops.schema import library, options_of, present
+from ...ops.schema import library, new_like, options_of, present
 
 #: Device types that this backend serves; empty for all.
 DEVICES: tuple[str, ...] = ()
@@ -33,10 +33,10 @@ def compose(*arguments: Any, **named: Any) -> list[torch.Tensor]:
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
     """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
-    # The strides of outputs are those of empty_like, as in every backend and the fake kernel.
-    ys = compose(q, k, *arguments)
-    xs = present(q, k)
-    return [torch.empty_like(x).copy_(y) for x, y in zip(xs, ys)] + ys[len(xs) :]
+    call = unpack(q, k, *arguments)
+    ys, xs = define(call), call.xs()
+    # The same strides as in every backend and the fake kernel.
+    return [new_like(x, call.options).copy_(y) for x, y in zip(xs, ys)] + ys[len(xs) :]
 
 
 def rotate_(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...ops.schema import Carrying, present
+from ...ops.schema import Carrying, new_like, options_of, present
 from ..reference import rotate as definition
 from .arguments import require
 from .rotation import GIVEN, IN_PLACE, NEW, run
@@ -15,8 +15,10 @@ from .sums import angle_sums, gate_sums
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
     """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
-    outs = [torch.empty_like(q)] if k is None else [torch.empty_like(q), torch.empty_like(k)]
-    sums = run(q, k, outs, NEW, Carrying(*arguments))
+    given = Carrying(*arguments)
+    options = options_of(given.options)
+    outs = [new_like(x, options) for x in present(q, k)]
+    sums = run(q, k, outs, NEW, given)
     if sums is None:
         return definition.rotate(q, k, *arguments)
     return outs + sums if sums else outs

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ...forms import Call, Rotation
+
+
+class Bits(NamedTuple):
+    """What determines the bits of a rotation by given tables.
+
+    Attributes:
+        rounding: where results and gradients round.
+        dense: whether results and gradients are contiguous; otherwise they have the strides of x and
+            of the gradients of the results. Sums that later operations compute depend on the strides.
+        gradients: whether gradients have the bits of the original too.
+    """
+
+    rounding: tuple[str, str] = ("once", "once")
+    dense: tuple[bool, bool] = (False, False)
+    gradients: bool = True
 
 
 @dataclass(frozen=True)
@@ -31,9 +47,8 @@ class Candidate:
             error.
         ignored: parameters that do not affect the result.
         trailing: whether tensors after the second may be None; they are then left out of the result.
-        roundings: for each pair of dtypes, of x and of the tables, with which the original can be
-            equalled bit for bit: ``(dtype of x, dtype of tables, (forward, backward))``, where
-            backward is None if only the results can be equalled.
+        bits: for each pair of dtypes, of x and of the tables, with which the operator can equal the
+            original bit for bit: how it does.
     """
 
     call: Call
@@ -45,18 +60,15 @@ class Candidate:
     alone: str | None = None
     ignored: frozenset[str] = frozenset()
     trailing: bool = False
-    roundings: tuple[tuple[torch.dtype, torch.dtype, tuple[str, str | None]], ...] = ()
+    bits: tuple[tuple[torch.dtype, torch.dtype, Bits], ...] = ()
 
-    def rounding(
+    def bits_of(
         self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
-    ) -> tuple[str, str] | None:
-        """The roundings, forward and backward, with which the operator equals the original bit for
-        bit; None if it does not."""
-        for x, table, (forward, back) in self.roundings:
+    ) -> Bits | None:
+        """How the operator equals the original bit for bit; None if it does not."""
+        for x, table, bits in self.bits:
             if (x, table) == (dtype, table_dtype):
-                if back is None:
-                    return None if needs_grad else (forward, forward)
-                return forward, back
+                return None if needs_grad and not bits.gradients else bits
         return None
 
     def place(self, x: torch.Size, table: torch.Size, given: int | None) -> int | None:
@@ -89,7 +101,7 @@ class Candidate:
         elif self.tokens == "suffix":
             words.append("last rows of cos/sin if x is shorter")
         words.append("result in dtype of x" if self.keeps_dtype else "result in promoted dtype")
-        words.append("to the bit" if self.roundings else "to rounding")
+        words.append("to the bit" if self.bits else "to rounding")
         return ", ".join(words)
 
     def _layout(self) -> str:

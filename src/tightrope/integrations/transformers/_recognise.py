@@ -21,7 +21,7 @@ from ...forms import (
     plain,
     signature,
 )
-from ._candidate import Candidate
+from ._candidate import Bits, Candidate
 from ._run import fused
 
 BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 16
@@ -106,7 +106,7 @@ def recognise(function: Any, owner: object = None) -> Recognition:
 def to_the_bit(recognition: Recognition) -> Recognition:
     """Refuse a function whose bits the operator cannot equal for any dtype."""
     candidate = recognition.candidate
-    if candidate is None or candidate.roundings:
+    if candidate is None or candidate.bits:
         return recognition
     return Recognition(
         None, f"it computes {candidate}, but not to the bit; rounding='once' replaces it"
@@ -246,13 +246,13 @@ class _Probe:
         return plain(x.double(), cos.double(), sin.double(), rotation, torch.float64)
 
     def fused(
-        self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype, rounding: tuple[str, str]
+        self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
         """Rotate one x by the operator; None if it does not take it."""
         cos, sin = self.cos, self.sin
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
-        return fused(x, cos, sin, rotation, dtype, rounding)
+        return fused(x, cos, sin, rotation, dtype, bits)
 
     def agrees(
         self,
@@ -375,14 +375,14 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
         tokens=_uneven_tokens(make, rotation),
         alone=_alone(make(), rotation),
         trailing=_trailing(make(), rotation),
-        roundings=_roundings(caller, shapes[0], rotation),
+        bits=_all_bits(caller, shapes[0], rotation),
     )
 
 
-def _roundings(
+def _all_bits(
     caller: _Caller, shape: Arrangement, rotation: Rotation
-) -> tuple[tuple[torch.dtype, torch.dtype, tuple[str, str | None]], ...]:
-    """``Candidate.roundings``: where the function rounds, forward and backward, for each dtype."""
+) -> tuple[tuple[torch.dtype, torch.dtype, Bits], ...]:
+    """``Candidate.bits``: where the function rounds for each pair of dtypes, and its strides."""
     f32, f64, narrow = torch.float32, torch.float64, (torch.bfloat16, torch.float16)
     dtypes = ((f32, f32), *itertools.product((f32, *narrow), narrow), *((x, f32) for x in narrow))
     found = []
@@ -392,36 +392,43 @@ def _roundings(
         probe = _Probe(
             caller, shape, width, tokens=67, channels=64, dtype=dtype, table_dtype=table_dtype
         )
-        pair = _rounding(probe, rotation)
-        if pair is not None:
-            found.append((dtype, table_dtype, pair))
+        bits = _bits(probe, rotation)
+        if bits is not None:
+            found.append((dtype, table_dtype, bits))
         elif dtype == f32:
             # In 16 bits arithmetic of more precision differs in too few elements to be seen.
             return ()
     return tuple(found)
 
 
-def _rounding(probe: _Probe, rotation: Rotation) -> tuple[str, str | None] | None:
-    """Where a function rounds on one probe, forward and backward; None if no rounding fits."""
-    xs = [x.requires_grad_() for x in probe.xs.values()]
+def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
+    """How the operator equals a function on one probe; None if it does not."""
+    xs = [_permuted(x).requires_grad_() for x in probe.xs.values()]
+    probe.xs = dict(zip(probe.xs, xs))
     with torch.enable_grad():
         ys = [y for y in probe.tried() or [] if y is not None]
         if len(ys) != len(xs):
             return None
-        grads = [torch.randn(y.shape).to(y.dtype) for y in ys]
+        grads = [_permuted(torch.randn(y.shape).to(y.dtype)) for y in ys]
         wanted = torch.autograd.grad(ys, xs, grads)
-        dtype, forward = ys[0].dtype, None
+        # Of several tensors all but the first have one head, whose stride means nothing.
+        dense = ys[0].is_contiguous(), wanted[0].is_contiguous()
+        nearest = None
         for pair in itertools.product(_ROUNDINGS, _ROUNDINGS):
-            if forward not in (None, pair[0]):
-                break
-            mine = [probe.fused(x, rotation, dtype, pair) for x in xs]
+            bits = Bits(pair, dense)
+            mine = [probe.fused(x, rotation, ys[0].dtype, bits) for x in xs]
             if any(y is None or not torch.equal(y, wanted) for y, wanted in zip(mine, ys)):
                 continue
-            forward = pair[0]
             found = torch.autograd.grad([y for y in mine if y is not None], xs, grads)
             if all(map(torch.equal, found, wanted)):
-                return pair
-    return None if forward is None else (forward, None)
+                return bits
+            nearest = bits._replace(gradients=False)
+        return nearest
+
+
+def _permuted(x: torch.Tensor) -> torch.Tensor:
+    """The same values with the strides of a projection that was split into heads and transposed."""
+    return x.detach().transpose(0, -2).contiguous().transpose(0, -2)
 
 
 def _check_strides(probe: _Probe, rotation: Rotation) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ... import functional
 from ...forms import COS_SIN, HALF, Rotation, entries, signature
+from ...functional.tables import Tables, rotate_by
 from ...ops import route, schema
 from ...ops.run import run_packed
-from ._candidate import Candidate
+from ._candidate import Bits, Candidate
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -79,13 +79,11 @@ class _Call:
             and _source(candidate.rotation) is not None
         )
 
-    def rounding(
+    def bits_of(
         self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
-    ) -> tuple[str, str] | None:
-        """The roundings of a call, forward and backward; None if the original must run it."""
-        if self.once:
-            return "once", "once"
-        return self.candidate.rounding(dtype, table_dtype, needs_grad)
+    ) -> Bits | None:
+        """How to run a call; None if the original must run it."""
+        return Bits() if self.once else self.candidate.bits_of(dtype, table_dtype, needs_grad)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
         """Arguments by name; None if one of them was not tried."""
@@ -151,11 +149,10 @@ class _Call:
                 return None
             if 0 in other:
                 return None
-        # Results have the dtype of x here, so whatever rounding there is holds for gradients too.
-        rounding = self.rounding(dtype, table_dtype, needs_grad=True)
-        if rounding is None:
+        bits = self.bits_of(dtype, table_dtype, needs_grad=True)
+        if bits is None:
             return None
-        forward, back = map(schema.ROUNDINGS.index, rounding)
+        forward, back = map(schema.ROUNDINGS.index, bits.rounding)
         options = schema.Options(
             layout=schema.LAYOUTS.index("bhsd" if heads == 1 else "bshd"),
             start=rotation.start(shape[-1], table[-1]),
@@ -163,6 +160,8 @@ class _Call:
             source=schema.SOURCES.index(str(_source(rotation))),
             rounding=forward,
             back=back,
+            dense=bits.dense[0],
+            dense_back=bits.dense[1],
         )
         return place, heads, options.pack()
 
@@ -203,11 +202,11 @@ class _Call:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         dtype = first.dtype if self.keeps else torch.promote_types(first.dtype, cos.dtype)
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in present)
-        rounding = self.rounding(first.dtype, cos.dtype, learns)
+        bits = self.bits_of(first.dtype, cos.dtype, learns)
         pairs = candidate.rotation.pairs_of(cos.shape[-1])
-        if rounding is None or (not self.once and pairs % candidate.call.form.lanes):
+        if bits is None or (not self.once and pairs % candidate.call.form.lanes):
             return None
-        ys = _turn(present, cos, sin, candidate, dtype, rounding)
+        ys = _turn(present, cos, sin, candidate, dtype, bits)
         if ys is None:
             return None
         if flat:
@@ -254,7 +253,7 @@ def _turn(
     sin: torch.Tensor,
     candidate: Candidate,
     dtype: torch.dtype,
-    rounding: tuple[str, str],
+    bits: Bits,
 ) -> list[torch.Tensor] | None:
     """Rotate all xs by tables that broadcast against each; None if the original must run."""
     ys = []
@@ -266,7 +265,7 @@ def _turn(
                 passed, x = x[..., : tokens - rows, :], x[..., tokens - rows :, :]
             elif candidate.tokens == "suffix" and tokens < rows:
                 c, s = cos[..., rows - tokens :, :], sin[..., rows - tokens :, :]
-        y = fused(x, c, s, candidate.rotation, dtype, rounding)
+        y = fused(x, c, s, candidate.rotation, dtype, bits)
         if y is None:
             return None
         ys.append(y if passed is None else torch.cat((passed.to(dtype), y), dim=-2))
@@ -307,14 +306,14 @@ def fused(
     sin: torch.Tensor,
     rotation: Rotation,
     dtype: torch.dtype,
-    rounding: tuple[str, str],
+    bits: Bits,
 ) -> torch.Tensor | None:
     """Rotate one x with the operator; None if it does not take these tensors.
 
     Args:
         cos, sin: tables that broadcast against x.
         dtype: the dtype of the result.
-        rounding: where to round, forward and backward.
+        bits: where to round, and the strides of the results.
     """
     dims = x.dim()
     if (
@@ -337,16 +336,14 @@ def fused(
     start = rotation.start(channels, cos.shape[-1])
     cos, sin, tables = _arranged(cos, sin, rotation)
     try:
-        y, _ = functional.apply_rotary_pos_emb(
+        (y,) = rotate_by(
             x.to(dtype),
             None,
-            cos,
-            sin,
-            heads,
-            interleaved=rotation.pairs != HALF,
-            tables=tables,
-            start=start,
-            rounding=rounding,
+            Tables(
+                *(cos, sin, heads, rotation.pairs != HALF, tables, start),
+                rounding=bits.rounding,
+                dense=bits.dense,
+            ),
         )
     except (TypeError, ValueError):
         return None
