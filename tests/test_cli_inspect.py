@@ -108,7 +108,7 @@ def test_parts_with_and_without_a_rotation(tmp_path: Path) -> None:
     output = run(path)[1]
     assert "\ntext_config\n" in output
     assert "\nvision_config\n" in output
-    assert "The positions for these errors have equal coordinates." in output
+    assert "These errors are at positions whose coordinates are all equal." in output
     assert "vision_config" not in run(path, "--section", "text_config")[1]
 
 

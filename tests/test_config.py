@@ -472,7 +472,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "sections of another sum": (
         {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [8, 8, 8]}}, {}, ValueError,
-        "[RopeSpec] axes must assign the 64 pairs that rotate but got 24; rotary_dim=48 would fit.",
+        "[RopeSpec] axes must have one entry for each of the 64 pairs that rotate but got 24; rotary_dim=48 would fit.",
     ),
     "keys beside layer types": (
         {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}, "rope_theta": 2.0}}, {},

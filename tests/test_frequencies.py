@@ -825,7 +825,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "given: a tensor": (
         lambda: Given(torch.ones(2)),  # type: ignore[arg-type]
         TypeError,
-        "[Given] inv_freq must be nested numbers; call Given.of (inv_freq: float32[2]).",
+        "[Given] inv_freq must hold numbers but got a tensor; call Given.of (inv_freq: float32[2]).",
     ),
     "given of integers": (
         lambda: Given.of(torch.ones(2, dtype=torch.int64)),

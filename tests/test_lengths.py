@@ -912,38 +912,38 @@ BEYOND = "give the length of the whole sequence"
 # Positions of three tokens in two rows, a length that is too small, the error, and a length that is
 # right. Rows of 12 tokens are far below the original length.
 PASSED: dict[str, tuple[positions.PositionsLike, Any, str, Any]] = {
-    "nothing": (None, 2, "3, the last position + 1, but got 2", 3),
-    "an offset": (9, 3, "12, the last position + 1, but got 3", 12),
-    "an offset, one row of two": (9, [12, 11], "12, the last position + 1 of row 1, but got 11", [12, 12]),
+    "nothing": (None, 2, "3, the largest position plus 1, but got 2", 3),
+    "an offset": (9, 3, "12, the largest position plus 1, but got 3", 12),
+    "an offset, one row of two": (9, [12, 11], "12, the largest position of row 1 plus 1, but got 11", [12, 12]),
     "a tensor of lengths": (
-        9, torch.tensor([11, 12]), "12, the last position + 1 of row 0, but got 11", torch.tensor([12, 12])
+        9, torch.tensor([11, 12]), "12, the largest position of row 0 plus 1, but got 11", torch.tensor([12, 12])
     ),
-    "a long one": (6000, 6002, "6003, the last position + 1, but got 6002", 6003),
+    "a long one": (6000, 6002, "6003, the largest position plus 1, but got 6002", 6003),
     "ids": (
         torch.tensor([9, 11, 10]), 11,
-        "12, the last position + 1, but got 11; " + BEYOND + " (positions: int64[1, 1, 3])", 12,
+        "12, the largest position plus 1, but got 11; " + BEYOND + " (positions: int64[1, 1, 3])", 12,
     ),
     "ids of rows": (
         torch.tensor([[0, 1, 2], [0, 11, 1]]), [9, 9],
-        "12, the last position + 1 of row 1, but got 9; " + BEYOND + " (positions: int64[1, 2, 3])",
+        "12, the largest position of row 1 plus 1, but got 9; " + BEYOND + " (positions: int64[1, 2, 3])",
         [9, 12],
     ),
     "fractions": (
         torch.tensor([0.0, 1.0, 11.25]), 12,
-        "13, the last position + 1, but got 12; " + BEYOND + " (positions: float32[1, 1, 3])", 13,
+        "13, the largest position plus 1, but got 12; " + BEYOND + " (positions: float32[1, 1, 3])", 13,
     ),
     "offsets of rows": (
         positions.per_row(torch.tensor([9, 0])), 11,
-        "12, the last position + 1 of row 0, but got 11; " + BEYOND + " (positions: int64[1, 2, 1])",
+        "12, the largest position of row 0 plus 1, but got 11; " + BEYOND + " (positions: int64[1, 2, 1])",
         [12, 3],
     ),
     "a pack": (
         positions.explicit(positions.packed(torch.tensor([0, 1, 3]), torch.tensor([3, 20]))), 21,
-        "22, the last position + 1, but got 21; " + BEYOND + " (positions: int64[1, 1, 3])", 22,
+        "22, the largest position plus 1, but got 21; " + BEYOND + " (positions: int64[1, 1, 3])", 22,
     ),
     "far ids": (
         positions.Positions(torch.tensor([[[2**31 - 1] * 3]], dtype=torch.int32), 10, add_index=False), 5,
-        f"{2**31 + 10}, the last position + 1, but got 5; " + BEYOND + " (positions: int32[1, 1, 3])",
+        f"{2**31 + 10}, the largest position plus 1, but got 5; " + BEYOND + " (positions: int32[1, 1, 3])",
         2**31 + 10,
     ),
 }  # fmt: skip
@@ -995,9 +995,7 @@ def test_a_prepared_rotation_checks_every_call(rule: str, layout: str) -> None:
     for tokens in (3, 3, 1, 0, 3):
         turn(tokens)
         for many in (4, 400):
-            text = (
-                f"seq_len must be at least {9 + many}, the last position + 1, but got 12; {BEYOND}"
-            )
+            text = f"seq_len must be at least {9 + many}, the largest position plus 1, but got 12; {BEYOND}"
             with refused(ValueError, f"[rotate_] {text}."):
                 turn(many)
 
@@ -1019,13 +1017,13 @@ def test_ids_that_change_are_compared_again(rule: str) -> None:
     for _ in range(2):
         with refused(
             ValueError,
-            "[rotate] seq_len must be at least 13, the last position + 1 of row 1, but got 12; "
+            "[rotate] seq_len must be at least 13, the largest position of row 1 plus 1, but got 12; "
             f"{BEYOND} (positions: int64[1, 2, 1]).",
         ):
             rotate(x, ramps)
         with refused(
             ValueError,
-            f"[rotate] seq_len must be at least 13, the last position + 1, but got 12; {BEYOND} "
+            f"[rotate] seq_len must be at least 13, the largest position plus 1, but got 12; {BEYOND} "
             "(positions: int64[1, 1, 3]).",
         ):
             rotate(x, written)
@@ -1051,7 +1049,7 @@ def test_checks_do_not_wait_for_a_device(rule: str) -> None:
     rotate(x, spec, ids.to("meta"), seq_len=3)
     rotate(x, spec, 9, seq_len=torch.tensor(3, device="meta"))
     rotate(x, spec, positions.per_row(torch.tensor([9, 9], device="meta")), seq_len=3)
-    text = f"seq_len must be at least 12, the last position + 1, but got 3; {BEYOND}"
+    text = f"seq_len must be at least 12, the largest position plus 1, but got 3; {BEYOND}"
     with refused(ValueError, f"[rotate] {text}."):
         rotate(x, spec, 9, seq_len=3)
     with refused(ValueError, f"[rotate] {text} (positions: int64[1, 1, 3])."):
@@ -1063,7 +1061,7 @@ def test_checks_do_not_wait_for_a_device(rule: str) -> None:
     rotate(x, rope)
     with refused(
         ValueError,
-        "[rotate] seq_len must be at least 13, the last position + 1, but got 12; "
+        "[rotate] seq_len must be at least 13, the largest position plus 1, but got 12; "
         f"{BEYOND} (positions: int64[1, 1, 1]).",
     ):
         rotate(torch.empty(2, 1, 4, 12, device="meta"), rope)

@@ -854,7 +854,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "axes of other pairs": (
         lambda: RopeSpec(8, axes=Axes.blocks((1, 1))),
         ValueError,
-        "[RopeSpec] axes must assign the 4 pairs that rotate but got 2; rotary_dim=4 would fit.",
+        "[RopeSpec] axes must have one entry for each of the 4 pairs that rotate but got 2; rotary_dim=4 would fit.",
     ),
     "axes twice": (
         lambda: RopeSpec(

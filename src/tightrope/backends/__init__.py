@@ -42,8 +42,8 @@ def which(x: torch.Tensor) -> tuple[str, str | None]:
 
     Returns:
         The name of the backend; and for each faster backend the reason why it is not used, or None
-        if there is no faster one. Backends for other device types are left out, unless no backend
-        is made for the type of x.
+        if there is no faster one. If a backend serves the device type of x, those that serve only
+        other types are left out.
 
     >>> name, reason = which(torch.zeros(1, 1, 4, 8))
     """

@@ -14,7 +14,7 @@ from ..workbench.environment import Environment
 from ..workbench.text import duration
 from ._tables import titled
 
-# Beginnings of the reasons that are reported before all others.
+# If a contender has several reasons, one that begins like this is reported.
 _FAULTS = ("its result is off", "it failed")
 
 # Names that are too long for a column heading -> their short forms.
@@ -100,8 +100,8 @@ def print_results(
     console.print(
         f"Medians of {document['rounds']} interleaved rounds"
         + (f", median of {document['runs']} runs" if document["runs"] > 1 else "")
-        + "; q 32 and k 8 heads x 128, as transposed views; a copy is neg_ in place, "
-        "otherwise clone."
+        + "; unless a case states otherwise, q has 32 heads and k 8, of 128 channels, as transposed "
+        "views; a copy is neg_ for calls in place, otherwise clone."
     )
 
 

@@ -17,10 +17,10 @@ from ..workbench.text import duration
 from ._tables import facts, titled
 
 _METHOD = (
-    f"Medians over {RUNS} runs of interleaved calls in random order, on transposed views, as models "
-    "pass them; for sequences of 1024 tokens and more, caches are flushed before each call. Eager is "
-    "out of place with tables in the dtype of x. The floor reads and writes each byte once: neg_ in "
-    "place, otherwise clone."
+    f"Medians over {RUNS} runs; calls alternate in random order. q and k are transposed views, as in "
+    "models. For 1024 tokens and more, caches are flushed before each call. Eager writes new tensors "
+    "and has tables in the dtype of x. The floor reads and writes each byte once: neg_ in place, "
+    "otherwise clone."
 )
 
 
@@ -104,7 +104,7 @@ def print_sample(console: Console, results: Results) -> None:
     title = f"The tightrope model continues {sample.prompt!r}, temperature {sample.temperature:g}"
     console.print(Panel(Text(text), title=Text(title), title_align="left"))
     console.print(
-        "Decoded token by token at integer offsets with cached keys; its logits and those of one "
+        "Decoded token by token at integer offsets with cached keys; these logits and those of one "
         f"pass over the whole text differ by at most {sample.logit_difference:.1e}.\n"
     )
 
@@ -187,7 +187,7 @@ def print_contest(console: Console, contest: Contest) -> None:
     if past[ours.name] is not None and past[plain.name] is not None:
         lines["past training"] = (
             f"windows are {TIMES_LONGER} times as long as in training; the loss per byte "
-            f"after the first {context} bytes differs from that before by {past[plain.name]:+.3f} nats "
+            f"after the first {context} bytes differs from that of these bytes by {past[plain.name]:+.3f} nats "
             f"({plain.name}) and {past[ours.name]:+.3f} ({ours.name})"
         )
     halves = sorted(distance for pair in contest.half_distances for distance in pair)

@@ -161,7 +161,7 @@ def _print_exactness(console: Console, part: PartReport) -> None:
         "float16 rounding.",
     )
     if part.spec.axis_count > 1:
-        _line(console, "The positions for these errors have equal coordinates.")
+        _line(console, "These errors are at positions whose coordinates are all equal.")
 
 
 def _reach(reach: int) -> str:

@@ -71,7 +71,9 @@ def bench(
 
     Each round calls the contenders alternately, in a new random order; medians are compared.
 
-    Caches are flushed before each call of a long case. A contender with wrong results is not timed.
+    Caches are flushed before each call, except in decode and warm cases.
+
+    A contender with wrong results is not timed.
 
     Takes a few minutes; Ctrl-C stops early and keeps the results so far.
 

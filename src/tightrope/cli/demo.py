@@ -68,13 +68,15 @@ def demo(
     ] = Path("tightrope-demo"),
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Train exactly this many steps, unless --seconds ends it first."),
+        typer.Option(
+            min=1, help="Stop training after this many steps, or earlier after --seconds."
+        ),
     ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
             min=0.1,
-            help="Seconds to train the first two models; the second two get about half of it. By "
+            help="Seconds to train the first two models; the other two get about half of that. By "
             "default 75; with --steps, no limit.",
         ),
     ] = None,

@@ -1,7 +1,7 @@
 """Facts about RoPE that only the modeling code of a family contains, not its configurations.
 
-A table, ``model_type`` -> :class:`Family`; each entry names the code that it was read from. Config
-files do not give the pairing of channels, the slice of a head that rotates or the layers without RoPE.
+A table, ``model_type`` -> :class:`Family`; each entry names the code that it was read from. Many
+configurations do not give the pairing of channels, the rotated slice or the layers without RoPE.
 `tests/test_config_transformers.py` runs the named functions of the installed transformers and compares their
 pairing with this table.
 """
@@ -208,7 +208,7 @@ FAMILIES: dict[str, Family] = {
     "esm": _half("esm", base=10000.0, needs_position_type=True),
     # --- no RoPE, or none that a spec can express ---
     "baichuan": _none(
-        "its 7B rotates with a constant of its code and its 13B uses ALiBi, under one model_type"
+        "the base of its 7B is only in its code, and its 13B, of the same model_type, uses ALiBi"
     ),
     "bert": _none("it adds learned positions"),
     "bloom": _none("it uses ALiBi"),
@@ -225,7 +225,7 @@ FAMILIES: dict[str, Family] = {
     "opt": _none("it adds learned positions"),
     "qwen": _none("its scaling by logarithms of the length is not one of the rules here"),
     "t5": _none("it adds a bias that depends on the distance"),
-    "vjepa2": _none("its code repeats frequencies by halves and pairs neighbours"),
+    "vjepa2": _none("its tables repeat frequencies by halves, but its code pairs neighbours"),
 }
 
 # (model_type, section without its own model_type) -> the family of the section.

@@ -41,7 +41,7 @@ def is_meta(values: Mapping[str, Any]) -> bool:
 
 
 def meta(values: Mapping[str, Any]) -> Source:
-    """Read Meta's ``params.json``: interleaved pairing; a switch in place of a rope section."""
+    """Read Meta's ``params.json``: pairs are interleaved; ``use_scaled_rope`` replaces a rope section."""
     fourth = "moe_args" in values or "nope_layer_interval" in values
     family = Family(True, _META, layers="no_rope_layers" if fourth else None)
     outer = {
@@ -205,7 +205,7 @@ def gguf(values: Mapping[str, Any]) -> Source:
     sizes = values.get(f"{arch}.rope.dimension_sections")
     read.add(f"{arch}.rope.dimension_sections")
     if sizes is not None:
-        # Four entries, of which the models so far do not use the last.
+        # llama.cpp writes four entries; the last has been 0 for all models so far.
         tail = isinstance(sizes, list | tuple) and len(sizes) == 4 and sizes[3] == 0
         outer["mrope_section"] = sizes[:3] if tail else sizes
         spelled["mrope_section"] = f"{arch}.rope.dimension_sections"

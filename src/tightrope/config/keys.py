@@ -1,4 +1,4 @@
-"""The keys that configurations use for each fact about RoPE, and the keys that do not affect it."""
+"""The keys that configurations use for each fact about RoPE, and keys that do not affect the rotation."""
 
 from __future__ import annotations
 
@@ -70,13 +70,16 @@ INERT: dict[str, str] = {
 INERT_VALUES: dict[tuple[str, object], str] = {
     ("extrapolation_factor", 1): "weight of YaRN's ramp; 1 is the paper's",
     ("attn_factor", 1): "multiplies the factor on the rotated channels",
-    ("apply_yarn_scaling", True): "vLLM's switch for that factor, on",
+    (
+        "apply_yarn_scaling",
+        True,
+    ): "vLLM's switch for the factor on the rotated channels; True is on",
 }
 
 # --- keys of the outer level that look like keys about RoPE ---
 
 # Keys that do not affect the rotation -> why. Any other unknown key is an error if one of its words begins
-# with rope, mrope or rotary, or is theta: otherwise a misspelt key would silently become a default.
+# with rope, mrope or rotary, or is theta: if misspelt keys were ignored, defaults would apply silently.
 INERT_OUTSIDE: dict[str, str] = {
     "apply_rope_fusion": "which kernel runs",
     "attention_rope_fusion": "which kernel runs",

@@ -172,7 +172,8 @@ def _only_nested(source: Source, flat: Entries, layers: tuple[str, ...] | None) 
 
 
 def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
-    # Llama 4, SmolLM3: a list with 1 for each layer with RoPE, or every n-th layer has none.
+    # Llama 4, SmolLM3: a list with 1 for each layer with RoPE and 0 for the others; or an interval n,
+    # and every n-th layer has no RoPE.
     rotates = source.values.get("no_rope_layers")
     if rotates is not None and not isinstance(rotates, list | tuple):
         path = source.shown("no_rope_layers")
@@ -187,7 +188,7 @@ def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) ->
 
 
 def _by_interval(source: Source, key: str, every: str, others: str) -> tuple[str, ...] | None:
-    """The type of each layer if every n-th one differs; None if the config does not give n."""
+    """The type of each layer if every n-th one differs; None if n or their number is missing."""
     interval, count = source.values.get(key), source.values.get("num_hidden_layers")
     if not isinstance(interval, int) or not isinstance(count, int) or interval < 1:
         return None

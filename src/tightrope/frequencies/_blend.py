@@ -115,7 +115,7 @@ class YaRN(Rule):
         factor, exact = Decimal(self.factor), []
         for k, omega in enumerate(default(rotary_dim, base).exact):
             t = min(max((k - low) / (high - low), Decimal(0)), Decimal(1))
-            # Outside the ramp nothing is blended, so that these phase words are exact.
+            # Outside the ramp nothing is blended, so phase words equal those of default or Linear.
             exact.append(
                 omega if t == 0 else omega / factor if t == 1 else omega * (1 - t + t / factor)
             )
@@ -173,8 +173,8 @@ class Llama3(Rule):
 
     Kept pairs have the exact phase words of the default rule, divided ones those of :class:`Linear`.
 
-    Details that implementations get wrong: ``original_max_position`` is 8192, the length before the
-    extension, not the 131072 of ``max_position_embeddings``; the blend is linear in r, whereas
+    Details that implementations get wrong: for Llama 3.1 ``original_max_position`` is 8192, the length
+    before the extension, not the 131072 of ``max_position_embeddings``; the blend is linear in r, whereas
     YaRN's is linear in the pair index; and there is no factor on the rotated channels.
 
     Args:

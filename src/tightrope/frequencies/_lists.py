@@ -26,7 +26,7 @@ class LongRoPE(Rule):
 
     ω'_k = ω_k / short_factor[k] up to the length L0 = ``original_max_position``, and
     ω_k / long_factor[k] for every longer sequence. The factor on the rotated channels is
-    ``attention_factor`` if given; ``short_mscale`` and ``long_mscale`` if given; and otherwise
+    ``attention_factor`` if given; else ``short_mscale`` or ``long_mscale`` if given; else
     √(1 + ln(factor) / ln(L0)), or 1 for factor <= 1.
 
     Details that implementations get wrong: the length of the row itself selects the set, not the
@@ -41,7 +41,7 @@ class LongRoPE(Rule):
         original_max_position: L0, the training length.
         factor: longest length divided by L0.
         attention_factor: factor on the rotated channels, for all lengths.
-        short_mscale, long_mscale: factor on the rotated channels, up to L0 and above.
+        short_mscale, long_mscale: factor on the rotated channels, for lengths up to L0 and above.
 
     Raises:
         ValueError, TypeError: parameters out of range; lists that are not one number per pair;
@@ -191,7 +191,7 @@ class Given(Rule):
     @classmethod
     @public("Given.of")
     def of(cls, inv_freq: torch.Tensor) -> Given:
-        """Copy the current values of a floating tensor on any device.
+        """Make the rule from the current values of a floating-point tensor on any device.
 
         >>> Given.of(torch.tensor([1.0, 0.25]))
         Given(inv_freq=(1.0, 0.25))
@@ -226,7 +226,9 @@ def _frozen(values: Any) -> Any:
             raise bad_value(f"inv_freq must be finite but got {omega}")
         return omega
     if isinstance(values, torch.Tensor):
-        raise bad_type("inv_freq must be nested numbers; call Given.of", inv_freq=values)
+        raise bad_type(
+            "inv_freq must hold numbers but got a tensor; call Given.of", inv_freq=values
+        )
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise bad_type(f"inv_freq must hold numbers but got {values!r}")
     return tuple(_frozen(value) for value in values)

@@ -36,7 +36,7 @@ def default(rotary_dim: int, base: float) -> Frequencies:
 def _row(pairs: int, step: Decimal) -> tuple[Decimal, ...]:
     """Return the geometric row ``exp(k · step)``.
 
-    It needs one exponential; each product adds an error of one unit in the sixtieth digit.
+    It needs one exponential; each product adds an error of at most one unit in the sixtieth digit.
     """
     ratio, omega = step.exp(), Decimal(1)
     row = []
@@ -114,7 +114,7 @@ class NTK(Rule):
 
 
 def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, ...]:
-    """Return the row of the base base · scale^(d/(d−2)): ω_k = base^(−2k/d) · scale^(−2k/(d−2))."""
+    """Return the geometric row ω_k = base^(−2k/d) · scale^(−2k/(d−2)): its base is base · scale^(d/(d−2))."""
     if rotary_dim == 0:
         return ()
     step = Decimal(base).ln() * -2 / rotary_dim
@@ -177,7 +177,7 @@ class DynamicNTK(Rule):
     def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Compute the frequencies in float64, with a relative error of at most 1e-15 · (4 + 2 ln scale).
 
-        That is 4e-14 for scales up to 1e7.
+        That is at most 4e-14 for scales up to 1e7.
         """
         excess = (lengths - self.original_max_position) / self.original_max_position
         logarithm = torch.log1p(self.factor * excess)[:, None]
@@ -194,9 +194,9 @@ class Proportional(Rule):
     ω_k = base^(−2k/d) / factor for the first ``rotary_fraction · d / 2`` pairs, rounded down, and 0
     for the others; d is the whole width, over which channels are paired.
 
-    Details that implementations get wrong: this is not partial rotation. The exponent of the rotating pairs
-    has the denominator d of the whole width, and channel i is paired with i + d/2 instead of within
-    a narrower slice. So a spec with this rule has ``rotary_dim`` = the width of the head.
+    Details that implementations get wrong: this is not partial rotation. The exponents of the rotating pairs
+    have the whole width d as denominator, and channel i is paired with i + d/2, not within a narrower
+    slice. So a spec with this rule has ``rotary_dim`` = the width of the head.
 
     Args:
         rotary_fraction: fraction of the pairs that rotate, from 0 to 1. ``rotary_fraction · d`` is rounded

@@ -36,7 +36,7 @@ class Frequencies:
     """The result of a frequency rule.
 
     Attributes:
-        exact: angular frequency of each pair in radians per position, to 60 digits; flat.
+        exact: angular frequency of each pair in radians per position, to 60 digits; flattened.
         attention_scaling: factor on the rotated channels (YaRN, LongRoPE); 1.0 for most rules.
         shape: the shape that ``exact`` flattens: None for ``(pairs,)``, else ``(heads, pairs)`` or
             ``(axes, heads, pairs)``.
@@ -150,7 +150,7 @@ class Rule:
         It runs under :data:`CONTEXT`, so plain decimal arithmetic has 60 digits.
 
         Args:
-            rotary_dim: even and at least 2.
+            rotary_dim: even; 0 if no channel rotates.
             base: positive.
             seq_len: None, or a length above the original one.
         """

@@ -103,7 +103,7 @@ def canonical(positions: PositionsLike) -> Positions:
 
     Raises:
         TypeError: a type or dtype that cannot be a position (bool, 16-bit floats, ...).
-        ValueError: ids of another rank.
+        ValueError: ids of another shape, or an offset that does not fit in 64 bits.
 
     >>> canonical(7)
     Positions(ids=None, offset=7, add_index=True)
@@ -148,7 +148,7 @@ def check_dtype(ids: object) -> None:
     if not isinstance(ids, torch.Tensor):
         raise bad_type(f"positions must be a tensor but got {describe(ids)}")
     if ids.dtype not in DTYPES:
-        # 16-bit floats cannot count past 256 or 2048, and a bool is probably a mask.
+        # bfloat16 cannot count past 256, nor float16 past 2048; a bool tensor is probably a mask.
         raise bad_type("positions must be int32, int64, float32 or float64", positions=ids)
     check_dense("positions", ids)
     check_local("positions", ids)

@@ -95,10 +95,10 @@ def left_padded(
 ) -> Positions:
     """Return positions of left-padded rows, which all end together.
 
-    The first real token of each row is at 0. Give either a mask or lengths. A mask may have padding
-    anywhere: the position of a real token is the number of real tokens before it. Padding tokens are
-    at 0 if given by a mask, and at negative positions if given by lengths; their positions do not
-    matter, since attention must mask them.
+    The first real token of each row is at 0. Give either a mask, or lengths and total. A mask may have
+    padding anywhere: the position of a real token is the number of real tokens before it. Padding is at
+    position 0 with a mask, and at negative positions with lengths; neither matters, since attention must
+    mask padding.
 
     Args:
         attention_mask: bool, or integers 0 and 1, ``(rows, tokens)``; true for real tokens.
@@ -107,11 +107,11 @@ def left_padded(
         total: length of the padded rows; only with ``lengths``.
 
     Raises:
-        ValueError: neither or both, shapes that do not fit, and on the CPU masks and lengths with
-            impossible values.
+        ValueError: neither a mask nor lengths and total, or both; a tensor with the wrong number of
+            dimensions; on the CPU also impossible values.
         TypeError: a floating mask, or lengths that are not integers.
 
-    Source: a mask gives the same as generation in transformers: cumsum − 1, and 0 for padding.
+    Source: positions from a mask are those of ``generate`` in transformers: cumsum − 1, and 0 for padding.
 
     >>> left_padded(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).ids.tolist()
     [[[0, 0, 0, 1], [0, 1, 2, 3]]]

@@ -50,8 +50,8 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
 
     Args:
         parts: positions with an id per token (:func:`explicit` makes them), all with the same number
-            of axes. Along tokens: the same number of rows, or one row. Along rows: the same
-            number of tokens, or offsets per row in all parts.
+            of axes. Along tokens, all parts with more than one row have the same number of rows. Along
+            rows, all have the same number of tokens; or all have one offset per row (:func:`per_row`).
         along: "tokens" or "rows".
 
     >>> concatenate([torch.tensor([0]), torch.tensor([7, 8])]).ids.tolist()
@@ -120,8 +120,8 @@ def shard(
         Positions of ``tokens / size`` tokens. A contiguous shard of 0..n-1, of an offset or of
         offsets per row only changes the offset, and allocates nothing.
 
-    Source: Llama 3 (arXiv 2407.21783), section 3.3.2, and TransformerEngine's context parallelism,
-    also for packed sequences.
+    Source: Llama 3 (arXiv 2407.21783), section 3.3.2; packed sequences: TransformerEngine's context
+    parallelism.
 
     >>> shard(None, 1, 4, tokens=16)
     Positions(ids=None, offset=4, add_index=True)
@@ -187,8 +187,8 @@ def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) 
     begin = own.index_select(0, sequence)
     half = (own.index_select(0, sequence + 1) - begin) // 2
     place = place - begin
-    # The first half of the part is chunk `rank` of the sequence. The second is chunk
-    # 2·size − 1 − rank; it lies one chunk into the part already, so it moves by one chunk less.
+    # The first half of the part is chunk `rank` of the sequence; the second is chunk
+    # 2·size − 1 − rank. The second starts one chunk into the part, so it moves by one chunk less.
     moved = torch.where(place < half, rank * half, (2 * size - 2 - rank) * half)
     return (cu_seqlens.index_select(0, sequence) + place + moved).to(torch.int64)
 

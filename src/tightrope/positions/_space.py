@@ -21,7 +21,7 @@ def multi_axis(ids: torch.Tensor) -> Positions:
 
     Args:
         ids: int32, int64, float32 or float64, shape ``(axes, tokens)`` or ``(axes, rows, tokens)``;
-            the latter is ``position_ids`` of a multimodal model in transformers.
+            the latter is the shape of ``position_ids`` in multimodal models of transformers.
 
     >>> multi_axis(torch.zeros(2, 9, dtype=torch.int64)).ids.shape
     torch.Size([2, 1, 9])
@@ -43,7 +43,7 @@ def text(
             not copied.
         axes: number of coordinates.
         device: device of the rotated tensors, used if ``positions`` is None or an int. Without it,
-            each rotation copies one number to its device.
+            the ids are on the CPU, and each rotation on another device copies them there.
 
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
 
@@ -83,16 +83,16 @@ def grid(
             pair for each axis. The coordinate of cell ``i`` of ``n`` is the middle of the ``i``-th of
             ``n`` equal parts, ``low + (high − low)·(i + 1/2)/n``.
         ends: with span: put the first cell at low and the last at high, like linspace.
-        merge: tokens come in blocks of ``merge`` cells along each axis (one number, or one for each
-            axis), row-major among blocks and within each; for models that merge such blocks
-            later.
+        merge: number of cells of a block along each axis: one number, or one for each axis. The
+            tokens of a block follow each other in row-major order, and so do the blocks; for models
+            that later merge each block into one token.
         device: device of the rotated tensors.
 
     Returns:
         Positions ``[axes, 1, tokens]``.
 
-    Source: a normalised grid: DINOv3 (arXiv 2508.10104), which rotates by 2π per unit, so its span is
-    ``(-2π, 2π)``; merged blocks: Qwen2-VL (arXiv 2409.12191).
+    Source: span: DINOv3 (arXiv 2508.10104), whose coordinates from -1 to 1 are multiplied by 2π, so its
+    span is ``(-2π, 2π)``; merge: Qwen2-VL (arXiv 2409.12191).
 
     >>> grid(2, 3).ids.tolist()
     [[[0, 0, 0, 1, 1, 1]], [[0, 1, 2, 0, 1, 2]]]
@@ -169,14 +169,15 @@ def mrope(
 
     Args:
         segments: content of the row, in order: an int for that many text tokens; ``(t, h, w)`` for
-            an image (t = 1) or a video, in cells after merging; ``(t, h, w, time_step)`` if a frame
-            takes ``time_step`` positions in time, rounded down (Qwen2.5-VL: tokens per second times
-            seconds per frame). For a model that puts its frames between text, like Qwen3-VL, give one
+            an image (t = 1) or a video, in cells after merging; ``(t, h, w, time_step)`` if frame ``i``
+            starts ``i · time_step`` positions after the first one, rounded down (Qwen2.5-VL: tokens
+            per second times seconds per frame). For a model that puts its frames between text, like Qwen3-VL, give one
             ``(1, h, w)`` per frame.
         start: first position of the row, on all axes.
         next_from: "all": the segment after an image or a video starts after its largest coordinate on
-            any axis, as in the paper and the models' own code. "space": it starts after the height
-            and width, ignoring time, as in transformers 5. The two differ only for long videos.
+            any axis, as in the paper and the models' own code. "space": it starts after the largest
+            coordinate in height and width, as in transformers 5. The two differ only for videos
+            whose coordinates in time are larger than those in height and width.
         device: device of the rotated tensors.
 
     Returns:
@@ -204,9 +205,9 @@ def mrope(
 
 @public("mrope_next")
 def mrope_next(segments: Iterable[Segment], *, start: int = 0, next_from: str = "all") -> int:
-    """Return the position, on all axes, of the next token to generate after those of :func:`mrope`.
+    """Return the position, on all axes, of the first token to generate after the segments of :func:`mrope`.
 
-    This is one past the largest coordinate. Subtract the number of tokens to get ``rope_deltas`` of
+    It is one past the largest coordinate. Subtract the number of tokens to get ``rope_deltas`` of
     transformers.
 
     Args: see :func:`mrope`.

@@ -12,8 +12,8 @@ from .._tracing import is_tracing, may_keep
 
 T = TypeVar("T")
 
-# The key of a value for one spec and device: a length above the original one, None for all other
-# lengths, or a name.
+# The key of a value for one spec and device: a sequence length above the rule's original length, None
+# for all other lengths, or a name.
 Key: TypeAlias = "int | str | None"
 
 # Decoding with a rule that depends on the length makes one value per token, so entries for lengths are
@@ -34,7 +34,7 @@ class DeviceCache:
     def get(self, device: torch.device, key: Key, make: Callable[[torch.device, Any], T]) -> T:
         """Return the cached value, or make it.
 
-        Under fake tensors and functorch transforms the value is always made anew; Dynamo uses the
+        Under fake tensors and functorch transforms the value is always made anew; Dynamo reads the
         cache.
 
         Args:

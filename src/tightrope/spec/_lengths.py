@@ -127,8 +127,8 @@ def passed(
         tokens: number of tokens per row, which matters if ``add_index``.
 
     Returns:
-        Index of the row (None if there is one length and one row of positions), its last position + 1,
-        and its stated length; None if there is no such row.
+        Index of the row (None if there is one length and one row of positions), its largest position
+        + 1, and its stated length; None if there is no such row.
     """
     lengths, ids = limits
     if tokens == 0 or (ids is not None and 0 in ids.shape):
@@ -148,7 +148,7 @@ def passed(
 
 
 def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
-    """Return the length of each row: its largest coordinate on any axis, plus 1.
+    """Return the length of each row, its largest coordinate on any axis plus 1; None without tokens.
 
     Args:
         where: positions with an id per token.
@@ -156,8 +156,8 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
         rule: the frequency rule; up to its original length all frequencies are the same.
 
     Raises:
-        ValueError: a row beyond that length in which positions start again, so that no single length
-            is right for it.
+        ValueError: no single length is right for a row: its positions start again and it is longer than
+            the original length, or it is packed and its ids cannot be read.
     """
     if ids.shape[2] == 0:
         return None
@@ -170,7 +170,7 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
                 back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)
             )
     else:
-        # The lengths are unknown. For packed rows, no single length can be right.
+        # Lengths that cannot be read may exceed the original one, so packed rows are refused.
         fits = not where.packed
     if fits:
         return lengths
@@ -202,7 +202,7 @@ def _ends(ids: torch.Tensor, more: int) -> list[int]:
 
 
 def _known(lengths: list[int]) -> tuple[int, ...]:
-    """Clamp lengths from a tensor; a row that ends before position 0 has length 0."""
+    """Clamp lengths to [0, _LONGEST]; a row that ends before position 0 has length 0."""
     if lengths and (min(lengths) < 0 or max(lengths) > _LONGEST):
         lengths = [min(max(length, 0), _LONGEST) for length in lengths]
     return tuple(lengths)

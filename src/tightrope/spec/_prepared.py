@@ -78,12 +78,12 @@ class PreparedRotation:
         ids, offset, add_index: see :class:`tightrope.positions.Positions`.
         device: the device that rotated tensors must be on.
         memo: see :class:`Memo`.
-        amplitude_hex: :attr:`amplitude` as a hexadecimal string: the compiler would make a float a symbol.
+        amplitude_hex: :attr:`amplitude` as a hexadecimal string: the compiler would turn a float into a symbol.
         rows: number of rows that have lengths of their own; 1 if all rows share one.
         awaits: the source of phase words if they depend on the number of tokens, which is not known
             yet; else None. See :meth:`for_tokens`.
         made_from: the spec, or None if there is not exactly one; for comparisons.
-        snapshot: the ids from which the lengths of rows were read; None if none were.
+        snapshot: the state of the ids when row lengths were read from them; None if they were not.
         limit: the lengths that the caller stated, if positions can be compared with them.
     """
 
@@ -113,7 +113,7 @@ class PreparedRotation:
         return float.fromhex(self.amplitude_hex)
 
     def for_tokens(self, tokens: int) -> PreparedRotation:
-        """Return the rotation for rows of this length: self, unless phase words depend on the length.
+        """Return the rotation for rows with this number of tokens: self, unless :attr:`awaits` is set.
 
         Args:
             tokens: number of tokens per row.
@@ -180,11 +180,11 @@ class PreparedRotation:
         if found is None:
             return
         row, end, stated = found
-        of = "" if row is None else f" of row {row}"
+        of_row = "" if row is None else f" of row {row}"
         about = {} if self.ids is None else {"positions": self.ids}
         raise bad_value(
-            f"{name} must be at least {end}, the last position + 1{of}, but got {stated}; give the "
-            "length of the whole sequence",
+            f"{name} must be at least {end}, the largest position{of_row} plus 1, but got {stated}; "
+            "give the length of the whole sequence",
             **about,
         )
 

@@ -220,7 +220,7 @@ class RopeSpec:
 
     @property
     def softmax_scaling(self) -> float:
-        """The factor that the model applies to its softmax scale, and this library does not; mostly 1.0.
+        """The factor on the model's softmax scale, 1.0 for most models; this library does not apply it.
 
         See :attr:`tightrope.frequencies.YaRN.softmax_scaling`.
         """
@@ -313,8 +313,8 @@ class RopeSpec:
         Raises:
             ValueError: positions that do not fit the spec; positions beyond ``seq_len``; or, for a
                 rule that depends on the length, positions that start again within a row longer than
-                the original length, as no single length is right for it. Packed sequences that
-                cannot be read (on a device, while compiling) always raise this.
+                the original length, as no single length is right for it. Under such a rule, packed
+                sequences whose ids cannot be read (on a device, while compiling) always raise this.
             TypeError: an invalid length, whether or not the rule depends on it.
             NotImplementedError: rows of one call whose attention scaling differs, which only a
                 :class:`tightrope.frequencies.LongRoPE` with unequal mscales can give.
@@ -353,12 +353,13 @@ def _base(value: object) -> float:
     base = as_real(value)
     if base is None:
         raise bad_type(f"base must be a number but got {value!r}")
-    # A float64 holds bases up to 1e308; below 1e-18 a pair would turn 2^57 times per position.
+    # A float64 holds bases up to 1e308. Bases below 1e-18 can give frequencies above 1e18 radians per
+    # position, the limit of frequency rules.
     if not 1e-18 < base < 1e300:
         raise bad_value(
             f"base must be positive and finite, above 1e-18 and below 1e300, but got {value}"
         )
-    # Under dynamic=True the compiler makes a symbol of a default; frequencies need a number.
+    # Under dynamic=True the compiler turns the default into a symbol; frequencies need a number.
     return 10000.0 if base == 10000.0 else base
 
 
@@ -369,7 +370,7 @@ def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:
         raise bad_type(f"axes must be an Axes but got {axes!r}")
     if axes.rotary_dim != rotary_dim:
         raise bad_value(
-            f"axes must assign the {rotary_dim // 2} pairs that rotate but got "
+            f"axes must have one entry for each of the {rotary_dim // 2} pairs that rotate but got "
             f"{len(axes.pairs)}; rotary_dim={axes.rotary_dim} would fit"
         )
     if isinstance(scaling, Given) and len(scaling.shape) == 3:

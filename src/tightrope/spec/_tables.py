@@ -33,7 +33,7 @@ class Tables:
         by_length: whether phase words depend on the length of the sequence.
         axis_count: number of coordinates of a position.
         amplitude_hex: the attention scaling within the original length, as a hexadecimal string: the
-            compiler would make a symbol of a float.
+            compiler would turn a float into a symbol.
     """
 
     def __init__(self, rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None) -> None:
@@ -44,8 +44,9 @@ class Tables:
         self._axes = axes
         self._constants: tuple[Any, Any] = rule, axes
         if torch.compiler.is_dynamo_compiling():
-            # Rule and axes may have been made inside the compiled function. Such objects cannot be
-            # passed to a constant function, and in torch 2.11 no frozen dataclass can.
+            # Dynamo keeps phase words as constants. It cannot pass objects that were made inside the
+            # compiled function (in torch 2.11, any frozen dataclass) to the function that computes a
+            # constant, so classes and fields are passed.
             self._constants = (
                 None if rule is None else (type(rule), rule._values()),
                 None if axes is None else (Axes, (axes.count, axes.pairs)),

@@ -17,8 +17,8 @@ class UnreadLengths(NamedTuple):
 
     Attributes:
         beyond: phase words and turns just above the original length.
-        inv_freq: by ``rotary_dim`` (axes may differ in it), the frequencies up to the original
-            length, float64 ``[pairs]``.
+        inv_freq: the frequencies up to the original length, float64 ``[pairs]``, for each
+            ``rotary_dim``, in which axes may differ.
     """
 
     beyond: Table
@@ -35,7 +35,7 @@ class UnreadLengths(NamedTuple):
         Args:
             rule, axes: see :class:`tightrope.RopeSpec`.
             within: phase words and turns up to the original length.
-            lengths: whole numbers as float64 ``[rows]``, on the same device.
+            lengths: whole numbers as float64 ``[rows]``, on the device of these tensors.
         """
         limit = rule.original_max_position
         longer = (lengths > limit)[None, :, None, None]
@@ -44,7 +44,8 @@ class UnreadLengths(NamedTuple):
         long, long_turns = self.beyond if omega is None else words_from(omega)
         words = torch.where(longer, long, short)
         if short_turns is None and (long_turns is None or omega is not None):
-            # Frequencies computed from lengths never exceed those within the original length.
+            # Frequencies computed from lengths never exceed those within the original length, which
+            # have no whole turns.
             return words, None
         zero = torch.zeros_like(short)
         return words, torch.where(

@@ -112,7 +112,7 @@ def register() -> None:
         (schema.gate_gradients, gate_gradients),
     ):
         library.impl(operator, kernel, "CompositeExplicitAutograd")
-    # For the legacy vmap of is_grads_batched and vectorised jacobians: it ignores registered vmap rules.
+    # is_grads_batched and vectorised jacobians use torch's legacy vmap, which ignores registered vmap rules.
     for operator, kernel in (
         (schema.rotate, compose),
         (schema.rotate_extras, compose),

@@ -29,7 +29,8 @@ class Source:
 
     Attributes:
         positions: strides of the positions.
-        steps, kind: sizes and strides, and kind, of the angles.
+        steps: sizes and strides of the phase words or tables.
+        kind: constants that describe them.
         pairs, rows, heads: sizes of the phase words or tables.
         axes: number of position axes.
     """

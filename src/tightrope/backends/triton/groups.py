@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 class Steps(NamedTuple):
     """Strides of a tensor.
 
-    The strides of rows, heads and tokens are in units of 16-byte accesses if every head is aligned to
-    one (constants `VECTOR`, `GATE_VECTOR`, …), otherwise in elements.
+    The strides of rows, heads and tokens are in units of 16 bytes if every head begins at a multiple of
+    16 bytes, otherwise in elements; the constants `VECTOR`, `GATE_VECTOR`, … tell which. That of the
+    channels is in elements.
     """
 
     row: Any
@@ -171,7 +172,7 @@ class Kind(NamedTuple):
 
     Attributes:
         ACT, GATE, DIRECTION: f, P and direction, by the codes of tightrope.ops.schema.
-        REST: whether to write also the channels outside the slice.
+        REST: whether to also write the channels outside the slice.
         TOGETHER: number of heads that are loaded at a time.
         VECTOR: unit of the strides of x and results, in elements.
         GATE_VECTOR, INPUT_VECTOR: the same for gates and inputs; 0 if channels are not contiguous.

@@ -58,7 +58,7 @@ def exp(x):
 @triton.jit
 def _exp_down(x):
     """e^x for x <= 0, including subnormal results and 0; unspecified if x is NaN."""
-    # Computed 2^24 times as large, so that it is normal until the last step.
+    # The result is computed 2^24 times as large, so that it is a normal number until the last step.
     bits, _, r = _reduced(tl.maximum(x, -104.0), 24.0)
     y = tl.fma(tl.fma(_beyond_first(r), r, 1.0), r, 1.0)
     return _raised(y, bits) * 5.9604644775390625e-08
@@ -78,7 +78,7 @@ def inverse_after_one(z):
     """1 / (1 + z) for z in [0, 1], cheaper than a division.
 
     A polynomial, whose error is a Chebyshev polynomial, gives the first four digits; one third-order
-    step makes them twelve.
+    step triples their number.
     """
     y = tl.fma(z, -0.22183708846569061, 0.66551125049591064)
     y = tl.fma(z, y, -0.94280761480331421)
@@ -125,13 +125,13 @@ def normal_exponential(x):
     """exp(-x² / 2), including subnormal results and 0; unspecified if x is NaN.
 
     For results near e^-80 the rounding error of x² would be visible. A fused multiply-add could correct
-    it, but before 3.9 that of Triton's interpreter rounds twice. Instead, x is split into a nearby number
+    it, but that of Triton's interpreter rounds twice before version 3.9. Instead, x is split into a nearby number
     whose square is exact and a remainder.
     """
     t = tl.minimum(tl.abs(x), 14.5)
     # A multiple of 2^-8 has 12 bits here, so its square fits in the 24 bits of a float32.
     near = (t + 49152.0) - 49152.0
-    # Computed 2^32 times as large, so that it is normal until the last step.
+    # The result is computed 2^32 times as large, so that it is a normal number until the last step.
     bits, _, r = _reduced(-0.5 * near * near, 32.0)
     r = tl.fma(near - t, 0.5 * (near + t), r)
     y = tl.fma(tl.fma(_beyond_first(r), r, 1.0), r, 1.0)

@@ -1,8 +1,8 @@
 """Load and store the channels of one head for a tile of tokens.
 
 A head consists of up to four tiles: the first and the second members of its pairs, and the channels
-before and after the rotated slice. `at` is the offset of the head for each token, [tokens, 1]. Loads use
-no token mask, so that none waits for it: places beyond the last token read that token again. Stores are
+before and after the rotated slice. `at` is the offset of the head for each token, [tokens, 1]. Loads have
+no token mask to wait for: places beyond the last token read that token again. Stores are
 masked by `inside`.
 """
 

@@ -122,7 +122,7 @@ def finish_head(
     """Compute and store the result of one head from its loaded tiles.
 
     Returns:
-        The terms of the gradient of the norm weights.
+        The terms of the gradient of the norm weights; without that gradient, the loaded tiles.
     """
     u, v, front, back = tiles
     by_weight = (u, v, front, back)
@@ -257,8 +257,8 @@ def _turn_heads(
 ):  # fmt: skip
     """Rotate heads [first, last) of one operand.
 
-    Gradients of norm weights are summed over the tokens into `partial`, which holds float32 heads: one
-    per head, for the tile `own`, or with ONE_SUM a single sum over the heads, at `sum_at`.
+    Gradients of norm weights are summed over the tokens and stored in `partial`, in float32: one sum for
+    each head of tile `own`; or, with ONE_SUM, one sum over the heads, at index `sum_at`.
     """
     steps = operand.steps
     row = tile.row
@@ -309,7 +309,8 @@ def _turn_heads(
                 operand.x, at + head * steps.x.head * VECTOR + step, steps.x.channel, HEAD,
                 HEAD.BLOCK_T, KIND.REST, HEAD.UNIT, HEAD.WIDE,
             )  # fmt: skip
-            # A vector condition, because the interpreter turns a tile and a scalar bool into integers.
+            # row * 0 makes the condition a tile: the interpreter would combine a tile and a scalar bool
+            # to integers.
             both = (tile.inside & (row * 0 + (last - head) > 1))[:, None]
         own_gate = gate_at
         if GATE != 0:
@@ -326,7 +327,7 @@ def _turn_heads(
             tiles, by, operand, places, gate, there, eps, HEAD, KIND
         )  # fmt: skip
         if KIND.TOGETHER == 2:
-            # Two heads at a time only without activation and gate.
+            # TOGETHER is 2 only without activation and gate, so the norm and the input are not used.
             places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0, input_at)
             finish_head(tiles2, by, operand, places2, gate, both, eps, HEAD, KIND)
         if KIND.ONE_SUM:
