@@ -1,1 +1,1 @@
-"""The computations behind the commands, for use from Python: one package per command, without output."""
+"""The computations behind the commands, for use from Python; they print nothing."""

@@ -25,12 +25,12 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions, backends, hardware and date, as commands and results report them."""
+    """Versions, backends and hardware of this machine, and the date."""
 
     date: str
     tightrope: str
     commit: str | None
-    """The commit of the checkout that the package is imported from; None outside a checkout."""
+    """`git describe` of the checkout that holds the package; None outside one, or if git fails."""
     torch: str
     python: str
     system: str
@@ -80,7 +80,7 @@ def read_environment() -> Environment:
 
 
 def processor() -> str:
-    """Return the model name of the processor."""
+    """Return the model name of the processor, or its architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         text = info.read_text(encoding="utf-8", errors="replace")
@@ -98,7 +98,7 @@ def cores() -> int:
 
 
 def _commit() -> str | None:
-    """Return `git describe` of the checkout with this file: `-dirty` at its end means changed files."""
+    """Return `git describe` of the checkout with this file; it ends in `-dirty` if files changed."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None

@@ -76,7 +76,7 @@ def save(figure: Figure, path: Path) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: matplotlib does not have the format.
+        ValueError: matplotlib does not support the format.
     """
     drawn = io.BytesIO()
     figure.savefig(drawn, format=path.suffix.removeprefix(".") or "png")

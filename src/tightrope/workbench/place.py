@@ -19,7 +19,7 @@ from typing import IO
 
 SUFFIX = ".tightrope-partial"
 _LOCK = "lock"
-# Paths of this process's streams, which are written directly even if they are files.
+# Prefixes of the paths of this process's streams; these are written to directly, even if they are files.
 _STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 _EXCHANGE = 2
 _AT_FDCWD = -100
@@ -34,7 +34,7 @@ def write_whole(path: Path, data: bytes) -> None:
     """Write a file completely, or leave the old one. Devices and pipes are written to directly.
 
     Raises:
-        OSError: with ``path`` as its ``filename``.
+        OSError: the file cannot be written; its ``filename`` is ``path``.
     """
     try:
         if str(path).startswith(_STREAMS) or (path.exists() and not path.is_file()):
@@ -50,7 +50,11 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def placed_file(target: Path, force: bool) -> Iterator[IO[bytes]]:
-    """Open a temporary file that is renamed to `target` if the block succeeds, else removed."""
+    """Open a temporary file that is renamed to `target` if the block succeeds, else removed.
+
+    Args:
+        force: whether to replace a target that exists; otherwise that is an error.
+    """
     with _partial(target) as temporary, open(temporary, "x+b") as stream:
         yield stream
         stream.flush()
@@ -63,7 +67,11 @@ def placed_file(target: Path, force: bool) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def placed_folder(target: Path, force: bool) -> Iterator[Path]:
-    """Make a temporary folder that is renamed to `target` if the block succeeds, else removed."""
+    """Make a temporary folder that is renamed to `target` if the block succeeds, else removed.
+
+    Args:
+        force: whether to replace a target that exists; otherwise only an empty one is replaced.
+    """
     with _partial(target) as temporary:
         temporary.mkdir()
         yield temporary
@@ -104,7 +112,7 @@ def _partial(target: Path) -> Iterator[Path]:
                 with contextlib.suppress(OSError):
                     (folder / _LOCK).unlink()
     finally:
-        # The folder stays if another process has a lock in it.
+        # The folder stays if another process has its lock file in it.
         with contextlib.suppress(OSError):
             folder.rmdir()
 

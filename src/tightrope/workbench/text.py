@@ -14,5 +14,5 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters in text from foreign files, as they could control the terminal."""
+    """Replace unprintable characters in text from foreign files; some would control the terminal."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)

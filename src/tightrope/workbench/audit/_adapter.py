@@ -181,7 +181,7 @@ class Adapter(Call):
         return "def rotate(x, positions):\n" + "\n".join(lines)
 
     def _placed_source(self, call: str) -> str:
-        """Return `rotate` for a function that counts tokens: scatter x to its positions, call, gather."""
+        """Return the source for a function that counts tokens: scatter x to its positions, call, gather."""
         back = _BACK[self.layout]
         start = "int(positions.min())" if "offset" in self.roles else "0"
         plain = call.replace("int(positions.min())", "start")

@@ -36,7 +36,7 @@ class Model:
         omegas: frequency of each pair that turns, radians per position; negative if it turns backwards.
         intercepts: angle of each such pair at position 0, radians.
         sure: whether the frequencies are known exactly, not only measured.
-        longer: length of the call -> frequencies, if they depend on it; ``omegas`` are for short calls.
+        longer: length of the call -> frequencies, if they depend on it; ``omegas`` are then those of short calls.
     """
 
     omegas: tuple[Decimal, ...]
@@ -56,9 +56,12 @@ class Model:
 
 
 def model_of(log: Log, declared: bool) -> Model | None:
-    """Return the expected angles, from the declared frequencies if they match, else the measured ones.
+    """Return the expected angles: of the declared spec, else of the identified rule, else as measured.
 
     Return None, and record the check as skipped, if no angle can be judged.
+
+    Args:
+        declared: whether the function has the frequencies of the declared spec.
     """
     shape = log.shape
     name = "angles"
@@ -117,7 +120,7 @@ def measure(
 
 
 def bound_of(model: Model, position: int) -> float:
-    """Bound the error of a float32 angle, whose frequency and product are each rounded once."""
+    """Bound the error of a cosine or sine if frequency and angle are each rounded once to float32."""
     fastest = max(abs(float(omega)) for omega in model.omegas)
     return min(2.0, position * fastest * 2.0**-23 + 2.0**-22)
 
@@ -148,7 +151,7 @@ def _accepted(
 ) -> tuple[list[int], torch.Tensor]:
     """Return the positions before the first that the function refuses, and their cos and sin."""
     if "offset" in subject.call.roles:
-        # One token with an offset may take another code path than many tokens: test many tokens.
+        # One call goes over all tokens up to the last position: limit their number.
         positions = [position for position in positions if position <= _NO_TABLE // 8]
     positions = [position for position in positions if position <= _most(log)]
     while positions:
@@ -206,7 +209,7 @@ def _is_table_type(
     seen: torch.Tensor,
     exact: torch.Tensor,
 ) -> bool:
-    """Report cosines and sines that were rounded to 16 bits although their angles are right."""
+    """Report cosines and sines that were rounded to 16 bits though their angles are right; True if so."""
     angle = torch.tensor([3 * bound_of(model, p) + 1e-6 for p in positions])[:, None]
     for name, dtype in _TYPES.items():
         step = 0.51 * torch.finfo(dtype).eps * torch.maximum(seen.abs(), exact.abs())
@@ -243,7 +246,7 @@ assert not torch.equal(y, y.to(torch.{dtype}).float()), "every cosine and sine i
 def _worst(
     log: Log, model: Model, positions: Sequence[int], seen: torch.Tensor, exact: torch.Tensor
 ) -> tuple[tuple[int, int], int, str]:
-    """Return (channels, position, expression of the right angle) of the first clear or the largest error."""
+    """Return (channels, position, expression of the right angle) of the first clear error, else the largest."""
     error = (seen - exact).abs().nan_to_num(math.inf).amax(0)
     clear = (error > 0.08).nonzero()
     if len(clear):
@@ -262,7 +265,7 @@ def _worst(
 def _rounding(
     model: Model, positions: Sequence[int], seen: torch.Tensor, tolerance: float
 ) -> list[tuple[str, str]]:
-    """Return (code, fault) of each step whose rounding to 16 bits explains the angles; [] if none does."""
+    """Return (code, fault) of the steps that, rounded to 16 bits, explain the angles; [] if none do."""
     omegas = torch.tensor([float(omega) for omega in model.omegas], dtype=torch.float64)
     where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
     steps = (
@@ -454,10 +457,10 @@ def _behaviour_after(
 
 
 def check_type_history(log: Log, model: Model) -> None:
-    """Check whether a call in bfloat16 makes later calls coarser, as a cached table would."""
+    """Check whether a call in bfloat16 makes later float32 results coarser, as a cached table would."""
     if torch.bfloat16 not in log.dtypes or log.found("history"):
         return
-    with log.check("results do not depend on the type of earlier calls") as subject:
+    with log.check("results do not depend on the dtype of earlier calls") as subject:
         near = [position for position in _ODD if position < 5000]
         positions, alone = _accepted(log, log.subject.fresh(), near, torch.float32)
         measure(subject, log, positions, torch.bfloat16)

@@ -50,14 +50,14 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     ``sys.stdout`` is dropped.
 
     Args:
-        target: a function or module; ``"MODULE:FUNCTION"``, imported from the current directory; a
-            config of transformers, its file or folder, or a model type, such as ``"llama"``: then the
-            installed rotary module and apply function are audited together, against the spec that the
-            config describes.
+        target: a function or module; ``"MODULE:FUNCTION"``, imported from the current directory or an
+            installed package; or a config of transformers, its file or folder, or a model type such as
+            ``"llama"``. For these the rotary module and the apply function of the installed
+            transformers are audited together, against the spec that the config describes.
         spec: the intended rotation. Without it the audit identifies the rotation and reports what
-            would be a fault in any rotation; with it, also deviations from it. With several axes (M-RoPE)
-            positions are ``(axes, rows, tokens)``; the audit tests text, whose coordinates are equal,
-            and then which coordinate turns which pairs.
+            would be a fault in any rotation; with it, also deviations from the spec. If the spec has
+            several axes (M-RoPE), the function gets positions ``(axes, rows, tokens)``: first those of
+            text, whose coordinates are equal, then others to test which coordinate turns which pairs.
         form: the arguments of a call, such as ``"x, positions"``, ``"q, k, cos, sin"``,
             ``"x, seq_dim"``, ``"x, positions -> cos, sin"``; by default found from the
             signature and by trying.
@@ -67,10 +67,10 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             again), ``"repeat"`` (each pair twice in a row), ``"half"`` (each pair once); by default
             found by trying.
         head_dim: channels of one head; by default from the spec or the function, or found by trying.
-        dtypes: 16- and 32-bit floating-point dtypes of x to test.
-        longest: the largest position to test.
-        make: whether the target is a factory without arguments. Each check then gets a new function
-            from it; otherwise a deep copy, which does not reset state kept outside the object.
+        dtypes: dtypes of x to test: float32 and, optionally, bfloat16 and float16.
+        longest: the largest position to test, at least 128.
+        make: whether the target is a factory without arguments. If so, each check gets a new function
+            from it; if not, a deep copy of the target, which does not reset state kept outside the object.
         layer_type: the layer type of a model to audit, if its layers differ.
         timeout: seconds after which one call counts as hanging.
         device: the device of the tensors passed to the function.
@@ -81,7 +81,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         A :class:`Report`; ``report.ok`` is False if there are errors or warnings.
 
     Raises:
-        ValueError, TypeError: the target does not exist or cannot be called, or an option is wrong.
+        ValueError, TypeError: the target does not exist or is not callable, or an option is wrong.
 
     >>> def rotate_half(x):
     ...     return torch.cat((-x[..., 32:], x[..., :32]), -1)
@@ -135,7 +135,7 @@ def _check_options(
         raise bad_value(f"tables must be one of {', '.join(WIDTHS)} but got {tables!r}")
     if head_dim is not None and (head_dim < 2 or head_dim % 2):
         raise bad_value(f"head_dim must be even and positive but got {head_dim}")
-    if not dtypes or any(dtype not in allowed for dtype in dtypes):
+    if any(dtype not in allowed for dtype in dtypes):
         raise bad_value(f"dtypes must be among float32, bfloat16, float16 but got {list(dtypes)}")
     if torch.float32 not in dtypes:
         raise bad_value(f"dtypes must include float32 but got {list(dtypes)}")

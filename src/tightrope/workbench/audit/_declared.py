@@ -258,7 +258,7 @@ def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:
 
 
 def check_identity(log: Log) -> None:
-    """Warn of a base below 1000 that head_dim as the divisor would explain, if no spec was declared."""
+    """If no spec was declared, warn of a base below 1000 that exponents over head_dim would explain."""
     identity, shape = log.identity, log.shape
     if log.spec is not None or identity is None or shape is None or identity.spec is None:
         return

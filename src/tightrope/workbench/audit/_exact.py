@@ -15,7 +15,7 @@ from ...frequencies import CONTEXT, TWO_PI
 def cos_sin(
     positions: Sequence[int], omegas: Sequence[Decimal]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of position · ω, float64 ``[positions, pairs]``, up to one or two roundings."""
+    """Return cos and sin of position · ω, float64 ``[positions, pairs]``, off by one or two roundings."""
     with decimal.localcontext(CONTEXT):
         angles = [
             [float((omega * p).remainder_near(TWO_PI)) for omega in omegas] for p in positions

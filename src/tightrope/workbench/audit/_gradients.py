@@ -1,4 +1,4 @@
-"""Check gradients: the gradient of x is the transposed matrix times the incoming gradient."""
+"""Check that the gradient of x is the transposed matrix times the incoming gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ assert torch.allclose((seen * z).sum(), wanted, rtol=1e-3, atol=1e-3), ((seen * 
 def check_gradients(log: Log) -> None:
     """Check the gradient of x, or those of q and k."""
     if log.shape is None or log.found("not-linear", "nondeterminism"):
-        log.skip("gradients", "the function is not a fixed linear map")
+        log.skip("gradients", "no fixed linear map of x was measured")
         return
     with log.check("gradients") as fresh:
         _gradient(log, fresh, keys=False)

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class CallFailed(Exception):
-    """The function raised; the text is its error."""
+    """The function raised, or returned something unusable; the text says which."""
 
 
 class Hangs(Exception):
@@ -74,7 +74,7 @@ class Guard:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of an error and the first line of its text, shortened."""
+    """Return the type of an error and the first line of its text, cut to 200 characters."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     text = text if len(text) <= 200 else text[:197] + "..."

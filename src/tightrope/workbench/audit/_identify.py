@@ -11,7 +11,7 @@ from ...frequencies import Linear, Llama3, YaRN
 from ...spec import RopeSpec
 
 _CLOSE = 3e-5
-"""Relative tolerance of a match between a rule and measured frequencies. float32 angles give 1e-6."""
+"""Relative tolerance between a rule and measured frequencies, which float32 puts off by 1e-6."""
 _ORIGINALS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1024, 512)
 
 
@@ -23,7 +23,8 @@ class Identity:
         spec: the rotation as a spec; None if no rule matches the frequencies.
         text: the rule as text.
         loose: whether it matches only to about one per cent.
-        by_head_dim: the base if exponents were divided by head_dim and not by rotary_dim.
+        by_head_dim: the base if exponents are divided by head_dim instead of rotary_dim; None if these
+            are equal or the frequencies are not plainly geometric.
     """
 
     spec: RopeSpec | None
@@ -41,7 +42,7 @@ def identify(
     start: int,
     interleaved: bool,
 ) -> Identity:
-    """Identify the rule behind frequencies, one per pair of the slice, zeros for pairs that never turn."""
+    """Identify the rule behind frequencies: one per pair of the slice, 0 for pairs that never turn."""
     where = {
         "head_dim": head_dim,
         "rotary_dim": rotary_dim,
@@ -63,7 +64,7 @@ def identify(
     base = ratio ** -(rotary_dim / 2)
     for close in (_CLOSE, 1e-2):
         if _meets(omegas, [ratio**k * factor for k in range(len(omegas))], close):
-            # The base is as accurate as the measured frequencies.
+            # The base is known only as well as the frequencies: round it that far.
             nice = _nice(base, 1e-5 if close == _CLOSE else 20 * close)
             loose = close != _CLOSE
             if abs(factor - 1) <= 2 * close:
@@ -107,7 +108,7 @@ def _meets(measured: Sequence[float], wanted: Sequence[float], close: float = _C
 
 
 def _nice(value: float, close: float) -> float:
-    """Return the value with the fewest digits within a relative distance."""
+    """Return the number with the fewest digits within a relative distance of the value."""
     for digits in range(1, 8):
         rounded = float(f"{value:.{digits - 1}e}")
         if abs(rounded - value) <= close * abs(value):

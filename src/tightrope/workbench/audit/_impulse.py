@@ -57,10 +57,10 @@ class MeasuredPair:
 
     Attributes:
         first, second: the channels, first < second.
-        angle_first, angle_second: the angle of the first and of the second channel's matrix row,
-            radians, by position; equal for a rotation.
+        angle_first, angle_second: the turn in radians, by position, measured from the first and from
+            the second channel's matrix row; equal for a rotation.
         amplitude: the mean length of the two rows, by position.
-        skew: the largest difference between the two lengths.
+        skew: the largest difference between the two lengths at any position.
     """
 
     first: int
@@ -78,7 +78,7 @@ class Shape:
     Attributes:
         positions: the measured positions.
         pairs: the pairs, ordered by their first channel.
-        alone: channels that mix with no other but change.
+        alone: channels that change but mix with no other.
         tangled: channels that mix with more than one other.
         rotary_dim: the number of channels that the pairing spans, including pairs that never turn.
         order: the output channel of each input channel at position 0; None if none moves.
@@ -107,7 +107,7 @@ class Shape:
 
     @property
     def interleaved(self) -> bool | None:
-        """The pairing; None if it is neither half nor interleaved."""
+        """True for interleaved, False for half; None for neither, or for a single pair of neighbours."""
         if self.distances == {1}:
             return True if len(self.pairs) > 1 or self.rotary_dim > 2 else None
         if len(self.distances) == 1 and self.rotary_dim == 2 * min(self.distances):
@@ -123,7 +123,7 @@ class Shape:
         if not self.pairs:
             return 0
         if len(self.distances) == 1 and self.distances != {1}:
-            # Pairs that never turn, behind those that do, belong to the slice.
+            # Pairs that never turn, after those that do, belong to the slice.
             return 2 * min(self.distances)
         return max(pair.second for pair in self.pairs) + 1 - self.start
 
@@ -166,7 +166,7 @@ def measure_shape(subject: Subject, *, keys: bool = False) -> Shape:
 
 
 def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
-    """Return which channels form pairs in matrices ``[positions, out, in]``; position 0 must come first."""
+    """Find the pairs of channels in matrices ``[positions, out, in]``; position 0 must come first."""
     dim = measured.shape[-1]
     order = _order(measured[0])
     seen = measured if order is None else measured[:, order]
@@ -192,7 +192,7 @@ def shape_of(measured: torch.Tensor, positions: Sequence[int]) -> Shape:
 
 
 def _order(start: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the permutation of channels at position 0; None if they stay or are not permuted."""
+    """Return the permutation of channels at position 0; None if it is the identity or there is none."""
     whole = start.round()
     ones = whole.sum(0).eq(1).all() and whole.sum(1).eq(1).all() and whole.min() >= 0
     if not ones or float((start - whole).abs().max()) > 1e-4:
@@ -258,5 +258,5 @@ def lines_of(shape: Shape) -> tuple[Line, ...]:
 
 
 def agrees(a: float, b: float, tolerance: float = _ANGLE) -> bool:
-    """True if two angles are the same, modulo a turn."""
+    """True if two angles are equal within a tolerance, modulo a turn."""
     return abs(wrapped(a - b)) <= tolerance

@@ -26,8 +26,8 @@ class Log:
         spec: the intended rotation; None if not declared.
         dtypes: the dtypes of x to test.
         longest: the largest position to test.
-        shape, lines, identity, amplitude, shift: measurements so far; the function rotates position p
-            as p + shift.
+        shape, lines, identity, amplitude, shift: measurements so far; with a shift, the function rotates
+            position p as p + shift should be.
         doing: the current check.
     """
 
@@ -58,7 +58,7 @@ class Log:
         self.findings.append(Finding(code, severity, sentence, evidence, text))
 
     def found(self, *codes: str) -> bool:
-        """True if there is a finding with one of these codes; without codes, any error."""
+        """True if there is a finding with one of these codes; if no code is given, if there is any error."""
         return any(
             finding.code in codes if codes else finding.severity == "error"
             for finding in self.findings
@@ -98,7 +98,7 @@ class Log:
 
 
 def snippet(subject: Subject, body: str) -> str:
-    """Return a program: the preamble and the lines that show the fault."""
+    """Return a program: imports, the preamble, and the lines that show the fault."""
     names = [name for name in ("copy", "math") if f"{name}." in body]
     imports = "".join(f"import {name}\n" for name in names) + ("\n" if names else "")
     return f"{imports}{preamble(subject)}\n\n\n{body.strip()}\n"

@@ -49,7 +49,7 @@ def _positions(length: int) -> list[int]:
 
 
 def _rotate_few(subject: Subject, length: int) -> torch.Tensor | None:
-    """Rotate a few tokens in a call of the given length; return None if it is refused."""
+    """Rotate a few tokens, the last at position length − 1; return None if the call is refused."""
     x = subject.random(1, 2, len(_FEW) + 1, seed=3)
     try:
         return subject.rotate(x, _positions(length)).detach().cpu().double()
@@ -174,7 +174,7 @@ def _length(log: Log, subject: Subject) -> None:
         return
     few = ", ".join(map(str, _FEW))
     by_length = log.spec is not None and log.spec.by_length
-    log.facts["depends on length"] = f"yes, at the latest in calls of {length:,} positions"
+    log.facts["depends on length"] = f"yes, first seen in calls of {length:,} positions"
     log.add(
         "length",
         "note" if by_length else "warning",

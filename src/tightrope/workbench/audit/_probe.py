@@ -23,7 +23,7 @@ _ROWS, _HEADS, _TOKENS = 2, 3, 5
 
 
 class NoCallFound(Exception):
-    """No way to call the function was found; holds each tried call with its first error."""
+    """No way to call the function was found; ``tried`` holds each tried call with its first error."""
 
     def __init__(self, tried: list[tuple[str, str]]) -> None:
         super().__init__("no way to call it was found")
@@ -54,6 +54,8 @@ def find_call(
     axes: int = 1,
 ) -> Subject:
     """Return the subject with the first call whose result has the right shape and varies by position.
+
+    If no result varies, the first call whose result has the right shape is taken.
 
     Args:
         hints: the user's options.

@@ -18,8 +18,8 @@ class Finding:
         severity: ``"error"``, ``"warning"`` or ``"note"``.
         sentence: the fault in one sentence.
         evidence: the numbers behind it.
-        snippet: a program that raises AssertionError until the fault is fixed; empty if there is
-            nothing to run. It is complete, except that ``fn`` must be added if it cannot be imported.
+        snippet: a program that raises an error until the fault is fixed; empty if there is nothing to
+            run. It is complete, except that ``fn`` must be added if it cannot be imported.
     """
 
     code: str
@@ -41,7 +41,7 @@ class Check:
 class AngleError:
     """The absolute error of cosines and sines just below a position, against exact arithmetic.
 
-    ``None`` if the function refused the position or the dtype was not tested.
+    An error is None if the function refused the call or the dtype was not tested.
     """
 
     position: int
@@ -60,7 +60,7 @@ class Report:
         facts: measured properties of the function; name -> value.
         findings: the findings, worst first.
         checks: all checks.
-        angle_errors: errors of angles, by position.
+        angle_errors: errors of cosines and sines at large positions.
         preamble: the common part of all snippets: ``fn`` and its adapter.
     """
 
@@ -109,7 +109,7 @@ class Report:
 
 
 def verdict(report: Report) -> str:
-    """Summarise the numbers of findings by severity and of passed checks in one sentence.
+    """Return one sentence with the numbers of findings by severity and of passed checks.
 
     >>> verdict(Report("f", checks=(Check("norm", "passed"),)))
     'No findings; 1 check passed.'

@@ -15,8 +15,8 @@ from ._log import Log
 from ._memory import add_does_nothing, add_not_finite
 
 _LOOSE = 8e-3
-"""Relative tolerance of amplitudes: bfloat16 tables are off by 4e-3."""
-# A rotation keeps lengths and right angles.
+"""Tolerance of amplitudes; bfloat16 tables are off by 4e-3."""
+# A rotation, even a scaled one, keeps equal lengths equal and right angles right.
 _KEEPS = """
 x = torch.zeros(1, {heads}, 1, {dim})
 x[..., {u}] = 1.0
@@ -82,7 +82,7 @@ def check_rotation(log: Log) -> bool:
     if log.found("not-linear"):
         log.skip(
             "amplitude and frequencies",
-            "the function is not linear, so impulses do not predict other x",
+            "the function is not linear, so impulses do not predict its result for other x",
         )
         return False
     with log.check("amplitude"):
@@ -103,13 +103,13 @@ def _moved(log: Log, shape: Shape) -> None:
         "channel-order",
         "note",
         "Channels come out in a different order.",
-        f"{how}; scores stay, as q and k are both reordered, but other implementations cannot use the "
-        "rotated keys",
+        f"{how}; scores stay the same, as q and k are reordered alike, but other implementations cannot "
+        "use the rotated keys",
     )
 
 
 def omegas_of(log: Log) -> list[float]:
-    """Return the unsigned frequencies of the slice in order, zeros for pairs that never turn."""
+    """Return the absolute frequency of each pair of the slice, rad per position; 0 if it never turns."""
     if log.shape is None:
         return []
     by_first = {
@@ -235,7 +235,7 @@ def _clearest(positions: Sequence[int], pair: MeasuredPair) -> int:
 
 
 def _direction(log: Log, shape: Shape) -> None:
-    """Check the direction of the turn, and that position 0 does not turn."""
+    """Check the direction of the turn, and that nothing turns at position 0."""
     lines = [line for line in log.lines if abs(line.slope) > 1e-6] or list(log.lines)
     pair = shape.pairs[0]
     backward = sum(line.slope < 0 for line in lines)
@@ -260,7 +260,7 @@ def _direction(log: Log, shape: Shape) -> None:
             "warning" if log.spec is None else "error",
             f"{name} in the opposite direction to RoPE: the sine has the wrong sign.",
             f"channels {pair.first} and {pair.second} turn by {log.lines[0].slope:+.4f} rad per "
-            "position; RoPE turns the first channel towards the second. Either works, but not mixed",
+            "position; RoPE turns the first channel towards the second. Either direction works, but the two cannot be mixed",
             angle_body(log, pair=both, position=1, wanted=f"{slope:.9g}"),
         )
     shifts = [line.intercept / line.slope for line in lines if abs(line.slope) > 1e-3]
@@ -354,7 +354,7 @@ def _settle_amplitude(log: Log) -> None:
 
 
 def check_keys(log: Log) -> None:
-    """Check that k is rotated as q is."""
+    """Check that k is rotated like q."""
     if not log.subject.call.takes_keys or log.shape is None:
         return
     with log.check("k is rotated as q is") as fresh:
@@ -402,7 +402,7 @@ assert torch.allclose(near, far, atol={tolerance}), float((near - far).abs().max
 
 
 def check_relative(log: Log) -> None:
-    """Check that scores stay when both positions shift; report a change that no other finding explains."""
+    """Check that scores do not change when both positions shift, unless another finding explains it."""
     if log.subject.call.form.takes_tables:
         log.skip("scores depend on relative position only", "the caller provides the angles")
         return
@@ -429,7 +429,7 @@ def check_relative(log: Log) -> None:
             + " of |q| |k|"
         )
         worst = max(drift, key=drift.__getitem__, default=1)
-        # Two float32 angles at 30,000 are each off by at most 4e-3.
+        # Two float32 angles at position 30,000 are each off by at most 4e-3.
         if drift and drift[worst] > 1e-2 and not log.found() and not log.found("length"):
             log.add(
                 "relative",

@@ -20,10 +20,10 @@ class Subject:
     """A function with its adapter, and the source code for snippets.
 
     Attributes:
-        fn: the audited function; never called itself if ``fresh`` can copy or make it.
+        fn: the audited function. Calls go to a copy of it, or to a new one from ``make``, if possible.
         call: the adapter.
         head_dim: channels of one head.
-        inv_freq: an expression for the frequencies of the tables that ``fn`` takes.
+        inv_freq: a Python expression for the frequencies of the tables that ``fn`` takes.
         header: source code that defines ``fn``; None if only the caller has it.
         make: returns a new ``fn``; None if ``fn`` is copied instead.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
@@ -109,7 +109,7 @@ class Subject:
         return self.guard.run(lambda: self.space[name](*tensors))
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Rotate x; row by row if the function takes only one row, or one set of positions for all rows.
+        """Rotate x; row by row if one call takes only one row, or cannot take positions that differ by row.
 
         Args:
             x: ``(rows, heads, tokens, channels)``.

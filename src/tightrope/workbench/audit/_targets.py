@@ -120,7 +120,7 @@ def from_name(target: str) -> Target:
 
 
 def _made(target: Target) -> Target:
-    """Return the target that a factory makes, new for each check."""
+    """Return the target with the function that its factory makes; each check gets a new one."""
     header = None if target.header is None else _made_header(target.header)
     try:
         fn = target.fn()
@@ -232,7 +232,7 @@ def one_at_a_time(apply: Callable[..., Any]) -> bool:
 
 
 def from_model(config: Any, layer_type: str | None) -> Target:
-    """Return the rotary module and apply function of the installed transformers for a config."""
+    """Return the target of a config: its rotary module and apply function in the installed transformers."""
     inner = _text_of(config)
     spec, unread = _meant(config, layer_type)
     try:
@@ -270,8 +270,8 @@ def from_model(config: Any, layer_type: str | None) -> Target:
             form = "q, k, positions"
             return Target(name, fn, make, header, spec, form, "bhsd", head_dim, reason)
     raise bad_value(
-        f"{rotary.__name__} must be built from the config and called with (x, position_ids) but failed: "
-        f"{why}"
+        f"{rotary.__name__}, built from the config and called with (x, position_ids), must return cosines "
+        f"and sines that {called} takes but did not: {why}"
     )
 
 
@@ -282,7 +282,7 @@ def _maker(
 
 
 def _width(fn: RotaryAndApply) -> int:
-    """Return the number of channels of the cosines of a model's rotary module."""
+    """Return how many channels the cosines from a model's rotary module have."""
     more = () if fn.layer_type is None else (fn.layer_type,)
     cos, _ = fn.rotary(torch.zeros(1, 1, 2, 8), torch.arange(2)[None], *more)
     return int(cos.shape[-1])
@@ -320,7 +320,8 @@ def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueE
             raise bad_value(f"layer_type must be one of {names}, as layers differ, but got None")
         return next(iter(rotating.values())), None
     if read is None:
-        raise bad_value(f"layers of type {layer_type!r} must have RoPE but have none")
+        what = "the config" if layer_type is None else f"layer type {layer_type!r}"
+        raise bad_value(f"{what} must have RoPE but has none")
     return read, None
 
 

@@ -4,7 +4,7 @@
 
     measure(SUITES["short"][0], CONTENDERS, runs=1, rounds=7, wanted=re.compile("neg_|^eager"))
 
-The method is stated in :mod:`tightrope.workbench.bench.method`.
+The method is described in :mod:`tightrope.workbench.bench.method`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Made(NamedTuple):
     Attributes:
         call: the function to time.
         result: rotated q and k of a first call, followed in training by the gradients of q and of k;
-            None for floors, which do not rotate.
+            None if it is not compared, as for floors, which do not rotate.
     """
 
     call: Call

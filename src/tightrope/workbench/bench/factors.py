@@ -1,4 +1,4 @@
-"""Prologue f and epilogue P of a case: tensors, arguments of tightrope, and the same in torch."""
+"""Prologue f and epilogue P of a case: their tensors, as arguments of tightrope, and computed with torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def alone(case: Case) -> str | None:
 
 
 def tensors_of(case: Case) -> list[torch.Tensor]:
-    """Return the weights of a norm, then the tensors of gates; one for q and one for k of each."""
+    """Return the weights of the norm, then the tensors of the gate: of each, one for q and one for k."""
     generator = torch.Generator().manual_seed(1)
     dtype = getattr(torch, case.dtype)
 
@@ -76,7 +76,7 @@ def arguments(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 def before(
     case: Case, tensors: Sequence[torch.Tensor], which: int, x: torch.Tensor
 ) -> torch.Tensor:
-    """Return f(x), composed of torch's functions.
+    """Return f(x), computed with torch's functions.
 
     Args:
         tensors: see :func:`tensors_of`.
@@ -90,7 +90,7 @@ def before(
 def after(
     case: Case, tensors: Sequence[torch.Tensor], which: int, ids: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """Return P times x, composed of torch's functions; for other arguments see :func:`before`.
+    """Return P times x, computed with torch's functions; for other arguments see :func:`before`.
 
     Args:
         ids: ``(rows, tokens)``.

@@ -26,7 +26,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-4, "float16": 2
 #: The same for this library, which rounds once.
 OWN_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
-#: Elements compared at a time, in float64; size of the largest case whose expected values are kept.
+#: Elements compared at a time, in float64; elements of the largest case whose expected values are kept.
 AT_A_TIME, KEPT = 2**24, 2**26
 
 _NAMES = ("q", "k", "the gradient of q", "the gradient of k")
@@ -130,7 +130,7 @@ def mismatch(
         for name, got, want in zip(_NAMES, made.result, wanted, strict=False):
             part = got[:, :, tokens]
             if part.shape != want.shape or len(made.result) != len(wanted):
-                return f"its results have the shapes {[tuple(x.shape) for x in made.result]}"
+                return f"its results have wrong shapes: {[tuple(x.shape) for x in made.result]}"
             compared += want.numel()
             largest = want.abs().amax(-1, keepdim=True).clamp(min=1e-30)
             off = (part.double() - want).abs() / largest
@@ -146,7 +146,7 @@ def mismatch(
                 f"{name}[{row}, {head}, {token}, {channel}]: {found:.4g} instead of {sought:.4g}"
             )
     if compared != sum(x.numel() for x in made.result):
-        return f"its results have the shapes {[tuple(x.shape) for x in made.result]}"
+        return f"its results have wrong shapes: {[tuple(x.shape) for x in made.result]}"
     if not wrong:
         return None
     return (

@@ -51,7 +51,7 @@ WAKE_SECONDS = 0.005
 # Most calls per turn; fewer if successive calls in place change the values more and more.
 BATCH, BATCH_RENEWED = 200, 10
 
-# Least duration of a turn, if that many calls suffice.
+# Seconds that a warm turn lasts at least, unless it reaches the most calls.
 TURN_SECONDS = {"cpu": 2e-4, "cuda": 2e-3}
 
 #: Number of calls in one CUDA graph.
@@ -59,7 +59,10 @@ GRAPHED = 20
 
 
 def captured(call: Call, count: int = GRAPHED) -> Call:
-    """Capture `count` calls in a CUDA graph; return its replay. Kernels must be compiled before."""
+    """Capture `count` calls in a CUDA graph; return the function that replays it.
+
+    One call before the capture compiles the kernels.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -17,7 +17,7 @@ _MARKERS = "s^Dv<>P"
 
 
 def copies(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a contender's time relative to a copy; None if it was absent.
+    """Return a contender's median time relative to `neg_` or `clone`; None if it was absent.
 
     Args:
         result: see :func:`tightrope.workbench.bench.measure`.
@@ -34,7 +34,7 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: matplotlib does not have the format.
+        ValueError: matplotlib does not support the format.
     """
     names = [name for name in _present(results) if name not in FLOORS]
     with styled():

@@ -42,7 +42,7 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
     from onnx import TensorProto, helper
 
     def as_passed(x: torch.Tensor) -> torch.Tensor:
-        # With the heads last, the operator takes them flattened, and their number as an attribute.
+        # With the heads after the tokens, the operator takes them flattened, and their number as an attribute.
         return _laid_out(case, x).flatten(2) if case.strided else x
 
     angle = angles_of(case, torch.arange(int(ids.max()) + 1))
@@ -53,7 +53,7 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
         "sin": angle.sin().to(q.dtype),
         "ids": ids.contiguous(),
     }
-    # Even for work in place: the operator is not documented to support it.
+    # New tensors even for work in place, which the operator is not documented to support.
     y, z = torch.empty_like(q), torch.empty_like(k)
     outputs = {"y": as_passed(y), "z": as_passed(z)}
     types = {
@@ -100,7 +100,7 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
         return inputs, outputs  # keeps them alive: the binding has only their addresses
 
     def call_out_of_place() -> object:
-        # Other contenders allocate their results here, which can cost more than the rotation.
+        # Other contenders allocate their results in the timed call, which can cost more than the rotation.
         new = {name: torch.empty_like(x) for name, x in outputs.items()}
         bind_outputs(new)
         session.run_with_iobinding(binding)

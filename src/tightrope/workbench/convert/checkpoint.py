@@ -1,4 +1,7 @@
-"""Find the files of a checkpoint (a file, a folder, or shards with an index), never outside its folder."""
+"""Find the files of a checkpoint: a file, a folder, or shards with an index.
+
+Files outside its folder are never read, except those that it links to in the hub's cache.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ def _read(path: Path) -> Weights:
             f"{path.name} is a GGUF file, which is not supported: pass the checkpoint that it was made from"
         )
     known = ", ".join((".safetensors", *TORCH_SUFFIXES))
-    fail(f"a checkpoint must end in one of {known} or .index.json but got {path.name}")
+    fail(f"the name of a checkpoint must end in one of {known} or .index.json but got {path.name}")
 
 
 def _folder(folder: Path, index: Path | None) -> Checkpoint:
@@ -106,7 +109,7 @@ def _folder(folder: Path, index: Path | None) -> Checkpoint:
     index = index or _find_index(folder, top)
     if index is not None:
         if index.is_symlink():
-            inside(folder, index.name, "the folder's index")
+            inside(folder, index.name, "the given path")
         chosen = _indexed(folder, index)
     else:
         chosen = _unindexed(folder, top)
@@ -170,7 +173,7 @@ def inside(folder: Path, name: str, who: str) -> Path:
     """Return the path of a named file; raise if it is missing or outside the folder.
 
     Args:
-        who: what names the file, for the error.
+        who: the file or folder that names it, for the error.
     """
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:

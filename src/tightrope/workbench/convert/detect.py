@@ -6,9 +6,9 @@ So row sizes, averaged over heads, agree within true pairs and differ within fal
 channel is ``log |q row| + log |k row|``: attention cannot distinguish a large query and a small key from
 the reverse.
 
-Confidence. Take the squared differences within neighbours, less those within halves. Of the mean of all
-heads, this quadratic form is positive if halves agree and negative if neighbours agree. In weights
-without structure, each head's centred sizes are as likely as their negatives, so the mean is about
+Confidence. Take the squared differences between neighbours, less those between channels i and
+i + rotary_dim / 2. For the mean sizes of all heads, this quadratic form is positive if the pairing is
+half and negative if it is interleaved. In weights without structure, each head's centred sizes are as likely as their negatives, so the mean is about
 normal, with the heads' own second moments. :func:`_chance` bounds the probability that the form then
 reaches the observed value (Chernoff's bound for a weighted sum of squares). No distribution of weights
 is assumed, and a few heads never suffice. No pairing is reported if this chance is above :data:`NEEDED`,
@@ -66,9 +66,9 @@ class Detection:
     Attributes:
         pairing: ``"half"``, ``"interleaved"``, or None if the weights do not show it.
         confidence: 1 - chance; 0 if the weights do not show the pairing.
-        chance: an upper bound of the probability that weights without structure give such evidence.
+        chance: an upper bound of the probability that weights without structure give evidence as strong.
         evidence: the evidence by kind of tensor.
-        stated: the pairing stated by the configuration, its family or a conversion record.
+        stated: the pairing stated by the user, a conversion record, the configuration or its family.
         who: the source of that statement.
         model: the model in one line.
     """
@@ -211,7 +211,7 @@ def _logs(change: Change) -> torch.Tensor:
 
 
 def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
-    """Return (the pairing that samples favour, its chance), or None if they show no difference."""
+    """Return (the pairing that samples favour, its chance), or None if they cannot show one."""
     width = samples.shape[-1]
     if width < 4 or not bool(samples.isfinite().all()):
         return None
@@ -226,7 +226,7 @@ def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
     form = neighbours.T @ neighbours - halves.T @ halves
     mean = centred.sum(0) / math.sqrt(len(centred))
     value = float(mean @ form @ mean)
-    # x form x for normal x with these second moments is a sum of squares weighted by the eigenvalues.
+    # For normal x with these second moments, x · form · x is a sum of squares with these weights.
     root = torch.linalg.svd(centred / math.sqrt(len(centred)), full_matrices=False)
     half_root = root.S[:, None] * root.Vh
     weights = torch.linalg.eigvalsh(half_root @ form @ half_root.T)
@@ -234,7 +234,7 @@ def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
 
 
 def _chance(value: float, weights: torch.Tensor) -> float:
-    """Bound twice (for two pairings) the probability that ``sum weights_j x_j²`` of normal x reaches a value."""
+    """Bound twice the probability (for two pairings) that ``sum weights_j x_j²`` of normal x reaches a value."""
     top = float(weights.max())
     if top <= 0.0:
         return 1.0

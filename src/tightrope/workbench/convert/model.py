@@ -68,8 +68,9 @@ class Model:
         heads, kv_heads: numbers of heads; None to take them from the shapes.
         mark: the key of the configuration by which the family's own code chooses the pairing, if any.
         at: the keys that lead to the section of the configuration that was read.
-        block: rows and columns that share one scale, in checkpoints with scales by block.
-        index_heads, index_dim: heads of a sparse indexer and their channels; None if not stated.
+        block: the number of rows of a block that shares one scale, in checkpoints with scales by block.
+        index_heads, index_dim: number of heads of a sparse indexer, and channels of each; None if not
+            stated.
         name: the kind of configuration, for messages.
     """
 
@@ -317,7 +318,7 @@ def _key_of(source: Source) -> str | None:
 
 
 def _family(source: Source) -> str | None:
-    """Return the model_type, also of a section without its own, or the name of another format."""
+    """Return the model_type, which a section may inherit, or the name of another format."""
     if formats.is_meta(source.values):
         return "meta"
     if formats.is_megatron(source.values):
@@ -353,7 +354,7 @@ def _size(
 
 
 def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
-    """Refuse a key that states another pairing of the sparse indexer than the family's code uses."""
+    """Refuse a key that states a pairing of the sparse indexer which the family's code does not use."""
     for key in ("indexer_rope_interleave", "index_rope_interleave"):
         stated = values.get(key)
         moves = "index q" in naming.modules.values()

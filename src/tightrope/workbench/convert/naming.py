@@ -78,7 +78,7 @@ _PHI3 = Naming(_SELF, {"qkv_proj": "qkv"}, "blocks")
 _MLA_MODULES = {"q_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv a"}
 _MLA = Naming(_SELF, _MLA_MODULES)
 # DeepSeek V3.2 has an indexer with these names too; its code always
-# pairs their channels by halves, so their rows stay.
+# pairs the indexer's channels by halves, so those rows stay.
 _INDEXER = {
     r"indexer\.wq_b": "index q",
     r"indexer\.wk": "index k",

@@ -98,7 +98,7 @@ def header_with(header: bytes, record: Paired | None) -> bytes:
 
 
 def _first(wanted: dict[str, Any], *attempts: str) -> str:
-    """Return the first text that parses to ``wanted``, or else serialise it."""
+    """Return the first text that parses to ``wanted``; if there is none, serialise ``wanted``."""
     for attempt in attempts:
         try:
             if _plain(json.loads(attempt)) == wanted:

@@ -14,7 +14,7 @@ from .naming import NAMINGS, PACKINGS, SIDE_PARTS, Naming
 from .rewrite import Change
 from .tensors import FLOATS, Entry, each
 
-# Suffixes after a module's name: rows of the projection, scales beside it, or a quantised format.
+# Suffixes after a module's name: tensors with its rows, tensors that stay, scales, quantised formats.
 _ROWS = re.compile(
     r"(?:base_layer\.)?(?:weight|bias)|lora_B(?:\.\w+)?(?:\.weight)?|"
     r"lora_magnitude_vector(?:\.\w+)?(?:\.weight)?"
@@ -79,7 +79,7 @@ def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
     """Find the projections of a checkpoint, and which of their rows rotate.
 
     Raises:
-        ValueError: names, shapes or formats that do not fit the model.
+        ValueError: names, shapes or formats do not fit the model.
     """
     entries = list(each(checkpoint.files))
     matches = _matches(entries, model.naming)
@@ -136,7 +136,7 @@ def _matches(entries: list[Entry], naming: Naming) -> list[_Match]:
 
 
 def _chosen(matches: list[_Match], model: Model) -> list[_Match]:
-    """Keep the matches of the requested part of the model."""
+    """Keep the matches under the requested prefix, or all if none is requested."""
     prefixes = list(dict.fromkeys(match.prefix for match in matches))
     if model.prefix is not None:
         wanted = model.prefix if model.prefix in prefixes else model.prefix.rstrip(".") + "."
@@ -403,7 +403,7 @@ def _check_complete(matches: list[_Match]) -> None:
 
 
 def _check_shared(changes: list[Change], entries: list[Entry]) -> None:
-    """Refuse tensors that share bytes, unless their rows move in the same way."""
+    """Refuse to move bytes that two tensors share, unless the rows of both move in the same way."""
     moved = {(change.entry.file, change.entry.offset): change for change in changes}
     for change in changes:
         first = moved[change.entry.file, change.entry.offset]

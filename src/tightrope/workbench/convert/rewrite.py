@@ -54,7 +54,7 @@ class Change:
 
 
 def source_row(row: int, width: int, interleaved: bool) -> int:
-    """Return which row of a head of ``width`` rows moves to ``row``, to interleaved or to half.
+    """Return which of the ``width`` rotated rows of a head moves to ``row``, to interleaved or to half.
 
     >>> [source_row(row, 6, True) for row in range(6)]
     [0, 3, 1, 4, 2, 5]
@@ -84,7 +84,8 @@ def rewrite(
         interleaved: whether the copy pairs neighbours.
         target: an empty file, open for reading and writing.
         progress: called with the number of bytes written since the last call.
-        record: whether a file without a conversion record gets one; an existing one is always updated.
+        record: whether a file without a conversion record gets one; an existing one is always updated,
+            or removed if the copy restores the original pairing.
 
     Returns:
         The number of bytes by which tensors begin later in the copy than in the file.
@@ -162,7 +163,7 @@ class _Copy:
         return len(new) - len(old)
 
     def comment(self, size: int, record: Paired | None) -> None:
-        """Copy the end of a zip with a record in its comment; unchanged if bytes follow the zip."""
+        """Copy the end of a zip with a record in its comment; unchanged if the comment cannot take it."""
         with zipfile.ZipFile(self._source.name) as archive:
             old = archive.comment
         begin = size - _DIRECTORY_END - len(old)

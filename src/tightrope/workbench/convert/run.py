@@ -37,7 +37,7 @@ class Conversion:
     Attributes:
         checkpoint, out: the paths.
         source, to: the pairings: ``"half"`` or ``"interleaved"``.
-        source_from: the statement that ``source`` comes from.
+        source_from: what states ``source``: a kind of configuration, a record, or the user.
         model: the model in one line.
         changed: names of the tensors whose rows moved.
         left: names of the tensors that kept their bytes.
@@ -45,8 +45,8 @@ class Conversion:
         files: the files of the result.
         ignored: files of the folder that are not in the result: name -> reason.
         nbytes: bytes of weights.
-        marked: the key of the configuration that now states the pairing; None if its family has none.
-        verified: the result of ``verify=True``.
+        marked: the key of the result's config.json that states the pairing; None if there is none.
+        verified: the result of the verification; None without ``verify``.
         notes: advice for using the result.
         written: whether the result was written.
     """
@@ -104,9 +104,9 @@ def convert(
         The changed and unchanged tensors, and notes for using the result.
 
     Raises:
-        ValueError: the checkpoint is unknown, damaged, quantised, partly outside its folder, or already
-            has this pairing, or ``out`` exists; nothing has been written.
-        OSError: files that cannot be read or written; partial output is removed.
+        ValueError: the checkpoint is of an unknown kind, damaged, quantised, partly outside its folder,
+            or already has this pairing; ``out`` exists; or scores differ. ``out`` stays as it was.
+        OSError: files cannot be read or written; partial output is removed.
     """
     if to not in ("half", "interleaved"):
         fail(f"to must be 'half' or 'interleaved' but got {to!r}")
@@ -191,9 +191,12 @@ def _conversion(
     notes = []
     if mark is None:
         other = "neighbours" if interleaved else "channel i with i + rotary_dim / 2"
+        lacks = "the result has no config.json to state the pairing"
+        if model.mark is None:
+            lacks = f"no key of {model.name} states the pairing"
         notes.append(
-            f"no key of {model.name} states the pairing: load the result with a rotary function that "
-            f"pairs {other} (interleaved={interleaved})"
+            f"{lacks}: load the result with a rotary function that pairs {other} "
+            f"(interleaved={interleaved})"
         )
     if plan.still:
         notes.append(f"layers without RoPE stay as they are: {', '.join(map(str, plan.still))}")

@@ -19,8 +19,8 @@ def read_safetensors(path: Path) -> Weights:
     """Return the tensors of a file, in the order of their bytes.
 
     Raises:
-        ValueError: an invalid safetensors file.
-        OSError: a file that cannot be read.
+        ValueError: the file is invalid, or the package safetensors is missing.
+        OSError: the file cannot be read.
     """
     try:
         import safetensors

@@ -11,7 +11,7 @@ import torch
 
 from .paired import Paired
 
-# Safetensors' names of the dtypes of weights and their scales; other dtypes are quantised formats.
+# The dtypes of weights and their scales, by safetensors' names; other dtypes are quantised formats.
 FLOATS: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,6 +62,7 @@ class Weights:
     """One file of a checkpoint and its tensors.
 
     Attributes:
+        kind: ``"safetensors"`` or ``"torch"``.
         records: for torch files, the zip records, whose checksums change with their bytes.
         paired: the conversion record inside the file, if any.
     """

@@ -35,8 +35,8 @@ def read_torch(path: Path) -> Weights:
     """Return the tensors of a file that `torch.save` wrote, with the zip records that hold them.
 
     Raises:
-        ValueError: a file that torch cannot load safely, or that holds more than weights.
-        OSError: a file that cannot be read.
+        ValueError: torch cannot load the file safely, or it holds more than weights.
+        OSError: the file cannot be read.
     """
     records, comment = _records(path)
     try:
@@ -83,7 +83,7 @@ def _why_refused(text: str) -> str:
 def _without_data(path: Path) -> Any:
     if torch.__version__ >= "2.11":
         return torch.load(path, map_location="meta", weights_only=True)
-    # torch 2.10 would read the data; it records offsets for fake tensors only.
+    # torch 2.10 reads the data even on the meta device, and records offsets only for fake tensors.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

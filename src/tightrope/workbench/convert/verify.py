@@ -1,8 +1,8 @@
 """Check on random activations that a conversion leaves attention scores unchanged.
 
-For each layer of both files, random activations pass through the projections in float64, with biases
+For each layer of the original and of the copy, random activations pass through the projections in float64, with biases
 and norms. Queries and keys are rotated by the file's own pairing, and each query is multiplied with each
-key. The two files' scores may differ only by the order of float64 sums. As a control, the result's scores
+key. The two files' scores may differ only by the order of float64 sums. As a control, the copy's scores
 are also computed with the old pairing; how far they are off is reported.
 """
 
@@ -23,7 +23,7 @@ from .rewrite import Change
 
 _TOKENS = 12
 _STRIDE = 997
-# Relative difference between float64 sums of up to 2^16 products in two orders.
+# Bound on the relative difference between float64 sums of up to 2^16 products in two orders.
 BOUND = 1e-10
 
 
@@ -34,8 +34,8 @@ class Verified:
     Attributes:
         layers: the number of layers compared.
         difference: the largest difference of scores, relative to the largest score of the layer.
-        unswitched: the control: the smallest such difference over layers with the result rotated by the
-            old pairing. It must be much larger than ``difference``.
+        unswitched: the control: the smallest such difference of any layer with the copy rotated by the
+            old pairing. It should be much larger than ``difference``.
     """
 
     layers: int
@@ -170,7 +170,7 @@ def _read(
 def _project(
     changes: list[Change], copies: Mapping[Path, Copied] | None, seed: int
 ) -> torch.Tensor:
-    """Project random activations, a few rows at a time."""
+    """Project random activations, with a few rows of the weights at a time."""
     # Several weights are the parts of one tensor, each with whole heads and in its own file.
     weights = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight")]
     columns = weights[0].entry.shape[1]

@@ -76,7 +76,7 @@ class Contest:
         return means(self.by_position.get(name, []), self.size.context)
 
     def past_length(self, name: str) -> float | None:
-        """Return how many more nats a byte costs beyond the training length than within it."""
+        """Return how many more nats a byte costs beyond the training length than within it; None if not reached."""
         within, *past = self.stretches(name) or [0.0]
         return fmean(past) - within if past else None
 

@@ -51,7 +51,7 @@ class Results:
 
     @property
     def rotation_shares(self) -> tuple[float, float] | None:
-        """Rotation's share of a step, with tightrope and with eager; None if the times are unsteady."""
+        """Rotation's share of a step, with tightrope and with eager; None if times are missing or unsteady."""
         steps = [run.median_step for run in self.race.runs]
         if self.in_model is None or not is_steady(self.in_model) or None in steps:
             return None
@@ -64,7 +64,7 @@ class Results:
         return ours, eager
 
     def write_json(self, path: Path) -> None:
-        """Write all numbers to `path`."""
+        """Write all numbers to `path` as JSON."""
         shares = self.rotation_shares
         document = {
             "interrupted": self.interrupted,

@@ -36,7 +36,7 @@ class EagerAttention(Attention):
 
 @lru_cache(maxsize=1)
 def _tables(head_dim: int, base: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of positions start … stop − 1; model files compute them once as well."""
+    """Return cos and sin of positions start … stop − 1, computed once for all layers as in model files."""
     inv_freq = 1.0 / base ** (torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.arange(start, stop)[:, None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)

@@ -1,4 +1,4 @@
-"""Inspect a model's rotary embedding, and compare two models'.
+"""Inspect a model's rotary embedding, and compare those of two models.
 
     from tightrope.workbench.inspect import compare, inspect
 

@@ -15,7 +15,7 @@ from ...frequencies import CONTEXT, TWO_PI
 from .report import Inspection, PartReport
 from .subject import Field
 
-# Radians: 0.01 shows in a bfloat16 cosine; at 1 a pair no longer encodes its position.
+# Radians: 0.01 shows in a bfloat16 cosine; at 1 a pair no longer encodes the position.
 NOTICED, LOST = 0.01, 1.0
 _NO_CONTEXT = 131072
 
@@ -42,7 +42,7 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that two configurations give differently."""
+    """A field whose values in two configurations differ."""
 
     field: str
     one: Field
@@ -133,7 +133,7 @@ def compare(one: Inspection, other: Inspection) -> Comparison:
     """
     if not one.parts or not other.parts:
         empty = one if not one.parts else other
-        raise bad_value(f"both must rotate but {empty.name} does not")
+        raise bad_value(f"both models must rotate but {empty.name} does not")
     together, unmatched = _matched(one, other)
     return Comparison(one, other, tuple(_parts(a, b) for a, b in together), unmatched)
 
@@ -242,7 +242,7 @@ def _modulo(difference: Decimal) -> Decimal:
 
 
 def _furthest(difference: Decimal, context: int) -> tuple[Decimal, int]:
-    """Return the largest angle that a difference in radians per position reaches, and where."""
+    """Return the largest angle that a difference in radians per position reaches in a context, and where."""
     if difference == 0:
         return Decimal(0), 0
     half = int(TWO_PI / 2 / difference)

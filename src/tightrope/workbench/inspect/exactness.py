@@ -57,7 +57,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Exactness:
-    """Lengths, and for each way to compute angles its errors up to them."""
+    """The errors of each way to compute angles, below each of some lengths."""
 
     lengths: tuple[int, ...]
     methods: tuple[Method, ...]
@@ -68,7 +68,7 @@ class Exactness:
 
 
 def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) -> Exactness:
-    """Measure errors of a spec's cosines and sines, relative to float64 functions of 64-bit phases.
+    """Measure errors of a spec's cosines and sines, against float64 functions of 64-bit phases.
 
     Positions are sampled, 192 per octave, so the largest errors are found to a few per cent.
 
@@ -94,7 +94,11 @@ def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) ->
 
 
 def sample(end: int, also: Iterable[int] = ()) -> torch.Tensor:
-    """Return sorted int64 positions in [0, end): the first 192, then 192 evenly spread per octave."""
+    """Return sorted int64 positions in [0, end): the first 192, then 192 evenly spread per octave.
+
+    Args:
+        also: positions to include.
+    """
     parts = [torch.arange(min(_PER_OCTAVE, end))]
     start = _PER_OCTAVE
     while start < end:
@@ -167,7 +171,7 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], _CosSin]] = {
 
 def _reaches(positions: torch.Tensor, worst: torch.Tensor, name: str) -> dict[str, int]:
     if name == TABLE:
-        return {}  # its own rounding is the limit for the other methods
+        return {}  # the rounding of the table is the limit itself
     return {kind: _reach(positions, worst, limit) for kind, limit in ROUNDINGS.items()}
 
 

@@ -244,7 +244,7 @@ def _yarn_elsewhere(facts: Facts) -> Iterator[Note]:
             yield Note(
                 "stacks-differ",
                 True,
-                "mscale and mscale_all_dim are not both given: transformers 5.23 then ignores them "
+                "mscale and mscale_all_dim are not both given and nonzero: transformers 5.23 then ignores them "
                 f"and scales by {alone.attention_scaling:.4g}; the formula gives "
                 f"{facts.spec.amplitude:.4g}.",
             )

@@ -49,9 +49,9 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
         inspections: with several, the angles of each are compared with those of the first.
 
     Raises:
-        OSError: a path that cannot be written.
-        ValueError: a format that matplotlib does not support, more than six rotations, or a rotation
-            in which no pair turns.
+        OSError: the path cannot be written.
+        ValueError: matplotlib does not support the format, there is no rotation or more than six, or
+            in one of them no pair turns.
     """
     curves = _curves(inspections)
     if not curves or len(curves) > _MOST_CURVES:
@@ -297,7 +297,7 @@ def _phases(curve: _Curve, positions: torch.Tensor, context: int) -> torch.Tenso
 
 
 def _scores(curve: _Curve, distances: torch.Tensor) -> torch.Tensor:
-    """Return q·k for q = k at each distance, relative to distance 0, with equal lengths of all pairs."""
+    """Return q·k for q = k at each distance, divided by that at 0, if all pairs have the same length."""
     cos, _ = angles.cos_sin(_phases(curve, distances, curve.context), torch.float64)
     return cos.mean(-1)
 

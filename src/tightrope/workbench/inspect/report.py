@@ -14,7 +14,7 @@ from .notes import Facts, Note, notes_on
 from .pairs import PairRow, pairs_of
 from .subject import Field, Part, read
 
-# Lengths at which errors are reported, in addition to the context.
+# Lengths up to which errors are reported, in addition to the context.
 _LENGTHS = (4096, 131072, 1048576)
 
 
@@ -24,7 +24,7 @@ class PartReport:
 
     Attributes:
         part: the spec, and the sources of its fields.
-        context: the length that all numbers are for; None if no key states one.
+        context: the length that all numbers are for; None if neither the caller nor a key gives one.
         trained: the scaling rule's original length, else the stated context, else ``context``.
         pairs: all pairs of channels.
         attention_scaling: factor on the rotated channels at that length.
@@ -54,7 +54,7 @@ class PartReport:
         return self.part.spec
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report in JSON types; infinite values become null."""
+        """Return the report in JSON types; infinite values and NaN become null."""
         return {
             "name": self.name,
             "layers": self.part.layers,
@@ -87,7 +87,7 @@ class Inspection:
         name: path of the configuration, or the type of the object.
         form: the kind of configuration, such as ``model_type 'llama'``.
         parts: the rotations of the model.
-        without: parts that do not rotate or cannot be read, with ``why_not``.
+        without: parts that do not rotate or cannot be read; their ``why_not`` gives the reason.
     """
 
     name: str
@@ -130,8 +130,9 @@ def inspect(
             without a section, every section that rotates is read.
 
     Raises:
-        OSError: a file that cannot be read.
-        ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`; a length out of range.
+        OSError: a file cannot be read.
+        ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`, or the context is out of
+            range.
 
     >>> found = inspect(RopeSpec(128), context=4096)
     >>> found.parts[0].pairs[0].turns > 651

@@ -66,8 +66,8 @@ def read(
 
     Args:
         config: a spec, any input of :meth:`tightrope.RopeSpec.from_config`, or the JSON of
-            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. Beside weights that
-            `tightrope convert` wrote, the pairing is read from the record it left.
+            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. For the
+            configuration of weights that `tightrope convert` wrote, the pairing is read from its record.
         layer_type, section, strict, interleaved: as in :meth:`tightrope.RopeSpec.from_config`.
             Without a section, every part that rotates is read.
 
