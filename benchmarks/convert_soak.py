@@ -2,7 +2,7 @@
 
 It makes a checkpoint of many shards (a random Llama in bfloat16), then checks that `tightrope convert`
 
-1. needs at most 1.5 times the largest tensor + 200 MB of memory, by the kernel's peak for the process.
+1. needs at most 1.5 times the largest tensor + 200 MB of memory, at the peak that the system reports.
    For checkpoints of 1 GB or more, all of its memory counts. For smaller ones, torch itself needs far
    more than the largest tensor: only the memory above that of `--help` counts, and may be at most 64 MB.
    With torch 2.10 a torch file of any size may take 128 MB more, for modules that torch imports to read it;
@@ -113,7 +113,7 @@ def digests(folder: Path) -> dict[str, str]:
 def run(arguments: Sequence[object]) -> tuple[float, int]:
     """Run the command line; return (seconds, peak bytes of memory).
 
-    The peak that the kernel reports for a process includes its parent's memory at the start. So this
+    The peak that the system reports for a process includes its parent's memory at the start. So this
     process stays small: only a child process, which makes the checkpoint, imports torch.
     """
     start = time.perf_counter()
@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("--bytes", type=float, default=2.1e9, help="size of the checkpoint")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="work folder; by default a temporary one")
+    parser.add_argument("--folder", type=Path, help="where to make the temporary work folder")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -37,7 +37,7 @@ POSITIONS = (0, 131_072, 1_048_576)
 
 
 def llama(shape: dict[str, Any]) -> Any:
-    """The model in bfloat16."""
+    """Make a Llama of the given shape, in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ def score_errors() -> list[dict[str, Any]]:
         print(
             f"positions from {position:9,}: error of scores {row['before']:.4f} before, "
             f"{row['model']:.4f} patched, {row['exact']:.4f} with exact angles "
-            f"(scores {row['scores']:.1f})",
+            f"(root mean squares; that of the scores is {row['scores']:.1f})",
             flush=True,
         )
     return rows

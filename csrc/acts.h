@@ -217,7 +217,7 @@ struct LeakyRelu {
 };
 struct Tanh {
   template <class T> static TIGHTROPE_INLINE T f(T x) { return tangent(x); }
-  // 1 − t², with t = 1 − q.
+  // 1 − tanh(|x|)², with tanh(|x|) = 1 − q.
   template <class T> static TIGHTROPE_INLINE T slope(T x) {
     const T a = magnitude(x), q = T(2) / (exponential(a + a) + T(1));
     return q * (T(2) - q);

@@ -1,5 +1,5 @@
 // Activations f and f' of 16 numbers in a register. If the result is rounded to bfloat16 (`brief`), the
-// polynomials are short: an error of 2^-19 changes one rounding in thousands. Otherwise within 3 ulp.
+// polynomials are short: an error of 2^-19 changes one rounding in thousands. Otherwise results are within 3 ulp.
 #pragma once
 
 #include "acts.h"
@@ -66,8 +66,8 @@ TIGHTROPE_INLINE V quotient(V a, V d) {
 
 // 1 + e^-x; infinite where float overflows.
 //
-// e^-x is 2^(j/N) from a table, times 2^i, added to the exponent of the entry as an integer, times a
-// polynomial of degree 2. A longer polynomial in place of the table would take two more fused
+// e^-x is a product of 2^(j/N), read from a table, of 2^i, added to the entry's exponent bits as an
+// integer, and of a polynomial of degree 2. A longer polynomial in place of the table would take two more fused
 // multiply-adds. If brief, the polynomial is a completed square, centred at a whole number of steps: one
 // fused multiply-add evaluates it.
 alignas(64) constexpr int32_t kSixteenths[16] = {
@@ -95,8 +95,8 @@ TIGHTROPE_INLINE void one_and_exponential(V* x) {
 #pragma GCC unroll 4
     for (int i = 0; i < n; ++i) step(i);
   };
-  // Exponents reach from 2^-127 to 2^127. 1 + e^-60 is already 1, and e^94 makes the product overflow.
-  // NaN stays NaN: if its operands do not compare, the instruction returns the second.
+  // Clamp, because exponent bits hold only 2^-127 to 2^127. 1 + e^-60 is already 1, and e^94 makes the
+  // product overflow. NaN stays NaN: if its operands do not compare, the instruction returns the second.
   each([&](int i) { x[i] = _mm512_maskz_min_ps(kAll, all(60.0f), x[i]); });
   each([&](int i) { x[i] = _mm512_maskz_max_ps(kAll, all(-94.0f), x[i]); });
   each([&](int i) { steps[i] = fused(x[i], all(kSteps), kShift); });
@@ -125,7 +125,8 @@ TIGHTROPE_INLINE void one_and_exponential(V* x) {
   each([&](int i) { x[i] = fused(steps[i], x[i], 1.0f); });
 }
 
-// a / (1 + e^-x). Division has its own execution unit: overlapped with the rest, it is cheaper than Newton.
+// a / (1 + e^-x). Division has its own execution unit: overlapped with the rest, it is
+// cheaper than Newton's method.
 template <bool brief, int n>
 TIGHTROPE_INLINE void by_sigmoid(const V* a, V* x) {
   V d[n];

@@ -117,8 +117,8 @@ inline void radians(uint64_t remainder, double* angle) {
   *angle = double(int64_t(remainder)) * kRadians;
 }
 
-// Minimax polynomials on [-π/4, π/4]: 9.2e-9 and 7e-10 from sine and cosine in float, 9e-18 and
-// 4e-19 in double, before rounding.
+// Minimax polynomials on [-π/4, π/4]. Their errors for sine and cosine, before rounding, are 9.2e-9 and
+// 7e-10 in float, 9e-18 and 4e-19 in double.
 inline void polynomials(float x, float* cosine, float* sine) {
   const float z = x * x;
   float s = fma_(z, -1.95878657e-4f, 8.33274815e-3f);

@@ -290,7 +290,8 @@ inline int64_t divide(Problem& p, int64_t tile) {
 
 inline const Loops& loops() {
   const Loops* found = tightrope::loops();
-  STD_TORCH_CHECK(found != nullptr, "tightrope: TIGHTROPE_CPU_ISA names an unknown instruction set");
+  STD_TORCH_CHECK(found != nullptr,
+                  "tightrope: TIGHTROPE_CPU_ISA names an instruction set that this processor or build lacks");
   return *found;
 }
 

@@ -35,7 +35,8 @@ inline Tensor zeros(const Tensor& like, std::vector<int64_t> sizes,
   return torch::stable::new_zeros(like, {sizes.data(), sizes.size()}, type);
 }
 
-// The tokens that share an entry of a sum are divided into at most kRuns runs of at least kTokensPerRun.
+// The tokens that share an entry of a sum are divided into at most kRuns runs of at least kTokensPerRun tokens;
+// the last run may be shorter.
 constexpr int64_t kRuns = 128, kTokensPerRun = 32;
 
 inline int64_t run_of_tokens(int64_t sequence) {

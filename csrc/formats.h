@@ -19,7 +19,7 @@ namespace {
 inline float fma_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double fma_(double a, double b, double c) { return __builtin_fma(a, b, c); }
 #else
-// Without FMA instructions a fused multiply-add is a library call; two roundings stay in tolerance.
+// Without FMA instructions a fused multiply-add is a library call; two roundings stay within tolerance.
 inline float fma_(float a, float b, float c) { return a * b + c; }
 inline double fma_(double a, double b, double c) { return a * b + c; }
 #endif
@@ -126,7 +126,7 @@ TIGHTROPE_ROUNDED(__m512)
 #endif
 
 // Since version 12 GCC vectorises neighbouring sums and differences of products into fused operations
-// even with contraction off; it does not look past this barrier. Registers need none.
+// even with contraction off; it does not look past this barrier. Vector types need none.
 template <class T>
 inline T unfused(T x) { return x; }
 #if defined(__has_builtin)

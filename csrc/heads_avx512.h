@@ -34,8 +34,8 @@ struct Register;
     static Words upper() { return p##_set1_epi32(int(0xFFFF0000u)); }                            \
     static Floats even(Words x) { return p##_cast##si##_ps(left(x)); }                           \
     static Floats odd(Words x) { return p##_cast##si##_ps(p##_and_##si(x, upper())); }           \
-    /* Cut both to their upper halves, and add one if the lower half is above one half, or equal  \
-       to it with an odd result. No NaN can become an infinity: see BFloat16. */                 \
+    /* Cut both to their upper halves, and add one if the lower half exceeds 0x8000, or equals it \
+       and the result is odd. No NaN can become an infinity: see BFloat16. */                    \
     static Words twin(Floats a, Floats b) {                                                      \
       const Words e = p##_castps_##si(a), o = p##_castps_##si(b);                                \
       const Words ones = p##_set1_epi16(1);                                                      \
@@ -202,7 +202,8 @@ inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int6
     at += kTaken;
     return true;
   };
-  // The angles of four blocks leave enough registers for the arithmetic; of two, if each takes eight.
+  // The angles of four blocks leave enough registers for the arithmetic; those of two, if each block
+  // takes eight registers.
   constexpr int kMost = A::apart && !interleaved && kPairs > 16 ? 2 : 4;
   while (turn(Is<16>(), Is<kMost>())) {
   }

@@ -9,7 +9,7 @@
 namespace tightrope::binding {
 namespace {
 
-// The same two checks as in ops/checks.py, which raises the errors that users see.
+// The same two checks as in ops/memory.py, by which Python finds the errors that users see.
 struct Extent {
   int64_t size, stride;
 };
@@ -19,7 +19,7 @@ inline Extents extents_of(const Problem& p, const Operand& o, const Strides& s) 
   return {{{p.rows, s.row}, {o.heads, s.head}, {p.tokens, s.token}, {p.head_dim, s.channel}}};
 }
 
-// True unless the stride of every dimension exceeds the extent of all faster dimensions.
+// True unless the stride of every dimension is at least the extent of all faster dimensions.
 inline bool may_overlap_itself(Extents extents) {
   std::sort(extents.begin(), extents.end(),
             [](const Extent& a, const Extent& b) { return a.stride < b.stride; });

@@ -164,11 +164,11 @@ inline bool has_full_tables(const Problem& p) { return p.table_other != 0; }
 // Cosines of n pairs.
 inline int64_t row_width(const Problem& p, int64_t n) { return has_full_tables(p) ? 2 * n : n; }
 
-// Values of scratch memory that a StagesLoop needs; see Scratch in stages.h and Rows in
-// stage_tiles_avx512.h.
 inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
 // Values of a head when its rotated halves and its other channels are each padded.
 inline int64_t row_values(const Problem& p) { return padded(p.head_dim) + 160; }
+// Values of scratch memory that a StagesLoop needs; see Scratch in stages.h and Rows in
+// stage_tiles_avx512.h.
 inline int64_t scratch_values(const Problem& p, const Stages& o) {
   const int64_t width = padded(p.head_dim);
   int64_t rows = 3;

@@ -103,7 +103,7 @@ void turn(const Problem& p, int64_t begin, int64_t end) {
   }
 }
 
-// All but the usual arithmetic treats the two channels of a pair as if they had different angles.
+// Only the last case, the usual one, relies on the two channels of a pair having the same angle.
 template <class F>
 void turn_by(const Problem& p, int64_t begin, int64_t end) {
   if constexpr (sizeof(typename F::Stored) < sizeof(typename F::Value)) {

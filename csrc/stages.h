@@ -543,7 +543,7 @@ namespace {
 template <class F>
 void run_stages(const Problem& p, const Stages& o, void* memory, int64_t begin, int64_t end) {
   const Scratch<typename F::Value> w(p, memory);
-  // A dtype other than bfloat16 keeps the angles in the order of the pairs: see in_twos.
+  // Not bfloat16, so that the plain loops get the angles in the order of the pairs: see in_twos.
   Problem turns = p;
   if (p.dtype == Dtype::kBFloat16) turns.dtype = Dtype::kFloat;
 #if defined(__AVX512F__)

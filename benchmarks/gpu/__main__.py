@@ -76,7 +76,7 @@ def phases() -> tuple[Phase, ...]:
 
 
 def run(phase: Phase, given: Options, jobs: int, out: Any) -> int:
-    """Run a phase until its deadline and return pytest's exit code.
+    """Run a phase, at most until its deadline, and return pytest's exit code.
 
     Args:
         out: called every few seconds, to write the results so far.
@@ -127,7 +127,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--against",
         type=_pattern,
-        help="regular expression for contenders (default in a dry run: those not compiled)",
+        help="regular expression for contenders (default: all; in a dry run, those not compiled)",
     )
     add("--peers", type=Path, help="folder with source files of other libraries")
     add("--jobs", type=int, help="parallel workers (number of cores - 2, at most 8)")

@@ -1,7 +1,7 @@
 """Functions of other libraries, loaded from a few of their source files without installing them.
 
-A package's own `__init__` would import the whole package. Instead, an empty module with the path of the
-files stands in for it. A library without files here is imported if it is installed.
+A package's own `__init__` would import the whole package, so an empty module with the path of the files
+replaces each package. A library without such files is imported if it is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Environment variable with another folder of peers than `FOLDER`.
+#: Environment variable that names the folder of peers, instead of `FOLDER`.
 VARIABLE = "TIGHTROPE_GPU_PEERS"
 FOLDER = Path(__file__).parent / "peers"
 
@@ -29,7 +29,8 @@ class Peer:
     Attributes:
         module, name: the module to import, and the name of the function in it.
         packages: packages to replace by empty modules.
-        given: names that such a package must define nevertheless, with the module of each.
+        given: replaced package -> name that it must define -> module to take it from; "" for a function
+            that raises an error when called.
     """
 
     module: str
@@ -76,7 +77,7 @@ def missing(name: str) -> str | None:
 
 
 def function(name: str) -> Any:
-    """Return the function of a peer, or the class of an autograd function.
+    """Return the function of a peer, or its `torch.autograd.Function` class.
 
     Its signature is not checked: if it has changed, the call fails or its results are wrong.
 
@@ -95,7 +96,7 @@ def function(name: str) -> Any:
 
 
 def _root(peer: Peer) -> Path | None:
-    """Return the folder with a peer's module: that of all peers, a folder in it, or its `src`."""
+    """Return the folder to import a peer from, or None: `FOLDER`, a folder in it, or the `src` of one."""
     folder = Path(os.environ.get(VARIABLE, FOLDER))
     inner = sorted(path for path in folder.glob("*") if path.is_dir())
     file = f"{peer.module.replace('.', '/')}.py"

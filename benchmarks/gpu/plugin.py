@@ -48,7 +48,7 @@ class Options:
     mixed: bool = False
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variable that passes the options on."""
+        """Return the environment variable that passes the options to the workers."""
         return {VARIABLE: json.dumps(asdict(self))}
 
 

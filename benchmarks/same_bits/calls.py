@@ -73,7 +73,7 @@ class Draw:
         return torch.randint(-40, 40, shape, generator=self.generator)
 
     def add(self, name: str, values: torch.Tensor, wide: bool = False) -> str:
-        """Add a parameter; `wide` excludes 16-bit dtypes."""
+        """Add a tensor of a random dtype and return its name; `wide` excludes 16-bit dtypes."""
         wides = (torch.float32, torch.float64)
         values = values.to(self.pick(f"type of {name}", *wides, *(() if wide else (self.dtype,))))
         if self.pick(f"{name} is a Parameter", False, False, True):

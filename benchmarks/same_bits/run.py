@@ -25,7 +25,8 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "inference tensors": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
-# In these modes an in-place call changes the drawn tensors; in the other modes, copies that need gradients.
+# In these modes an in-place call changes the drawn tensors; in the others copies of them, because a leaf
+# that requires grad cannot be changed in place.
 GIVEN = (*PLAIN, "vmap", "functionalize", "compiled", "compiled vmap", "exported")
 # The compiler's report of an error in the code that it compiles.
 RAISED = re.compile(r"raised exception ([^\n]*)")
