@@ -14,7 +14,7 @@ from tightrope.backends import cpu
 
 @pytest.fixture(autouse=True)
 def _process_settings() -> Iterator[None]:
-    """Restore the thread count, the instruction set, and torch's default dtype and device."""
+    """Restore thread count, instruction set and torch's default dtype and device after each test."""
     threads, instruction_set = torch.get_num_threads(), cpu.instruction_set()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     yield

@@ -25,7 +25,7 @@ LLAMA: dict[str, Any] = {
 
 
 def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> list[Any]:
-    """Reorder `width` rows from each of `starts` on, from half pairing to interleaved."""
+    """Reorder blocks of `width` rows, one at each of `starts`, from half to interleaved pairing."""
     made = list(rows)
     for start in starts:
         for i in range(width // 2):
@@ -37,7 +37,7 @@ def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> 
 def llama_tensors(
     config: dict[str, Any] = LLAMA, *, dtype: torch.dtype = torch.float32, bias: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Make random weights under Llama's names, with norms of queries and keys, and biases."""
+    """Make random weights under Llama's names, with q and k norms and, if `bias`, biases."""
     generator = torch.Generator().manual_seed(0)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = config.get("head_dim", hidden // heads)

@@ -1,8 +1,7 @@
 """Choose the mutants of mutation.py, and build a copy of the source with one of them.
 
 Changes are found in the syntax tree of Python and in the tokens of C++; messages, types and comments
-are left alone.
-The mutants of a file depend only on its text.
+are left alone. The mutants of a file depend only on its name and text.
 """
 
 import ast
@@ -35,7 +34,10 @@ NUMBERS = ("float", "int", "Tensor", "torch.Tensor")
 
 
 def changes(node, returns):
-    """Yield (kind, new text) of each change to a node; `returns`: its function's return annotation."""
+    """Yield (kind, new text) for each change to a node.
+
+    `returns` is the return annotation of the function that contains it.
+    """
 
     def spelled(kind, **fields):
         yield kind, f"({ast.unparse(type(node)(**{**dict(ast.iter_fields(node)), **fields}))})"
@@ -122,7 +124,7 @@ _SKIPPED = (
 
 
 def loop_lines(text):
-    """Yield the changes of C++ lines, without code that only another instruction set runs."""
+    """Yield (line number, kind, changed line) for C++, except code of other instruction sets."""
     elsewhere = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#"):
@@ -137,7 +139,7 @@ def loop_lines(text):
 
 
 def choose(path):
-    """Yield the mutants of a file: of all kinds equally, at most one per line, always the same."""
+    """Yield the mutants of a file: kinds in turn, at most one per line, the same in every run."""
     name, text = path.relative_to(ROOT).as_posix(), path.read_text()
     found = sorted(set((python_lines if path.suffix == ".py" else loop_lines)(text)))
     chance = random.Random(name)

@@ -45,7 +45,7 @@ NEAREST = {
     "csrc": "numerics invariance tables out gradients",
 }
 NOTICED = ("killed", "crash", "timeout")
-LIMIT = 240.0  # seconds for one mutant; a single test has a limit of its own
+LIMIT = 240.0  # seconds for all tests of a mutant; each test has its own limit too
 
 
 # ---- the tests of a mutant ------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Chosen:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         items[:] = [item for item in items if item.nodeid in self.seconds]
-        # Times are compared as powers of two, so that the tests of a file mostly stay together.
+        # Times are rounded to powers of two, so that the tests of a file mostly stay together.
         items.sort(key=lambda item: int(1000 * self.seconds[item.nodeid]).bit_length())
 
     @pytest.hookimpl(tryfirst=True)
@@ -171,7 +171,7 @@ def stages(mutant, traced):
 
 
 def run_mutant(mutant, traced, arguments):
-    """Return the outcome of one mutant; None stands for the unchanged source."""
+    """Return the outcome of one mutant; for None, of the tests `traced` on the unchanged source."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, start, isa = Path(temporary), time.monotonic(), None
         shutil.copytree(ROOT / "src", folder / "src")
@@ -202,7 +202,7 @@ def read_results(path):
 
 
 def run(mutants, traced, results, arguments):
-    """Run the mutants that have no result yet; then, on the unchanged source, all tests that failed."""
+    """Run mutants without a result; then, on the unchanged source, each test that failed for one."""
     done = read_results(results)
     with results.open("a") as out:
         for mutant in mutants:
@@ -217,7 +217,7 @@ def run(mutants, traced, results, arguments):
         print(f"{where:15} {outcome:10} {count}")
     killers = {m.get("by") for m in done.values()} & set(traced["tests"])
     print(
-        "the tests that failed, on the unchanged source:",
+        "the tests that failed for a mutant, run on the unchanged source:",
         run_mutant(None, dict.fromkeys(killers, 5.0), arguments),
     )
 

@@ -130,7 +130,7 @@ def rotate(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> torch.Tensor:
-    """Rotate x by exact angles, in float64, in the shape of x.
+    """Rotate a float64 copy of x by exact angles.
 
     Args:
         positions: ``[tokens]``, ``[rows, tokens]`` or ``[axes, rows, tokens]``.

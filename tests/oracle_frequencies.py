@@ -38,7 +38,7 @@ def ntk(d: int, base: float, factor: float) -> list[Real]:
 
 
 def dynamic_ntk(d: int, base: float, factor: float, trained: int, length: int | None) -> list[Real]:
-    """YaRN, section 3.3, s = max(1, l'/L). Implementations use s = factor · l'/L − (factor − 1)."""
+    """YaRN, section 3.3, s = max(1, l'/L). Implementations, like this one, use s = factor · l'/L − (factor − 1)."""
     if length is None or length <= trained:
         return plain(d, base)
     scale = MP.mpf(factor) * length / trained - (MP.mpf(factor) - 1)
@@ -141,7 +141,7 @@ def llama3(d: int, base: float, factor: float, low: float, high: float, trained:
 
 
 def proportional(d: int, base: float, fraction: float, factor: float = 1.0) -> list[Real]:
-    """Round and Round We Go (arXiv 2410.06205), section 6: the slowest 1 − p of all pairs do not rotate."""
+    """Round and Round We Go (arXiv 2410.06205), section 6: only the fastest pairs, a share p, rotate."""
     turning = int(fraction * d // 2)
     row = plain(d, base)
     return [omega / MP.mpf(factor) for omega in row[:turning]] + [MP.mpf(0)] * (d // 2 - turning)

@@ -137,7 +137,7 @@ class Truth(NamedTuple):
 
     Attributes:
         y: the result.
-        dx: the gradient by x.
+        dx: the gradient with respect to x.
         inner: f(x).
         distance: |position| of each token, ``(rows|1, tokens, 1, 1)``.
     """
@@ -195,7 +195,7 @@ def angle_sums(
     pairs: int,
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient by θ, Σ position · (u · dv − v · du), and Σ |position| · |pair| · |gradient pair|.
+    """Return the gradient of θ, Σ position · (u · dv − v · du), and Σ |position| · |pair| · |gradient pair|.
 
     Args:
         y, grad: a result and its gradient, as in :func:`rotated`.

@@ -1,4 +1,4 @@
-"""The roundings of a rotation, written out with PyTorch's elementwise functions; imports nothing of the package."""
+"""The roundings of a rotation, written out with PyTorch's elementwise functions; imports nothing from the package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rotate(
     """Rotate all channels of x by tables with an entry for each channel.
 
     Args:
-        rounding: "wide" or "each".
+        rounding: "each" rounds each product to the dtype of x, "wide" only the result.
         back: whether to apply the transpose of the rotation instead.
     """
     u, v = split(x, interleaved)

@@ -20,7 +20,7 @@ DIM = 64
 
 
 def inv_freq(dim: int = DIM, base: float = 10000.0, over: int | None = None) -> torch.Tensor:
-    """Return base^(−2k / over), computed in float64, rounded to float32."""
+    """Return base^(−2k / over), computed in float64, rounded to float32; `over` defaults to `dim`."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / (over or dim)
     return (base**-exponents).float()
 
@@ -146,7 +146,10 @@ def table_of(size: int, past: str) -> Fn:
 def dynamic_ntk(
     *, original: int = 1024, remembers: bool = False, by_batch: bool = True, fixed: bool = False
 ) -> Fn:
-    """Return a function whose frequencies follow the largest position of the batch, row or past."""
+    """Return dynamic NTK by the largest position of the batch, or of each row if not `by_batch`.
+
+    `remembers`: earlier calls count too. `fixed`: the base never changes.
+    """
     longest = [original]
 
     def row(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -232,7 +235,7 @@ def wrong_halves() -> Fn:
 
 
 def per_head(bug: bool) -> Fn:
-    """Rotates heads 1, 5, 9, … by the previous position."""
+    """With `bug`, rotates heads 1, 5, 9, … by the previous position."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -263,7 +266,7 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 
 def other_columns(bug: bool) -> Fn:
-    """Multiplies the channels that do not rotate by 0.5."""
+    """With `bug`, multiplies the channels that do not rotate by 0.5."""
     plain = rope(rotary_dim=32)
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -294,7 +297,7 @@ class ForwardAgain(torch.autograd.Function):
 
 
 def by_sizes(bug: bool) -> Fn:
-    """Guesses the layout, and guesses wrong if there are as many heads as tokens."""
+    """With `bug`, mistakes the layout if there are as many heads as tokens."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -306,7 +309,7 @@ def by_sizes(bug: bool) -> Fn:
 
 
 def by_id_type(bug: bool) -> Fn:
-    """Treats int32 positions as counted from 1."""
+    """With `bug`, treats int32 positions as counted from 1."""
     plain = rope()
     return lambda x, positions: plain(x, positions - int(bug and positions.dtype is torch.int32))
 
@@ -337,7 +340,7 @@ def xpos() -> Fn:
 
 
 def mixed() -> Fn:
-    """Mixes all channels before the rotation, like a Hadamard transform."""
+    """Mixes all channels before the rotation, by a reflection."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def passages(name, text):
         comments = {
             token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT
         }
-        # One passage, as a phrase may continue in the next line.
+        # All comments are one passage, as a phrase may continue on the next line.
         lines = (comments.get(at + 1, "").lstrip("#: ") for at in range(len(text.splitlines())))
         yield 1, "\n".join(lines), False
 

@@ -192,7 +192,7 @@ class Threads:
         bits = int(words[-1][1:])
         if words[1] == "param":
             index = int(re.findall(r"param_(\d+)", operands[1])[0])
-            # Tensors lie far apart. Parameters after them point to scratch memory, never read.
+            # Tensors lie 2^40 bytes apart. Later parameters point to scratch memory, which is never read.
             self._set(operands[0], np.full(self.threads, (index + 1) << 40, "u8"), on)
             return
         where, registers = (operands[1], operands[0]) if words[0] == "ld" else operands[:2]

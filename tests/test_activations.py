@@ -24,7 +24,7 @@ OFFSET = 7
 def assert_formula(
     got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str = ""
 ) -> None:
-    """Assert closeness, relative to the largest element of each head in `want`."""
+    """Assert closeness, relative to the largest element along the last dimension of `want`."""
     assert got.shape == want.shape
     bound = tolerances.value(f"f and P, {str(dtype)[6:]}")
     size = want.abs().amax(-1, keepdim=True)
@@ -33,7 +33,7 @@ def assert_formula(
 
 
 def wanted(x, name, spec, log=None, weight=None, eps=1e-6, offset=0.0):
-    """Compute the reference result; x and the other tensors are float64."""
+    """Compute the reference result in float64; `log` is the logarithm of the gate's factors."""
     inside = (
         oracle_acts.norm(x, weight, eps, offset) if name == "rms_norm" else oracle_acts.act(name, x)
     )
@@ -234,7 +234,7 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
 
 
 def by_slopes(slopes, ids, dtype, backend="cpu"):
-    """Return ones times a slope gate per head, without rotation: (tokens, heads, channels)."""
+    """Return the factors of a slope gate, (tokens, heads, channels): ones, gated but not rotated."""
     width = slopes.shape[1]
     x = torch.ones(1, len(ids), len(slopes), width, dtype=dtype)
     still = torch.zeros(width // 2, dtype=torch.float64)

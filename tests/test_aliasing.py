@@ -75,7 +75,7 @@ def test_in_place_leaves_channels_outside_the_slice() -> None:
 
 
 def test_in_place_calls_bump_the_version_counter() -> None:
-    """Version counters, by which autograd refuses a backward pass that needs an overwritten value."""
+    """Autograd needs the counter to refuse a backward pass that uses an overwritten value."""
     x = noise(2, 3, 5, 8)
     version = x._version
     rotate_(x, SPEC)

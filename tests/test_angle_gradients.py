@@ -27,7 +27,7 @@ Operator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Call(NamedTuple):
-    """Arguments of the operator, without the choice of gradients."""
+    """Arguments of the operator, except the two that choose the gradients."""
 
     ys: Sequence[torch.Tensor]
     grads: Sequence[torch.Tensor]
@@ -62,7 +62,7 @@ def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def formula(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Return the sums by positions and by frequencies, each with the sum of its terms' moduli."""
+    """Return the gradients of positions and of frequencies, each with the sum of its terms' moduli."""
     layout = schema.LAYOUTS[call.options.layout]
     rows, _, tokens, _ = oracle.as_bhsd(call.ys[0], layout).shape
     pairs = call.words.shape[3]
@@ -100,7 +100,7 @@ def check(call: Call, operator: Operator) -> None:
 
 
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Convert [rows, heads, tokens, channels] to a layout; dimensions that it lacks must be 1."""
+    """Convert [rows, heads, tokens, channels] to a layout; dimensions that it lacks must have size 1."""
     letters = layout.replace("t", "s")
     dims = [at for at, letter in enumerate("bhsd") if letter not in letters]
     for dim in dims:

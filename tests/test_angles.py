@@ -39,7 +39,7 @@ def from_definition(
     add_index: bool = False,
     tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine [rows, tokens, pairs] of ids [axes, rows, tokens] by tightrope.angles."""
+    """Compute cosine and sine [rows, tokens, pairs] of ids [axes, rows, tokens] by tightrope.angles."""
     tokens = ids.shape[2] if tokens is None else tokens
     phase = angles.phases(words, turns, ids, offset, add_index, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
@@ -104,7 +104,7 @@ def test_inv_freq_is_read_back_from_words() -> None:
         read = angles.inv_freq(rotation.words, rotation.turns, torch.float64).flatten()
         wanted = [float(omega) for omega in oracle.frequencies(base, 16)]
         for got, omega in zip(read.tolist(), wanted, strict=True):
-            # Phase words have an absolute resolution.
+            # The resolution of phase words is absolute: a slow pair has fewer digits.
             assert abs(got - omega) <= tolerances.value("word") + 4e-16 * omega
 
 
@@ -135,7 +135,7 @@ def test_integer_positions(base: float, dim: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
-    """40 positions from an offset, near each magnitude: every remainder of the kernel's tiles."""
+    """40 consecutive positions at each magnitude, which include every remainder of the kernel's tiles."""
     spec = RopeSpec(20, interleaved=interleaved)
     for start in (0, -20, 8192 - 20, 131072 - 20, 2**20 - 20, TOP - 39, -TOP - 1):
         run = range(start, start + 40)
@@ -147,7 +147,7 @@ def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_beyond_32_bits_do_not_wrap_early(backend: str) -> None:
-    """Here float32 has no bound, and float64 keeps the bound of phase words."""
+    """Beyond 32 bits only float64 has a bound, that of phase words."""
     ids = [2**31, -(2**31) - 1, 2**32 + 1, 2**40 + 3, -(2**44) - 1]
     exact = oracle.cos_sin(ids, oracle.frequencies(10000.0, 16))
     got = from_rotation(RopeSpec(16), torch.tensor(ids), (1, len(ids)), torch.float64, backend)

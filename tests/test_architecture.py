@@ -95,7 +95,7 @@ def ancestors(module: str) -> list[str]:
 
 
 def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[str, str | None, bool]]:
-    """Yield (module, name or None, lazy) of each import of tightrope; modules as in `module_of`."""
+    """Yield (module, name or None, lazy) for each import from tightrope; modules as in `module_of`."""
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, str | None, bool]]:
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -157,7 +157,8 @@ def find_problems(
     lazy_allowed: Mapping[tuple[str, str], str] | None = None,
     dynamic_allowed: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return a sentence for each import up or sideways, each cycle, and each module without a rank."""
+    """Return one line per problem: a forbidden import, an import of a missing module, a cycle, a module
+    without a rank, or an exception that is no longer needed."""
     unused_lazy = dict(lazy_allowed or {})
     unused_dynamic = dict(dynamic_allowed or {})
     modules = {module_of(path): path for path in files}
@@ -184,7 +185,7 @@ def find_problems(
             if (module, target) in (lazy_allowed or {}) and lazy:
                 unused_lazy.pop((module, target), None)
                 continue
-            # Python runs the packages around the target first, so they are imported too.
+            # Python first runs the packages that contain the target, so they are imported too.
             around = [
                 a
                 for a in ancestors(target)

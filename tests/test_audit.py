@@ -100,12 +100,12 @@ def test_dynamic_ntk_of_transformers_remembers() -> None:
     assert report.codes == ("history", "batch"), str(report)
     history, batch = report.findings[:2]
     assert "longer one" in history.sentence
-    # Complete programs, with imports.
+    # Their programs run without `fn`, as they include the imports.
     for finding in (history, batch):
         with pytest.raises(AssertionError):
             run(finding.snippet)
     assert "dynamic" in history.snippet
-    # Without a spec, it also reports that frequencies depend on the length.
+    # Without a spec, the audit also reports that frequencies depend on the length.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     blind = audit(LlamaRotaryEmbedding(config))

@@ -118,7 +118,7 @@ def qwen2_vl_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def qwen2_vl_text_as_first_published() -> tuple[torch.Tensor, torch.Tensor]:
-    # Up to version 4 the sections were doubled, and sliced out of tables that hold both halves.
+    # Up to transformers 4, the sections were doubled and cut out of tables that hold both halves.
     inv_freq = 1.0 / (1e6 ** (torch.arange(0, 128, 2).float() / 128))
     angle = THW[..., None].float() * inv_freq
     angle = torch.cat((angle, angle), -1)
@@ -441,7 +441,7 @@ def test_llama4_vision() -> None:
     )
     table = llama4.Llama4VisionRotaryEmbedding(config).freqs_ci
     wanted = llama4.vision_apply_rotary_emb(q, k, table)
-    # The column rotates the first block, so its axis is the second coordinate of the grid.
+    # The first block rotates by the column, which is the second coordinate of the grid.
     axes = Axes(2, tuple((1 - axis, j, dim) for axis, j, dim in Axes.blocks((22, 22)).pairs))
     still = positions.multi_axis(torch.zeros(2, 1, dtype=torch.int64))
     where = positions.concatenate([positions.grid(5, 5, start=1), still])

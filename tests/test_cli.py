@@ -394,7 +394,7 @@ def test_version_imports_nothing_heavy() -> None:
     assert {"torch", "numpy", "typer", "rich", "tightrope"}.isdisjoint(done.stderr.split())
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "import time\nprint('importing', flush=True)\ntime.sleep(60)\n", encoding="utf-8"
@@ -417,7 +417,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.one_in(13)
-@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX pipes")
 @pytest.mark.parametrize(
     "arguments",
     [

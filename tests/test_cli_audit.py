@@ -191,7 +191,7 @@ def test_an_audit_that_never_ends_is_given_up(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
     Path("slow_rope.py").write_text(
         "import sys, time\nsys.stderr.write('begun\\n')\nsys.stderr.flush()\ntime.sleep(60)\n",

@@ -79,8 +79,9 @@ def test_the_rows_that_matter_are_shown(folder: Path) -> None:
         for line in output.splitlines()
         if "÷" in line or "kept" in line
     }
-    # The last pair that scaling keeps and the first that it changes; the first that is divided by
-    # the full 8; the last that completes a turn within the context and the first that does not.
+    # The first and last pair; 28 and 29, the last that scaling keeps and the first that it changes;
+    # 34 and 35, the last before and the first with the full division by 8; 38 and 39, the last that
+    # completes a turn within the context and the first that does not.
     assert {"0", "28", "29", "34", "35", "38", "39", "63"} <= set(rows)
     assert rows["28"][5] == "kept"
     assert rows["35"][5:7] == ["÷", "8"]
@@ -297,7 +298,7 @@ def test_a_url_is_not_taken_for_a_path(url: str, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(f"the configuration {about}")):
         convert(tmp_path, tmp_path / "out", to="half", stated=Stated(config=url))
-    # A folder may have such a name.
+    # The name of a folder may end in a colon.
     there = tmp_path / "odd:" / "config.json"
     there.parent.mkdir()
     there.write_text(json.dumps(LLAMA3), encoding="utf-8")
@@ -322,7 +323,7 @@ def test_places_that_are_no_configuration(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tests may run as a user with access to every file.
+    # Not by permissions: tests may run as a user with access to every file.
     def refuse(self: Path, *_: object, **__: object) -> Iterator[bytes]:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -427,7 +428,7 @@ def test_a_file_does_not_steer_the_terminal(tmp_path: Path) -> None:
             assert not set(evil) & set("\x1b\x07\u009b") & set(output + error), options
 
 
-# Values that a configuration may hold and that programs do not expect.
+# Values that a configuration may hold but programs do not expect.
 ODD: list[Any] = [
     None, 0, -1, 1, 2, 3, -0.0, 1.5, 1e308, -1e308, 10**30, 2**63, 10**6, 65537, float("nan"),
     float("inf"), True, False, "", "x", "1e4", [], [1], [[1]], [None], {}, {"a": 1}, "rope", "yarn",
@@ -515,7 +516,7 @@ with Ticker(make_console(), "work") as ticker:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX terminals")
 @pytest.mark.parametrize("no_colour, plain", [("1", True), ("", False)])
 def test_no_color_prints_no_escape_codes(folder: Path, no_colour: str, plain: bool) -> None:
     import pty

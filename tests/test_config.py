@@ -111,8 +111,8 @@ def test_both_forms_of_transformers_read_alike(model: Model) -> None:
 
 # --- no silent default ----------------------------------------------------------------------------
 
-# The last part of a key's path -> the default if it is absent: without it, the file is another valid
-# model.
+# The last part of a key's path -> the default if the key is absent. Without one of these keys, a file
+# describes another valid model.
 ABSENCE: dict[str, str] = {
     "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
     "rope_parameters": "as for rope_scaling, if the base is outside the section",
@@ -138,7 +138,7 @@ ABSENCE: dict[str, str] = {
     "long_mscale": "the paper's factor, from factor alone",
     "alpha": "dynamic NTK, which has no alpha",
     "original_max_position_embeddings": "the length of the context for yarn and dynamic",
-    "max_position_embeddings": "LongRoPE with mscales has no factor then; rules that need it require it",
+    "max_position_embeddings": "LongRoPE with mscales then has no factor; rules that need the length require it",
     "rope_type": "no scaling, if the section has only a base",
     "general.architecture": "inferred from the prefix of the other keys",
 }
@@ -236,7 +236,7 @@ def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_frequencies_are_never_made_up(model: Model) -> None:
-    """Configurations without a base: only families whose code has a constant are read."""
+    """Configurations without a base are read only for families whose code has a constant base."""
     config = json.loads(json.dumps(model.config))
     section = model.options.get("section")
     inner = config[section] if section else config

@@ -87,7 +87,9 @@ def partner_of_first(function: Callable[..., Any]) -> int:
         made = made[0] if isinstance(made, tuple) else made
         if made.shape == x.shape:
             return _partner(made)
-    raise AssertionError(f"{function.__name__}{tuple(names)} takes no tables that are known here")
+    raise AssertionError(
+        f"{function.__name__}{tuple(names)} takes no tables that this test can make"
+    )
 
 
 def _partner(rotated: torch.Tensor) -> int:
@@ -120,7 +122,7 @@ def known(config: dict[str, Any]) -> bool:
     return config.get("model_type") in transformers.CONFIG_MAPPING
 
 
-# Its class keeps the base in attn_config and adds rope_parameters with a default base.
+# DBRX's config class keeps the base in attn_config and adds rope_parameters with a default base.
 CONTRADICTS_ITSELF = "databricks/dbrx-base"
 
 OBJECTS = [

@@ -1,7 +1,7 @@
 """Conversion of checkpoints: the rows that move, the bytes that stay, and the errors.
 
-test_convert_families.py tests that converted models compute the same, test_cli_convert.py the command
-line.
+test_convert_families.py tests that converted models compute the same results; test_cli_convert.py
+tests the command line.
 """
 
 from __future__ import annotations
@@ -1036,7 +1036,7 @@ def test_fused_projections_are_read(tmp_path: Path) -> None:
 
 
 def _one(path: Path, kind: str, metadata: str) -> Path:
-    """Write one file: safetensors with its own, empty or no metadata; or a torch zip."""
+    """Write safetensors with its own, empty or no metadata, or a torch zip, with a comment for "own"."""
     tensors = llama_tensors()
     if kind == "torch":
         torch.save(tensors, path)

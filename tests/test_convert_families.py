@@ -117,14 +117,14 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def small(family: str) -> Any:
-    """Return the smallest configuration from which a family's model can be built."""
+    """Return a configuration for a small model of a family."""
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
     sizes = {**SIZES, **OWN.get(family, {})}
     return kind(**{key: value for key, value in sizes.items() if value is not ...})
 
 
 def reordered(spec: RopeSpec, neighbours: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that reorders the rotated channels of heads to neighbours or halves."""
+    """Return a function that reorders rotated channels from halves to neighbours, or back."""
 
     def back(x: torch.Tensor) -> torch.Tensor:
         width = spec.rotary_dim
@@ -141,7 +141,7 @@ def reordered(spec: RopeSpec, neighbours: bool) -> Callable[[torch.Tensor], torc
 
 @contextmanager
 def switched(family: str, spec: RopeSpec) -> Iterator[None]:
-    """Context manager: the rotary function of a family uses the other pairing."""
+    """Make a family's rotary function use the other pairing inside a `with` block."""
     folder, _, name = FAMILIES[family].source.partition(": ")
     owner: Any = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     *path, last = name.split(".")
@@ -174,7 +174,7 @@ def switched(family: str, spec: RopeSpec) -> Iterator[None]:
 
 
 def check(before: torch.Tensor, after: torch.Tensor, forgotten: torch.Tensor) -> None:
-    """Check that outputs are the same with the rotary function switched, and differ without it."""
+    """Check that `after` (pairing switched) equals `before`, and `forgotten` (not switched) does not."""
     wrong = (before - forgotten).abs().max()
     assert wrong > TABLE["other pairing"].value * before.abs().max()
     assert (before - after).abs().max() <= TABLE["channels reordered"].value * wrong

@@ -144,7 +144,7 @@ class Call:
             self.leaves["positions"] = 5 * noise(2, 1, TOKENS, seed=5)
 
     def learned(self) -> list[str]:
-        """Names of the tensors that require grad."""
+        """Return the names of the tensors that require grad."""
         own = [name for name in self.leaves if name in ("q", "k")]
         rest = [name for name in self.leaves if name not in own]
         return {"everything": own + rest, "x": own, "the rest": rest or own}[self.case["learns"]]
@@ -215,7 +215,7 @@ class Call:
 def check(call: Callable[..., Any], leaves: Mapping[str, torch.Tensor]) -> None:
     """Check first and second derivatives of a function of named float64 tensors by finite differences.
 
-    Uses random directions in all entries at once; tests backward, batched backward and forward mode.
+    Compares along random directions. First derivatives: backward, batched backward and forward mode.
     """
     names = list(leaves)
     tensors = [leaves[name].detach().double().requires_grad_() for name in names]
@@ -232,7 +232,7 @@ def slopes(call: Call, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor]
     """Compute gradients of the tensors that require grad, for random gradients of the results.
 
     Returns:
-        The gradients by name; and an upper bound of any sum of products of results and their gradients.
+        The gradients by name, and an upper bound on sums of products of results and their gradients.
     """
     leaves = {name: t.clone().requires_grad_(name in call.learned()) for name, t in tensors.items()}
     results = call(**leaves)
@@ -256,7 +256,7 @@ def test_every_pair_of_axes(number: int) -> None:
     bound = tolerances.value(f"f and P, {str(case['dtype'])[6:]}")
     for name, slope in found.items():
         assert slope.dtype == call.leaves[name].dtype
-        # Other gradients are sums of products of results and their gradients, times at most REACH.
+        # Gradients of other tensors sum products of results and their gradients, times at most REACH.
         reach = float(wanted[name].abs().max()) if name in ("q", "k") else REACH * size
         assert (slope.double() - wanted[name]).abs().max() <= bound * reach, (name, case)
 

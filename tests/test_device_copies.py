@@ -148,7 +148,7 @@ def test_a_prepared_rotation_takes_the_fast_path(
     assert registry.takes(Q)
 
     def checked(*_: Any, **__: Any) -> Any:
-        raise AssertionError("the long way")
+        raise AssertionError("the slow path")
 
     prepared = SPEC.at(where, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=gate)

@@ -144,7 +144,7 @@ def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 @pytest.mark.parametrize("what", ["weight", "gate", "positions"])
 def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
-    """Options that differ make two calls: the second must not read results of the first."""
+    """Options that differ for q and k make two calls: the second must not read results of the first."""
 
     def call(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         more: dict[str, Any] = {"act": ("silu", None)}
@@ -290,7 +290,7 @@ def raw(kind: str, values: torch.Tensor, how: str = "new", *, share: bool = True
 
     Args:
         kind: kind of the extra tensor.
-        values: the extra tensor, (3, 8).
+        values: values of the extra tensor, (3, 8), brought to the shape of its kind.
         how: the memory that is written: "new", "in place" or "into".
         share: whether k has the same extra tensor.
     """
@@ -367,7 +367,7 @@ def test_fake_extra_tensors(kind: str, how: str) -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Counts how often each operator of this library runs."""
+    """Records the name of each operator of this library that runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def test_frequencies_are_values() -> None:
 
 @pytest.mark.parametrize("rule", [None, YaRN(4.0, 4096), DynamicNTK(2.0, 4096)])
 def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
-    """The precision and traps of the caller's decimal context have no effect."""
+    """Its precision, rounding and traps affect neither frequencies nor the softmax scale."""
 
     def make() -> Frequencies:
         if rule is None:
@@ -116,7 +116,7 @@ def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
 
 
 def assert_exact(made: Frequencies, wanted: Sequence[Any]) -> None:
-    """Assert that 54 of 60 digits agree: far more than a phase word or a float64 has."""
+    """Assert that 54 of 60 digits agree, more than a phase word or a float64 has, and all phase words."""
     assert len(made.exact) == len(wanted)
     for mine, omega in zip(made.exact, wanted, strict=True):
         if omega == 0:
@@ -709,7 +709,7 @@ def test_a_length_that_is_too_short() -> None:
 
 @pytest.mark.parametrize("saved", [{"rule": "quadratic"}, {"factor": 1.0}, {"rule": ["linear"]}])
 def test_an_invalid_dictionary(saved: dict[str, Any]) -> None:
-    # Read when called: an earlier test may have added a rule.
+    # RULES is read only now, as an earlier test may have added a rule.
     known, got = ", ".join(sorted(RULES)), saved.get("rule")
     with refused(ValueError, f"[from_dict] rule must be one of {known} but got {got!r}."):
         Rule.from_dict(saved)

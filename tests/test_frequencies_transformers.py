@@ -125,7 +125,7 @@ def of_longrope(pairs: int) -> Iterator[tuple[Rule, dict[str, Any], int | None]]
     ):
         section = {"rope_type": "longrope", "short_factor": short, "long_factor": long, **options}
         section["original_max_position_embeddings"] = TRAINED
-        # Without a factor it is max_position_embeddings / original_max_position_embeddings.
+        # A missing factor is max_position_embeddings / original_max_position_embeddings.
         given = options or {"factor": LONGEST / TRAINED}
         yield LongRoPE(short, long, TRAINED, **given), section, length  # type: ignore[arg-type]
 
@@ -209,14 +209,14 @@ def test_dynamic_ntk_without_history() -> None:
         torch.testing.assert_close(
             spec.frequencies(length).inv_freq, formula.double(), rtol=bound, atol=0
         )
-    # The third call returns the result of the second, 40 % off the formula at the slowest pair.
+    # The third call returns the result of the second, 60 % below the formula at the slowest pair.
     assert torch.equal(seen[3000], seen[6000])
     assert (seen[3000][-1] / spec.frequencies(3000).inv_freq[-1]).item() < 0.6
 
 
 def test_truncate_in_nested_configurations() -> None:
-    """transformers reads `truncate` next to the layer types instead of inside them, so false is ignored
-    there and the ramp is truncated. Ours follows the formula."""
+    """transformers reads `truncate` next to the layer types, so a false inside one is ignored and the
+    ramp is truncated. Ours follows the formula."""
     section = {
         "rope_type": "yarn",
         "rope_theta": 150000.0,

@@ -91,7 +91,7 @@ def test_the_gradient_of_positions_is_the_same_for_any_thread_count() -> None:
 
 
 def test_one_offset_of_one_row_sums_the_same_for_any_thread_count() -> None:
-    """The result is a single number; torch's own sum of that kind depends on the thread count."""
+    """The result is a single number; torch's own sum to one number depends on the thread count."""
     x = noise(1, 8, 5000, 64, dtype=torch.float32)
     grads = []
     for threads in (1, 2, 3):
@@ -245,7 +245,7 @@ def test_checkpoint_and_accumulation() -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (1, 1)])
 def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int]) -> None:
-    """Positions under vmap, where requires_grad is unreliable and relying on it would give zeros."""
+    """Positions under vmap, where requires_grad is unreliable: relying on it would give zero gradients."""
     spec = RopeSpec(8)
     x, p = noise(4, 4, 3, 8), 10 * noise(4, 4, seed=1)
 

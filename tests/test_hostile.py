@@ -59,10 +59,12 @@ class Draw(random.Random):
         written: bool = False,
         low: int = -(2**62),
     ) -> torch.Tensor:
-        """Return a tensor in the middle of its memory: permuted, expanded, with strides of any size."""
+        """Return a tensor with unused memory on both sides, often permuted, sometimes expanded.
+
+        Dimensions of size 1 may have any stride. Empty and huge tensors are views of one element.
+        """
         sizes, count = list(sizes), prod(sizes)
         if count == 0 or count > FEW:
-            # Expanded from one element if there is one.
             strides = [self.choice(ANY_STRIDE) if count == 0 or n == 1 else 0 for n in sizes]
             return numbers(1, dtype, self, low).as_strided(sizes, strides)
         order = list(range(len(sizes)))
@@ -101,7 +103,7 @@ def numbers(count: int, dtype: torch.dtype, draw: Draw, low: int = -(2**62)) -> 
 
 
 def tame(value: Any) -> Any:
-    """Copy a tensor to contiguous memory."""
+    """Copy a tensor, or each tensor in a list, to contiguous memory."""
     if isinstance(value, list):
         return [tame(one) for one in value]
     if not isinstance(value, torch.Tensor):
@@ -281,7 +283,8 @@ def angle_gradients(draw: Draw) -> Call:
 
 def gate_gradients(draw: Draw) -> Call:
     layout, (rows, tokens, head_dim), heads, _, start = problem(draw)
-    # So here huge sizes become 3. A huge head stays: it needs more memory than there is.
+    # The work grows with these sizes, so huge ones become 3. A huge head_dim stays: such
+    # a head does not fit into memory, so the call fails.
     if rows * tokens * max(heads) != 0:
         rows, tokens, *heads = (3 if n in HUGE else n for n in (rows, tokens, *heads))
     add_index, gate = draw.sometimes(0.7), draw.choice((schema.LOG, schema.SLOPE))
