@@ -1,4 +1,4 @@
-"""`inspect` against arithmetic with 40 or 60 digits, and against a search of every position."""
+"""`inspect` and `compare` against arithmetic with 40 or 60 digits and a search of all positions."""
 
 from __future__ import annotations
 
@@ -173,13 +173,13 @@ def test_the_largest_exact_context() -> None:
     assert [method.name for method in found.methods] == list(MEANING)
     assert found.method(WORDS).reach == dict.fromkeys(ROUNDINGS, EXACT)
     assert found.method(TABLE).reach == {}
-    # bfloat16 has 8 bits: 257 is the first integer that it cannot represent, and becomes 256.
+    # bfloat16 has 8 significant bits: 257 is the first integer that it cannot represent, and becomes 256.
     assert found.method(POSITIONS).reach["bfloat16"] == 257
     for kind, limit in ROUNDINGS.items():
         reach = found.method(FLOAT32).reach[kind]
         all_of_them = errors_at(RopeSpec(128), torch.arange(reach + 1), None)[FLOAT32]
         assert float(all_of_them[reach]) > limit
-        # A sample may miss the first position beyond the limit, but not by far.
+        # Only some positions are sampled, so the first one beyond the limit may lie before `reach`.
         assert float(all_of_them[: reach // 2].max()) <= limit
     for method in found.methods:
         assert list(method.errors) == sorted(method.errors)
@@ -292,8 +292,8 @@ def test_every_published_model_is_reported_whole(model: Model) -> None:
     for part, written in zip(found.parts, document["parts"], strict=True):
         assert RopeSpec.from_dict(written["spec"]) == part.spec
         assert len(written["pairs"]) == len(part.spec.frequencies().exact)
-    # No published model gets a warning. One exception: if a configuration states no context length,
-    # tests/model_configs.py adds 8192, the original length of Llama 3.1, which its scaling exceeds.
+    # No published model gets a warning, with one exception: tests/model_configs.py adds a context of
+    # 8192 where a configuration states none, which may not exceed the rule's original length.
     for part in found.parts:
         codes = {note.code for note in part.notes if note.warning}
         untold = part.part.context is not None and part.part.context[1] == 8192

@@ -1,6 +1,6 @@
 """The same row gives the same bits, whatever surrounds it and however it is computed.
 
-tests/test_instruction_sets.py runs this file once more for each instruction set.
+tests/test_instruction_sets.py runs this file again with each instruction set that is not in use here.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops.schema import Options
 from tolerances import assert_same_bits
 
-# Every remainder modulo vectors of 4, 8 or 16 pairs, with and without full vectors.
+# Every remainder modulo 4, 8 and 16, the pairs of a vector, with and without full vectors.
 PAIRS = [*range(1, 36), 48, 50, 63, 64, 125]
 
 
@@ -65,7 +65,7 @@ def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dty
 @every_dtype
 @every_backend
 def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) -> None:
-    """Gradients of x and of fractional positions, whose sums must not depend on threads either."""
+    """Gradients of x and of fractional positions; the latter are sums, whose order must not depend on threads."""
     spec = RopeSpec(64)
     x = noise(1, 6, 667, 64, dtype=dtype).requires_grad_()
     cotangent = noise(1, 6, 667, 64, dtype=dtype, seed=1)
@@ -147,7 +147,7 @@ def test_a_row_alone_or_in_a_batch(interleaved: bool, backend: str, dtype: torch
 def test_token_by_token_or_all_at_once(
     offset: int, interleaved: bool, backend: str, dtype: torch.dtype
 ) -> None:
-    """Decoding, prefill, and chunks of every size in between."""
+    """Decoding, prefill, and chunks of several sizes in between."""
     spec = RopeSpec(42, interleaved=interleaved)
     x = noise(2, 3, 45, 42, dtype=dtype)
     prefill = rotate(x, spec, offset, backend=backend)
@@ -220,7 +220,7 @@ def test_in_place_or_not(interleaved: bool, backend: str, dtype: torch.dtype) ->
 @every_backend
 @both_pairings
 def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Every order of dimensions in memory, with channel strides 1 and 2."""
+    """Every order of dimensions in memory, with an innermost stride of 1 and 2."""
     rows, heads, tokens, width = 2, 3, 18, 36
     spec = RopeSpec(width, rotary_dim=34, start=1, interleaved=interleaved)
     x = cancelling(noise(rows, heads, tokens, width, dtype=dtype), spec, 131072)
@@ -269,7 +269,7 @@ def test_any_layout(interleaved: bool, backend: str, dtype: torch.dtype) -> None
 def alone(
     x: torch.Tensor, words: torch.Tensor, pair: int, pairs: int, interleaved: bool, offset: int
 ) -> torch.Tensor:
-    """Rotate one pair [.., 2] of x [rows, tokens, 2 · pairs] alone."""
+    """Rotate one pair of x [rows, tokens, 2 · pairs] alone; return it as [rows, tokens, 2]."""
     at = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + pairs]
     word = words[..., pair : pair + 1].contiguous()
     options = Options(layout=4, interleaved=interleaved).pack()

@@ -62,7 +62,7 @@ def formula(
 def exact_gradients(
     x: torch.Tensor, cotangent: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, spec: RopeSpec
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return gradients of :func:`formula` by theta and by positions, and the sums of their terms' bounds."""
+    """Return the gradients of :func:`formula` by theta and by positions, each with a bound of Σ |term|."""
     theta, at = (t.detach().double().requires_grad_() for t in (theta, at))
     y = formula(x, theta, at, spec)
     found = torch.autograd.grad(y, (theta, at), cotangent.double())
@@ -98,7 +98,7 @@ def where(
 
 
 def ids(at: torch.Tensor) -> positions.Positions:
-    """The same positions as an argument of the public functions."""
+    """Make positions of `where` an argument of the public functions."""
     return positions.Positions(at, add_index=False)
 
 

@@ -72,7 +72,7 @@ def amplitude(rule: Rule | None, length: int) -> float:
 def exact(
     x: torch.Tensor, spec: RopeSpec, ids: list[float], length: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one row rotated by the papers' formulas in float64, and the lengths of its pairs."""
+    """Return one row rotated by the papers' formulas in float64, and the lengths of its rotated pairs."""
     place = {"start": spec.start, "interleaved": spec.interleaved}
     layout = "bhsd"[-x.dim() :]
     y = oracle.rotate(x, ids, omegas(spec.scaling, length), layout=layout, **place, **options)
@@ -379,13 +379,13 @@ def test_packed_sequences(name: str) -> None:
         spec.at(where)
     with refused(ValueError, f"[rotate_qk_] {AGAIN} {ids}."):
         rotate_qk_(x.clone(), x.clone(), spec, where, layout="thd")
-    # With one length for all of them, the result is that of a plain row with the same ids.
+    # With one length for all sequences, each token is rotated as it would be alone.
     stated = rotate(x, spec, where, layout="thd", seq_len=700)
     flat = (where.ids + where.offset).flatten()
     for token in (0, tokens - 1):
         alone = rotate(x[token : token + 1], spec, int(flat[token]), layout="thd", seq_len=700)
         assert_same_bits(stated[token : token + 1], alone)
-    # If all of them are short, they have the same frequencies.
+    # If all sequences are short, they have the same frequencies.
     plain = rotate(x, RopeSpec(8), where, layout="thd")
     assert_same_bits(
         rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 9999)), where, layout="thd"), plain
@@ -666,7 +666,7 @@ def test_rows_of_unequal_factors_are_refused_together() -> None:
 
 @every_rule
 def test_decoding_step_by_step(rule: str) -> None:
-    """Each token is rotated with the length at which it is last; keys are re-rotated for each length."""
+    """A new token is rotated for the length that it ends; cached keys are re-rotated for that length."""
     trained = 6
     kind = DynamicNTK(2.0, trained) if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0)
     spec = spec_of(kind)
@@ -686,7 +686,7 @@ def test_decoding_step_by_step(rule: str) -> None:
     wanted, lengths = exact(k[0, 0], spec, [float(at) for at in range(tokens)], tokens)
     assert_rotations(cache[0, 0], wanted, lengths, tokens, float(tokens))
     stale = torch.cat([rotate(k[:, :, at : at + 1], spec, at) for at in range(tokens)], 2)
-    assert (stale - cache).abs().max() > 0.01  # keys rotated with their own lengths differ
+    assert (stale - cache).abs().max() > 0.01  # without re-rotation the keys differ
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -910,7 +910,7 @@ def test_invalid_lengths_are_refused_by_every_rule(rule: str, case: str) -> None
 
 BEYOND = "give the length of the whole sequence"
 # Positions of three tokens in two rows, a length that is too small, the error, and a length that is
-# right. Rows of 12 tokens are far below the original length.
+# right. Most lengths are far below the original length of 4096.
 PASSED: dict[str, tuple[positions.PositionsLike, Any, str, Any]] = {
     "nothing": (None, 2, "3, the largest position plus 1, but got 2", 3),
     "an offset": (9, 3, "12, the largest position plus 1, but got 3", 12),
@@ -973,7 +973,7 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
     with refused(ValueError, f"[rerotate] to_seq_len must be at least {text}."):
         rerotate(x, spec, spec, where, from_seq_len=2**40, to_seq_len=small)
     assert_same_bits(x, kept)
-    # A rule that ignores lengths accepts them all.
+    # A rule that does not depend on the length accepts any.
     assert rotate(x, spec_of(YaRN(4.0, TRAINED)), where, seq_len=small).shape == x.shape
     rotate(x, spec, where, seq_len=enough)
     rotate(x, spec.at(where, seq_len=enough))
@@ -984,7 +984,7 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
 @every_rule
 def test_a_prepared_rotation_checks_every_call(rule: str, layout: str) -> None:
-    """Later calls of a prepared rotation take a fast path, unless they have more tokens."""
+    """Later calls of a prepared rotation take a fast path, which must not skip the check."""
     spec = spec_of(rule)
     rope = spec.at(9, seq_len=12)
 

@@ -1,4 +1,4 @@
-"""LRPE rotate 1-D: every act, θ, dtype and offset compared with exact values, gradients and errors."""
+"""LRPE rotate 1-D: exact values for every act, shape of θ, dtype and offset; gradients; errors."""
 
 import itertools
 import math
@@ -142,7 +142,8 @@ def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> Non
         else:
             off = off * truth.slope(act, x).abs().clamp(min=1)
         assert_within(dx, exact.dx, unit * off)
-        # For narrow dtypes the operator sums over the stored result, which is checked above.
+        # For 16-bit dtypes, except with a softmax over the tokens, the operator sums over the stored
+        # result, which is checked above.
         over_stored = narrow and dim != 1
         stored = y.detach().double() if over_stored else exact.y
         sums = truth.angle_sums(stored, grad, where(offset), PAIRS)
@@ -176,7 +177,10 @@ def test_narrow_theta_is_the_number_that_it_is(kind: str, dtype: torch.dtype) ->
 def by_matrices(
     x: torch.Tensor, theta: torch.Tensor, offset: int, act: str, dim: int | None
 ) -> torch.Tensor:
-    """Compute o_t = W_t x̄_t for x (n, d), one head; W_t rotates channels i and i + d/2 by an angle."""
+    """Compute o_t = W_t x̄_t for one head, x (n, d), with x̄ = f(x).
+
+    W_t rotates channels i and i + d/2 by the angle (t + offset) · theta[i].
+    """
     n, d = x.shape
     bar = {
         "none": lambda: x,

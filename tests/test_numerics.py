@@ -1,6 +1,6 @@
 """Rotations against the oracle, on every backend.
 
-tests/test_instruction_sets.py runs this file once more for each instruction set.
+tests/test_instruction_sets.py runs this file again with each instruction set that is not in use here.
 """
 
 import itertools
@@ -282,7 +282,7 @@ def test_every_nan_stays_nan(backend: str, dtype: torch.dtype) -> None:
 @every_backend
 @both_pairings
 def test_float16_overflows_to_infinity(interleaved: bool, backend: str) -> None:
-    """Turned by an eighth, (65504, 65504) has √2 · 65504 in one channel, too much for float16."""
+    """Rotated by an eighth of a turn, (65504, 65504) has √2 · 65504 in one channel: an overflow."""
     spec = RopeSpec(34, base=1.0, interleaved=interleaved)  # every pair turns by 1 rad
     cases = []
     tokens = 400

@@ -169,7 +169,7 @@ def test_packed_int32_offsets_do_not_overflow() -> None:
 
 
 def test_tokens_past_an_unreadable_end_continue() -> None:
-    # A graph for a fixed number of tokens has such tokens. Eager calls on the CPU raise an error.
+    # A graph cannot compare `total` with the end of cu_seqlens. Eager calls on the CPU raise an error.
     function = torch.compile(
         lambda cu_seqlens: packed(cu_seqlens, total=6).ids, fullgraph=True, backend="eager"
     )
@@ -360,7 +360,7 @@ def test_mrope_with_time_steps() -> None:
     assert height == [0, 0, 1, 1] * 3 + [101, 102]
     assert width == [0, 1, 0, 1] * 3 + [101, 102]
     assert mrope_next(segments) == 103
-    # Times are rounded to float32, then down. float32 can round up to an int, float64 just below.
+    # Times are rounded to float32, then down: 100 · 0.29 is 29 in float32 and just below it in float64.
     assert flat(mrope([(4, 1, 1, 0.5)]))[0] == [0, 0, 1, 1]
     assert int(100 * 0.29) == 28
     assert flat(mrope([(101, 1, 1, 0.29), 1]))[0][-2:] == [29, 30]
@@ -403,7 +403,7 @@ KINDS: dict[str, Kind] = {
     ),
     "fractional ids": Kind(torch.tensor(line(0.25)), [[line(0.25)]]),
     "offset per row": Kind(per_row(torch.tensor([100, -4])), [[line(100), line(-4)]]),
-    # No 1/2: it may be rounded either way, which can change the last bit of float64.
+    # Not 0.5: half a phase word may be rounded either way, which can change the last bit of float64.
     "fractional offset per row": Kind(
         per_row(torch.tensor([0.25, -4.25])), [[line(0.25), line(-4.25)]]
     ),

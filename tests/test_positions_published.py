@@ -114,9 +114,9 @@ def test_long_videos_like_transformers_5(row: list[Any]) -> None:
 
 
 def test_what_follows_a_long_video() -> None:
-    # The paper and the models' own code (transformers up to version 4, with this very example in
-    # its documentation) start one past the largest position of the video, 100. Version 5 starts
-    # after its height and width, within the time range of the video.
+    # In the paper and the models' own code (transformers up to version 4, with this very example in
+    # its documentation), the text starts one past the largest position of the video, 100. In version
+    # 5 it starts after the video's height and width, within its time range.
     row = [(3, 2, 2, 50), 5]
     text = ids_of(mrope(row))[:, 0, 12:]
     assert text.tolist() == [[101, 102, 103, 104, 105]] * 3

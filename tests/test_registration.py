@@ -178,7 +178,7 @@ def rotated(q, k, *arguments):
 
 
 def carrying(extras, call: tuple[object, ...]) -> tuple[object, ...]:
-    """The last arguments of a call, with other extra tensors."""
+    """Return other extra tensors and the eps of a call, as its last arguments; () without extra tensors."""
     return (list(extras), call[7]) if extras else ()
 
 
@@ -230,7 +230,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
     """Tables with f and P, which no public function combines: kernels agree with the definition."""
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     call = outer_call(act, gate, direction, x, k, source)
-    if source != "half":  # six channels of tables, three pairs
+    if source != "half":  # tables of six channels for three pairs
         how = (
             (lambda t: torch.cat((t, t), -1))
             if source == "cat"
@@ -684,7 +684,7 @@ def test_devices_are_not_mixed() -> None:
 
 
 def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
-    """By the version of a saved tensor, autograd detects that it was overwritten."""
+    """Autograd compares the version of a saved tensor to detect that it was overwritten."""
     written = [noise(2, 3, 5, 8) for _ in range(6)]
     before = [x._version for x in written]
     schema.rotate_(*written[:2], *arguments())
@@ -732,7 +732,7 @@ EXTRAS = {
     ],
 )
 def test_transforms_of_extra_tensors(what: str, transform: str, backend: str | None) -> None:
-    """While compiling, torch ignores gradient formulas that were registered from Python."""
+    """While compiling, torch ignores gradient formulas registered from Python; results must be right too."""
     x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
 
     def one(row: torch.Tensor) -> torch.Tensor:

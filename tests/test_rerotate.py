@@ -152,7 +152,7 @@ def lengths_of(move: Move) -> dict[str, int | None]:
 
 
 def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return the keys rotated by the exact angle difference, and pair lengths and reach for its bound."""
+    """Return the keys rotated by the exact angle difference, then pair lengths and reach for the error bound."""
     old = written(move.old)
     new = old if move.new is None else written(move.new)
     rows = k.shape[0]
@@ -479,7 +479,7 @@ def test_one_graph_for_all_offsets(change: Callable[..., torch.Tensor], after: R
 
 
 def test_a_shift_makes_no_positions() -> None:
-    """Moving from one offset to another is one offset: all tokens share one angle per pair."""
+    """From one offset to another, all tokens turn by the same angle per pair: one offset, no index."""
     from tightrope.functional.rerotate import _Move, _prepared
     from tightrope.ops.layouts import BY_NAME
 

@@ -1,4 +1,4 @@
-"""`rounding=` and `tables="full"`: equal bits to other implementations, forward and backward."""
+"""`rounding=` and `tables="full"`: the bits of other implementations, forward and backward."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tolerances import assert_same_bits
 Function = Callable[..., Any]
 
 ROWS, Q_HEADS, K_HEADS, TOKENS = 2, 3, 2, 5
-# Rotated and all channels of a head: fewer and more than a vector register, with and without a rest.
+# (Rotated channels, head dim): less and more than a vector register holds, with and without remainder.
 WIDTHS = [(2, 2), (6, 9), (14, 14), (62, 62), (96, 128), (128, 128)]
 
 
 def tables_for(width: int, dtype: torch.dtype, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tables of any numbers, one entry for each token and channel."""
+    """Return random numbers as tables, one entry for each token and channel."""
     both = noise(2, TOKENS, width, seed=seed)
     return both[0].to(dtype), both[1].to(dtype)
 
@@ -46,7 +46,7 @@ def qk(dims: int, dtype: torch.dtype, seed: int = 1) -> tuple[torch.Tensor, torc
 
 
 def turned(x: torch.Tensor, width: int, *rest: Any) -> torch.Tensor:
-    """Rotate the first channels by the oracle and keep the others."""
+    """Rotate the first `width` channels by the oracle and keep the others."""
     return torch.cat((oracle.rotate(x[..., :width], *rest), x[..., width:]), -1)
 
 
@@ -88,7 +88,7 @@ def test_forward_and_backward_have_the_bits_of_the_formulas(
 def test_other_formats_equal_full_tables(
     dtype: torch.dtype, interleaved: bool, rounding: str
 ) -> None:
-    """Tables that repeat their entries, in each format, are full tables whose pairs agree."""
+    """Tables in other formats give the bits of full tables whose entries are equal within each pair."""
     q, k = qk(64, dtype)
     half = [table[:, :32] for table in tables_for(64, dtype)]
     full = [oracle.join(table, table, interleaved) for table in half]
@@ -121,7 +121,7 @@ def test_bits_depend_on_nothing_else(interleaved: bool, rounding: str) -> None:
                 want = apply_rotary_pos_emb(q, k, cos, sin, **options)
             else:
                 want = [oracle.rotate(x, cos, sin, interleaved, rounding) for x in (q, k)]
-            # Without fused multiply-adds, "once" is not once.
+            # The baseline has no fused multiply-adds, so its bits of "once" differ.
             sets = [s for s in cpu.instruction_sets() if rounding != "once" or s != "baseline"]
             for name in sets:
                 cpu.use_instruction_set(name)

@@ -300,7 +300,7 @@ def test_memory_grows_linearly() -> None:
     most_bytes(64)  # allocations that are made only once
     half, whole = most_bytes(2048), most_bytes(4096)
     tensor = 2 * 4096 * 32 * 4  # bytes of q
-    # q, k, v, decay, their gradients, rotated q and k, and one block: 11.3 measured.
+    # q, k, v, decay, their gradients, rotated q and k, and one block: measured, 11.3 times q.
     assert 8 * tensor <= whole <= 14 * tensor, whole / tensor
     # Twice the tokens take twice the memory, not four times.
     assert whole <= 2.1 * half, whole / half

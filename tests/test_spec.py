@@ -649,7 +649,7 @@ def test_a_spec_made_in_a_mode_works_after_it(name: str, base: float, used_insid
     assert rotation.words.device == CPU
     assert torch.equal(rotation.words, wanted_spec.at().words)
     assert torch.equal(rotate(x, spec, ids, layout="sd"), wanted)
-    # And autograd can save its tensors, which it cannot do with inference tensors.
+    # Autograd can save the spec's tensors, which it cannot do with inference tensors.
     leaf = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(rotate(leaf, spec, ids, layout="sd").sum(), leaf)
     assert grad.shape == x.shape

@@ -1,4 +1,4 @@
-"""Random whole calls with prologue f and epilogue P, and the gradients of all tensors that require one.
+"""Random calls with prologue f and epilogue P, and the gradients of all tensors that require grad.
 
 Other files test one feature at a time. Here f, P, layout, strides, positions, dtype, in place or not,
 forward or inverse, and the set of tensors that require grad combine at random. Each instruction set,
@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn) -> Drawn:
 
 
 def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The same values with other strides; if expanded, the values of the first token."""
+    """Return the same values with other strides; if expanded, every token has those of the first."""
     if kind == "permuted":
         return x.movedim(0, -2).contiguous().movedim(-2, 0)
     if kind == "inside":
@@ -205,7 +205,7 @@ def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return what `found` returns, from the formula in float64, and the size that errors are relative to.
 
     The size is the largest element. For a gradient that is a sum over elements, it is at least the largest
-    product times the root of the number of elements.
+    product times the root of the number of elements; for omega and gate, times the largest position too.
     """
     given_ = Inputs(*(t.detach() for t in made(case)))
     inputs = Inputs(*(t.double() for t in given_))

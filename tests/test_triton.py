@@ -37,7 +37,7 @@ from triton_cases import AXES, DEVICE, HAS_GPU, Made, allowed, make, needs_trito
 pytestmark = needs_triton
 
 CASES = pairwise.covering(AXES, allowed)
-# Cases per test: one test per case would cost more than the case itself.
+# Cases per test: the overhead of a test exceeds the cost of a case.
 GROUP = 12
 
 
@@ -287,7 +287,7 @@ def test_heads_shared_out_among_programs_have_the_same_bits(
 
 
 def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
-    """An offset whose tensor changes between launches, as between replays of a CUDA graph."""
+    """The tensor of the offsets changes between launches, as between replays of a CUDA graph."""
     made = make({**PLAIN, "positions": "per row"})
     ids = made.arguments[2]
     assert ids is not None
@@ -315,7 +315,7 @@ def test_rows_further_apart_than_32_bits() -> None:
 
 
 def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare with Python's division, for rows shorter and longer than a tile and than 2^32."""
+    """Rows and indices equal Python's divmod, for rows shorter and longer than a tile and 2^32 tokens."""
     if not HAS_GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     from triton_rows import store_rows
@@ -863,7 +863,7 @@ def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a table asks for more heads at a time than the kernel supports, it uses its maximum."""
+    """If a table asks for more heads at a time than the kernel supports, the kernel uses its maximum."""
     from tightrope.backends.triton import blocks
 
     for table in (blocks.PLAIN, blocks.HEAVY):

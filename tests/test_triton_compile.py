@@ -41,8 +41,8 @@ def found() -> dict[str, Any]:
     return output_of("triton_without_gpu.py")
 
 
-# Kernels that access large tensors only in units of 16 bytes. Their other loads are of phase words,
-# positions and partial sums.
+# Kernels that access large tensors only in units of 16 bytes. Their only other load is that of the
+# phase words, which "tables" does not have.
 WHOLE = (
     "bfloat16",
     "bfloat16 interleaved",
@@ -75,7 +75,7 @@ def test_accesses_are_of_16_bytes(name: str) -> None:
     ["bfloat16", "bfloat16 interleaved", "float32", "float32 interleaved", "M-RoPE", "tables"],
 )
 def test_two_heads_are_under_way(name: str) -> None:
-    """The kernel loads both members of the pairs of two heads before it computes the first."""
+    """The kernel loads both members of the pairs of two heads before it rotates the first head."""
     assert found()["compiled"][name]["sm_90"]["in flight"] == 4 * 16
 
 

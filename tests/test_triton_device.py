@@ -54,7 +54,7 @@ def test_gradients(act: str | None, dtype: torch.dtype) -> None:
     }
     if act != "rms_norm":
         del start["weight"]
-    # All dtypes represent these numbers exactly, so that only the computation differs.
+    # Rounded before both runs, so that only the computation differs.
     start = {name: x.to(dtype if name in "qk" else torch.float32) for name, x in start.items()}
 
     def run(wide: bool) -> list[torch.Tensor]:
@@ -144,7 +144,7 @@ def test_streams() -> None:
 
 
 def test_compile() -> None:
-    """torch.compile over lengths and offsets, forward and backward: correct results and two graphs."""
+    """torch.compile over lengths and offsets, forward and backward: correct results, at most two graphs."""
     import torch._dynamo.testing
 
     inner = "inductor" if HAS_GPU else "eager"
@@ -169,7 +169,7 @@ def test_compile() -> None:
 
 
 def test_far() -> None:
-    """Tensors beyond 2^31 elements: compares every element of a few random heads."""
+    """A tensor of more than 2^31 elements: ten head vectors, eight of them chosen at random, are compared."""
     rows, n, heads, width = (2, 70_000, 128, 128) if HAS_GPU else (2, 3, 2, 16)
     x = torch.empty((rows, n, heads, width), dtype=torch.bfloat16, device=DEVICE).normal_()
     x, spec, rng = x.transpose(1, 2), RopeSpec(width), random.Random(0)

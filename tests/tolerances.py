@@ -115,8 +115,8 @@ TABLE = {
     "compiled sine": Tolerance(
         2.0**-22,
         "relative, also where it is next to zero",
-        "2 ulp: the reduced argument keeps half an ulp of itself for |x| up to 8192, with or without "
-        "FMA, and the polynomial and its rounding one more; the largest observed are 1.3e-7 and 1.8e-7",
+        "2 ulp: the reduced argument is off by half an ulp of itself for |x| up to 8192, and the "
+        "polynomial and its rounding add one; the largest observed: 1.3e-7 with FMA, 1.8e-7 without",
     ),
     "compiled exp": Tolerance(
         1.5 * 2.0**-23,
@@ -158,8 +158,8 @@ TABLE = {
     "ramp of transformers": Tolerance(
         6e-8,
         "for YaRN, times the frequency before scaling",
-        "transformers rounds 1 − ramp to float32, so for a pair that is almost fully divided by the "
-        "factor, the part of the undivided frequency that it adds is off by as much",
+        "transformers computes 1 − ramp, the weight of the frequency before scaling, from a float32 "
+        "ramp, so a weight near 0 is off by 6e-8 too",
     ),
     "dynamic float64": Tolerance(
         1e-15,
@@ -170,8 +170,8 @@ TABLE = {
     "word of a float64": Tolerance(
         2.0**-76,
         "relative, of a phase word before its modulo, in addition to half a unit",
-        "the rounding error of the product with 1 / 2π is a sum of exact products of at most 2^-26 of "
-        "it, which rounds by 2^-53",
+        "the rounding error of the product with 1 / 2π is recovered as a sum of exact products, each at "
+        "most 2^-26 of it; that sum rounds by 2^-53",
     ),
     # --- rotation ---
     "float32 rotation": Tolerance(
@@ -214,8 +214,8 @@ TABLE = {
     ),
     "activation": Tolerance(
         1e-6,
-        "times |pair| of |f(x)| + |x · f'(x)|, of a channel of the rotated f(x); times |pair| of the "
-        "gradient and |f'(x)|, at least 1, of a gradient",
+        "for a channel of the rotated f(x), times |pair| of |f(x)| + |x · f'(x)|; for a gradient, times "
+        "|pair| of the incoming gradient and max(|f'(x)|, 1)",
         "'float32 rotation', and as much again for f in float32: its argument and its value round by "
         "6e-8 each, and so do the few steps between",
     ),
@@ -227,14 +227,15 @@ TABLE = {
     # --- gradients ---
     "angle gradient, torch.float32": Tolerance(
         2e-6,
-        "times Σ |ω| · |pair| · |gradient pair| over the terms of a position, or |position| for ω",
+        "times Σ |ω| · |pair| · |gradient pair| over the terms; for ω, |position| in place of |ω|",
         "the output is off by 'float32 rotation', products of 8 heads round 16 times by 6e-8 before "
         "they are widened to float64, and a float32 gradient once more",
     ),
     "angle gradient, torch.float64": Tolerance(
         1e-12,
         "as for torch.float32",
-        "the output is off by 'float64 rotation' and an angle of 1000 rad; up to 3000 sums by 1.1e-16",
+        "the output is off by 'float64 rotation' and the error of an angle of 1000 rad; up to 3000 sums "
+        "round by 1.1e-16 each",
     ),
     "angle gradient, torch.bfloat16": Tolerance(
         2.0**-8 + 2e-6,
@@ -359,7 +360,7 @@ def value(name: str) -> float:
 
 
 def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, name: str) -> None:
-    """Assert that two tensors of one shape and dtype agree within an entry, relative and absolute."""
+    """Assert equal shapes and dtypes, and values within the entry `name`, which is rtol and atol."""
     bound = value(name)
     torch.testing.assert_close(got, want, rtol=bound, atol=bound)
 
@@ -476,7 +477,8 @@ def assert_angle_gradient(
     """Assert that a gradient by positions or frequencies is within its bound.
 
     Args:
-        scale: Σ |ω| · |pair| · |gradient pair| of each position, or with |position| of each frequency.
+        scale: Σ |ω| · |pair| · |gradient pair| of each position; for a frequency, |position| in place
+            of |ω|.
         dtype: dtype of the rotated tensor.
     """
     assert got is not None

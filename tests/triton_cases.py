@@ -66,7 +66,7 @@ def kernels_in_place() -> Iterator[None]:
 
 @pytest.fixture
 def on_this_device() -> Iterator[None]:
-    """See `kernels_in_place`."""
+    """Run a test within `kernels_in_place`."""
     with kernels_in_place():
         yield
 

@@ -80,7 +80,7 @@ def phases() -> Array:
 def angles() -> dict[str, Any]:
     every = phases()
     cosine, sine = evaluated(ptx_of(angles_of, "*i64"), every)
-    # The same quarter turns, computed independently: exact integers, then float64.
+    # The same angles another way: subtract whole quarter turns in exact integers, then use float64.
     quarter = np.round(every.astype(np.longdouble) / 2**62).astype("i8")
     rest = (every - (quarter.astype("u8") << np.uint64(62)).view("i8")).astype("f8") * (
         2 * np.pi / 2**64

@@ -10,7 +10,7 @@ from tightrope.backends.triton.kernels.rotate import rows_of
 
 @triton.jit
 def store_rows(starts, sizes, rows, tokens, BLOCK_T: tl.constexpr):
-    """For each start and row length, store the row of BLOCK_T tokens and their index in it."""
+    """For each start and row length, store the row of each of BLOCK_T tokens and its index in the row."""
     case = tl.program_id(0)
     index = tl.arange(0, BLOCK_T)
     row, token = rows_of(tl.load(starts + case), index, tl.load(sizes + case), BLOCK_T)

@@ -122,7 +122,7 @@ def calls() -> dict[str, Any]:
 def in_flight(sass: str) -> int:
     """Return the bytes that a thread loads before it uses the first of them, in the loop over heads.
 
-    With several loops the least of them; 0 without a loop.
+    The least number of all such loops; 0 without a loop.
 
     Args:
         sass: the machine code, as NVIDIA's disassembler writes it.
