@@ -17,12 +17,14 @@ class Bits(NamedTuple):
         rounding: where results and gradients round.
         dense: whether results and gradients are contiguous; otherwise they have the strides of x and
             of the gradients of the results. Sums that later operations compute depend on the strides.
-        gradients: whether gradients have the bits of the original too.
+        gradients: whether the gradients of q and k have the bits of the original too.
+        tables: whether those of the tables have them.
     """
 
     rounding: tuple[str, str] = ("once", "once")
     dense: tuple[bool, bool] = (False, False)
     gradients: bool = True
+    tables: bool = True
 
 
 @dataclass(frozen=True)

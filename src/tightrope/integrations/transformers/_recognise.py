@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -281,7 +281,7 @@ def _agrees(y: object, expected: torch.Tensor, bound: float = _CLOSE) -> bool:
     return bool(((y.double() - expected).abs() <= bound * scale).all())
 
 
-def _equal(ys: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> bool:
+def _equal(ys: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
     pairs = zip(ys, others, strict=True)
     return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
@@ -395,7 +395,7 @@ def _all_bits(
         bits = _bits(probe, rotation)
         if bits is not None:
             found.append((dtype, table_dtype, bits))
-        elif dtype == f32:
+        elif dtype == table_dtype == f32:
             # In 16 bits arithmetic of more precision differs in too few elements to be seen.
             return ()
     return tuple(found)
@@ -405,22 +405,26 @@ def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
     """How the operator equals a function on one probe; None if it does not."""
     xs = [_permuted(x).requires_grad_() for x in probe.xs.values()]
     probe.xs = dict(zip(probe.xs, xs))
+    tables = [probe.cos.requires_grad_(), probe.sin.requires_grad_()]
+    count, nearest = len(xs), None
     with torch.enable_grad():
         ys = [y for y in probe.tried() or [] if y is not None]
-        if len(ys) != len(xs):
+        if len(ys) != count:
             return None
         grads = [_permuted(torch.randn(y.shape).to(y.dtype)) for y in ys]
-        wanted = torch.autograd.grad(ys, xs, grads)
+        wanted = torch.autograd.grad(ys, [*xs, *tables], grads, allow_unused=True)
         # Of several tensors all but the first have one head, whose stride means nothing.
-        dense = ys[0].is_contiguous(), wanted[0].is_contiguous()
-        nearest = None
+        dense = ys[0].is_contiguous(), wanted[0] is not None and wanted[0].is_contiguous()
         for pair in itertools.product(_ROUNDINGS, _ROUNDINGS):
             bits = Bits(pair, dense)
             mine = [probe.fused(x, rotation, ys[0].dtype, bits) for x in xs]
-            if any(y is None or not torch.equal(y, wanted) for y, wanted in zip(mine, ys)):
+            if not _equal(mine, ys):
                 continue
-            found = torch.autograd.grad([y for y in mine if y is not None], xs, grads)
-            if all(map(torch.equal, found, wanted)):
+            found = torch.autograd.grad(
+                [y for y in mine if y is not None], [*xs, *tables], grads, allow_unused=True
+            )
+            bits = bits._replace(tables=_equal(found[count:], wanted[count:]))
+            if _equal(found[:count], wanted[:count]):
                 return bits
             nearest = bits._replace(gradients=False)
         return nearest

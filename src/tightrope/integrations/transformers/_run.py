@@ -194,17 +194,21 @@ class _Call:
             place = candidate.place(first.shape, cos.shape, given)
         except LookupError:
             return None
-        if cos.shape != sin.shape or cos.requires_grad or sin.requires_grad:
+        if cos.shape != sin.shape:
             return None
         if not candidate.rotation.fits(first.shape[-1], cos.shape[-1]):
             return None
         if place is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         dtype = first.dtype if self.keeps else torch.promote_types(first.dtype, cos.dtype)
-        learns = torch.is_grad_enabled() and any(x.requires_grad for x in present)
+        grad = torch.is_grad_enabled()
+        learned = grad and (cos.requires_grad or sin.requires_grad)
+        learns = learned or (grad and any(x.requires_grad for x in present))
         bits = self.bits_of(first.dtype, cos.dtype, learns)
         pairs = candidate.rotation.pairs_of(cos.shape[-1])
-        if bits is None or (not self.once and pairs % candidate.call.form.lanes):
+        if bits is None or (learned and not bits.tables):
+            return None
+        if not self.once and pairs % candidate.call.form.lanes:
             return None
         ys = _turn(present, cos, sin, candidate, dtype, bits)
         if ys is None:
