@@ -490,7 +490,7 @@ def test_interleaved_sections_follow_the_published_slices(sizes: list[int]) -> N
     fits = all(int((owner == axis).sum()) == size for axis, size in enumerate(sizes))
     if not fits:
         with pytest.raises(
-            ValueError, match=r"^\[Axes.sections\] sizes must fit \d+ pairs when interleaved"
+            ValueError, match=r"^\[Axes.sections\] sizes must fit pairs 0 to \d+ when interleaved"
         ):
             Axes.sections(sizes, interleaved=True)
         return
@@ -655,7 +655,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Axes.sections((16, 24, 24), interleaved=True),
         ValueError,
-        "[Axes.sections] sizes must fit 64 pairs when interleaved but axis 1 would reach pair 70; "
+        "[Axes.sections] sizes must fit pairs 0 to 63 when interleaved but axis 1 would reach pair 70; "
         "got (16, 24, 24).",
     ),
     (

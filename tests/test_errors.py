@@ -33,7 +33,12 @@ CASES = {
     "odd head": (
         lambda: RopeSpec(7),
         ValueError,
-        "[RopeSpec] rotary_dim must be even but got 7.",
+        "[RopeSpec] rotary_dim must be even but got 7, its default of head_dim - start.",
+    ),
+    "negative head": (
+        lambda: RopeSpec(-4),
+        ValueError,
+        "[RopeSpec] head_dim must not be negative but got -4.",
     ),
     "slice outside the head": (
         lambda: RopeSpec(8, rotary_dim=6, start=4),
@@ -109,7 +114,7 @@ CASES = {
     "layout of another rank": (
         lambda: rotate(X, SPEC, layout="bsd"),
         ValueError,
-        "[rotate] x must have 3 dimensions for layout 'bsd' but got 4; layouts of that rank: "
+        "[rotate] x must have 3 dimensions for layout 'bsd' but got 4; layouts with 4 dimensions: "
         "'bhsd', 'bshd', 'sbhd' (x: float32[2, 3, 5, 8]).",
     ),
     "rank of no layout": (
@@ -349,7 +354,7 @@ CASES = {
     "odd dim of the module": (
         lambda: nn.RotaryPositionalEmbedding(7),
         ValueError,
-        "[RopeSpec] rotary_dim must be even but got 7.",
+        "[RopeSpec] rotary_dim must be even but got 7, its default of head_dim - start.",
     ),
     "seq_dim outside x": (
         lambda: nn.RotaryPositionalEmbedding(8)(X, seq_dim=4),

@@ -520,15 +520,15 @@ def test_as_many_numbers_as_heads_are_one_for_each() -> None:
         (TypeError, "theta must be a floating tensor but got int64[8]",
          {"theta": torch.zeros(8, dtype=torch.int64)}),
         (ValueError, "theta is on meta but x is on cpu", {"theta": torch.zeros(8, device="meta")}),
-        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), (4,), (4, 1), or fewer than 8 pairs "
-         "(x: float32[2, 5, 4, 16], theta: float32[9])", {"theta": torch.zeros(9)}),
-        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), (4,), (4, 1), or fewer than 8 pairs",
+        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1), where 8 pairs may be "
+         "fewer (x: float32[2, 5, 4, 16], theta: float32[9])", {"theta": torch.zeros(9)}),
+        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1), where 8 pairs may be",
          {"theta": torch.zeros(3, 8)}),
         (ValueError, "theta must have shape", {"theta": torch.zeros(1, 4, 8)}),
         (ValueError, "theta must have shape", {"theta": torch.zeros(())}),
         (ValueError, "theta must have shape (4,) or (4, 1) for theta_axis='head'",
          {"theta": torch.zeros(4, 8), "theta_axis": "head"}),
-        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), or fewer than 8 pairs",
+        (ValueError, "theta must have shape (8,), (4, 8) or (1, 8), where 8 pairs may be fewer",
          {"theta": torch.zeros(9), "theta_axis": "pair"}),
         (ValueError, "theta_axis must be one of auto, head, pair but got 'heads'",
          {"theta_axis": "heads"}),
@@ -539,7 +539,7 @@ def test_as_many_numbers_as_heads_are_one_for_each() -> None:
          {"act": ("softmax", "relu"), "dim": 1}),
         (ValueError, "dim must be None for act 'relu' but got -1", {"act": "relu", "dim": -1}),
         (ValueError, "dim must be None for act 'none' but got 1", {"dim": 1}),
-        (ValueError, "dim must be -1, the channels of a head, or 1, the tokens, for act 'softmax' but "
+        (ValueError, "dim must be -1 (the channels of a head) or 1 (the tokens) for act 'softmax' but "
          "got None", {"act": "softmax"}),
         (ValueError, "for act 'softmax' but got 0", {"act": "softmax", "dim": 0}),
         (ValueError, "for act 'softmax' but got 2", {"act": "softmax", "dim": 2}),
@@ -577,7 +577,7 @@ def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:
     x = noise(2, 5, 4, 16)
     before = x.clone()
     with pytest.raises(ValueError, match=re.escape(
-        "[lrpe_rotate_1d_] softmax over the tokens cannot be in place; call lrpe_rotate_1d"
+        "[lrpe_rotate_1d_] a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d"
     )):  # fmt: skip
         lrpe_rotate_1d_(x, torch.zeros(8), act="softmax", dim=1)
     assert torch.equal(x, before)

@@ -718,7 +718,7 @@ CASES = {
         lambda: A(Y, positions=RopeSpec(8).at(0)),
         ValueError,
         "[PolarRoPEAttention] positions must be prepared by RopeSpec(head_dim=8, interleaved=True) but were "
-        "by RopeSpec(head_dim=8).",
+        "prepared by RopeSpec(head_dim=8).",
     ),
     "mask of another length": (
         lambda: A(Y, attn_mask=torch.ones(5, 4)),

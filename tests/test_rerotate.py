@@ -502,7 +502,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "another rank": (
         lambda: rerotate_(K[0], SPEC, SPEC, 5, 0),
         ValueError,
-        "[rerotate_] k must have 4 dimensions for layout 'bhsd' but got 3; layouts of that rank: "
+        "[rerotate_] k must have 4 dimensions for layout 'bhsd' but got 3; layouts with 3 dimensions: "
         "'thd', 'bsd' (k: float32[3, 4, 16]).",
     ),
     "another width": (

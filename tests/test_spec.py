@@ -748,9 +748,15 @@ def test_many_specs_made_in_many_threads() -> None:
 # --- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dims", [{"head_dim": 7}, {"head_dim": 8, "rotary_dim": 7}])
-def test_odd_dims(dims: dict[str, int]) -> None:
-    with refused(ValueError, "[RopeSpec] rotary_dim must be even but got 7."):
+@pytest.mark.parametrize(
+    "dims, default",
+    [
+        ({"head_dim": 7}, ", its default of head_dim - start"),
+        ({"head_dim": 8, "rotary_dim": 7}, ""),
+    ],
+)
+def test_odd_dims(dims: dict[str, int], default: str) -> None:
+    with refused(ValueError, f"[RopeSpec] rotary_dim must be even but got 7{default}."):
         RopeSpec(**dims)
 
 

@@ -338,7 +338,7 @@ ERRORS = {
     "rank": (
         lambda: apply_rotary_pos_emb(X, None, C[0], C[0]),
         ValueError,
-        "[apply_rotary_pos_emb] cos and sin must have 3 or 4 dimensions, or 2, for a q of 4 but got "
+        "[apply_rotary_pos_emb] cos and sin must have 2, 3 or 4 dimensions for a q of 4 but got "
         "1 (q: float32[2, 3, 5, 8], cos: float32[8]).",
     ),
     "k of another length": (

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): complete, exact at any position, fused forward and backward."""
+"""Rotary position embedding (RoPE): exact at any position, fused forward and backward."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-# In characters; a longer repr is replaced by the name of the type.
+# In characters; a longer repr, or one of several lines, is replaced by the name of the type.
 _LONGEST = 200
 
 # Placeholders in a rule: the name of the operation, and that name without a final underscore.
@@ -142,7 +142,8 @@ def _named(operation: str, text: str) -> str:
 
 
 def describe(value: object) -> str:
-    """Describe a value for a message: ``float32[2, 8, 64]`` for a tensor, else its ``repr`` if short."""
+    """Describe a value for a message: ``float32[2, 8, 64]`` for a tensor; else its ``repr``, or its type
+    if that is long."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"

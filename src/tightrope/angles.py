@@ -21,7 +21,7 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 _TURN = 2.0**-64  # one phase unit, in turns
 _FLOAT_TWO_PI = float(TWO_PI)
 _RADIANS = _FLOAT_TWO_PI * _TURN
-_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels know it too
+_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels use the same marker
 
 
 def _parts(value: decimal.Decimal) -> tuple[float, float, float]:
@@ -108,7 +108,7 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def without_frequency(turns: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the pairs marked as NaN or too large, ``[rows|1, heads|1, 1, pairs]``."""
+    """Return a mask of the pairs whose frequency is NaN or too large, ``[rows|1, heads|1, 1, pairs]``."""
     return (turns == _NO_TURNS).any(0)[:, :, None]
 
 
@@ -124,7 +124,7 @@ def phases(
 
     Args:
         words: int64 ``[axes, rows|1, heads|1, pairs]``.
-        turns: the whole turns of :class:`Words`, int64 shaped as ``words``; None for zeros.
+        turns: the whole turns of :class:`Words`, int64 in the shape of ``words``; None for zeros.
         positions: None for zeros, or int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``.
         offset: added to every position.
         add_index: whether to add the token index to the position.
@@ -213,15 +213,16 @@ def put_back(
     """Return the gradient of a table, given that of the rows looked up: transpose of :func:`look_up`.
 
     Args:
-        grad: ``[rows, heads|1, tokens, pairs or channels]``, with the rows of the table if
-            :func:`is_whole`.
+        grad: ``[rows, heads|1, tokens, pairs or channels]``; if :func:`is_whole`, with as many rows as
+            the table.
         table, form, positions, offset, add_index: as in :func:`look_up`.
 
     Returns:
         Shape and dtype of the table; zeros for duplicate entries, which :func:`look_up` does not read.
     """
     tokens, pairs = grad.shape[2:]
-    # is_grads_batched runs a vmap that supports reshape and narrow, but not flatten or a full slice.
+    # autograd.grad(is_grads_batched=True) runs a vmap that supports reshape and narrow, but not flatten
+    # or a full slice.
     if not is_whole(table, positions, offset, add_index, tokens):
         at, inside = _rows_of(table, positions, offset, add_index, tokens)
         grad = torch.where(inside[:, None, :, None], grad, 0.0)
@@ -245,7 +246,7 @@ def put_back(
 def is_whole(
     table: torch.Tensor, positions: torch.Tensor | None, offset: int, add_index: bool, tokens: int
 ) -> bool:
-    """Return True if row t of the table belongs to token t, for all rows and tokens."""
+    """Return True if every token t reads row t of the table, and the table has no further rows."""
     return positions is None and add_index and offset == 0 and table.shape[2] == tokens
 
 
@@ -288,7 +289,7 @@ def frequency_angle(
     """Return zeros like :func:`position_angle`, but differentiable in the frequencies.
 
     Args:
-        inv_freq_: the frequencies behind the phase words, floating, in the same shape.
+        inv_freq_: the frequencies that the phase words were computed from, floating, in their shape.
         positions: floating ``[axes, rows|1, tokens]``; see :func:`real`.
     """
     # Subtracting the value of the phase words would not give zero: they hold more digits.

@@ -107,8 +107,8 @@ class Axes:
                 last = axis + count * (sizes[axis] - 1)
                 if sizes[axis] and last >= total:
                     raise bad_value(
-                        f"sizes must fit {total} pairs when interleaved but axis {axis} would reach "
-                        f"pair {last}; got {sizes}"
+                        f"sizes must fit pairs 0 to {total - 1} when interleaved but axis {axis} would "
+                        f"reach pair {last}; got {sizes}"
                     )
                 for pair in range(axis, last + 1, count):
                     owner[pair] = axis

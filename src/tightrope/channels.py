@@ -33,18 +33,21 @@ class Channels:
             head_dim, rotary_dim, start, interleaved: see :class:`tightrope.RopeSpec`.
 
         Raises:
-            ValueError: an odd number of channels, or channels outside the head.
+            ValueError: a negative ``head_dim``, an odd number of channels, or channels outside the head.
             TypeError: a size that is not an int, or ``interleaved`` not a bool.
 
         >>> Channels.checked(64, None, 16, False).rotary_dim
         48
         """
         head, first = _size("head_dim", head_dim), _size("start", start)
-        if rotary_dim is None and not 0 <= first <= max(head, 0):
+        if head < 0:
+            raise bad_value(f"head_dim must not be negative but got {head}")
+        if rotary_dim is None and not 0 <= first <= head:
             raise bad_value(f"start must lie in [0, {head}] but got {first}")
         width = head - first if rotary_dim is None else _size("rotary_dim", rotary_dim)
         if width % 2:
-            raise bad_value(f"rotary_dim must be even but got {width}")
+            default = ", its default of head_dim - start" if rotary_dim is None else ""
+            raise bad_value(f"rotary_dim must be even but got {width}{default}")
         if first < 0 or width < 0 or first + width > head:
             raise bad_value(
                 f"channels [start, start + rotary_dim) must lie in [0, {head}) but got "

@@ -1,11 +1,12 @@
 """Gates: the epilogue of a rotation, the positive diagonal P of y = P · R · f(x).
 
 A gate is a frozen object that holds its tensors and returns the logarithm of its factor, shaped
-``[rows|1, heads|1, tokens|1, channels|1]``. Logarithms of several gates add up, and a recurrence
-needs differences of logarithms.
+``[rows|1, heads|1, tokens|1, channels|1]``. It is a logarithm because several gates then add up, and
+because a recurrence needs the differences.
 
-``tied="pair"`` gives both channels of a pair one value, so that the gate commutes with the rotation. If
-the gate is also the same at all positions, scores still depend only on the distance between tokens.
+``tied="pair"`` gives both channels of a pair one value, so that the gate commutes with the rotation;
+channels that do not rotate then have the factor 1. If the gate is also the same at all positions, scores
+still depend only on the distance between tokens.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Gate:
     def log_on(
         self, x: torch.Tensor, channels: Channels, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return :meth:`log_factor` on the device of x. Copies nothing from the host if the gate has no
-        tensors, or has them on that device.
+        """Return :meth:`log_factor` on the device of x. After the first call, nothing is copied from the
+        host if the gate has no tensors, or has them on that device.
 
         Args:
             x: the gated tensor.
@@ -199,7 +200,7 @@ class Slope(Gate):
 
 @dataclass(frozen=True, eq=False)
 class Given(Gate):
-    """exp(g), for a given g: one value per token of the call, head and channel.
+    """exp(g), for a given g: one value for each token of the call, each head and each channel.
 
     Args:
         log: g, floating ``(tokens|1, heads|1, channels|1)`` or ``(rows|1, tokens|1, heads|1,
@@ -245,7 +246,7 @@ class XPos(Gate):
 
     Args:
         centre: the position where the factor is 1. Give the middle of the positions in use, to keep
-            the factors moderate.
+            the factors near 1.
         scale_base: number of positions over which the exponent grows by one.
         smoothing: γ of the paper.
         opposite: whether this is the inverse, for keys; see :meth:`for_keys`.
@@ -288,7 +289,7 @@ class XPos(Gate):
         """See :meth:`Gate.log_factor`.
 
         Raises:
-            ValueError: the factor, or its inverse, would overflow ``dtype``. On a device, where
+            ValueError: the factor, or its inverse, would overflow ``dtype``. On a GPU, where
                 checking would synchronise, and in compiled code, such a factor becomes NaN.
         """
         inside = _compute_dtype(dtype)
@@ -425,7 +426,7 @@ def apply(
     channels: Channels,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply x by gates, rounding once at the end; arguments as in :func:`total`.
+    """Multiply x by gates, rounding to its dtype once, at the end; arguments as in :func:`total`.
 
     >>> half = Scalar(0.5)
     >>> apply("x", torch.ones(1, 1, 1, 2), [half, half], Channels(2, 0, 2, True)).tolist()

@@ -19,10 +19,10 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies, Rule
 T = TypeVar("T")
 
 #: Computes phase words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in
-#: csrc/stretched.cpp. Arguments: its constants, the original length, the lengths of the rows, the error
-#: bound, the row to start at, and the tensor ``[rows, pairs]`` that it writes. Returns the first row
-#: whose rounding it cannot prove correct, or the number of rows. Set by the native library; without it
-#: the definition computes these phase words.
+#: csrc/stretched.cpp. Arguments: the rule's constants, its original length, the lengths of the rows, the
+#: error bound (:data:`_DOUBT`), the row to start at, and the tensor ``[rows, pairs]`` that it writes.
+#: Returns the first row whose rounding it cannot prove correct, or the number of rows. Set by the native
+#: library; without it the definition computes these phase words.
 stretched_natively: Callable[[bytes, int, Sequence[int], int, int, torch.Tensor], int] | None = None
 
 # In units of 2^-128 turn: 32 times the bound that csrc/stretched.cpp derives for the error of a frequency.
@@ -38,7 +38,7 @@ class HostWords(NamedTuple):
     """Phase words of one regime of a rule, as plain ints.
 
     Attributes:
-        words, turns: see :class:`tightrope.angles.Words`; flat.
+        words, turns: see :class:`tightrope.angles.Words`; flattened from ``shape``.
         shape: ``(axes, heads, pairs)``.
         amplitude_hex: the attention scaling, as a hexadecimal string.
     """
@@ -84,7 +84,7 @@ def _value_of(constant: Constant[T]) -> T:
 
 
 # A spec may be made inside a compiled function; its phase words are constants there, since Dynamo
-# cannot trace decimals. This is what torch.compiler.assume_constant_result does, which would import Dynamo.
+# cannot trace decimals. torch.compiler.assume_constant_result sets the same attribute, but imports Dynamo.
 made._dynamo_marked_constant = True  # type: ignore[attr-defined]
 inv_freq._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -215,7 +215,7 @@ def _constants(rule: Rule, dim: int, base: float) -> _Constants | None:
 def _places(
     rotary_dim: int, axes: Axes | None
 ) -> tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor | None]:
-    """Return the rows of frequencies that the axes use, and where each pair finds its frequency and axis.
+    """Return the rows of frequencies that the axes use, and the frequency and the axis of each pair.
 
     Returns:
         The rotary dimension of each row of frequencies; the column of each pair in the concatenated

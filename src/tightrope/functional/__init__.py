@@ -1,4 +1,4 @@
-"""Public functions: each is one configuration of the same operator; none keeps state."""
+"""Public functions: all rotations call the same operator, and none keeps state."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def lrpe_rotate_1d_(
     """Rotate in place: :func:`lrpe_rotate_1d` without a new tensor.
 
     Args: see :func:`lrpe_rotate_1d`; for x, :func:`tightrope.functional.rotate_`. A softmax over the
-    tokens needs all of them at once and raises ValueError.
+    tokens cannot be computed in place and raises ValueError.
 
     Returns:
         x itself.
@@ -110,7 +110,9 @@ def lrpe_rotate_1d_(
     True
     """
     if _check(x, act, dim, offset):
-        raise bad_value("softmax over the tokens cannot be in place; call lrpe_rotate_1d", x=x)
+        raise bad_value(
+            "a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d", x=x
+        )
     spec, where, angles = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
     layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
     request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, stages=stages)
@@ -148,7 +150,7 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
         over += x.dim()
     if over not in (1, x.dim() - 1):
         raise bad_value(
-            "dim must be -1, the channels of a head, or 1, the tokens, for act 'softmax' but got "
+            "dim must be -1 (the channels of a head) or 1 (the tokens) for act 'softmax' but got "
             f"{dim}",
             x=x,
         )
@@ -262,5 +264,6 @@ def _shape_rule(heads: int, pairs: int, theta_axis: str) -> str:
     by_pair = [f"({pairs},)", f"({heads}, {pairs})", f"(1, {pairs})"]
     if theta_axis == "head":
         return f"theta must have shape {' or '.join(by_head)} for theta_axis='head'"
-    shapes = ", ".join(dict.fromkeys(by_pair if theta_axis == "pair" else by_pair + by_head))
-    return f"theta must have shape {shapes}, or fewer than {pairs} pairs"
+    shapes = list(dict.fromkeys(by_pair if theta_axis == "pair" else by_pair + by_head))
+    one_of = " or ".join((", ".join(shapes[:-1]), shapes[-1]))
+    return f"theta must have shape {one_of}, where {pairs} pairs may be fewer"

@@ -4,8 +4,8 @@ The phases of all axes are added before any cosine is computed. So a rotation by
 the old one is a rotation with twice the axes: the new frequencies at the new positions, and the old
 frequencies at the negated old positions. Like the two rotations alone, it is exact modulo a turn.
 
-If both rotations have the same frequencies and integer positions, as in a context shift, it is a
-rotation by the difference of the positions, or by an offset if that difference is constant.
+If both rotations have the same frequencies and integer positions, as in a context shift, the move is
+a rotation by the difference of the positions, or by an offset if that difference is constant.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
         out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides (a
             slot of a key cache, for example), no memory shared with x. It gets no gradient.
         rounding: where 16-bit and float32 results round, to equal another implementation bit for
-            bit; not with an act or a gate. "once", the most exact: fused multiply-adds in float32,
-            rounded when stored. "wide": products and their sum, each rounded to float32. "each":
-            cosines, sines, products and sums, each rounded to the dtype of x. A pair is (forward,
+            bit; only "once" with an act or a gate. "once", the most exact: fused multiply-adds in
+            float32, rounded when stored. "wide": products and their sum, each rounded to float32.
+            "each": cosines, sines, products and sums, each rounded to the dtype of x. A pair is (forward,
             backward). See docs/numerics.md.
         backend: None to choose the fastest; "cpu", "triton" or "reference" to force one.
 
@@ -170,8 +170,8 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
             (GQA, MQA). k may be None.
         spec, positions, layout, inv_freq, seq_len, inverse, rounding, backend: see :func:`rotate`. With
             frequencies per head, q and k must have the same number of heads.
-        act, gate: see :func:`rotate`; or a pair, one for q and one for k. As one gate for both,
-            xPos is inverted for keys. If the two differ in kind, this takes two launches.
+        act, gate: see :func:`rotate`; or a pair, one for q and one for k. Given as one gate for
+            both, xPos is inverted for k. If the two differ in kind, this takes two launches.
         out: a pair of tensors for q and k, see :func:`rotate`; None for k if k is None.
 
     Returns:

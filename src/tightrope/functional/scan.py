@@ -1,6 +1,6 @@
 """Attention without softmax as a gated recurrence over rotated queries and keys.
 
-With the memory S, the logarithms a of decays, and the outputs o,
+With the memory S, the decays a, which are logarithms, and the outputs o,
 
     S_t = diag(exp(a_t)) S_{t−1} + k_t v_tᵀ        o_t = S_tᵀ q_t        a <= 0
 
@@ -84,7 +84,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
         score(t, i) = (P_t R_t q_t)ᵀ diag(exp(G_t − G_i)) (P_i R_i k_i)
 
     Scores are not scaled: scale q. A decay or gate with the same value for both channels of a pair
-    commutes with the rotation; scores then depend only on the distance.
+    commutes with the rotation; if it is also the same for all tokens, scores depend only on the distance.
 
     Args:
         q, k: see :func:`rotate_qk`; the heads of q are a multiple of those of k.
@@ -104,8 +104,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
     Returns:
         The outputs, shaped like q with the channels of v, in the dtype of q; and the state after the
         last token, float32 (float64 for float64). Differentiable with respect to q, k, v, log_decay,
-        the tensors of gates and the state. ``torch.autocast`` changes neither result if ``backward``
-        is called outside it: inputs may have 16 bits, the memory never does.
+        the tensors of gates and the state. ``torch.autocast`` does not change these results, nor the
+        gradients if ``backward`` is called outside it: inputs may have 16 bits, the memory never does.
 
     Raises:
         TypeError, ValueError: invalid arguments; the message names the argument.
@@ -164,7 +164,7 @@ def quadratic(
         q: ``(rows, kv_heads, group, tokens, channels)``.
         k: ``(rows, kv_heads, tokens, channels)``.
         v: ``(rows, kv_heads, tokens, values)``.
-        decay: logarithms, ``(rows|1, kv_heads|1, tokens, channels|1)``.
+        decay: decays <= 0, ``(rows|1, kv_heads|1, tokens, channels|1)``.
         state: S before the first token, ``(rows, kv_heads, channels, values)``.
 
     Returns:
@@ -388,7 +388,7 @@ _AUTOCAST = frozenset(
 
 
 def check_state(state: object) -> None:
-    """Raise unless the argument is None or a state."""
+    """Raise a TypeError unless the argument is None or a state."""
     if state is None:
         return
     if (
@@ -401,7 +401,7 @@ def check_state(state: object) -> None:
 
 
 def _check_plain(name: str, x: torch.Tensor) -> None:
-    """Raise unless x is dense and no DTensor."""
+    """Raise a TypeError if x is sparse, nested or a DTensor."""
     check_dense(name, x)
     check_local(name, x)
 

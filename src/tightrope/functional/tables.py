@@ -54,7 +54,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
     rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
-    """Rotate queries and keys by tables of cosines and sines, with the common signature.
+    """Rotate queries and keys by tables of cosines and sines, with the signature of transformers.
 
     For code that already has tables. :func:`rotate_qk` needs none and is exact at any position.
 
@@ -75,9 +75,10 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
         start: the first channel that rotates.
         inverse: rotate by the negative angles. If the tables also scale, the result is scaled as in
             the forward rotation. Not with "full" tables, which need not be rotations.
-        position_ids: rows of the tables to use, int32 or int64 ``(tokens,)`` or ``(rows, tokens)``.
-        rounding: see :func:`rotate`. The tables are read as they are; with "each", products are
-            computed in the promoted dtype of x and the tables and rounded to that of x.
+        position_ids: the table row of each token, int32 or int64 ``(tokens,)`` or ``(rows, tokens)``;
+            the tables may then have any length. By default token t uses row t.
+        rounding: see :func:`rotate`. The tables are read as they are, and not rounded to the dtype of
+            x by "each".
         backend: see :func:`rotate`.
 
     Returns:
@@ -152,7 +153,8 @@ def build_freqs_cis(
         seq_len: number of positions.
         d: channels of a head; even.
         base: base of the frequencies.
-        dtype: float32 or float64. Entries are exact to 1.2e-7, or 1e-12, at any position.
+        dtype: float32, with errors of at most 1.2e-7 below position 2^31; or float64, 1e-12 up to
+            position 2^20.
         device: the device of the tables; torch's default device if None.
 
     Returns:
@@ -316,9 +318,7 @@ def _build(
     if tables not in schema.TABLES:
         raise bad_value(f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}")
     if inverse and tables == "full":
-        raise bad_value(
-            "inverse must be False with tables='full', as pairs with two angles are not rotated"
-        )
+        raise bad_value("inverse must be False with tables='full', which need not be rotations")
     start = integer("start", start)
     _check_tables(q, cos, sin, tables, start)
     c = _canonical(cos, q, unsqueeze_dim, layout)
@@ -412,9 +412,8 @@ def _canonical(
         view = view.unsqueeze(unsqueeze_dim)
     elif own != dims:
         raise bad_value(
-            f"cos and sin must have {dims - 1} or {dims} dimensions"
-            + (", or 2," if dims == 4 else "")
-            + f" for a q of {dims} but got {own}",
+            f"cos and sin must have {'2, 3 or 4' if dims == 4 else '2 or 3'} dimensions for a q of {dims} "
+            f"but got {own}",
             q=q,
             cos=table,
         )

@@ -217,7 +217,7 @@ class PolarRoPEAttention(torch.nn.Module):
         width = d_head if tied is None else spec.rotary_dim // 2
         self.heads = torch.nn.ModuleList()
         for i in range(num_heads):
-            # Parameters in the order of the original code: the same random seed gives the same values.
+            # In the order of the project's first version: the same random seed gives the same parameters.
             head: _QueryHead
             if i % (num_heads // kv_heads):
                 head = _QueryHead(d_model, d_head, use_spd, tied, factory)
@@ -273,7 +273,8 @@ class PolarRoPEAttention(torch.nn.Module):
             rope = positions
             if rope.made_from != self.spec:
                 raise bad_value(
-                    f"positions must be prepared by {self.spec!r} but were by {rope.made_from!r}"
+                    f"positions must be prepared by {self.spec!r} but were prepared by "
+                    f"{rope.made_from!r}"
                 )
         else:
             where = positions
@@ -347,7 +348,7 @@ class PolarRoPEAttention(torch.nn.Module):
         given: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, bool]:
-        """Return the combined mask, if any, and whether causality is the only mask."""
+        """Return ``attn_mask`` and ``is_causal`` for torch's attention."""
         rows, heads, tokens, _ = q.shape
         keys = k.shape[2]
         if given is None and padding is None and (not self.causal or keys == tokens):

@@ -80,8 +80,8 @@ class RotaryPositionalEmbedding(torch.nn.Module):
             x: floating, at least 2-D, channels last, at least ``dim`` of them.
             seq_dim: the sequence dimension, for any rank of x: -2 or 2 for (batch, heads, seq, dim),
                 1 for (batch, seq, heads, dim), 0 for (seq, batch, heads, dim).
-            positions: None for 0..n-1, an int offset, ids ``(seq,)``, or ids ``(rows, seq)`` with
-                one row for each index of the first other dimension.
+            positions: None for 0..n-1, an int offset, ids ``(seq,)``, or ids ``(rows, seq)``, where
+                the rows are the first dimension of x other than ``seq_dim``.
             inverse: undo the rotation instead.
 
         Returns:
@@ -177,8 +177,8 @@ class RotaryPositionalEmbedding(torch.nn.Module):
                 error_messages.append(
                     sentence(
                         class_of(self),
-                        f"{prefix}{key} in the state_dict must agree with base {self.base} but does "
-                        "not; build the module with the base of the checkpoint",
+                        f"{prefix}{key} in the state_dict must agree with dim {self.dim} and base "
+                        f"{self.base} but does not; build the module with those of the checkpoint",
                         **{key: saved},
                     )
                 )

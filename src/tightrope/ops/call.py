@@ -193,9 +193,10 @@ class Call(NamedTuple):
         )
 
     def with_arguments(self, values: Sequence[Any]) -> Call:
-        """Replace each tensor by one of ``values``, which has an entry for each argument of the schema.
+        """Return this call with each tensor replaced by the value for it, such as its vmap dimension.
 
-        For the dimensions of vmap, for example.
+        Args:
+            values: one for each argument of the schema of ``rotate``.
         """
         q, k, primary, secondary, positions, _, _, _, *rest = values
         extras = (rest[0] if rest else None) or [None] * len(self.extras.flat())

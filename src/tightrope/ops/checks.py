@@ -68,7 +68,7 @@ def prepare(
     names, xs, layout = place
     x = xs[0]
     shape = shape_of(names[0], x, layout)
-    rotation = _rotation(x, spec, positions, seq_len).for_tokens(shape[layout.token])
+    rotation = _rotation(names[0], x, spec, positions, seq_len).for_tokens(shape[layout.token])
     width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
         raise _wrong_width(names[0], x, width)
@@ -114,6 +114,7 @@ def _check_rows(name: str, x: torch.Tensor, rows: int, layout: Layout, seq_len: 
 
 
 def _rotation(
+    name: str,
     x: torch.Tensor,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike,
@@ -132,7 +133,7 @@ def _rotation(
             )
         if spec.device != x.device:
             raise bad_value(
-                f"the prepared rotation is on {spec.device} but x is on {x.device}; call "
+                f"the prepared rotation is on {spec.device} but {name} is on {x.device}; call "
                 f"spec.at(positions, device={str(x.device)!r})"
             )
         if spec.is_stale:
@@ -211,7 +212,7 @@ def shape_of(name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
         fits = ", ".join(repr(key) for key, other in BY_NAME.items() if other.dims == len(shape))
         raise bad_value(
             f"{name} must have {layout.dims} dimensions for layout {layout.name!r} but got "
-            f"{len(shape)}" + (f"; layouts of that rank: {fits}" if fits else ""),
+            f"{len(shape)}" + (f"; layouts with {len(shape)} dimensions: {fits}" if fits else ""),
             **{name: x},
         )
     return shape

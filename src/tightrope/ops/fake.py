@@ -30,9 +30,12 @@ def _check_devices(operator: str, *arguments: object) -> None:
         raise RuntimeError(f"tightrope::{operator}: tensors on several devices: {found}")
 
 
-def _in_memory(*arguments: object, **named: object) -> None:
-    """Fake kernel of operators that write into their arguments and return nothing."""
+def _in_place(*arguments: object, **named: object) -> None:
     _check_devices("rotate_", *arguments)
+
+
+def _into(*arguments: object, **named: object) -> None:
+    _check_devices("rotate_into", *arguments)
 
 
 def _angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
@@ -80,10 +83,10 @@ def register() -> None:
     for operator, kernel in (
         (schema.rotate, _rotate),
         (schema.rotate_extras, _rotate),
-        (schema.rotate_, _in_memory),
-        (schema.rotate_extras_, _in_memory),
-        (schema.rotate_into, _in_memory),
-        (schema.rotate_extras_into, _in_memory),
+        (schema.rotate_, _in_place),
+        (schema.rotate_extras_, _in_place),
+        (schema.rotate_into, _into),
+        (schema.rotate_extras_into, _into),
         (schema.angle_gradients, _angle_gradients),
         (schema.gate_gradients, _gate_gradients),
     ):

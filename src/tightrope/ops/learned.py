@@ -11,7 +11,7 @@ from .checks import check_floating, check_heads
 
 
 def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
-    """Return the call with phase words of these frequencies, which it keeps for their gradient."""
+    """Return the call with the phase words of ``inv_freq``, and ``inv_freq`` itself for its gradient."""
     if isinstance(inv_freq, torch.Tensor):
         check_local("inv_freq", inv_freq)
     check_floating("inv_freq", inv_freq)

@@ -164,7 +164,7 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return False only if two tensors certainly share no element.
 
     Slices of one fused projection interleave in memory. Modulo a stride that divides all larger
-    ones, each slice covers one run of elements, and the runs of disjoint slices do not touch.
+    ones, each slice covers one run of elements, and the runs of disjoint slices do not overlap.
     """
     if a.numel() == 0 or b.numel() == 0:
         return False

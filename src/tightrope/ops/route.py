@@ -1,4 +1,4 @@
-"""Choose how a call runs: its route. Only this module inspects torch's modes to decide that.
+"""Choose how a call runs: its route. Only this module inspects torch's modes to choose it.
 
 The first rule that matches decides:
 
@@ -111,7 +111,7 @@ def route_prepared(
         or rotation.is_stale
         or (k is not None and type(k) is not torch.Tensor)
         or (rotation.limit is not None and _may_exceed_seq_len(rotation, q, layout))
-        or not takes(q)  # otherwise the definition would run, which does not check its inputs
+        or not takes(q)  # otherwise the definition would run, which checks less than a kernel
         or q.dim() == 0
         or q.shape[-1] != rotation.channels.head_dim
         or _in_functorch()
@@ -130,7 +130,7 @@ def route_prepared(
 
 
 def mode() -> str:
-    """Return the active mode: "compiled", "transformed" (functorch), "forward" (mode) or "eager".
+    """Return the active mode: "compiled", "transformed" (functorch), "forward" (forward-mode AD) or "eager".
 
     For callers of the operator that have an alternative to it, such as a model's original function.
     """
@@ -142,7 +142,7 @@ def mode() -> str:
 
 
 def is_differentiated() -> bool:
-    """Return whether the backward pass is itself being differentiated."""
+    """Return whether the running backward pass may itself be differentiated."""
     return torch.is_grad_enabled() or _in_functorch()
 
 

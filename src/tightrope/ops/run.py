@@ -96,7 +96,7 @@ def _run(call: Call, way: Way) -> Results:
 
 
 def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
-    """Check both calls before the first one writes; copy what it would overwrite and the second reads."""
+    """Check both calls before the first one writes; copy tensors that it overwrites and the second reads."""
     if calls[0].verb == "new":
         return calls
     if calls[0].verb == "out":
@@ -110,7 +110,7 @@ def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
         _check_out_memory(calls)
     else:
         _check_in_place(calls, any(way.needs_grad for way in ways))
-    # Without data pointers, overlap cannot be checked and everything is copied.
+    # Without data pointers overlap cannot be checked, so positions and extra tensors are all copied.
     later = [memory.copied_before(call, written if sees else None) for call in calls[1:]]
     return [calls[0], *later]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-#: Layouts, in the order of their integer codes: the order of the dimensions of q and k.
+#: Layouts, each an order of the dimensions of q and k; the index is the layout's code.
 LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 
 FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
@@ -28,9 +28,9 @@ TABLES = SOURCES[1:]
 #: position are the logarithms.
 NO_GATE, LOG, SLOPE = 0, 1, 2
 
-#: Where a rotation rounds: once, at the store, with fused multiply-adds; products and their sum each
-#: to float32; or each to the dtype of x, after products in the promoted dtype of x and the tables.
-#: float64 is computed in float64.
+#: Where a rotation rounds. "once": at the store, after fused multiply-adds in float32. "wide": products
+#: and their sum, each to float32. "each": products, from float32, and their sum, each to the dtype of x.
+#: For float64 x, float64 replaces float32.
 ROUNDINGS = ("once", "wide", "each")
 ONCE, WIDE, EACH = 0, 1, 2
 
@@ -135,8 +135,8 @@ def options_of(packed: int) -> Options:
 # Calls with extra tensors have their own overload: the dispatcher inspects the tensors of a list only
 # if the list is not optional, and such a list costs half a microsecond even if it is empty.
 #
-# rotate returns the results and, if direction is TRANSPOSE and act is a norm, the gradients of its
-# weights after them: in their shapes, float32 (float64 for float64).
+# rotate returns the results and then, if direction is TRANSPOSE and act is a norm, the gradients of the
+# norm's weights, in the shapes of the weights, float32 (float64 if q is).
 _ARGUMENTS = "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int options, float amplitude"
 _EXTRAS = ", Tensor[] extras, float eps"
 
@@ -193,7 +193,7 @@ gate_gradients = torch.ops.tightrope.gate_gradients.default
 
 
 class Plain(NamedTuple):
-    """Schema arguments after q, k and the outs, of a call without extra tensors; see the comment above."""
+    """The schema's arguments after q, k and the outs, for a call without extra tensors."""
 
     primary: Any
     secondary: Any
@@ -209,7 +209,7 @@ class Plain(NamedTuple):
 
 
 class Carrying(NamedTuple):
-    """Schema arguments after q, k and the outs, of a call with extra tensors."""
+    """The schema's arguments after q, k and the outs, for a call with extra tensors."""
 
     primary: Any
     secondary: Any

@@ -16,7 +16,7 @@ def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def _in_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis: int) -> Any:
-    """Merge the mapped dimension of an angle tensor into dimension `axis`, which has size `rows|1`.
+    """Merge the mapped dimension of a tensor into its dimension `axis`, which has size `rows|1`.
 
     The result has `size * rows` there; a tensor that is not mapped and has size 1 there stays as it is.
     """
