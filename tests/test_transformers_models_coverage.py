@@ -22,8 +22,6 @@ from benchmarks.transformers_coverage.catalogue import (
     rotary_names,
 )
 from benchmarks.transformers_coverage.comparing import (
-    GRADIENT_BOUND,
-    OUTPUT_BOUND,
     Run,
     difference,
     fault,
@@ -84,7 +82,7 @@ def test_a_replacement_that_is_wrong_is_reported_as_different(
     plant(monkeypatch, spoilt)
     row = models.row(types[name])
     assert row["status"] == "different", row
-    assert row["max_rel_doutput"] > OUTPUT_BOUND
+    assert row["differences"][0] > 0
 
 
 class Halved(torch.autograd.Function):
@@ -105,8 +103,8 @@ def test_a_gradient_that_alone_is_wrong_is_reported_as_different(
     plant(monkeypatch, lambda real: lambda *a, **k: tuple(map(Halved.apply, real(*a, **k))))
     row = models.row(types["llama"])
     assert row["status"] == "different"
-    assert row["max_rel_doutput"] <= OUTPUT_BOUND
-    assert row["max_rel_dgrad"] > GRADIENT_BOUND
+    assert row["differences"][0] == 0
+    assert row["differences"][1] > 0
 
 
 def test_a_type_whose_calls_all_go_back_to_the_original_is_not_equal(
@@ -118,24 +116,17 @@ def test_a_type_whose_calls_all_go_back_to_the_original_is_not_equal(
     assert row["reason"] == "the original served every call: llama.apply_rotary_pos_emb"
 
 
-@pytest.mark.parametrize(
-    "name, why",
-    [
-        (
-            "hunyuan_vl",
-            "the two channels of a pair have different angles, so it is no rotation",
-        ),
-        ("lightglue", "its cos/sin require gradients"),
-        ("mlcd", "its cos/sin require gradients"),
-    ],
-)
-def test_reason_why_the_original_served_calls(
-    types: dict[str, ModelType], name: str, why: str
+@pytest.mark.parametrize("name", ["hunyuan_vl", "lightglue", "mlcd"])
+def test_two_angles_per_pair_and_learned_tables_are_served(
+    name: str, types: dict[str, ModelType]
 ) -> None:
-    row = models.row(types[name])
+    assert models.row(types[name])["status"] == "equal"
+
+
+def test_arithmetic_in_float64_is_left(types: dict[str, ModelType]) -> None:
+    row = models.row(types["musicflamingo"])
     assert row["status"] == "not exercised"
-    assert row["reason"].startswith(f"the original served every call: {name}.apply_rotary_")
-    assert row["reason"].endswith(f", because {why}")
+    assert row["left"][0].endswith("not to the bit; rounding='once' replaces it")
 
 
 def test_a_type_without_rotation_is_not_equal(types: dict[str, ModelType]) -> None:
@@ -178,22 +169,21 @@ def test_a_model_that_cannot_be_built_is_listed_with_the_reason(
 def test_fault_is_undone(types: dict[str, ModelType]) -> None:
     ready, before = trial.prepare(types["roformer"])
     with fault(ready.model):
-        assert not difference(before, ready.run()).within
+        assert not difference(before, ready.run()).none
     after = difference(before, ready.run())
     assert (after.output, after.gradient) == (0, 0)
 
 
-def test_differences_are_relative_and_nan_is_never_within() -> None:
+def test_differences_are_relative_and_nan_is_never_equal() -> None:
     a = torch.tensor([1.0, -4.0])
-    assert relative(a, a + torch.tensor([0.0, 1.0]), 0.0) == (1.0, 0.25)
-    assert relative(a, a, 0.0) == (0.0, 0.0)
-    assert relative(a * 1e-9, a * 2e-9, 1.0)[1] == pytest.approx(4e-9)
+    assert relative(a, a + torch.tensor([0.0, 1.0])) == 0.25
+    assert relative(a, a) == 0.0
     for broken in (torch.tensor([1.0]), torch.tensor([1.0, float("nan")])):
-        assert not difference(Run({"y": a}, {}), Run({"y": broken}, {})).within
-    assert not difference(Run({"y": a}, {}), Run({}, {})).within
-    assert not difference(Run({"y": a}, {"w": a}), Run({"y": a}, {})).within
+        assert not difference(Run({"y": a}, {}), Run({"y": broken}, {})).none
+    assert not difference(Run({"y": a}, {}), Run({}, {})).none
+    assert not difference(Run({"y": a}, {"w": a}), Run({"y": a}, {})).none
     infinite = torch.tensor([float("-inf"), 2.0])
-    assert difference(Run({"y": infinite}, {}), Run({"y": infinite.clone()}, {})).within
+    assert difference(Run({"y": infinite}, {}), Run({"y": infinite.clone()}, {})).none
 
 
 @same_transformers
@@ -262,9 +252,8 @@ def test_committed_models_are_as_many_as_asked_for(committed: list[dict[str, Any
     assert counts["different"] == 0
     for row in committed:
         if row["status"] == "equal":
-            assert row["max_rel_doutput"] <= OUTPUT_BOUND, row
-            assert row["max_rel_dgrad"] <= GRADIENT_BOUND, row
             assert row["calls"], row
+            assert row["bfloat16"] == "equal" or "does not run" in row["bfloat16"], row
         else:
             assert row["reason"], row
 
@@ -283,8 +272,8 @@ def test_every_type_is_on_the_page_with_its_numbers_or_its_reason(
     words = set(page.replace(",", " ").split())
     assert {row["model_type"] for row in committed} <= words
     (gptj,) = [row for row in committed if row["model_type"] == "gptj"]
-    numbers = f"{gptj['max_rel_doutput']:.0e} | {gptj['max_rel_dgrad']:.0e}"
-    assert f"| gptj | gptj | {numbers} |" in page
+    assert gptj["bfloat16"] == "equal"
+    assert "| gptj | gptj |  |" in page
     assert "| jamba | its file defines a rotation but never calls it |" in page
     changed = [{**gptj, "status": "different", "reason": "at lm_head | weight"}]
     page = report.page({"transformers": "5", "torch": "2", "models": changed})

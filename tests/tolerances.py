@@ -28,11 +28,6 @@ TABLE = {
         "of the largest output",
         "float32: the rotation differs in the last bit, and layers amplify the difference",
     ),
-    "patched gradients": Tolerance(
-        1e-4,
-        "of the parameter's largest gradient, or of 1e-3 of the model's largest if that is more",
-        "float32, as above; for a gradient that is zero up to rounding, the second size applies",
-    ),
     "patched bfloat16 outputs": Tolerance(
         1.05,
         "of the error of the unpatched model against float64, root mean square",

@@ -20,42 +20,31 @@ import tightrope
 from .catalogue import rotary_codes
 
 OURS = str(Path(tightrope.__file__).parent)
-# Bounds in float32, relative to the largest magnitude of the tensor.
-OUTPUT_BOUND = 2e-5
-GRADIENT_BOUND = 1e-4
-# A gradient that is zero up to rounding (for example of a bias before a softmax) is compared relative
-# to this fraction of the model's largest gradient.
-FLOOR = 1e-3
 # Relative size of the planted fault in the results of rotary functions.
 FAULT = 1e-2
 
 
 @dataclass
 class Run:
-    """The results of one forward and backward pass.
-
-    `odd`: rotary function -> why the operator does not take the cos/sin of its calls.
-    """
+    """The results of one forward and backward pass."""
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     calls: Counter[str] = field(default_factory=Counter)
-    odd: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Difference:
     """The largest differences between two runs, relative to the scale of each tensor."""
 
-    absolute_output: float
     output: float
     gradient: float
     where: str
 
     @property
-    def within(self) -> bool:
-        """True if both are within the bounds; False for NaN."""
-        return self.output <= OUTPUT_BOUND and self.gradient <= GRADIENT_BOUND
+    def none(self) -> bool:
+        """True if every output and gradient is equal; False for NaN."""
+        return self.output == self.gradient == 0
 
 
 def tensors(value: Any, name: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,37 +75,16 @@ def place(code: CodeType) -> Place:
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
-def odd_of(x: torch.Tensor, tables: list[torch.Tensor]) -> str | None:
-    """The reason why the operator does not take the cos/sin of a call, or None."""
-    if any(table.requires_grad for table in tables):
-        return "its cos/sin require gradients"
-    with torch.no_grad():
-        for table in tables:
-            if 2 * table.shape[-1] <= x.shape[-1]:
-                continue  # one entry for each pair
-            halves = table.chunk(2, -1)
-            if table.shape[-1] % 2 or not (
-                torch.equal(*halves) or torch.equal(table[..., ::2], table[..., 1::2])
-            ):
-                return "the two channels of a pair have different angles, so it is no rotation"
-    return None
-
-
 @contextmanager
-def counting(places: dict[Place, str], calls: Counter[str], odd: dict[str, str]) -> Iterator[None]:
+def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
     """Count calls of these functions and of copies of them, with a profiler; nothing is replaced."""
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
             code = frame.f_code
-            name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
+            name = places.get(place(code))
             if name is not None:
                 calls[name] += 1
-                held = [frame.f_locals.get(each) for each in ("q", "cos", "sin")]
-                known = all(isinstance(each, torch.Tensor) for each in held)
-                found = odd_of(held[0], held[1:]) if known else None
-                if found is not None:
-                    odd[name] = found
             elif code.co_filename.startswith(OURS):
                 calls["tightrope"] += 1
 
@@ -144,7 +112,7 @@ def run(
     result = Run({}, {})
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    with counting(places_of(model), result.calls, result.odd):
+    with counting(places_of(model), result.calls):
         out = (call or model)(**inputs)
     generator = torch.Generator().manual_seed(2)
     loss = torch.zeros(())
@@ -166,47 +134,34 @@ def run(
     return result
 
 
-def relative(before: torch.Tensor, after: torch.Tensor, floor: float) -> tuple[float, float]:
-    """The largest difference, absolute and relative to the first tensor's scale; NaN if shapes or
-    the positions of infinities and NaN differ."""
-    if before.shape != after.shape:
-        return float("nan"), float("nan")
+def relative(before: torch.Tensor, after: torch.Tensor) -> float:
+    """The largest difference relative to the first tensor's scale; NaN if shapes or the positions of
+    infinities and NaN differ."""
+    if before.shape != after.shape or not torch.equal(before.isfinite(), after.isfinite()):
+        return float("nan")
     finite = before.isfinite()
-    if not torch.equal(finite, after.isfinite()):
-        return float("nan"), float("nan")
-    if not finite.any():
-        return 0.0, 0.0
+    if torch.equal(before[finite], after[finite]):
+        return 0.0
     a, b = before[finite].double(), after[finite].double()
-    largest = (a - b).abs().max().item()
-    scale = max(a.abs().max().item(), floor)
-    return largest, largest / scale if scale else (0.0 if largest == 0 else float("inf"))
+    scale = a.abs().max().item()
+    return (a - b).abs().max().item() / scale if scale else float("inf")
 
 
 def difference(before: Run, after: Run) -> Difference:
     """Compare every output and every gradient of two runs."""
     worst = {"output": (0.0, ""), "gradient": (0.0, "")}
-    absolute = 0.0
-    top = max((g.abs().max().item() for g in before.gradients.values() if g.numel()), default=0.0)
-    for kind, left, right, floor in (
-        ("output", before.outputs, after.outputs, 0.0),
-        ("gradient", before.gradients, after.gradients, FLOOR * top),
+    for kind, left, right in (
+        ("output", before.outputs, after.outputs),
+        ("gradient", before.gradients, after.gradients),
     ):
         for name in left.keys() | right.keys():
-            if name in left and name in right:
-                largest, share = relative(left[name], right[name], floor)
-            else:
-                largest, share = float("nan"), float("nan")
-            if kind == "output":
-                absolute = largest if not largest <= absolute else absolute
+            both = name in left and name in right
+            share = relative(left[name], right[name]) if both else float("nan")
             # NaN counts as worse than any number.
-            if not share <= worst[kind][0]:
-                worst[kind] = (share, name) if worst[kind][0] == worst[kind][0] else worst[kind]
-    return Difference(
-        absolute,
-        worst["output"][0],
-        worst["gradient"][0],
-        ", ".join(w for _, w in worst.values() if w),
-    )
+            if not share <= worst[kind][0] and worst[kind][0] == worst[kind][0]:
+                worst[kind] = share, name
+    where = ", ".join(name for _, name in worst.values() if name)
+    return Difference(worst["output"][0], worst["gradient"][0], where)
 
 
 def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,9 +3,9 @@
 `python -m benchmarks.transformers_coverage --models --only '^llama'` runs the types that match.
 The status of a row is:
 
-- equal: outputs and gradients are within the bounds of `comparing.py`, this library served calls of the
-  rotary functions of the model's file, and a fault of one per cent in them is detected;
-- different: they are not within the bounds, or `unpatch` did not restore the model;
+- equal: no bit of any output or gradient changes, in float32 and in bfloat16, this library served calls
+  of the rotary functions of the model's file, and a fault of one per cent in them is detected;
+- different: a bit changes, or `unpatch` did not restore the model;
 - not exercised: it ran, but did not test the replacement, for the given reason;
 - not built: no small model of it could be built or run, for the given reason.
 """
@@ -34,8 +34,7 @@ def blank(model_type: ModelType) -> dict[str, Any]:
         "status": "not built",
         "reason": "",
         "model": "",
-        "max_doutput": None,
-        "max_rel_dgrad": None,
+        "bfloat16": "",
         "replaced": [],
         "left": [],
     }

@@ -25,6 +25,9 @@ class Case:
             and one for k.
         gate: epilogue P: "exp", a factor per head and channel, or "slope", which also depends on the
             position.
+        rounding: of the rotation; the eager code rounds in the same places.
+        tables: rotate by given tables in this format, full width and in the dtype of q; None for the
+            angles of the spec.
         compiled: whether contenders that compile our rotation and its definition take part.
         threads: number of threads of every contender; 0 for torch's current number.
         device: of q and k: "cpu" or "cuda".
@@ -47,6 +50,8 @@ class Case:
     positions: str = "0..n-1"
     act: str | None = None
     gate: str | None = None
+    rounding: str = "once"
+    tables: str | None = None
     compiled: bool = False
     threads: int = 0
     device: str = "cpu"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ...functional import rotate_qk, rotate_qk_
+from ...functional import apply_rotary_pos_emb, apply_rotary_pos_emb_, rotate_qk, rotate_qk_
 from . import factors
 from .case import Case
 from .contender import (
@@ -39,17 +40,24 @@ def _always(_: Case) -> None:
 def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     if case.neighbours:
         return _ours_compiled(case, q, k, ids)
-    rope = spec_of(case).at(positions_of(case, ids), device=q.device)
     tensors = factors.tensors_of(case)
-    f_and_p = factors.arguments(case, tensors)
+    given: dict[str, Any] = factors.arguments(case, tensors) | {"rounding": case.rounding}
+    angles: tuple[Any, ...] = (spec_of(case).at(positions_of(case, ids), device=q.device),)
+    new: Callable[..., QK] = rotate_qk
+    in_place: Callable[..., Any] = rotate_qk_
+    if case.tables is not None:
+        # Tables without a heads dimension, as transformers passes them.
+        angles = tuple(table[:, 0] for table in tables_of(case, ids, q.dtype))
+        given |= {"tables": case.tables, "interleaved": case.interleaved}
+        new, in_place = apply_rotary_pos_emb, apply_rotary_pos_emb_
     if case.work == "backward":
         # The backward pass of a rotation is the rotation of the gradients by the opposite angles.
-        f_and_p["inverse"] = True
+        given["inverse"] = True
     if case.work != "in place":
-        return functional(lambda q, k: rotate_qk(q, k, rope, **f_and_p), case, q, k, tensors)
+        return functional(lambda q, k: new(q, k, *angles, **given), case, q, k, tensors)
     result = q.clone(), k.clone()
-    rotate_qk_(*result, rope, **f_and_p)
-    return Made(lambda: rotate_qk_(q, k, rope, **f_and_p), result)
+    in_place(*result, *angles, **given)
+    return Made(lambda: in_place(q, k, *angles, **given), result)
 
 
 def _no_plain(case: Case) -> str | None:
@@ -63,12 +71,15 @@ def _plain(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> M
 
 
 def _no_rotation(case: Case) -> str | None:
-    return "the case has neither f nor P" if factors.is_alone(case) else None
+    usual = factors.is_alone(case) and case.rounding == "once" and case.tables in (None, "cat")
+    return "the case is the plain rotation" if usual else None
 
 
 def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """Rotate the same tensors without f and P, to show the cost of these."""
-    made = _tightrope(replace(case, act=None, gate=None), q, k, ids)
+    """Rotate the same tensors without f and P, rounding once, to show the cost of these."""
+    tables = None if case.tables is None else "cat"
+    plain = replace(case, act=None, gate=None, rounding="once", tables=tables)
+    made = _tightrope(plain, q, k, ids)
     return Made(made.call, None)
 
 
@@ -140,7 +151,9 @@ def _eager_function(
     def one(x: torch.Tensor, which: int) -> torch.Tensor:
         x = factors.before(case, tensors, which, x)
         head = x[..., :width]
-        y = head * cos + turned(head) * sin
+        if case.rounding == "wide":
+            head = head.float()
+        y = (head * cos + turned(head) * sin).to(x.dtype)
         y = y if width == x.shape[-1] else torch.cat((y, x[..., width:]), -1)
         return factors.after(case, tensors, which, ids, y)
 

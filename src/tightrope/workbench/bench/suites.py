@@ -76,10 +76,26 @@ _WITH = _in_both(
     )
 )
 
+# Compared with the same rotation rounded once, or by tables that repeat their entries.
+_ROUNDINGS = _in_both(
+    (
+        *(
+            Case(f"{work}2048, rounding {rounding}", work=work_, rounding=rounding)
+            for rounding in ("wide", "each")
+            for work, work_ in (("", "in place"), ("training ", "training"))
+        ),
+        Case("tables 2048, cat", tables="cat"),
+        Case("tables 2048, full", tables="full"),
+        Case("tables 2048, full, rounding each", tables="full", rounding="each"),
+        Case("tables 2048, full, interleaved", tables="full", interleaved=True),
+    )
+)
+
 #: For the README, and for comparing the library before and after a change.
 FULL = (
     *_ROTATION,
     *_WITH,
+    *_ROUNDINGS,
     Case("prefill 2048, cold, fp16", dtype="float16"),
     Case("prefill 2048, warm, fp16", dtype="float16", cold=False),
     Case("prefill 2048, cold, fp64", dtype="float64"),
