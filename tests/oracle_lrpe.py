@@ -195,7 +195,9 @@ def angle_sums(
     pairs: int,
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of θ, Σ position · (u · dv − v · du), and Σ |position| · |pair| · |gradient pair|.
+    """Return the gradient of θ and the sum to which its error is relative.
+
+    The gradient is Σ position · (u · dv − v · du), the other Σ |position| · |pair| · |gradient pair|.
 
     Args:
         y, grad: a result and its gradient, as in :func:`rotated`.

@@ -163,7 +163,7 @@ def test_an_object_of_transformers_reads_as_its_file(model: Model) -> None:
 
 
 def specs_of(specs: Any) -> set[RopeSpec | None]:
-    """Return the specs as a set, as config objects name layer types differently."""
+    """Return the specs as a set, without the names of layer types: config objects use other names."""
     return set(specs.values()) if not isinstance(specs, RopeSpec) else {specs}
 
 

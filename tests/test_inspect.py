@@ -518,7 +518,7 @@ def test_nothing_to_compare() -> None:
     one = inspect(PLAIN)
     empty = Inspection("other.json", "nothing", (), ())
     with pytest.raises(
-        ValueError, match=r"^\[compare\] both models must rotate but other\.json does not\.$"
+        ValueError, match=r"^\[compare\] both models must have RoPE but other\.json has none\.$"
     ):
         compare(one, empty)
 

@@ -479,7 +479,7 @@ def test_one_graph_for_all_offsets(change: Callable[..., torch.Tensor], after: R
 
 
 def test_a_shift_makes_no_positions() -> None:
-    """From one offset to another, all tokens turn by the same angle per pair: one offset, no index."""
+    """From one offset to another, a pair turns by the same angle in all tokens: no ids are needed."""
     from tightrope.functional.rerotate import _Move, _prepared
     from tightrope.ops.layouts import BY_NAME
 

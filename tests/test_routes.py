@@ -53,7 +53,7 @@ def test_the_documented_table_is_that_of_the_code() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The cells of the table, (verb, route), whose functions run, in order."""
+    """The keys (verb, route) of ``running.TABLE`` whose functions are called, in order."""
     cells: list[tuple[str, str]] = []
 
     def noted(cell: tuple[str, str], function: Any) -> Any:

@@ -62,8 +62,8 @@ class Part:
 
     Attributes:
         name: the layer type; None if the layers do not differ.
-        entries: its rope section.
-        base: the keys of the outer level that may give its base.
+        entries: the keys of its rope section.
+        base: the keys outside the rope section that may give its base.
         head_dim: its head width, if layers differ in it.
         rope: whether these layers have RoPE.
     """

@@ -1,7 +1,7 @@
-"""Layouts of x and its tables, one letter per axis, and the ways in which tables hold pairs.
+"""Layouts of x and its tables, one letter per dimension, and the ways in which tables hold pairs.
 
-b is batch, h heads, s sequence, d channels, t the tokens of all sequences packed into one axis, and 1
-an axis of size one.
+b is batch, h heads, s sequence, d channels, t the tokens of all sequences packed into one dimension,
+and 1 a dimension of size one.
 """
 
 from __future__ import annotations

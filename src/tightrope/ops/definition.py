@@ -99,7 +99,7 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
     if options.source >= len(SOURCES) or max(options.rounding, options.back) >= len(ROUNDINGS):
         raise RuntimeError("tightrope::rotate: source and rounding must be codes of the schema")
     if call.eps and options.act != activations.RMS_NORM:
-        raise RuntimeError("tightrope::rotate: eps must be 0 without a norm")
+        raise RuntimeError(f"tightrope::rotate: eps must be 0 without a norm but got {call.eps}")
     fits = all(len(part) in (0, len(views)) for part in parts[1:])
     for i, view in enumerate(views if fits else ()):
         heads, width = view.shape[1], view.shape[3]

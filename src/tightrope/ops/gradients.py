@@ -3,8 +3,8 @@
 Let (u, v) be a pair of frequency ω at position p before the rotation, (y, z) the pair after it, and
 (dy, dz) the gradient of (y, z). Then the gradient of
 
-* an angle is ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); therefore that of a floating position
-  is ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and that of a frequency is
+* an angle is ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); therefore that of a floating-point
+  position is ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and that of a frequency is
   ``dω = Σ p · (y·dz − z·dy)`` over tokens, and over the rows and heads that share it;
 * the tables is ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``; of tables with an entry for every
   channel, the first channel gets ``u·dy`` and ``−v·dy``, the second ``v·dz`` and ``u·dz``;

@@ -105,7 +105,11 @@ class Limit(NamedTuple):
 
 
 def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
-    """Return the limit to check positions against; None if checking would synchronise with a device."""
+    """Return the limit to check positions against, or None.
+
+    None means that no lengths are known, that a trace is running, or that the ids are a tensor
+    subclass or are on another device, where reading them would synchronise.
+    """
     if not isinstance(lengths, tuple) or not lengths or is_tracing():
         return None
     ids = where.ids

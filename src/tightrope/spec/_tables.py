@@ -150,7 +150,11 @@ class Tables:
         return phase_words.made(rule, self._rotary_dim, float.fromhex(self._base_hex), axes, regime)
 
     def _of_regime(self, device: torch.device, regime: int | None = None) -> Table:
-        """Return phase words and turns of a regime, ``[axes, 1, heads|1, pairs]``."""
+        """Return phase words and whole turns for lengths of one regime, ``[axes, 1, heads|1, pairs]``.
+
+        Args:
+            regime: see :meth:`tightrope.frequencies.Rule.regime`.
+        """
         if regime is not None and regime == self._first:
             return self._unread(device).beyond
         return self._kept.get(device, regime, self._make_table)

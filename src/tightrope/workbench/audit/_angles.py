@@ -49,7 +49,7 @@ class Model:
         return self.omegas if self.longer is None else self.longer(length)
 
     def table(self, positions: Sequence[int]) -> torch.Tensor:
-        """Return cos and sin of the positions of one call, float64 ``[2, positions, pairs]``."""
+        """Return cos and sin of the angles at the positions of one call, float64 ``[2, positions, pairs]``."""
         cos, sin = cos_sin(positions, self.at(max(positions) + 1))
         turn_cos, turn_sin = self.intercepts.cos(), self.intercepts.sin()
         return torch.stack((cos * turn_cos - sin * turn_sin, sin * turn_cos + cos * turn_sin))

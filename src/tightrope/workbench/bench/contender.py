@@ -26,7 +26,7 @@ FLOORS = ("neg_", "clone")
 
 
 def floor_of(values: Mapping[str, Value]) -> Value:
-    """Return the value, such as the seconds, of the floor that a case has: `neg_` or `clone`."""
+    """Return the value (such as seconds) of the contender that only touches memory: `neg_`, else `clone`."""
     return next(values[name] for name in FLOORS if name in values)
 
 

@@ -28,7 +28,7 @@ def is_alone(case: Case) -> bool:
 
 
 def alone(case: Case) -> str | None:
-    """Return why a function without f and P cannot take part; None if it can."""
+    """Return why a contender without f and P cannot take part in a case; None if it can."""
     if case.work == "backward":
         return "it is measured only in forward and in training cases"
     if case.neighbours:

@@ -42,11 +42,11 @@ _DOUBT = 1e-2
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence of one kind of tensor.
+    """The evidence from one kind of weights, whose sizes are compared between channels.
 
     Attributes:
-        kind: the sizes compared: ``"products"`` (of queries and keys, per key head), ``"queries"`` (per
-            head) or ``"norms"`` (per layer).
+        kind: ``"products"`` (of query and key rows, per key head), ``"queries"`` (query rows, per head)
+            or ``"norms"`` (weights of the norms of queries and keys, per layer).
         samples: the number of heads, or layers, compared.
         favours: the pairing that it favours, however weakly.
         chance: an upper bound of the probability that weights without structure favour either pairing

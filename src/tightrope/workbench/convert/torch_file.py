@@ -156,7 +156,9 @@ def _record(stream: Any, info: zipfile.ZipInfo, central: int) -> Record:
     if info.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"{info.filename} is compressed")
     if info.header_offset < 0:
-        raise zipfile.BadZipFile(f"{info.filename} begins before the file")
+        raise zipfile.BadZipFile(
+            f"{info.filename} begins at byte {info.header_offset}, before the start of the file"
+        )
     stream.seek(info.header_offset)
     magic, flags, crc, name, extra = struct.unpack("<4s2xH6xI8x2H", stream.read(30))
     if magic != b"PK\x03\x04":

@@ -215,7 +215,7 @@ def _norm(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
-    """Return all products of queries and keys, ``(heads, tokens, tokens)``, at distant positions."""
+    """Rotate queries and keys at distant positions; return their scores, ``(heads, tokens, tokens)``."""
     positions = torch.arange(q.shape[-2]) * _STRIDE
     turned = rotate(q[None].contiguous(), spec, positions)[0]
     keys = rotate(k[None].contiguous(), spec, positions)[0]

@@ -133,7 +133,7 @@ def compare(one: Inspection, other: Inspection) -> Comparison:
     """
     if not one.parts or not other.parts:
         empty = one if not one.parts else other
-        raise bad_value(f"both models must rotate but {empty.name} does not")
+        raise bad_value(f"both models must have RoPE but {empty.name} has none")
     together, unmatched = _matched(one, other)
     return Comparison(one, other, tuple(_parts(a, b) for a, b in together), unmatched)
 
