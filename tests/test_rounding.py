@@ -18,12 +18,14 @@ from tightrope.functional import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_,
     rotary_apply,
+    rotary_pos_embedding,
     rotate,
     rotate_,
     rotate_qk,
     rotate_qk_,
 )
 from tightrope.gates import XPos
+from tightrope.nn import RotaryPositionalEmbedding
 from tolerances import assert_same_bits
 
 Function = Callable[..., Any]
@@ -173,6 +175,13 @@ def test_every_public_rotation_takes_it() -> None:
                 assert_same_bits(y, expected)
             out = torch.empty_like(q)
             assert_same_bits(rotate(q, prepared, rounding=rounding, out=out), want[0])
+        rope = RotaryPositionalEmbedding(32, rounding=rounding)
+        assert f"rounding={rounding!r}" in repr(rope)
+        ids = torch.arange(TOKENS) + 7
+        assert_same_bits(rope(q, positions=7), want[0])
+        assert_same_bits(
+            rotary_pos_embedding(q, ids, interleaved=False, rounding=rounding), want[0]
+        )
         half = cos[:, :16], sin[:, :16]
         assert_same_bits(
             rotary_apply(q, *half, rounding=rounding),
@@ -379,6 +388,8 @@ def test_unknown_roundings_are_refused(value: Any) -> None:
     for spec in (RopeSpec(8), RopeSpec(8).at(0)):
         with pytest.raises(ValueError, match=message):
             rotate(x, spec, rounding=value)
+    with pytest.raises(ValueError, match=r"^\[RotaryPositionalEmbedding\] rounding must be"):
+        RotaryPositionalEmbedding(8, rounding=value)
     with pytest.raises(ValueError, match=r"^\[apply_rotary_pos_emb\] rounding must be 'once'"):
         apply_rotary_pos_emb(x, None, x[0, 0], x[0, 0], tables="full", rounding=value)
 

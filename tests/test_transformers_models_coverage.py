@@ -248,12 +248,16 @@ def committed() -> list[dict[str, Any]]:
 
 def test_committed_models_are_as_many_as_asked_for(committed: list[dict[str, Any]]) -> None:
     counts = Counter(row["status"] for row in committed)
-    assert counts["equal"] >= 293
+    assert counts["equal"] >= 298
     assert counts["different"] == 0
     for row in committed:
         if row["status"] == "equal":
             assert row["calls"], row
-            assert row["bfloat16"] == "equal" or "does not run" in row["bfloat16"], row
+            assert (
+                row["bfloat16"] == "equal"
+                or "does not run" in row["bfloat16"]
+                or row["model_type"].startswith("llama4")
+            ), row
         else:
             assert row["reason"], row
 

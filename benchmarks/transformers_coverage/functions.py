@@ -20,6 +20,7 @@ from tightrope.integrations.transformers import recognise
 from tightrope.integrations.transformers._candidate import Candidate
 from tightrope.integrations.transformers._find import global_names, looks_rotary
 from tightrope.integrations.transformers._graft import Swap, calling, replacement_of
+from tightrope.integrations.transformers._recognise import to_the_bit
 
 from .catalogue import models_folder, rotary_names
 
@@ -84,7 +85,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
     method = bool(owners) and not isinstance(value, staticmethod)
     this = SimpleNamespace(num_heads=HEADS, head_size=CHANNELS) if method else None
     target = unwrapped(value) if owners else value
-    recognition = recognise(target, this)
+    recognition = to_the_bit(recognise(target, this))
     if recognition.candidate is not None:
         swap = Swap(module.__name__, function, recognition.candidate)
         swaps[function] = swap
@@ -96,7 +97,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
     for each in (n for n in names(module, Path(module.__file__ or "")) if n not in swaps):
         inner = getattr(module, each, None)
         if isinstance(inner, FunctionType) and each != function:
-            found = recognise(inner)
+            found = to_the_bit(recognise(inner))
             if found.candidate is not None:
                 swaps[each] = Swap(module.__name__, each, found.candidate)
     copied = calling(target, swaps.values()) if isinstance(target, FunctionType) else None

@@ -96,7 +96,7 @@ def trial(model_type: ModelType) -> dict[str, Any]:
 
 
 def in_bfloat16(ready: Ready, own: list[str]) -> dict[str, Any]:
-    """The same check in bfloat16; a model that cannot run in it has the reason in the row."""
+    """The same check in bfloat16; the row has the reason if it could not be made."""
     ready.model.to(torch.bfloat16)
     for name, value in ready.inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -106,9 +106,9 @@ def in_bfloat16(ready: Ready, own: list[str]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the model itself refuses bfloat16
         return {"bfloat16": f"the model does not run in bfloat16: {str(error)[:100]}"}
     found = patched(ready, before, own)
-    if found["status"] == "equal":
-        return {"bfloat16": "equal"}
-    return {**found, "reason": f"in bfloat16: {found['reason']}"}
+    if found["status"] == "different":
+        return {**found, "reason": f"in bfloat16: {found['reason']}"}
+    return {"bfloat16": found["reason"] or "equal"}
 
 
 def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:

@@ -248,7 +248,11 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
 
 @public("rotary_pos_embedding")
 def rotary_pos_embedding(
-    input_: torch.Tensor, position_ids: torch.Tensor | None = None, interleaved: bool = True
+    input_: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    interleaved: bool = True,
+    *,
+    rounding: RoundingLike = "once",
 ) -> torch.Tensor:
     """Rotary position embedding of the whole last dimension, with base 10000.
 
@@ -258,6 +262,7 @@ def rotary_pos_embedding(
         position_ids: shape ``(seq_len,)``, int32, int64, float32 or float64; 0..seq_len-1 if None.
         interleaved: pair channels (0, 1), (2, 3), … if true, and the first half with the second if
             false.
+        rounding: see :func:`rotate`.
 
     Returns:
         A new tensor of the same shape and dtype.
@@ -288,7 +293,7 @@ def rotary_pos_embedding(
     # All leading dimensions share the positions, so any of them can act as rows and heads.
     layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    (y,) = run(build(Request(("input_",), x, None, spec, position_ids, layout)))
+    (y,) = run(build(Request(("input_",), x, None, spec, position_ids, layout, rounding=rounding)))
     return y.reshape(input_.shape)
 
 
@@ -299,16 +304,18 @@ def rotate_first(
     *,
     layout: str,
     inverse: bool,
+    rounding: RoundingLike = "once",
 ) -> torch.Tensor:
     """Rotate a tensor that may have more channels than the spec; the others are copied.
 
     For modules, whose input width is known only in ``forward``.
 
     Args:
-        x, spec, positions, layout, inverse: see :func:`rotate`.
+        x, spec, positions, layout, inverse, rounding: see :func:`rotate`.
 
     >>> rotate_first(torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
     tensor([1., 1., 1., 1.])
     """
-    (y,) = run(build(Request(_X, x, None, spec, positions, layout, inverse, wider=True)))
+    request = Request(_X, x, None, spec, positions, layout, inverse, wider=True, rounding=rounding)
+    (y,) = run(build(request))
     return y

@@ -9,6 +9,7 @@ import torch
 
 from .. import angles, functional
 from .._errors import bad_type, bad_value, class_of, describe, public, sentence
+from ..ops.checks import RoundingLike, rounding_of
 from ..positions import PositionsLike
 from ..spec import RopeSpec
 
@@ -33,9 +34,10 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         max_seq_len: stored, but not a limit: longer sequences work as well.
         base: base of the frequencies.
         interleaved: pair channels (0, 1), (2, 3), … instead of i with i + dim / 2.
+        rounding: see :func:`tightrope.functional.rotate`.
 
     Attributes:
-        dim, max_seq_len, base: as given.
+        dim, max_seq_len, base, rounding: as given.
         spec: the :class:`tightrope.RopeSpec` of the ``dim`` rotated channels.
 
     Raises:
@@ -49,6 +51,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
     torch.Size([2, 16, 8, 64])
     """
 
+    @public()
     def __init__(
         self,
         dim: int,
@@ -56,12 +59,15 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         base: float = 10000.0,
         *,
         interleaved: bool = False,
+        rounding: RoundingLike = "once",
     ) -> None:
         super().__init__()
         self.spec = RopeSpec(dim, base, interleaved=interleaved)
         self.dim = self.spec.head_dim
         self.max_seq_len = max_seq_len
         self.base = base
+        rounding_of(rounding)
+        self.rounding = rounding
         self._seen = 0
         self._seen_on = torch.device("cpu")
 
@@ -120,7 +126,9 @@ class RotaryPositionalEmbedding(torch.nn.Module):
     def _rotate(
         self, x: torch.Tensor, positions: PositionsLike, layout: str, inverse: bool
     ) -> torch.Tensor:
-        return functional.rotate_first(x, self.spec, positions, layout=layout, inverse=inverse)
+        return functional.rotate_first(
+            x, self.spec, positions, layout=layout, inverse=inverse, rounding=self.rounding
+        )
 
     def _note(self, length: int, device: torch.device) -> None:
         # Tensors without data and symbolic lengths do not count as sequences seen.
@@ -207,4 +215,5 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         return (
             f"dim={self.dim}, max_seq_len={self.max_seq_len}, base={self.base}, "
             f"interleaved={self.spec.interleaved}"
+            + ("" if self.rounding == "once" else f", rounding={self.rounding!r}")
         )
