@@ -30,19 +30,19 @@ from mutants import PYTHON, ROOT, build, changed, choose, source_files
 # From source files to the test files that run first; the first matching pattern counts.
 NEAREST = {
     "tightrope/angles.py": "angles numerics",
-    "tightrope/frequencies": "frequencies words spec",
+    "tightrope/frequencies": "frequencies phase_words spec",
     "tightrope/positions": "positions positions_published axes",
-    "tightrope/ops/(autograd|gradients|learned)": "gradients learned angle_gradients derivatives",
+    "tightrope/ops/(autograd|gradients|learned)": "gradients learned angle_gradients rounding derivatives",
     "tightrope/ops/(checks|memory)": "errors aliasing out hostile",
     "tightrope/ops/gating": "gating gates",
     "tightrope/ops/(vmap|fake|registry|schema)": "registration extras tables",
-    "tightrope/ops": "routes functional out tables lengths",
-    "tightrope/backends": "numerics angles tables",
-    "csrc/stretched": "words",
+    "tightrope/ops": "routes functional out tables rounding lengths",
+    "tightrope/backends": "numerics angles tables rounding",
+    "csrc/stretched": "phase_words",
     "csrc/overlap": "aliasing hostile out",
     "csrc/(angle_sums|gate_sums|bind_gradients)": "angle_gradients activations gating learned",
     "csrc/(stages|acts|bind_stages)": "activations gating lrpe stages_properties",
-    "csrc": "numerics invariance tables out gradients",
+    "csrc": "numerics invariance tables rounding out gradients",
 }
 NOTICED = ("killed", "crash", "timeout")
 LIMIT = 240.0  # seconds for all tests of a mutant; each test has its own limit too
