@@ -258,9 +258,9 @@ def one_line(arguments: list[object]) -> str:
 @pytest.mark.parametrize(
     "content, about",
     [
-        (b"", "must hold JSON but at line 1, column 1"),
-        (b'{"model_type": "lla', "must hold JSON but at line 1"),
-        (b"\x00\xff\xfe\x80", "must hold JSON but is not text"),
+        (b"", "must hold JSON but is invalid at line 1, column 1"),
+        (b'{"model_type": "lla', "must hold JSON but is invalid at line 1"),
+        (b"\x00\xff\xfe\x80", "must hold JSON but is not UTF-8 text"),
         (b"[1, 2]", "must hold a JSON object but holds list"),
         (b"null", "must hold a JSON object but holds NoneType"),
         (b"[" * 100_000, "is nested too deeply"),

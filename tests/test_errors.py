@@ -246,7 +246,7 @@ CASES = {
     "offsets that are not a tensor": (
         lambda: positions.per_row([1, 2]),
         TypeError,
-        "[per_row] positions must be a tensor but got [1, 2].",
+        "[per_row] offsets must be a tensor but got [1, 2].",
     ),
     "axes of rank 1": (
         lambda: positions.multi_axis(ids(5)),

@@ -231,13 +231,13 @@ def test_shards_are_refused(sharded: torch.Tensor) -> None:
     calls |= {
         "[rotate] positions": lambda: rotate(X, SPEC, ids),
         "[at] positions": lambda: SPEC.at(ids),
-        "[per_row] positions": lambda: positions.per_row(ids),
+        "[per_row] offsets": lambda: positions.per_row(ids),
         "[packed] cu_seqlens": lambda: positions.packed(ids),
         "[left_padded] attention_mask": lambda: positions.left_padded(ids[None]),
         "[left_padded] lengths": lambda: positions.left_padded(lengths=ids, total=5),
-        "[multi_axis] positions": lambda: positions.multi_axis(ids[None]),
+        "[multi_axis] ids": lambda: positions.multi_axis(ids[None]),
         "[concatenate] positions": lambda: positions.concatenate([ids]),
-        "[Positions] positions": lambda: positions.Positions(ids[None, None], add_index=False),
+        "[Positions] ids": lambda: positions.Positions(ids[None, None], add_index=False),
         "[seq_len] lengths": lambda: rotate(X, by_length, seq_len=ids[:1]),
         "[rerotate] positions": lambda: rerotate(X, SPEC, SPEC, 0, ids),
         "[apply_rotary_pos_emb] position_ids": lambda: apply_rotary_pos_emb(

@@ -23,7 +23,7 @@ def settle_terminal() -> None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console without automatic highlighting; its width is fixed if there is no terminal."""
+    """Return a console without automatic highlighting; 110 wide without a terminal or COLUMNS."""
     plain = _is_plain()
     console = Console(
         stderr=stderr,

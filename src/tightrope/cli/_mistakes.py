@@ -32,7 +32,7 @@ def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
     Failures of the machine, such as a full disk, exit with code 1.
 
     Args:
-        spelled: replacements in the message: from a Python argument to its command-line option.
+        spelled: texts to replace in the message, such as a Python argument by its command-line option.
     """
     try:
         yield

@@ -69,7 +69,7 @@ def titled(title: str) -> Table:
 
 
 def facts(rows: Iterable[tuple[str, str]], style: str = "bold") -> Table:
-    """Return a two-column table: names in a style, each with its text, which wraps."""
+    """Return a two-column table: names in `style`, and their texts, which wrap."""
     table = StackedTable(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style=style, no_wrap=True)
     table.add_column(overflow="fold")

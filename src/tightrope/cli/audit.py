@@ -182,7 +182,9 @@ def _read(path: Path) -> RopeSpec:
         return RopeSpec.from_dict(values)
     spec = RopeSpec.from_config(values)
     if not isinstance(spec, RopeSpec):
-        raise ValueError(f"{path} has layers that differ: save the spec of one layer as JSON.")
+        raise ValueError(
+            f"{path} has layers that differ; save the spec of one layer as JSON and pass that file."
+        )
     return spec
 
 

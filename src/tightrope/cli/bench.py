@@ -69,7 +69,7 @@ def bench(
 ) -> None:
     """Time rotations on this machine's CPU, relative to copying q and k.
 
-    Each round calls the contenders alternately, in a new random order; medians are compared.
+    Each round calls every contender, in a new random order; medians are compared.
 
     Caches are flushed before each call, except in decode and warm cases.
 

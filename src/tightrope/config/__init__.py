@@ -50,7 +50,7 @@ def provenance(
         An object with the ``spec`` and the ``rows`` of a table; ``print`` shows the table.
 
     Raises:
-        ValueError, TypeError: as :meth:`tightrope.RopeSpec.from_config`.
+        OSError, ValueError, TypeError: see :meth:`tightrope.RopeSpec.from_config`.
 
     >>> pythia = {"model_type": "gpt_neox", "hidden_size": 2560, "num_attention_heads": 32,
     ...           "rotary_emb_base": 10000, "rotary_pct": 0.25}

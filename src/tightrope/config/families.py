@@ -64,7 +64,8 @@ def _none(why: str) -> Family:
     return Family(False, "", refused=why)
 
 
-# Facts of families whose default is not all channels, or not hidden size / heads.
+# For families that by default rotate only a part of the channels, or whose default head_dim is not
+# hidden size / heads.
 _PART = {"fraction": "required"}
 _HEAD = {"head_dim": "required"}
 

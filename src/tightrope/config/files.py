@@ -78,9 +78,11 @@ def _json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        fail(f"{path} must hold JSON but is not text")
+        fail(f"{path} must hold JSON but is not UTF-8 text")
     except json.JSONDecodeError as error:
-        fail(f"{path} must hold JSON but at line {error.lineno}, column {error.colno}: {error.msg}")
+        fail(
+            f"{path} must hold JSON but is invalid at line {error.lineno}, column {error.colno}: {error.msg}"
+        )
     except RecursionError:
         fail(f"{path} must hold a configuration but is nested too deeply for one")
     except ValueError:  # Python refuses to parse numbers of thousands of digits

@@ -188,7 +188,7 @@ def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) ->
 
 
 def _by_interval(source: Source, key: str, every: str, others: str) -> tuple[str, ...] | None:
-    """The type of each layer if every n-th one differs; None if n or their number is missing."""
+    """The type of each layer if every n-th one differs; None without n or the number of layers."""
     interval, count = source.values.get(key), source.values.get("num_hidden_layers")
     if not isinstance(interval, int) or not isinstance(count, int) or interval < 1:
         return None

@@ -34,7 +34,7 @@ def read(
     strict: bool = True,
     interleaved: bool | None = None,
 ) -> Provenance:
-    """Read specs and their provenance from a configuration with the names of transformers."""
+    """Read specs and their provenance from a configuration with the key names of transformers."""
     _refuse_without_rope(source)
     unknown = _unknown_outside(source)
     parts, layers = parts_of(source)
@@ -59,7 +59,7 @@ def read(
 
 
 def _context(source: Source, parts: Iterable[Part]) -> Found | None:
-    """The context length; an error if any length in the configuration is invalid."""
+    """The key and value of the context length; an error if any length in the configuration is invalid."""
     given = source.outer(keys.MAX_POSITION)
     others = source.outer(keys.ORIGINAL_MAX_POSITION)
     for part in parts:

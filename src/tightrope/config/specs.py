@@ -70,7 +70,7 @@ def _runs(layers: tuple[str, ...]) -> str:
 
 
 class Row(NamedTuple):
-    """A field of a spec, its value, and the key or fact that gave it."""
+    """A layer type, a field of its spec, the field's value, and the key or fact that gave it."""
 
     layer: str | None
     field: str

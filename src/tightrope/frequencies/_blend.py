@@ -16,8 +16,8 @@ from ._rule import CONTEXT, TWO_PI, Frequencies, Keys, Rule, number
 class YaRN(Rule):
     """YaRN: interpolates slow pairs, keeps fast ones, and blends linearly (a ramp) between them.
 
-    Pair k turns ``r = L0 · ω_k / 2π`` times within the original length L0. With d = ``rotary_dim``, the
-    index at which that is n turns is ``c(n) = d · ln(L0 / 2πn) / (2 ln base)``:
+    Pair k turns ``r = L0 · ω_k / 2π`` times within the original length L0. With d = ``rotary_dim``, a
+    pair turns n times if its index is ``c(n) = d · ln(L0 / 2πn) / (2 ln base)``. Then:
 
         low = max(⌊c(beta_fast)⌋, 0)
         high = min(⌈c(beta_slow)⌉, d − 1)
@@ -39,7 +39,8 @@ class YaRN(Rule):
       m(mscale) / m(mscale_all_dim), where m(w) is 0.1 · w · ln(factor) + 1 for factor > 1 and 1
       otherwise; ``mscale`` defaults to 1 and ``mscale_all_dim`` to 0. That is the paper's
       0.1 · ln(factor) + 1 when neither is given, and 1 when both are equal, as in DeepSeek-V2 and V3.
-      transformers 5.23 uses the two only together, so it differs if just one is given or one is 0.
+      transformers 5.23 uses the two mscales only together, so it differs if just one is given or
+      one is 0.
     - DeepSeek's attention also multiplies its softmax scale by m(mscale_all_dim)²: see
       :attr:`softmax_scaling`, which this library does not apply.
 

@@ -202,7 +202,7 @@ class Proportional(Rule):
         rotary_fraction: fraction of the pairs that rotate, from 0 to 1. ``rotary_fraction · d`` is rounded
             to float64 before it is halved and rounded down, as the models' code does: 0.6 of 10
             channels are 3 pairs.
-        factor: the divisor of their frequencies.
+        factor: the divisor of the frequencies of rotating pairs.
 
     Raises:
         ValueError, TypeError: a fraction outside [0, 1], a factor that is not a positive number.

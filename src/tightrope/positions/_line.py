@@ -29,7 +29,7 @@ def per_row(offsets: torch.Tensor) -> Positions:
     >>> per_row(torch.tensor([0, 100])).ids.shape
     torch.Size([1, 2, 1])
     """
-    check_dtype(offsets)
+    check_dtype(offsets, "offsets")
     if offsets.dim() != 1:
         raise bad_value("offsets must have shape (rows,)", offsets=offsets)
     return Positions(offsets[None, :, None], add_index=True)
@@ -49,9 +49,9 @@ def packed(
         offsets: position of the first token of each sequence: None for 0, one int for all, or a tensor
             ``(sequences,)`` on the device of ``cu_seqlens``, such as the cached lengths. Floating
             offsets are added in float64.
-        total: number of tokens. Optional on the CPU outside of compiled code; elsewhere reading it
-            from ``cu_seqlens`` would synchronise. Tokens past the end, which cannot be detected
-            there, continue the last sequence.
+        total: number of tokens, the last entry of ``cu_seqlens``. Optional on the CPU outside of
+            compiled code; elsewhere reading that entry would synchronise or break the graph, so a
+            ``total`` above it is not detected: the extra tokens continue the last sequence.
 
     Returns:
         Positions of ``total`` tokens in one row, on the device of ``cu_seqlens``.
@@ -73,7 +73,7 @@ def packed(
         ids = tokens - starts.index_select(0, sequence)
         offset = as_positions(offsets).offset
         return Positions(ids[None, None], offset, add_index=False, packed=several)
-    check_dtype(offsets)
+    check_dtype(offsets, "offsets")
     if offsets.shape != starts.shape or offsets.device != cu_seqlens.device:
         raise bad_value(
             f"offsets must have shape ({starts.shape[0]},), one for each sequence, on the device "
@@ -108,8 +108,9 @@ def left_padded(
 
     Raises:
         ValueError: neither a mask nor lengths and total, or both; a tensor with the wrong number of
-            dimensions; on the CPU also impossible values.
-        TypeError: a floating mask, or lengths that are not integers.
+            dimensions; on the CPU also lengths outside [0, total] and masks with values other than 0
+            and 1.
+        TypeError: a mask that is neither bool nor integers, or lengths that are not integers.
 
     Source: positions from a mask are those of ``generate`` in transformers: cumsum − 1, and 0 for padding.
 

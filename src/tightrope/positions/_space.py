@@ -26,7 +26,7 @@ def multi_axis(ids: torch.Tensor) -> Positions:
     >>> multi_axis(torch.zeros(2, 9, dtype=torch.int64)).ids.shape
     torch.Size([2, 1, 9])
     """
-    check_dtype(ids)
+    check_dtype(ids, "ids")
     if ids.dim() not in (2, 3):
         raise bad_value("ids must have shape (axes, tokens) or (axes, rows, tokens)", ids=ids)
     return Positions(ids if ids.dim() == 3 else ids[:, None], add_index=False)
@@ -170,9 +170,9 @@ def mrope(
     Args:
         segments: content of the row, in order: an int for that many text tokens; ``(t, h, w)`` for
             an image (t = 1) or a video, in cells after merging; ``(t, h, w, time_step)`` if frame ``i``
-            starts ``i · time_step`` positions after the first one, rounded down (Qwen2.5-VL: tokens
-            per second times seconds per frame). For a model that puts its frames between text, like Qwen3-VL, give one
-            ``(1, h, w)`` per frame.
+            starts ``i · time_step`` positions after the first one, rounded down (in Qwen2.5-VL,
+            ``time_step`` is tokens per second times seconds per frame). For a model that puts its
+            frames between text, like Qwen3-VL, give one ``(1, h, w)`` per frame.
         start: first position of the row, on all axes.
         next_from: "all": the segment after an image or a video starts after its largest coordinate on
             any axis, as in the paper and the models' own code. "space": it starts after the largest

@@ -107,8 +107,8 @@ class Limit(NamedTuple):
 def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
     """Return the limit to check positions against, or None.
 
-    None means that no lengths are known, that a trace is running, or that the ids are a tensor
-    subclass or are on another device, where reading them would synchronise.
+    None means that the lengths are not given or cannot be read, that a trace is running, or that the
+    ids are a tensor subclass or not on the CPU.
     """
     if not isinstance(lengths, tuple) or not lengths or is_tracing():
         return None

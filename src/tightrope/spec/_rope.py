@@ -171,15 +171,17 @@ class RopeSpec:
             layer_type: the type of layer to read, if layers differ; by default all types.
             section: the part of a nested configuration to read, such as ``"text_config"``, if several
                 have RoPE; ``""`` is the outer level.
-            strict: whether an unknown key about RoPE is an error or only a warning.
+            strict: if true, an unknown key about RoPE is an error; if false, a warning.
             interleaved: the pairing, if neither the config nor its family determines it; overrides
                 both.
 
         Returns:
             The spec. If layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from layer type
-            to spec, or to None for layers without RoPE.
+            to spec, or to None for layers without RoPE. With ``layer_type``, the spec of that type, or
+            None if it has no RoPE.
 
         Raises:
+            OSError: the file is missing or cannot be read.
             ValueError: frequencies are missing, keys conflict or are unknown, the family is unknown or
                 has no RoPE.
             TypeError: not a configuration, or values of the wrong type.
@@ -234,8 +236,9 @@ class RopeSpec:
                 to the original one.
 
         Returns:
-            One frequency per pair, in radians per position, whichever axis the pair belongs to; per
-            head, or per axis and head, if the spec was given such frequencies.
+            One frequency per pair, in radians per position, whichever axis the pair belongs to. If the
+            rule is a :class:`tightrope.frequencies.Given` with frequencies per head, or per axis and
+            head, these in the same shape.
 
         >>> RopeSpec(8, axes=Axes.blocks((2, 2))).frequencies().inv_freq.tolist()
         [1.0, 0.01, 1.0, 0.01]
@@ -251,8 +254,9 @@ class RopeSpec:
             seq_len: see :meth:`words_for`.
 
         Raises:
-            NotImplementedError: rows of one call whose factors differ, which only a
-                :class:`tightrope.frequencies.LongRoPE` with unequal mscales can give.
+            NotImplementedError: the factors of the rows differ, or may differ because the lengths
+                cannot be read. Of the rules here, only a :class:`tightrope.frequencies.LongRoPE` with
+                unequal mscales raises this.
         """
         lengths = self._words.read(seq_len, torch.device("cpu"))
         return float.fromhex(self._words.amplitude(lengths))
@@ -311,13 +315,15 @@ class RopeSpec:
                 ``Given.of(spec.frequencies(seq_len).inv_freq)``.
 
         Raises:
-            ValueError: positions that do not fit the spec; positions beyond ``seq_len``; or, for a
-                rule that depends on the length, positions that start again within a row longer than
-                the original length, as no single length is right for it. Under such a rule, packed
-                sequences whose ids cannot be read (on a device, while compiling) always raise this.
-            TypeError: an invalid length, whether or not the rule depends on it.
-            NotImplementedError: rows of one call whose attention scaling differs, which only a
-                :class:`tightrope.frequencies.LongRoPE` with unequal mscales can give.
+            ValueError: positions that do not fit the spec; positions beyond ``seq_len``; a negative
+                length. For a rule that depends on the length, without ``seq_len``: positions that start
+                again within a row longer than the original length, as no single length is right for
+                that row, and all packed sequences whose ids cannot be read (on a device, while
+                compiling).
+            TypeError: positions or lengths of the wrong type, lengths also if the rule ignores them.
+            NotImplementedError: the attention scaling of the rows differs, or may differ because the
+                lengths cannot be read. Of the rules here, only a
+                :class:`tightrope.frequencies.LongRoPE` with unequal mscales raises this.
 
         Returns:
             A prepared rotation, which every function takes in place of a spec and positions.

@@ -87,7 +87,7 @@ class Tables:
         return _lengths.read(seq_len)
 
     def words(self, lengths: Lengths | None, device: torch.device) -> Table:
-        """Return phase words and turns for rows of given lengths; one row if all rows have the same."""
+        """Return phase words and turns for rows of given lengths; one row if all rows share them."""
         if lengths is None or self.rule is None:
             return self._of_regime(device)
         return self._of_rows(self.rule, lengths, device)

@@ -17,8 +17,8 @@ class UnreadLengths(NamedTuple):
 
     Attributes:
         beyond: phase words and turns just above the original length.
-        inv_freq: the frequencies up to the original length, float64 ``[pairs]``, for each
-            ``rotary_dim``, in which axes may differ.
+        inv_freq: ``rotary_dim`` -> the frequencies up to the original length, float64 ``[pairs]``.
+            Axes may have different values of ``rotary_dim``.
     """
 
     beyond: Table
@@ -44,8 +44,8 @@ class UnreadLengths(NamedTuple):
         long, long_turns = self.beyond if omega is None else words_from(omega)
         words = torch.where(longer, long, short)
         if short_turns is None and (long_turns is None or omega is not None):
-            # Frequencies computed from lengths never exceed those within the original length, which
-            # have no whole turns.
+            # Frequencies computed from lengths never exceed those within the original length, and
+            # here these have no whole turns.
             return words, None
         zero = torch.zeros_like(short)
         return words, torch.where(
@@ -57,7 +57,7 @@ class UnreadLengths(NamedTuple):
     def _frequencies(
         self, rule: Rule, axes: Axes | None, lengths: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the result of :meth:`Rule.inv_freq_beyond`, as ``[axes, rows, 1, pairs]``."""
+        """Return the frequencies of :meth:`Rule.inv_freq_beyond` as ``[axes, rows, 1, pairs]``, or None."""
         rows = {dim: rule.inv_freq_beyond(row, lengths) for dim, row in self.inv_freq.items()}
         if axes is None:
             (made,) = rows.values()

@@ -30,7 +30,7 @@ _missing: str | None = "the native library is not loaded yet"
 
 
 def register() -> None:
-    """Load the library; if that fails, warn and explain how to install it."""
+    """Load the library unless it is switched off; if that fails, warn and explain how to install it."""
     global _library, _missing
     if os.environ.get("TIGHTROPE_NATIVE") == "0":
         _missing = "the native library is switched off by TIGHTROPE_NATIVE=0"

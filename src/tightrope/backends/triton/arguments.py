@@ -129,7 +129,7 @@ def source_of(
         require(not full or options.direction != INVERSE, "full tables have no inverse")
         step = 2 if kind == "repeat" or (full and options.interleaved) else 1
         both = [broadcast_strides(table) for table in (primary, secondary)]
-        # Pairs whose entries are neighbours are read with a stride of two.
+        # If the two entries of a pair are neighbours, entries are read with a stride of two.
         both = [(*steps[:3], (steps[3] or 1) * step) for steps in both]
         vector = vector_of((primary, secondary), both)
         cos, sin = [steps_of(found, vector or 1) for found in both]
@@ -172,7 +172,7 @@ def source_of(
 
 
 def steps_of(strides: Sequence[int], unit: int = 1) -> Steps:
-    """Return strides in units of that many elements, except that of the channels."""
+    """Return strides in units of `unit` elements; that of the channels stays in elements."""
     row, head, token, channel = strides
     return Steps(row // unit, head // unit, token // unit, channel)
 

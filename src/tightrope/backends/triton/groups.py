@@ -15,8 +15,8 @@ class Steps(NamedTuple):
     """Strides of a tensor.
 
     The strides of rows, heads and tokens are in units of 16 bytes if every head begins at a multiple of
-    16 bytes, otherwise in elements; the constants `VECTOR`, `GATE_VECTOR`, … tell which. That of the
-    channels is in elements.
+    16 bytes, otherwise in elements; the constants `VECTOR`, `GATE_VECTOR`, … give the unit. The stride of
+    the channels is always in elements.
     """
 
     row: Any
@@ -70,7 +70,7 @@ class OperandSteps(NamedTuple):
         x, out: strides of the tensor to rotate and of the result.
         norm: 1 if each head has its own norm weights, 0 if they share them.
         gate: strides of the logarithms or slopes.
-        input: strides of x of the forward call.
+        input: strides of the forward call's x.
     """
 
     heads: Any
@@ -154,7 +154,7 @@ class AngleKind(NamedTuple):
         TURNS: whether frequencies have whole turns in addition to the phase words.
         ROWS, HEADS: whether each row and each head has its own angles.
         FULL: 0 if the channels of a pair share an entry of the tables, 1 if each has its own, 2 if
-            they also exchange their sines, as the transpose does.
+            each has its own and they exchange their sines, for the transpose.
     """
 
     TABLES: Any
@@ -249,7 +249,7 @@ class Operand(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Offsets of a head in elements: [tokens, 1] each; one scalar for the norm weights."""
+    """Offsets of a head in elements: [tokens, 1] each; a scalar for the norm weights."""
 
     out: Any
     norm: Any

@@ -90,7 +90,7 @@ def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
 
 
 def options_of(blocks: Blocks, target: Any) -> dict[str, Any]:
-    """Return the compiler options, which allow only fused multiply-adds that the kernel writes as such.
+    """Return the compiler options; the compiler adds no fused multiply-adds to those of the kernel.
 
     Args:
         blocks: block sizes of the kernel, for warps of 32 lanes.
@@ -177,7 +177,7 @@ def _is_idle(hook: Any) -> bool:
 
 
 def flat(values: Values) -> tuple[Any, ...]:
-    """Unpack all groups but those of constants for a launch; the interpreter takes groups as they are."""
+    """Unpack the groups of runtime values for a launch; the interpreter takes them as they are."""
     return tuple(values) if INTERPRETED else tuple(_members(values))
 
 

@@ -48,7 +48,7 @@ class _Plan(NamedTuple):
         partials: shapes of the sums for the gradients of the weights: tiles, heads (or groups of
             heads), channels.
         apart: distances in bytes between tensors that were found to share no memory.
-        options: the options of a call with extra tensors; None without them.
+        options: the options of a call with an activation or a gate; None for other calls.
     """
 
     launches: tuple[_Launch, ...] = ()

@@ -15,7 +15,7 @@ import triton.language as tl
 from .heads import widen
 
 # Globals that kernels read must be tl.constexpr.
-NO_TURNS = tl.constexpr(-(2**63))  # marks a frequency that is NaN or infinite (angles.py)
+NO_TURNS = tl.constexpr(-(2**63))  # a frequency that is NaN or infinite (tightrope/angles.py)
 EIGHTH = tl.constexpr(2**61)  # of a turn
 HALF_RANGE = tl.constexpr(2.0**63)
 LARGEST = tl.constexpr(2.0**62)  # positions must be smaller

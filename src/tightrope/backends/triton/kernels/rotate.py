@@ -309,8 +309,8 @@ def _turn_heads(
                 operand.x, at + head * steps.x.head * VECTOR + step, steps.x.channel, HEAD,
                 HEAD.BLOCK_T, KIND.REST, HEAD.UNIT, HEAD.WIDE,
             )  # fmt: skip
-            # row * 0 makes the condition a tile: the interpreter would combine a tile and a scalar bool
-            # to integers.
+            # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
+            # scalar bool into integers.
             both = (tile.inside & (row * 0 + (last - head) > 1))[:, None]
         own_gate = gate_at
         if GATE != 0:

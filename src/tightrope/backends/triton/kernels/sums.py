@@ -41,7 +41,7 @@ def _angle_heads(
     high, low, first, last, y, grad, tile, y_steps, grad_steps, HEAD: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Add y·dz − z·dy of heads [first, last) of one operand."""
+    """Add u·dv − v·du over heads [first, last) of one operand, for each pair (u, v)."""
     row = tile.row
     token = tile.token
     at = ((row * y_steps.row + token * y_steps.token) * VECTOR)[:, None]
@@ -141,7 +141,7 @@ def add_gates(
     OVER_HEADS: tl.constexpr, OVER_TOKENS: tl.constexpr, OVER_CHANNELS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum y·dy, or p·y·dy for slopes, over a tile of tokens, for one head or over all heads.
+    """Sum y·dy, or position·y·dy for slopes, over a tile of tokens, for one head or over all heads.
 
     Args:
         sums: [rows, tiles or tokens, heads or 1, channels or 1].
