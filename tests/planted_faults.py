@@ -514,7 +514,7 @@ FAULTS: dict[str, Fault] = {
         "mutates-tables",
         lambda: with_tables(in_place=True),
         with_tables,
-        also=("gradient-raises", "gradient-k-raises"),
+        also=("gradient-raises",),
     ),
     "reads memory as contiguous": Fault("strides", lambda: rope(touch=by_storage)),
     "views x": Fault("strides-refused", lambda: rope(touch=as_viewed)),

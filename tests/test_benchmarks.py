@@ -86,7 +86,7 @@ def test_cases_with_factors_are_against_the_rotation_alone() -> None:
         assert set(result["ratios"]) - {"neg_"} == {"rotation"}
         assert result["absent"]["transformers"] == "it has neither f nor P"
     alone = measure(VARIANTS["plain"], CONTENDERS, runs=1, rounds=1, wanted=re.compile("^rotation"))
-    assert alone["absent"]["rotation"] == "the case has neither f nor P"
+    assert alone["absent"]["rotation"] == "the case is the plain rotation"
     unusual = replace(VARIANTS["plain"], act="sin")
     absent = measure(unusual, CONTENDERS, runs=1, rounds=1, wanted=re.compile("eager"))["absent"]
     assert absent["eager"] == "eager code has no sin before a rotation"

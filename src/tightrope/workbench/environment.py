@@ -98,7 +98,7 @@ def cores() -> int:
 
 
 def _commit() -> str | None:
-    """Return `git describe` of the checkout with this file; it ends in `-dirty` if files changed."""
+    """Return `git describe --dirty` of the checkout with this file; None without one, or if git fails."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None

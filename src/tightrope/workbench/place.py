@@ -53,7 +53,7 @@ def placed_file(target: Path, force: bool) -> Iterator[IO[bytes]]:
     """Open a temporary file that is renamed to `target` if the block succeeds, else removed.
 
     Args:
-        force: whether to replace a target that exists; otherwise that is an error.
+        force: whether to replace an existing target; if not, it raises FileExistsError.
     """
     with _partial(target) as temporary, open(temporary, "x+b") as stream:
         yield stream
@@ -70,7 +70,8 @@ def placed_folder(target: Path, force: bool) -> Iterator[Path]:
     """Make a temporary folder that is renamed to `target` if the block succeeds, else removed.
 
     Args:
-        force: whether to replace a target that exists; otherwise only an empty one is replaced.
+        force: whether to replace a folder that is not empty, instead of raising FileExistsError; an
+            empty one is always replaced.
     """
     with _partial(target) as temporary:
         temporary.mkdir()

@@ -2,7 +2,7 @@
 
 
 def duration(seconds: float) -> str:
-    """Format a time with three digits and a fitting unit: `1.20 s`, `12.3 ms`, `4.56 us`."""
+    """Format a time in s, ms or us, to three digits: `1.20 s`, `12.3 ms`, `4.56 us`."""
     if seconds >= 1.0:
         unit, value = "s", seconds
     elif seconds >= 1e-3:

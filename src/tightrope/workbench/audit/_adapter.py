@@ -41,7 +41,7 @@ class Adapter(Call):
         layout: the layout of x, q and k.
         shared_positions: whether positions are ``(tokens,)`` and not ``(rows, tokens)``.
         width: the format of the function's tables, a key of WIDTHS.
-        table_shape: the axes of these tables, a key of TABLE_SHAPES.
+        table_shape: the dimensions of these tables, a key of TABLE_SHAPES.
         axes: the number of coordinates of a position. With several, the adapter expands positions
             ``(rows, tokens)`` to equal coordinates, as in text, and passes ``(axes, rows, tokens)`` on.
     """
@@ -181,7 +181,7 @@ class Adapter(Call):
         return "def rotate(x, positions):\n" + "\n".join(lines)
 
     def _placed_source(self, call: str) -> str:
-        """Return the source for a function that counts tokens: scatter x to its positions, call, gather."""
+        """Return the source for a function that counts tokens itself: scatter x, call, gather."""
         back = _BACK[self.layout]
         start = "int(positions.min())" if "offset" in self.roles else "0"
         plain = call.replace("int(positions.min())", "start")

@@ -79,7 +79,7 @@ def model_of(log: Log, declared: bool) -> Model | None:
     signs = [int(direction(line)) for line in log.lines]
     intercepts = torch.tensor([line.intercept for line in log.lines], dtype=torch.float64)
     if log.shift is not None:
-        # Measured intercepts would be no more exact than float32.
+        # The measured intercepts are less exact: each is one float32 angle.
         intercepts = torch.tensor([log.shift * line.slope for line in log.lines]).double()
     elif float(intercepts.abs().max()) < 1e-3:
         intercepts = torch.zeros_like(intercepts)
@@ -209,7 +209,7 @@ def _is_table_type(
     seen: torch.Tensor,
     exact: torch.Tensor,
 ) -> bool:
-    """Report cosines and sines that were rounded to 16 bits though their angles are right; True if so."""
+    """Report cosines and sines rounded to 16 bits, if that explains all errors; return whether it does."""
     angle = torch.tensor([3 * bound_of(model, p) + 1e-6 for p in positions])[:, None]
     for name, dtype in _TYPES.items():
         step = 0.51 * torch.finfo(dtype).eps * torch.maximum(seen.abs(), exact.abs())
@@ -346,7 +346,8 @@ def _far(log: Log, subject: Subject, model: Model) -> None:
             "note",
             f"Below position {large.position:,} a cosine or sine is off by up to {large.float32:.2g}: "
             "the angles are products in float32.",
-            "half a step of bfloat16 is 3.9e-3; most models compute angles in this way",
+            "most models compute angles in this way; for comparison, rounding to bfloat16 changes a value by "
+            "up to 3.9e-3 of it",
         )
 
 

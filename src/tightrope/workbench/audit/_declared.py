@@ -22,7 +22,7 @@ _FAR = 2**16
 
 
 def check_spec(spec: RopeSpec | None, head_dim: int | None) -> None:
-    """Refuse a spec that the audit cannot compare with."""
+    """Refuse a spec with which the audit cannot compare a function."""
     if spec is None:
         return
     if not isinstance(spec, RopeSpec):
@@ -258,7 +258,7 @@ def is_rounded(measured: Sequence[float], meant: Sequence[float]) -> bool:
 
 
 def check_identity(log: Log) -> None:
-    """If no spec was declared, warn of a base below 1000 that exponents over head_dim would explain."""
+    """Without a declared spec, warn of a base below 1000 if exponents divided by head_dim may explain it."""
     identity, shape = log.identity, log.shape
     if log.spec is not None or identity is None or shape is None or identity.spec is None:
         return

@@ -11,7 +11,7 @@ from ...frequencies import Linear, Llama3, YaRN
 from ...spec import RopeSpec
 
 _CLOSE = 3e-5
-"""Relative tolerance between a rule and measured frequencies, which float32 puts off by 1e-6."""
+"""Relative tolerance between a rule and measured frequencies; float32 alone makes them differ by 1e-6."""
 _ORIGINALS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1024, 512)
 
 
@@ -23,7 +23,7 @@ class Identity:
         spec: the rotation as a spec; None if no rule matches the frequencies.
         text: the rule as text.
         loose: whether it matches only to about one per cent.
-        by_head_dim: the base if exponents are divided by head_dim instead of rotary_dim; None if these
+        by_head_dim: the base if exponents are divided by head_dim instead of rotary_dim; None if the two
             are equal or the frequencies are not plainly geometric.
     """
 
@@ -81,7 +81,7 @@ def identify(
 
 
 def _partly(omegas: Sequence[float], moving: list[int], rotary_dim: int) -> Identity:
-    """Describe the pairs that turn if some never do."""
+    """Describe frequencies of which some are 0."""
     turning = [omegas[k] for k in moving]
     text = f"{len(moving)} of {len(omegas)} pairs turn"
     if moving == list(range(len(moving))) and len(moving) > 1:

@@ -57,7 +57,7 @@ class MeasuredPair:
 
     Attributes:
         first, second: the channels, first < second.
-        angle_first, angle_second: the turn in radians, by position, measured from the first and from
+        angle_first, angle_second: the angle in radians, by position, computed from the first and from
             the second channel's matrix row; equal for a rotation.
         amplitude: the mean length of the two rows, by position.
         skew: the largest difference between the two lengths at any position.

@@ -164,7 +164,7 @@ def _strides(log: Log, subject: Subject) -> None:
         if make is _expanded and log.found("mutates"):
             continue
         x = make(subject)
-        # A clone, as an in-place function would overwrite shared memory.
+        # A clone, because a function in place would overwrite heads that share memory.
         wanted = subject.rotate(subject.laid_out(x.clone()), list(_WHERE)).detach().clone()
         body = (
             f"x = torch.randn(1, {subject.heads(2)}, {len(_WHERE)}, {subject.head_dim})\n"
@@ -251,7 +251,7 @@ def _output_types(log: Log) -> None:
                 "output-dtype",
                 severity,
                 f"An x of {name} comes back as {got}.",
-                "later operations then compute in that dtype, at its cost",
+                "later operations then compute in that dtype, at its speed and memory use",
                 body,
             )
 

@@ -58,7 +58,7 @@ class Log:
         self.findings.append(Finding(code, severity, sentence, evidence, text))
 
     def found(self, *codes: str) -> bool:
-        """True if there is a finding with one of these codes; if no code is given, if there is any error."""
+        """True if there is a finding with one of these codes; without codes, if there is any error."""
         return any(
             finding.code in codes if codes else finding.severity == "error"
             for finding in self.findings
@@ -66,7 +66,7 @@ class Log:
 
     @contextmanager
     def check(self, name: str) -> Iterator[Subject]:
-        """Run a check on a fresh subject; record whether it passed, found something or was skipped."""
+        """Run a check on a fresh subject; record the outcome. Notes alone count as passed."""
         before = len(self.findings)
         self.doing = name
         if self.progress is not None:

@@ -17,7 +17,7 @@ _SAME = 1e-5
 
 
 def lengths(log: Log) -> list[int]:
-    """Return rising lengths of calls, some of them around the original length of a declared spec."""
+    """Return rising lengths of calls, some around the original length of the declared spec, if it has one."""
     wanted = set(_LENGTHS)
     scaling = None if log.spec is None else log.spec.scaling
     original = getattr(scaling, "original_max_position", None)

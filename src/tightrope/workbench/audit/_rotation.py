@@ -15,7 +15,7 @@ from ._log import Log
 from ._memory import add_does_nothing, add_not_finite
 
 _LOOSE = 8e-3
-"""Tolerance of amplitudes; bfloat16 tables are off by 4e-3."""
+"""Tolerance of amplitudes; bfloat16 tables change them by up to 4e-3."""
 # A rotation, even a scaled one, keeps equal lengths equal and right angles right.
 _KEEPS = """
 x = torch.zeros(1, {heads}, 1, {dim})
@@ -220,7 +220,7 @@ def _add_not_a_rotation(log: Log, shape: Shape, pair: MeasuredPair, count: int) 
             "table-pairing",
             "error",
             "The two channels of a pair turn by different angles: channels have one pairing, cosines and "
-            "sines the layout of the other.",
+            "sines the order of the other.",
             evidence,
             body,
         )
@@ -357,7 +357,7 @@ def check_keys(log: Log) -> None:
     """Check that k is rotated like q."""
     if not log.subject.call.takes_keys or log.shape is None:
         return
-    with log.check("k is rotated as q is") as fresh:
+    with log.check("k is rotated like q") as fresh:
         positions = log.shape.positions[:9]
         ours = log.shape.matrices[: len(positions)]
         keys = matrices(fresh, positions, keys=True)
@@ -402,7 +402,7 @@ assert torch.allclose(near, far, atol={tolerance}), float((near - far).abs().max
 
 
 def check_relative(log: Log) -> None:
-    """Check that scores do not change when both positions shift, unless another finding explains it."""
+    """Check that scores do not change when both positions shift. A drift with a known cause is no finding."""
     if log.subject.call.form.takes_tables:
         log.skip("scores depend on relative position only", "the caller provides the angles")
         return

@@ -251,7 +251,7 @@ def from_model(config: Any, layer_type: str | None) -> Target:
         types = [layer_type] if layer_type is not None else [*every]
     why = "it takes a layer_type, and the config lists none"
     for chosen in types:
-        # First whole heads, then the slice alone: some models, such as Phi and DeepSeek, cut it out.
+        # First whole heads, then the slice alone, which is all that Phi and DeepSeek pass to the function.
         for cut in (False, True):
             make = _maker(inner, rotary, apply, chosen)
             head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim

@@ -25,8 +25,9 @@ class Case:
             and one for k.
         gate: epilogue P: "exp", a factor per head and channel, or "slope", which also depends on the
             position.
-        rounding: of the rotation; the eager code rounds in the same places.
-        tables: rotate by given tables in this format, full width and in the dtype of q; None for the
+        rounding: as in :func:`tightrope.functional.rotate`. The eager code rounds as "wide" in that
+            case, else as "each".
+        tables: format of given tables, rotary_dim wide and in the dtype of q; None to rotate by the
             angles of the spec.
         compiled: whether contenders that compile our rotation and its definition take part.
         threads: number of threads of every contender; 0 for torch's current number.

@@ -76,7 +76,7 @@ def _no_rotation(case: Case) -> str | None:
 
 
 def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """Rotate the same tensors without f and P, rounding once, to show the cost of these."""
+    """Rotate without f and P, rounding once, with "cat" tables if any: shows the cost of the case's options."""
     tables = None if case.tables is None else "cat"
     plain = replace(case, act=None, gate=None, rounding="once", tables=tables)
     made = _tightrope(plain, q, k, ids)
@@ -106,14 +106,26 @@ def _ours_compiled(
 # ---- floors: memory traffic alone -----------------------------------------------------------------
 
 
+def _no_neg(case: Case) -> str | None:
+    return None if case.work == "in place" else "it is measured only in place"
+
+
 def _neg(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     return Made(lambda: (q.neg_(), k.neg_()), None)
+
+
+def _no_clone(case: Case) -> str | None:
+    return "it is not measured in place" if case.work == "in place" else None
 
 
 def _clone(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     if case.work == "training":
         return Made(lambda: (q.clone(), k.clone(), q.clone(), k.clone()), None)
     return Made(lambda: (q.clone(), k.clone()), None)
+
+
+def _no_copy(case: Case) -> str | None:
+    return None if case.work == "out of place" else "it is measured only out of place"
 
 
 def _copy(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
@@ -212,9 +224,9 @@ def _rotary_embedding_torch(
 
 CONTENDERS = (
     Contender("tightrope", _always, _tightrope),
-    Contender("neg_", lambda case: None if case.work == "in place" else "not in place", _neg),
-    Contender("clone", lambda case: "in place" if case.work == "in place" else None, _clone),
-    Contender("copy_", lambda case: None if case.work == "out of place" else case.work, _copy),
+    Contender("neg_", _no_neg, _neg),
+    Contender("clone", _no_clone, _clone),
+    Contender("copy_", _no_copy, _copy),
     Contender("0..n-1", _no_plain, _plain),
     Contender("rotation", _no_rotation, _rotation),
     Contender("tightrope, compiled", _no_compiled, _ours_compiled),

@@ -23,7 +23,7 @@ from .contender import Contender, Made, between, cotangents, spec_of
 #: softmax and its backward. Some compute their angles in float32.
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-4, "float16": 2.0**-7}
 
-#: The same for this library, which rounds once.
+#: The same for this library, which by default rounds once.
 OWN_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 #: Elements compared at a time, in float64; elements of the largest case whose expected values are kept.
@@ -195,14 +195,14 @@ def measure(
     """Time all contenders of a case on its device.
 
     Args:
-        contenders: the first is this library; ratios are its time over the others'.
+        contenders: the first is this library; a ratio is its time divided by another contender's.
         runs: how often everything is measured.
         rounds: turns of each contender in a run.
         wanted: contenders whose name it matches take part; the first always does.
 
     Returns:
-        The case; by contender the seconds of each run and the sorted ratios; for each absent contender
-        the reason.
+        ``case``; ``seconds`` of each run and sorted ``ratios``, by contender; ``absent``, the reason for
+        each contender that did not take part.
 
     Raises:
         RuntimeError: this library's own result is wrong.

@@ -3,7 +3,8 @@
 The speed of a shared machine changes by a factor of two within minutes. A single time is therefore
 unreliable, and times taken minutes apart cannot be compared. Hence:
 
-* contenders of one case take turns, call by call, in a new random order each round;
+* contenders of one case take turns, in a new random order each round: a `cold` turn is one call, a
+  `warm` turn up to 200;
 * a case reports medians, and ratios of medians taken in the same rounds;
 * `cold` cases flush the caches before each call by touching 128 MB; `warm` calls follow one another;
 * threads spin for a while after their work, on cores that the next contender needs. If a contender has

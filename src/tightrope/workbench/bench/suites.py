@@ -76,7 +76,7 @@ _WITH = _in_both(
     )
 )
 
-# Compared with the same rotation rounded once, or by tables that repeat their entries.
+# Compared with the same rotation rounded once, by "cat" tables if it has tables.
 _ROUNDINGS = _in_both(
     (
         *(

@@ -48,7 +48,7 @@ class Checkpoint:
         index: the index of its shards, if it has one.
         others: files of the folder that are not weights, as relative paths.
         ignored: files that a conversion leaves out: path -> reason.
-        ranks: the number of files that each tensor is split over, as in Meta's consolidated files.
+        ranks: the number of files that each tensor is split over: 1, except for Meta's consolidated files.
     """
 
     path: Path
@@ -76,7 +76,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ValueError: the path holds no checkpoint or several, or the checkpoint is damaged or has files
             outside its folder.
-        OSError: files that cannot be read.
+        OSError: a file cannot be read.
     """
     if not path.exists():
         fail(f"the checkpoint {url_in(path) or f'must exist but {path} does not'}")
@@ -131,7 +131,7 @@ def _folder(folder: Path, index: Path | None) -> Checkpoint:
 
 
 def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the files below a folder, and the ignored ones with reasons."""
+    """Return the files below a folder, and ignored files and folders with the reason."""
     names: list[Path] = []
     ignored: dict[str, str] = {}
 

@@ -6,13 +6,14 @@ So row sizes, averaged over heads, agree within true pairs and differ within fal
 channel is ``log |q row| + log |k row|``: attention cannot distinguish a large query and a small key from
 the reverse.
 
-Confidence. Take the squared differences between neighbours, less those between channels i and
+Confidence. Take the sum of squared differences between neighbours, less that between channels i and
 i + rotary_dim / 2. For the mean sizes of all heads, this quadratic form is positive if the pairing is
-half and negative if it is interleaved. In weights without structure, each head's centred sizes are as likely as their negatives, so the mean is about
-normal, with the heads' own second moments. :func:`_chance` bounds the probability that the form then
-reaches the observed value (Chernoff's bound for a weighted sum of squares). No distribution of weights
-is assumed, and a few heads never suffice. No pairing is reported if this chance is above :data:`NEEDED`,
-as for fresh weights and models without RoPE, or if kinds of evidence conflict.
+half and negative if it is interleaved. In weights without structure, each head's centred sizes are as
+likely as their negatives, so their mean is about normal, with the heads' own second moments.
+:func:`_chance` bounds the probability that the form then reaches the observed value (Chernoff's bound for a
+weighted sum of squares). No distribution of weights is assumed, and a few heads never suffice. No pairing is
+reported if this chance is above :data:`NEEDED`, as for fresh weights and models without RoPE, or if two kinds
+of evidence favour different pairings.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def _weight(changes: list[Change]) -> Change | None:
 
 
 def _norms(roles: dict[str, list[Change]]) -> torch.Tensor | None:
-    """Return log |q norm| + log |k norm| of each rotated channel of a layer, as one row."""
+    """Return log |q norm| + log |k norm| of each rotated channel of a layer, as one row; None without both."""
     sizes = []
     for role in ("q norm", "k norm"):
         found = [c for c in roles.get(role, []) if c.entry.name.endswith("weight")]
@@ -234,7 +235,9 @@ def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
 
 
 def _chance(value: float, weights: torch.Tensor) -> float:
-    """Bound twice the probability (for two pairings) that ``sum weights_j x_j²`` of normal x reaches a value."""
+    """Bound twice (for two pairings) the probability that ``sum weights_j x_j²`` of standard normal x
+    reaches a value.
+    """
     top = float(weights.max())
     if top <= 0.0:
         return 1.0

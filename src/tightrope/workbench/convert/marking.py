@@ -12,7 +12,7 @@ from ...config import keys
 
 
 def marked(text: str, at: tuple[str, ...], key: str, interleaved: bool) -> str:
-    """Return a configuration that states the pairing, with as few bytes changed as possible.
+    """Return a configuration that states the pairing. If possible, only the bytes of the key change.
 
     Args:
         text: a JSON object.

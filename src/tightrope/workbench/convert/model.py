@@ -97,8 +97,6 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
     """Read the model of a checkpoint from its configuration and the user's statements.
 
     Args:
-        checkpoint: the checkpoint.
-        stated: the user's statements.
         pairing: whether an unknown pairing is an error.
 
     Raises:
@@ -116,7 +114,7 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
         model = _from_config(found, stated, given)
     if stated.rotary_dim is not None or stated.start is not None:
         if not isinstance(model.specs, RopeSpec):
-            fail("rotary_dim and start cannot be given where layers differ")
+            fail("rotary_dim and start must not be given if layers have different specs")
         model = replace(model, specs=_sliced(model.specs, stated))
     recorded = _recorded(checkpoint) if given is None else None
     if recorded is not None:
@@ -354,7 +352,7 @@ def _size(
 
 
 def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
-    """Refuse a key that states a pairing of the sparse indexer which the family's code does not use."""
+    """Refuse a configuration whose stated pairing of the sparse indexer differs from the family's code."""
     for key in ("indexer_rope_interleave", "index_rope_interleave"):
         stated = values.get(key)
         moves = "index q" in naming.modules.values()
@@ -368,7 +366,7 @@ def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
 
 
 def _falcon(values: Mapping[str, Any], heads: int | None, kv_heads: int | None) -> int | None:
-    """Return Falcon's number of key heads: only its newer architecture reads the key for it."""
+    """Return Falcon's number of key heads; only its newer architecture reads it from the configuration."""
     if values.get("new_decoder_architecture"):
         return kv_heads or heads
     return 1 if values.get("multi_query", True) else heads

@@ -2,8 +2,8 @@
 
 A name is ``<prefix><layer pattern><module>.<suffix>``, such as
 ``model.layers.0.self_attn.q_proj.weight``. Names and packings come from the modeling code of
-transformers 5.23. `tests/test_convert_families.py` checks them against that code: a model of each family
-gives the same logits with its weights converted and its rotary function switched.
+transformers 5.23. `tests/test_convert_families.py` checks most families against that code: a small model
+gives the same hidden states once its weights are converted and its rotary function is switched.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ _LAYERNORM = Naming(_SELF, {**_Q_K, **_LAYERNORMS})
 _PHI3 = Naming(_SELF, {"qkv_proj": "qkv"}, "blocks")
 _MLA_MODULES = {"q_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv a"}
 _MLA = Naming(_SELF, _MLA_MODULES)
-# DeepSeek V3.2 has an indexer with these names too; its code always
-# pairs the indexer's channels by halves, so those rows stay.
+# Checkpoints of DeepSeek V3.2 have these names too, but its code always pairs the indexer's
+# channels by halves: its naming omits them, and these rows stay.
 _INDEXER = {
     r"indexer\.wq_b": "index q",
     r"indexer\.wk": "index k",
@@ -86,7 +86,7 @@ _INDEXER = {
 }
 _BERT = Naming(r"layer\.(\d+)\.attention\.self\.", {"query": "q", "key": "k"})
 
-# The namings, each named after its best-known family. `--naming` also accepts the other families.
+# The namings, each named after its best-known family. `--naming` also accepts the keys of FAMILY_NAMING.
 NAMINGS: dict[str, Naming] = {
     "llama": _LLAMA,
     "meta": Naming(r"layers\.(\d+)\.attention\.", {"wq": "q", "wk": "k"}),

@@ -1,8 +1,8 @@
 """The conversion record inside a single file, which states its pairing.
 
 A folder has a record file (:data:`.checkpoint.RECORD`). A single file holds its record itself:
-safetensors in its metadata, a torch zip in its comment, which torch does not read. The bytes of tensors
-stay as they are. The inserted text can be found and removed, so converting back restores the file.
+safetensors in its metadata, a torch zip in its comment, which torch does not read. Adding a record changes
+no tensor. The inserted text can be found and removed, so converting back restores the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._fail import fail
 
 PAIRING, WAS = "tightrope.pairing", "tightrope.was"
 _METADATA = "__metadata__"
-# Headers of safetensors files are padded to a multiple of this many bytes, also with a record.
+# Headers of safetensors files are padded to a multiple of this many bytes; a record keeps that.
 _ALIGNED = 8
 _PAIRINGS = ("half", "interleaved")
 _ENTRIES = rf'"{PAIRING}":"(?:half|interleaved)", *"{WAS}":"(?:half|interleaved)"'
@@ -52,7 +52,7 @@ def of_comment(comment: bytes) -> Paired | None:
 
 
 def comment_with(comment: bytes, record: Paired | None) -> bytes:
-    """Return the comment of a zip with its record replaced or removed.
+    """Return the comment of a zip with ``record`` as its only record, or with none.
 
     >>> comment_with(comment_with(b"mine", Paired("half", "interleaved")), None)
     b'mine'
@@ -65,7 +65,7 @@ def comment_with(comment: bytes, record: Paired | None) -> bytes:
 
 
 def header_with(header: bytes, record: Paired | None) -> bytes:
-    """Return a safetensors header with its record replaced or removed, still a multiple of 8 bytes.
+    """Return a safetensors header with ``record`` as its only record, or with none; padded to 8 bytes.
 
     >>> before = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}  '
     >>> after = header_with(before, Paired("half", "interleaved"))

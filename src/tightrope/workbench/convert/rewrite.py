@@ -54,7 +54,10 @@ class Change:
 
 
 def source_row(row: int, width: int, interleaved: bool) -> int:
-    """Return which of the ``width`` rotated rows of a head moves to ``row``, to interleaved or to half.
+    """Return which of a head's ``width`` rotated rows moves to place ``row``.
+
+    Args:
+        interleaved: whether the rows become interleaved; otherwise they become half.
 
     >>> [source_row(row, 6, True) for row in range(6)]
     [0, 3, 1, 4, 2, 5]
@@ -80,7 +83,7 @@ def rewrite(
 
     Args:
         weights: the file.
-        changes: tensors of this file; of tensors that share bytes, the rows move once.
+        changes: the changes of this file. Rows that several tensors share move once.
         interleaved: whether the copy pairs neighbours.
         target: an empty file, open for reading and writing.
         progress: called with the number of bytes written since the last call.
@@ -153,7 +156,7 @@ class _Copy:
             self._write(part[:got])
 
     def header(self, record: Paired | None) -> int:
-        """Copy the header of a safetensors file, with its record replaced; return the bytes it grew by."""
+        """Copy the header of a safetensors file with this record; return by how many bytes it grew."""
         length = struct.unpack("<Q", self._source.read(8))[0]
         old = self._source.read(length)
         new = header_with(old, record)
@@ -163,13 +166,14 @@ class _Copy:
         return len(new) - len(old)
 
     def comment(self, size: int, record: Paired | None) -> None:
-        """Copy the end of a zip with a record in its comment; unchanged if the comment cannot take it."""
+        """Copy the end of a zip with this record in its comment; unchanged if the record does not fit."""
         with zipfile.ZipFile(self._source.name) as archive:
             old = archive.comment
         begin = size - _DIRECTORY_END - len(old)
         self.until(begin)
         end, new = self._source.read(_DIRECTORY_END), comment_with(old, record)
-        if end[:4] != b"PK\x05\x06" or len(new) >= 1 << 16:  # bytes follow the zip, or no room
+        # If other bytes follow the zip, or the comment is full, the end stays as it is.
+        if end[:4] != b"PK\x05\x06" or len(new) >= 1 << 16:
             self._source.seek(begin)
             return
         self._target.write(end[:-2] + struct.pack("<H", len(new)) + new)

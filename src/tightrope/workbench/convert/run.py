@@ -24,7 +24,7 @@ from .target import check_target
 from .tensors import Weights
 from .verify import Copied, Verified, verify
 
-# Number of layers whose weights are checked against the configuration before a conversion.
+# Largest number of layers whose weights are compared with the stated pairing before a conversion.
 _LOOKED_AT = 16
 
 Report = Callable[[float, str], None]
@@ -44,9 +44,9 @@ class Conversion:
         layers_without_rope: layers whose projections stay.
         files: the files of the result.
         ignored: files of the folder that are not in the result: name -> reason.
-        nbytes: bytes of weights.
+        nbytes: the size of the files of weights, in bytes.
         marked: the key of the result's config.json that states the pairing; None if there is none.
-        verified: the result of the verification; None without ``verify``.
+        verified: the result of the verification; None without ``verify`` and with ``dry_run``.
         notes: advice for using the result.
         written: whether the result was written.
     """
@@ -104,8 +104,9 @@ def convert(
         The changed and unchanged tensors, and notes for using the result.
 
     Raises:
-        ValueError: the checkpoint is of an unknown kind, damaged, quantised, partly outside its folder,
-            or already has this pairing; ``out`` exists; or scores differ. ``out`` stays as it was.
+        ValueError: the checkpoint is of an unknown kind, damaged, quantised, or partly outside its folder;
+            its pairing is unknown, contradicted by its weights, or already ``to``; ``out`` exists; or
+            scores differ. ``out`` stays as it was.
         OSError: files cannot be read or written; partial output is removed.
     """
     if to not in ("half", "interleaved"):
@@ -231,7 +232,7 @@ class _Work:
     done: list[int] = field(default_factory=lambda: [0])
 
     def one(self, weights: Weights, stream: IO[bytes]) -> int:
-        """Write one file of weights; return the bytes by which its tensors begin later than before."""
+        """Write one file of weights; return by how many bytes its tensors begin later than before."""
         total = max(self.found.nbytes, 1)
         share = 0.8 if self.verify else 1.0
 

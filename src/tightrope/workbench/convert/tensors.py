@@ -11,7 +11,7 @@ import torch
 
 from .paired import Paired
 
-# The dtypes of weights and their scales, by safetensors' names; other dtypes are quantised formats.
+# The dtypes of weights and their scales, by safetensors' names; a projection of another dtype is refused.
 FLOATS: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,11 +43,11 @@ class Entry:
         return math.prod(self.shape)
 
     def describe(self) -> str:
-        """Return dtype and shape for sentences: ``BF16[64, 64]``."""
+        """Return dtype and shape for messages: ``BF16[64, 64]``."""
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
     def rows(self, first: int, count: int, units: int) -> torch.Tensor:
-        """Read ``count`` of its ``units`` rows, from row ``first``, as ``(count, elements)``."""
+        """Read ``count`` of its ``units`` rows, from row ``first``, as ``(count, elements of a row)``."""
         unit = self.nbytes // units
         with open(self.file, "rb") as stream:
             stream.seek(self.offset + first * unit)
@@ -63,7 +63,7 @@ class Weights:
 
     Attributes:
         kind: ``"safetensors"`` or ``"torch"``.
-        records: for torch files, the zip records, whose checksums change with their bytes.
+        records: the zip records of a torch file; their checksums change with their bytes.
         paired: the conversion record inside the file, if any.
     """
 
@@ -76,7 +76,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a zip: its bytes, its checksum, and the offsets where the checksum is stored."""
+    """One record of a zip: the offsets of its bytes, its checksum, and where that is stored."""
 
     name: str
     start: int

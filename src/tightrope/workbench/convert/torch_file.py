@@ -1,8 +1,8 @@
-"""Read the offsets of the tensors in a torch checkpoint without running its pickle.
+"""Read the offsets of the tensors in a torch checkpoint without running code from it.
 
 `torch.load` with ``weights_only`` on the meta device reads names, shapes and offsets, but no data.
-Conversion then copies the zip unchanged, except for the bytes of projections and the checksums of their
-records.
+Conversion then copies the zip unchanged, except for rows that move, the checksums of their records, and
+the conversion record in the comment.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_torch(path: Path) -> Weights:
 
 
 def _why_refused(text: str) -> str:
-    """Explain torch's refusal of a pickle, without its advice to load it in a way that runs code."""
+    """Explain why torch refused a pickle; torch's own text suggests loading it in a way that runs code."""
     imported = re.search(r"GLOBAL (\S+)", text)
     if imported is None:
         return "its pickle is damaged or holds more than weights"
@@ -93,8 +93,8 @@ def _without_data(path: Path) -> Any:
 def _entry(name: str, tensor: torch.Tensor, path: Path, record: Record) -> Entry:
     size = tensor.element_size()
     contiguous = tensor.is_contiguous()
-    # A view that is not contiguous gets its whole record, measured by the zip: torch 2.10 counts the
-    # size of a fake storage in other units.
+    # A view that is not contiguous gets its whole record. Its size comes from the zip, as torch 2.10
+    # counts the size of a fake storage in other units.
     numel = tensor.numel() if contiguous else (record.stop - record.start) // size
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     first = record.start + (int(tensor.storage_offset()) * size if contiguous else 0)

@@ -1,9 +1,9 @@
 """Check on random activations that a conversion leaves attention scores unchanged.
 
-For each layer of the original and of the copy, random activations pass through the projections in float64, with biases
-and norms. Queries and keys are rotated by the file's own pairing, and each query is multiplied with each
-key. The two files' scores may differ only by the order of float64 sums. As a control, the copy's scores
-are also computed with the old pairing; how far they are off is reported.
+In each layer of the original and of the copy, random activations pass through the projections in float64,
+with biases and norms. The original's queries and keys are rotated with the old pairing, the copy's with the
+new one. The scores may differ only because float64 sums have another order. As a control, the copy's scores
+are also computed with the old pairing; their difference is reported too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .rewrite import Change
 
 _TOKENS = 12
 _STRIDE = 997
-# Bound on the relative difference between float64 sums of up to 2^16 products in two orders.
+# Bound on the relative difference of two float64 sums of the same products, up to 2^16 of them.
 BOUND = 1e-10
 
 
@@ -34,8 +34,8 @@ class Verified:
     Attributes:
         layers: the number of layers compared.
         difference: the largest difference of scores, relative to the largest score of the layer.
-        unswitched: the control: the smallest such difference of any layer with the copy rotated by the
-            old pairing. It should be much larger than ``difference``.
+        unswitched: the control: the same with the copy rotated by the old pairing, in the layer where it
+            is smallest. It should be much larger than ``difference``.
     """
 
     layers: int
@@ -45,7 +45,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Copied:
-    """The converted copy of a file, and the bytes by which its tensors begin later."""
+    """The converted copy of a file; its tensors begin ``shift`` bytes later than in the original."""
 
     path: Path
     shift: int = 0
@@ -61,14 +61,12 @@ def verify(
     """Compare attention scores before and after a conversion.
 
     Args:
-        changes: the changes of the conversion.
-        copies: each file of weights -> its converted copy.
-        model: the checkpoint's model.
-        interleaved: the pairing of the copy.
+        copies: file of weights -> its converted copy.
+        interleaved: whether the copies pair neighbours.
         report: called with the fraction done.
 
     Raises:
-        ValueError: scores differ, or nothing can be compared.
+        ValueError: scores differ, or no layer has weights for both queries and keys.
     """
     layers: dict[str, dict[str, list[Change]]] = {}
     for change in changes:
@@ -170,8 +168,8 @@ def _read(
 def _project(
     changes: list[Change], copies: Mapping[Path, Copied] | None, seed: int
 ) -> torch.Tensor:
-    """Project random activations, with a few rows of the weights at a time."""
-    # Several weights are the parts of one tensor, each with whole heads and in its own file.
+    """Project random activations, reading a few rows of the weights at a time."""
+    # If there are several weights, they are parts of one: whole heads, each part in its own file.
     weights = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith("weight")]
     columns = weights[0].entry.shape[1]
     generator = torch.Generator().manual_seed(seed)

@@ -72,7 +72,7 @@ class Contest:
         return fmean(run.losses[-max(1, self.race.steps // 10) :])
 
     def stretches(self, name: str) -> list[float]:
-        """Return the mean nats per byte in each stretch of as many tokens as the training windows."""
+        """Return the mean nats per byte in successive stretches of the training length."""
         return means(self.by_position.get(name, []), self.size.context)
 
     def past_length(self, name: str) -> float | None:
@@ -82,7 +82,7 @@ class Contest:
 
     @property
     def first_half_distance(self) -> float:
-        """The half distance of every pair before the first step."""
+        """The half distance of every pair before the first step, in tokens."""
         return math.log(2) / _first_rate(self.size)
 
     @property

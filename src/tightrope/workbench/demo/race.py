@@ -129,7 +129,7 @@ def train(
 def wrong_rotation_difference(
     size: Size, right: MakeAttention, wrong: MakeAttention, text: Text, seed: int
 ) -> float:
-    """Return how much a wrong rotation changes the gradients of the first step.
+    """Return |g1 − g2| / |g2| in the first step, for gradients with a right and with a wrong rotation.
 
     A right rotation's `Race.first_gradient_difference` must be far smaller.
     """

@@ -25,7 +25,7 @@ class Results:
     """The settings and results of a demo; parts that were not reached stay empty.
 
     Attributes:
-        wrong_gradient_difference: relative difference of the gradients with a base 1 % too low.
+        wrong_gradient_difference: relative difference of the first gradients with a base 1 % too low.
         in_model: times of the rotation of one layer of the trained model, forward and backward.
     """
 

@@ -25,7 +25,7 @@ class Note:
 
     Attributes:
         code: a stable identifier, for programs.
-        warning: whether it looks like a mistake; otherwise it is a fact.
+        warning: whether the configuration looks mistaken; otherwise the note is a fact.
         text: the sentence to show.
     """
 
@@ -120,7 +120,7 @@ def _tables(facts: Facts) -> Iterator[Note]:
         yield Note(
             "float32",
             False,
-            f"Frequency times position in float32 is wrong by up to {plain.errors[at]:.2g} at "
+            f"Cosines of angles computed in float32 are wrong by up to {plain.errors[at]:.2g} at "
             f"{length:,} positions, {plain.errors[at] / limit:.3g} times the rounding of a bfloat16; "
             f"the error stays below that rounding for about {_round(plain.reach['bfloat16']):,} positions.",
         )
@@ -245,7 +245,7 @@ def _yarn_elsewhere(facts: Facts) -> Iterator[Note]:
                 "stacks-differ",
                 True,
                 "mscale and mscale_all_dim are not both given and nonzero: transformers 5.23 then ignores them "
-                f"and scales by {alone.attention_scaling:.4g}; the formula gives "
+                f"and scales by {alone.attention_scaling:.4g}; YaRN's formula gives "
                 f"{facts.spec.amplitude:.4g}.",
             )
 

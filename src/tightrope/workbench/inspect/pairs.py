@@ -12,7 +12,7 @@ from ...spec import RopeSpec
 
 @dataclass(frozen=True)
 class PairRow:
-    """One pair of channels that turns together.
+    """Two channels that turn together.
 
     Attributes:
         index: number of its frequency, counted over all heads and axes with frequencies of their own.
@@ -116,5 +116,5 @@ def _ratio(plain: Decimal, omega: Decimal) -> float:
     if plain == omega:
         return 1.0
     ratio = math.inf if omega == 0 else float(CONTEXT.divide(plain, omega))
-    # A ratio that merely rounds to 1 must not read as unchanged.
+    # 1.0 means unchanged: a ratio that only rounds to 1 becomes the next float.
     return math.nextafter(1.0, 2.0) if ratio == 1.0 else ratio
