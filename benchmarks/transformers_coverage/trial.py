@@ -31,7 +31,7 @@ class Ready:
 
     @property
     def name(self) -> str:
-        """The class that ran and the name of its part."""
+        """The names of the class and of the part that runs."""
         return ".".join(filter(None, (type(self.model).__name__, self.part)))
 
     def run(self) -> Run:
@@ -96,7 +96,7 @@ def trial(model_type: ModelType) -> dict[str, Any]:
 
 
 def in_bfloat16(ready: Ready, own: list[str]) -> dict[str, Any]:
-    """The same check in bfloat16; a model that cannot run in it has the reason in the row."""
+    """The entries of the same check in bfloat16, or the reason why the model cannot run in it."""
     ready.model.to(torch.bfloat16)
     for name, value in ready.inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
