@@ -2,13 +2,13 @@
 
 It makes a checkpoint of many shards (a random Llama in bfloat16), then checks that `tightrope convert`
 
-1. needs at most 1.5 times the largest tensor + 200 MB of memory, at the peak that the system reports.
-   For checkpoints of 1 GB or more, all of its memory counts. For smaller ones, torch itself needs far
-   more than the largest tensor: only the memory above that of `--help` counts, and may be at most 64 MB.
-   With torch 2.10 a torch file of any size may take 128 MB more, for modules that torch imports to read it;
+1. has a memory peak, as the system reports it, of at most 1.5 times the largest tensor + 200 MB. For
+   checkpoints below 1 GB, where torch itself needs far more than the largest tensor, the peak may
+   instead be at most 64 MB above that of `convert --help`. With torch 2.10 a torch file of any size may
+   take 128 MB more, for modules that torch imports to read it;
 2. restores the original bytes when it converts back, for safetensors shards and for a torch file;
-3. loses nothing when it is killed (signal 9) at random moments, with an older result in place for the
-   second half of the kills: the checkpoint keeps its bytes, and OUT is missing or complete.
+3. loses nothing when it is killed (signal 9) at random moments: the checkpoint keeps its bytes, and OUT
+   is complete, or missing if it was missing before. In the second half of the kills OUT is an older result.
 
 The exit code is 1 if a check fails.
 """
@@ -43,7 +43,7 @@ def make(folder: Path, size: int, seed: int = 0) -> int:
     """Write a checkpoint of about ``size`` bytes, and its first shard as a torch file.
 
     Returns:
-        The bytes of its largest tensor.
+        The size of the largest tensor in bytes.
     """
     import torch  # here, because the parent process must not import it: see `run`
     from safetensors.torch import save_file
@@ -105,16 +105,16 @@ def digest(path: Path) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return file -> hash of its bytes, for all files below a folder."""
+    """Return relative path -> hash, for all files below a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): digest(path) for path in paths}
 
 
 def run(arguments: Sequence[object]) -> tuple[float, int]:
-    """Run the command line; return (seconds, peak bytes of memory).
+    """Run `tightrope` with these arguments; return (seconds, peak memory in bytes).
 
-    The peak that the system reports for a process includes its parent's memory at the start. So this
-    process stays small: only a child process, which makes the checkpoint, imports torch.
+    The peak that the system reports for a process includes the memory that its parent had when it started
+    the process. So this process stays small: only a child, which makes the checkpoint, imports torch.
     """
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -152,7 +152,7 @@ def kill_at_random(
         process.send_signal(signal.SIGKILL)
         process.wait()
         if _stamps(source) != stamps:
-            broken.append(f"kill {number}: the checkpoint was touched")
+            broken.append(f"kill {number}: a name, size or time of the checkpoint's files changed")
         if not out.exists():
             seen["nothing"] += 1
             if older:
@@ -169,7 +169,7 @@ def kill_at_random(
     run(["convert", source, out, "--to", "interleaved", "--force"])
     left = [path.name for path in out.parent.iterdir() if MARKER in path.name]
     if left:
-        broken.append(f"a successful run left {', '.join(left)}")
+        broken.append(f"a successful run left the partial files {', '.join(left)}")
     return {"kills": kills, "found": seen, "broken": broken}
 
 
@@ -195,7 +195,7 @@ def soak(
     say(f"{nbytes / 1e9:.3f} GB in {shards} shards, largest tensor {largest / MB:.1f} MB")
     _, baseline = run(["convert", "--help"])
     seconds, peak = run(["convert", source, there, "--to", "interleaved"])
-    allowed = int(1.5 * largest) + ALLOWED
+    allowed = int(1.5 * largest) + ALLOWED if size >= 1e9 else baseline + ABOVE_IMPORTS
     say(
         f"converted in {seconds:.1f} s, peak memory {peak / MB:.0f} MB of {allowed / MB:.0f} MB allowed "
         f"({baseline / MB:.0f} MB for --help)"
@@ -213,7 +213,7 @@ def soak(
     torch_files = [digest(folder / name) for name in ("source.pt", "there.pt", "back.pt")]
     same_torch = torch_files[0] == torch_files[2] != torch_files[1]
     say(
-        f"round trip: shards {'same' if same else 'DIFFER'}, torch {'same' if same_torch else 'DIFFER'}"
+        f"round trip: shards {'same' if same else 'DIFFER'}, torch file {'same' if same_torch else 'DIFFER'}"
     )
     shutil.rmtree(back)
     result = {
@@ -232,8 +232,7 @@ def soak(
     if version("torch").startswith("2.10."):
         peak_torch -= FAKE_TENSORS
     most = max(peak, peak_back, peak_torch)
-    within = most <= allowed if size >= 1e9 else most - baseline <= min(allowed, ABOVE_IMPORTS)
-    result["holds"] = within and same and same_torch and not killed["broken"]
+    result["holds"] = most <= allowed and same and same_torch and not killed["broken"]
     return result
 
 
@@ -242,11 +241,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--bytes", type=float, default=2.1e9, help="size of the checkpoint")
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--bytes", type=float, default=2.1e9, help="size of the checkpoint (2.1e9)")
+    parser.add_argument("--kills", type=int, default=50, help="number of killed conversions (50)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where to make the temporary work folder")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--folder", type=Path, help="parent of the temporary folder")
+    parser.add_argument("--json", type=Path, help="JSON file to write the numbers to")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make is not None:

@@ -4,7 +4,7 @@
     python -m benchmarks.report RESULTS.json --before OLDER.json
 
 With `--readme`, the table replaces the text between `<!-- benchmark table -->` and
-`<!-- end of benchmark table -->` in that file. With `--before`, two results are compared by their ratios
+`<!-- end of benchmark table -->` in that file. With `--before`, two result files are compared by their ratios
 to `neg_` and `clone`, because seconds measured on different days cannot be compared.
 """
 
@@ -44,7 +44,7 @@ def span(values: list[float]) -> str:
 
 
 def ratios(data: dict[str, Any]) -> str:
-    """Return a Markdown table of our time over each contender's; below 1, tightrope is faster."""
+    """Return a Markdown table of our time over each contender's, and a line about the runs."""
     present = [c for c in COLUMNS if any(c in result["ratios"] for result in data["results"])]
     lines = table(
         ["time of tightrope / time of", *(f"`{name}`" for name in present)],
@@ -70,7 +70,7 @@ def where(data: dict[str, Any]) -> str:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return a table of two results side by side; "slower" or "faster" if their ranges are disjoint."""
+    """Return a table of old and new ratios, marked "slower" or "faster" where the ranges are disjoint."""
     now = {result["case"]["name"]: result["ratios"] for result in after["results"]}
     rows = []
     for result in before["results"]:
@@ -95,8 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--readme", type=Path, help="file in which to replace the table between the marks"
     )
-    parser.add_argument("--png", type=Path, help="picture to draw")
-    parser.add_argument("--before", type=Path, help="older results to compare with")
+    parser.add_argument("--png", type=Path, help="picture file to draw")
+    parser.add_argument("--before", type=Path, help="file of older results to compare with")
     options = parser.parse_args(arguments)
     data = json.loads(options.results.read_text())
     data["results"] = [r for r in data["results"] if re.search(options.only, r["case"]["name"])]

@@ -1,9 +1,10 @@
-"""Measure a transformers model before and after `patch`: time, the share of rotations in it, and the
-error of attention scores at large positions.
+"""Measure a transformers model before and after `patch`: its time, the share of that time that rotations
+take, and the error of attention scores at large positions.
 
-`python -m benchmarks.transformers_end_to_end` measures a Llama-shaped model (4 layers, 2048 hidden, 32
-query and 8 key heads, 2048 tokens, bfloat16), forward and training step, eager and compiled. The variants
-alternate in random order, and medians are compared. `--out` writes JSON with the machine and versions.
+`python -m benchmarks.transformers_end_to_end` measures a Llama-shaped model (4 layers, 2048 channels,
+32 query and 8 key heads, 2048 tokens, bfloat16), forward and training step, eager and compiled. Calls
+of the two models alternate in random order, and medians are compared. `--out` writes JSON with the machine
+and versions.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], None]] = {
 
 
 def seconds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, by the method of `tightrope bench`."""
+    """Median seconds of each call, with cold caches, by the method of `tightrope bench`."""
     return method.medians(calls, cold=True, rounds=rounds, rng=random.Random(0))
 
 
 def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
-    """Seconds that the rotary functions of all layers take in an eager step, backward included in training."""
+    """Seconds that the rotary functions of all layers take in an eager step; in training, with backward."""
     attention = type(model.model.layers[0].self_attn)
     code = attention.forward
     names = [n for n in code.__code__.co_names if "apply_rotary_pos_emb" in n]
@@ -98,7 +99,7 @@ def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
 
 
 def times(shape: dict[str, Any], tokens: int, rounds: int, compiled: bool) -> list[dict[str, Any]]:
-    """Measure each step, eager and compiled: one row each."""
+    """Measure each step, eager and, if `compiled`, compiled too; return one row for each."""
     from tightrope.integrations.transformers import patch
 
     before, after = llama(shape), llama(shape)
@@ -127,7 +128,7 @@ def _line(row: dict[str, Any]) -> str:
         f"  ({row['before'] / row['after']:.2f} times as fast)"
     )
     if "rotation before" in row:
-        text += f"  rotation {row['rotation before']:.1%} -> {row['rotation after']:.1%}"
+        text += f"  share of rotations {row['rotation before']:.1%} -> {row['rotation after']:.1%}"
     return text
 
 
@@ -186,14 +187,14 @@ def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; see the module."""
+    """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a small model, to try the script")
     parser.add_argument("--no-compile", action="store_true", help="eager only")
     parser.add_argument("--only", choices=["times", "scores"], help="run one part only")
-    parser.add_argument("--out", type=Path, help="the JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     data: dict[str, Any] = {
         "machine": asdict(read_environment()),

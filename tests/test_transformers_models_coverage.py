@@ -215,7 +215,7 @@ def test_a_lost_process_is_a_row_and_the_run_goes_on(
 ) -> None:
     class Lost:
         def ask(self, model_type: ModelType) -> dict[str, Any]:
-            return {**models.blank(model_type), "reason": "the process ended with -9"}
+            return {**models.blank(model_type), "reason": "the process ended with exit code -9"}
 
         def stop(self) -> None:
             pass
@@ -232,8 +232,8 @@ def test_a_lost_process_is_a_row_and_the_run_goes_on(
 
     first = run("--only", "^llama")
     assert set(first) == {"llama", "llama4", "llama4_text", "llama4_vision_model"}
-    assert set(first.values()) == {"the process ended with -9"}
-    assert "| llama | the process ended with -9 |" in page.read_text()
+    assert set(first.values()) == {"the process ended with exit code -9"}
+    assert "| llama | the process ended with exit code -9 |" in page.read_text()
     monkeypatch.setattr(Lost, "ask", lambda _, t: {**models.blank(t), "reason": "again"})
     # Types in the file run again, except with --missing.
     assert run("--only", "^(llama|gptj)$", "--missing") == {**first, "gptj": "again"}

@@ -8,11 +8,12 @@ It runs pytest over the files of this folder, in three phases:
               parallel workers
     times     all contenders with right results, in turns; then other block shapes: one worker
 
-Each test is a unit. It compares every element with float64 before it times anything, and its result is
-written at once. A crash or a hang loses the result of one unit only. Units that were not started have
-the outcome "no time".
+Each test is a unit. Units that time contenders first compare every element of their results with
+float64. The result of a unit is written as soon as it ends, so a crash or a hang loses one unit only.
+Units that were not started have the outcome "no time".
 
---dry-run runs everything at tiny sizes under Triton's interpreter; its times mean nothing.
+--dry-run runs tiny sizes under Triton's interpreter, without compiled contenders unless --against selects
+them; its times mean nothing.
 --report FILE prints the tables of a run, and needs no GPU.
 """
 
@@ -62,7 +63,7 @@ def phases() -> tuple[Phase, ...]:
     triton = sorted(
         path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_triton*.py")
     )
-    # Without the tests that only compile, for other devices too: they need no GPU.
+    # The tests that only compile need no GPU.
     triton = [path for path in triton if "compile" not in path]
     return (
         Phase((f"{HERE}/test_budgets.py",), True, 0.4),
@@ -76,7 +77,7 @@ def phases() -> tuple[Phase, ...]:
 
 
 def run(phase: Phase, given: Options, jobs: int, out: Any) -> int:
-    """Run a phase, at most until its deadline, and return pytest's exit code.
+    """Run a phase, at most until GRACE seconds after its deadline; return pytest's exit code.
 
     Args:
         out: called every few seconds, to write the results so far.
@@ -121,17 +122,22 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("gpu-results.json"), help="JSON file (gpu-results.json)")
-    add("--minutes", type=float, default=8.0, help="time limit of the whole run (8)")
-    add("--only", type=_pattern, default="", help="regular expression for units")
+    add(
+        "--out",
+        type=Path,
+        default=Path("gpu-results.json"),
+        help="JSON file to write (default: gpu-results.json)",
+    )
+    add("--minutes", type=float, default=8.0, help="time limit of the whole run (default: 8)")
+    add("--only", type=_pattern, default="", help="regular expression for the names of units")
     add(
         "--against",
         type=_pattern,
         help="regular expression for contenders (default: all; in a dry run, those not compiled)",
     )
     add("--peers", type=Path, help="folder with source files of other libraries")
-    add("--jobs", type=int, help="parallel workers (number of cores - 2, at most 8)")
-    add("--limit", type=float, default=120.0, help="time limit of a unit in seconds (120)")
+    add("--jobs", type=int, help="parallel workers (default: cores - 2, from 1 to 8)")
+    add("--limit", type=float, default=120.0, help="time limit of a unit in seconds (default: 120)")
     add("--dry-run", action="store_true", help="tiny sizes, under Triton's interpreter")
     add("--report", type=Path, metavar="FILE", help="print the tables of a run and exit")
     return parser.parse_args(arguments)

@@ -16,7 +16,7 @@ _LONG = Case(
 _PREFILL = replace(_LONG, name="prefill 32k", rows=1, q_heads=32, k_heads=8)
 _DECODE = replace(_PREFILL, tokens=1, work="in place", positions="ids per row", cold=False)
 
-#: The cases with a budget relative to the copy's bandwidth.
+#: The cases with a budget relative to a copy's bandwidth.
 SHARES = (
     _LONG,
     _PREFILL,
@@ -60,13 +60,16 @@ COPIES = 40
 
 
 def small(case: Case, tokens: int = 5) -> Case:
-    """Return a case at a size for Triton's interpreter."""
+    """Return a tiny case: at most 2 rows and `tokens` tokens, 2 query heads, 1 key head, 16 channels."""
     rows, tokens = min(case.rows, 2), min(case.tokens, tokens)
     return replace(case, rows=rows, tokens=tokens, q_heads=2, k_heads=1, head_dim=16)
 
 
 def sized(case: Case) -> Case:
-    """Return a case that fits the device: if necessary with fewer rows, then with fewer tokens."""
+    """Return a case that fits the device: if necessary with fewer rows, then with fewer tokens.
+
+    In a dry run it is a tiny case on the CPU.
+    """
     if OPTIONS.dry:
         return replace(small(case), device="cpu", threads=1)
     room = torch.cuda.mem_get_info()[1]

@@ -1,7 +1,7 @@
 """Functions of other libraries, loaded from a few of their source files without installing them.
 
 A package's own `__init__` would import the whole package, so an empty module with the path of the files
-replaces each package. A library without such files is imported if it is installed.
+replaces each package. A library whose files are absent is imported if it is installed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def function(name: str) -> Any:
 
 
 def _root(peer: Peer) -> Path | None:
-    """Return the folder to import a peer from, or None: `FOLDER`, a folder in it, or the `src` of one."""
+    """Return the folder to import a peer from: that of all peers, a folder in it, or the `src` of one.
+
+    None if none of them has the file.
+    """
     folder = Path(os.environ.get(VARIABLE, FOLDER))
     inner = sorted(path for path in folder.glob("*") if path.is_dir())
     file = f"{peer.module.replace('.', '/')}.py"
@@ -132,4 +135,4 @@ def _install(name: str, folder: Path) -> None:
 
 
 def _never(*_: Any, **__: Any) -> Any:
-    raise ImportError("it called a function that was left out")
+    raise ImportError("a function that was not loaded was called")

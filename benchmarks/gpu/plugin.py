@@ -82,7 +82,7 @@ def _file(folder: Path, name: str, suffix: str, prefix: str = "") -> Path:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any] | None:
-    """Read the result of a unit; for a unit whose process died, set the outcome and the trace."""
+    """Read the result of a unit, or None if it was not started; if its process died, add outcome and trace."""
     path = _file(folder, name, ".json")
     if not path.exists():
         return None

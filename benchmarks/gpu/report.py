@@ -25,7 +25,7 @@ Units = list[dict[str, Any]]
 
 
 def failures(units: Units) -> Units:
-    """Return the units that failed, without those of other contenders."""
+    """Return the units that failed, crashed or hung, without those of other contenders."""
     return [
         unit
         for unit in units
@@ -39,7 +39,7 @@ def _named(units: Units, test: str) -> dict[str, dict[str, Any]]:
 
 
 def _within(values: list[float], most: float) -> str:
-    """Return "held", "NOT HELD", or "open" if only some of the sorted values are within a bound."""
+    """Return whether sorted values are within a bound: "held", "NOT HELD", or "open" if only some are."""
     return "held" if values[-1] <= most else "NOT HELD" if values[0] > most else "open"
 
 
@@ -108,7 +108,7 @@ def _table(units: Units) -> Iterator[str]:
 
 
 def ratios(units: Units) -> Iterator[str]:
-    """Yield a Markdown table: our time, and our time over that of each contender."""
+    """Yield the lines of a Markdown table: our time and bandwidth, and our time over each contender's."""
     results = [unit["result"] for unit in _named(units, "test_time").values()]
     results = [result for result in results if "seconds" in result]
     found = {name for result in results for name in result["ratios"]}
@@ -124,7 +124,7 @@ def ratios(units: Units) -> Iterator[str]:
 
 
 def shapes(units: Units) -> Iterator[str]:
-    """Yield the fastest block shape of each case, compared with that of the library's table."""
+    """Yield a line with the fastest block shape of each case, and its time over that of the table's shape."""
     found: dict[str, list[tuple[float, str]]] = {}
     for unit in units:
         result = unit["result"]

@@ -1,4 +1,4 @@
-"""Other block shapes than those of `backends/triton/blocks.py`, timed relative to a copy."""
+"""Block shapes other than those in `backends/triton/blocks.py`, timed relative to a copy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _UNITS = [
 def test_blocks(
     case: Case, change: dict[str, int], record: dict[str, Any], monkeypatch: Any
 ) -> None:
-    """Time one shape, after checking its result."""
+    """Time one shape or number of programs, after checking its result."""
     from tightrope.backends.triton import blocks, rotation
 
     table = _VARIED[case.name]

@@ -1,4 +1,4 @@
-"""Random calls of the public functions, with all options drawn independently."""
+"""Random calls of the public functions, with random options."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEVER = (None,) * 5
 
 
 class Call(NamedTuple):
-    """A function, its arguments as a function of the drawn tensors, and the names of those it changes."""
+    """A function, its arguments as a function of the drawn tensors, and the names of tensors it changes."""
 
     function: Callable[..., Any]
     arguments: Callable[[Tensors], dict[str, Any]]
@@ -93,7 +93,7 @@ class Draw:
 
 
 def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return a copy with other strides; "expanded" repeats the first token."""
+    """Return the values of x with other strides; "expanded" repeats the first token instead."""
     if kind == "permuted" and x.dim() > 2:
         return x.movedim(0, -2).clone(memory_format=torch.contiguous_format).movedim(-2, 0)
     if kind == "inside":
@@ -406,7 +406,7 @@ def scan(d: Draw) -> Call:
 
 
 def other_functions(d: Draw) -> Call:
-    """Draw rotary_apply, rotary_pos_embedding, build_freqs_cis, or the frequencies of a spec."""
+    """Draw a call of rotary_apply, rotary_pos_embedding, build_freqs_cis, or `described`."""
     if d.verb == "frequencies":
         spec, seq_len = spec_of(d), d.pick("seq_len", None, 16, 100, 2**20)
         made = {"spec": spec, "seq_len": seq_len}
@@ -434,7 +434,7 @@ def other_functions(d: Draw) -> Call:
 
 
 def described(spec: RopeSpec, seq_len: Any) -> list[Any]:
-    """Return the repr, frequencies, phase words and round trip of a spec."""
+    """Return a spec's repr, frequencies, attention scaling and phase words, and whether its dict restores it."""
     found = spec.frequencies(seq_len)
     words = spec.words_for(100 if seq_len is None else seq_len)
     again = RopeSpec.from_dict(spec.to_dict())
@@ -442,7 +442,7 @@ def described(spec: RopeSpec, seq_len: Any) -> list[Any]:
 
 
 def modules(d: Draw) -> Call:
-    """Draw a call of a module of tightrope.nn; its parameters are among the tensors."""
+    """Draw a call of a module of tightrope.nn; its parameters are among the drawn tensors."""
     torch.manual_seed(d.random.getrandbits(30))
     rows, tokens, heads = d.pick("rows", 1, 2), d.pick("tokens", 1, 6), d.pick("heads", 2, 4)
     options: dict[str, Any] = {}
@@ -487,7 +487,7 @@ def modules(d: Draw) -> Call:
 
 
 def llama(d: Draw) -> Call:
-    """Draw a call of a patched Llama of transformers, in some cases with a cache."""
+    """Draw a call of a Llama of transformers, patched or patched and unpatched, with or without a cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tightrope.integrations.transformers import patch, unpatch

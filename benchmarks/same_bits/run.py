@@ -69,7 +69,7 @@ def state(d: Draw) -> dict[str, tuple[str, int | None]]:
 
 
 def bits(x: Any) -> str:
-    """Return dtype, shape, strides and a digest of all values; all NaNs count as equal."""
+    """Return dtype, shape, strides and a digest of a tensor, in which all NaNs are equal; else a repr."""
     if not isinstance(x, torch.Tensor):
         return repr(x)
     strides = [s for s, size in zip(x.stride(), x.shape) if size > 1]
@@ -101,7 +101,7 @@ def flat(result: Any) -> list[Any]:
 
 
 def plain(d: Draw, call: Call, result: dict[str, str]) -> None:
-    """Run a call without gradients."""
+    """Run a call in a mode of `PLAIN`, which computes no gradients."""
     if d.mode == "no grad":
         for value in d.tensors.values():
             value.requires_grad_()
@@ -165,7 +165,7 @@ def transformed(d: Draw, call: Call, result: dict[str, str]) -> None:
     like = [d.noise(*x.shape).to(x.dtype) for x in tensors]
     stacked = [torch.stack((x, x * 0.5)) for x in tensors]
     options = {"backend": "aot_eager", "fullgraph": True}
-    # Symbolic shapes take half a minute in these two.
+    # Compiling these two with symbolic shapes takes half a minute.
     slow = d.verb in ("polar_scan", "Llama")
     options["dynamic"] = d.pick("dynamic", None, None, None if slow else True)
     mode = d.mode

@@ -23,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers-coverage.md"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; see the module."""
+    """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transformers_coverage", description=__doc__
     )
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def write(data: dict[str, Any], path: Path) -> None:
-    """Write the rows to their file."""
+    """Write the results to their file."""
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

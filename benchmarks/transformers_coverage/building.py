@@ -1,7 +1,7 @@
 """Build a small configuration of any model type, and a model whose output depends on its weights.
 
 Sizes are chosen by the name of the setting. Every part has the same width, WIDTH channels in HEADS
-heads, so that parts fit together. Exceptions of single families are data in `families.py`.
+heads, so that parts fit together. Exceptions for single families are in `families.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ KEY_HEADS = (
     r"|key_value_heads)(_per_layer)?|num_query_groups"
 )
 GROUPED = re.compile(KEY_HEADS)
-# The first pattern that matches an integer setting's whole name gives its value; None keeps the default.
+# The first pattern that matches an integer setting's whole name gives its largest value; None keeps the
+# default.
 SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*(max|min)_(pixels|duration|length).*|num_feat_extract_layers|pooling_kernel_size", None),
     (KEY_HEADS, 2),
@@ -113,7 +114,8 @@ class Shrinker:
         return out
 
     def _layers(self, given: dict[str, Any]) -> tuple[int, list[int]] | None:
-        """The number of layers, and those to keep so that each kind of layer remains."""
+        """The number of layers, and the indices to keep: the first layer of each kind, at most four, and others
+        up to LAYERS. None if the configuration does not state the number."""
         counts = [v for n in LAYER_COUNTS if isinstance(v := given.get(n), int)]
         if not counts:
             return None
@@ -179,7 +181,7 @@ FILLED = {
 MROPE = [16, 24, 24]
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 
-# Settings that are derived from others or do not affect the shape of a model.
+# Settings that are derived from other settings or do not affect the shape of a model.
 UNTOUCHED = frozenset(
     {
         "transformers_version", "architectures", "id2label", "label2id", "problem_type", "dtype",
@@ -222,7 +224,7 @@ def sections(old: list[int], pairs: int) -> list[int]:
 
 
 def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bool = True) -> Any:
-    """A small configuration of the class, with overrides merged in, nested for its parts.
+    """A small configuration of the class, without dropout; overrides are merged in, nested for its parts.
 
     With `grouped` it has half as many key heads as query heads, which not every family supports.
     """
@@ -243,7 +245,7 @@ DROPOUTS = (
     "attn_pdrop",
     "embd_pdrop",
 )
-LARGEST = 20_000_000
+LARGEST = 20_000_000  # parameters of a small model
 
 
 def small_model(
@@ -272,7 +274,7 @@ def small_model(
 
 @torch.no_grad()
 def reweigh(model: torch.nn.Module, gain: float) -> None:
-    """Set random weights, none zero or tiny, that keep variances, so that scores depend on angles.
+    """Set random weights that keep variances; none stays zero or tiny, so that scores depend on angles.
 
     A gain below 1 is for a family in which variances grow until softmax picks one token.
     """

@@ -19,7 +19,7 @@ ROTARY = re.compile(
     r"^_?(vision_)?apply_\w*rotary\w*$|^rotate_queries_or_keys$|^_apply_rotary_embedding$"
 )
 
-# Preferred model classes: first those with a language head, because they run all other parts.
+# Endings of model classes, the preferred first: those with a language head run all other parts.
 PREFERRED = (
     "ForConditionalGeneration",
     "ForCausalLM",

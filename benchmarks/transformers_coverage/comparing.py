@@ -77,7 +77,10 @@ def place(code: CodeType) -> Place:
 
 @contextmanager
 def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
-    """Count calls of these functions and of copies of them, with a profiler; nothing is replaced."""
+    """Count calls of these functions and of their copies, and of all functions of tightrope as "tightrope".
+
+    A profiler counts them; nothing is replaced.
+    """
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
@@ -96,7 +99,7 @@ def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
 
 
 def places_of(model: torch.nn.Module) -> dict[Place, str]:
-    """The rotary functions of every modeling file that defines parts of the model."""
+    """Place -> name of the rotary functions in every modeling file that defines parts of the model."""
     places: dict[Place, str] = {}
     for module in rotary_modules(model):
         short = module.__name__.removeprefix("transformers.models.").rpartition(".")[0]
@@ -108,7 +111,7 @@ def places_of(model: torch.nn.Module) -> dict[Place, str]:
 def run(
     model: torch.nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None
 ) -> Run:
-    """Run forward and backward; the loss is a fixed random weighting of every output."""
+    """Run forward and backward; the loss is the sum of all outputs, times fixed random weights."""
     result = Run({}, {})
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 from .building import WIDTH
 from .catalogue import ModelType
 
-# (time, rows, columns) of patches of the two images of a batch; rows and columns differ.
+# The patches of the two images of a batch, as (time, rows, columns); rows and columns differ.
 GRIDS = ((1, 4, 6), (1, 6, 4))
 
 
@@ -23,14 +23,14 @@ class Family:
     Attributes:
         config: settings, nested for the parts of a configuration; a part with a `model_type` replaces
             the whole part.
-        inputs: makes some of the inputs; its argument is the maker of the others.
+        inputs: makes some of the inputs; its argument is the `Maker` of the others.
         without: inputs to leave out.
-        model: the class to build.
+        model: the name of the class to build.
         patches: the layout of pixels that come with a grid, see `Maker.images`.
-        part: the part of the model to call, if the whole is not differentiable or badly conditioned.
+        part: the part of the model to call, if the whole is badly conditioned or not differentiable.
         attention: the attention implementation.
         gain: a factor on the random weights.
-        grids: the number of patches of each image.
+        grids: the patches of each image, as (time, rows, columns).
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Family:
 
 
 def tiles(maker: Any) -> dict[str, Any]:
-    """Images in tiles, with one of four tiles present."""
+    """Two images of 2 × 2 tiles each; all four are present."""
     return {
         "pixel_values": maker.normal(2, 1, 4, 3, 32, 32),
         "aspect_ratio_ids": torch.full((2, 1), 6),

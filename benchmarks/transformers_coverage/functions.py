@@ -174,7 +174,9 @@ def compare(original: Any, replaced: Any, make: Make) -> dict[str, Any]:
     equal = spy.calls > 3 and not any(map(any, found.values()))
     return {
         "status": "equal" if equal else "different",
-        "reason": "equal to the bit" if equal else "differs, see the numbers",
+        "reason": "equal to the bit"
+        if equal
+        else "differs, or bypasses the operator: see the numbers",
         "operator_calls": spy.calls,
         **found,
     }
@@ -198,7 +200,7 @@ def _run(function: Any, values: dict[str, Any]) -> tuple[list[torch.Tensor], lis
 
 
 def _differing(one: list[torch.Tensor], other: list[torch.Tensor]) -> int:
-    """The number of elements that differ; those of a tensor that cannot be compared all do."""
+    """The number of elements that differ; all elements if a dtype, a shape or the number of tensors does."""
     alike = len(one) == len(other) and all(a.dtype == b.dtype for a, b in zip(one, other))
     if not alike or any(a.shape != b.shape for a, b in zip(one, other)):
         return sum(a.numel() for a in one)
@@ -206,7 +208,7 @@ def _differing(one: list[torch.Tensor], other: list[torch.Tensor]) -> int:
 
 
 def run(only: str = "") -> list[dict[str, Any]]:
-    """All rows, with a progress bar."""
+    """The rows of all files whose folder matches `only`, with a progress bar."""
     from tqdm import tqdm
 
     chosen = [path for path in files() if re.search(only, path.parent.name)]

@@ -69,7 +69,7 @@ class Maker:
         }
 
     def put(self, name: str, value: Any) -> None:
-        """Set an input, unless the family has made it already."""
+        """Set an input, unless it was made before."""
         self.made.setdefault(name, value)
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ class Maker:
             self.put("token_type_ids", kinds)
 
     def features(self, find: Callable[..., Any]) -> int:
-        """The number of feature rows that a model makes from its inputs."""
+        """The number of feature rows that `find`, a method of the model, makes from the inputs."""
         wanted = inspect.signature(find).parameters
         given = {n: v for n, v in self.made.items() if n in wanted}
         with torch.no_grad():
@@ -204,7 +204,7 @@ PLACEHOLDERS = (
 
 
 def part(config: Any, *names: str) -> Any:
-    """The named part of a configuration at any depth, or the configuration itself."""
+    """The named part of a configuration, at any depth; the configuration itself if there is none."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:

@@ -96,7 +96,7 @@ class Worker:
                 return self.pipe.recv()
         except EOFError:
             self.process.join()
-            reason = f"the process ended with {self.process.exitcode}"
+            reason = f"the process ended with exit code {self.process.exitcode}"
         self.stop()
         return {**blank(model_type), "reason": reason}
 

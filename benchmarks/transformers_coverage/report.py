@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def file_status(rows: list[Row]) -> dict[str, str]:
-    """Status of each file: equal if all its functions are; else partly, different or left."""
+    """Status of each file: different if any function is; equal if all are, partly if some, else left."""
     by_file: dict[str, list[str]] = {}
     for row in rows:
         by_file.setdefault(row["file"], []).append(row["status"])

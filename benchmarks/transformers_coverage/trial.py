@@ -31,7 +31,7 @@ class Ready:
 
     @property
     def name(self) -> str:
-        """The class that ran and the name of its part."""
+        """The names of the class and of the part that runs."""
         return ".".join(filter(None, (type(self.model).__name__, self.part)))
 
     def run(self) -> Run:
