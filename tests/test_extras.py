@@ -166,7 +166,7 @@ def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
         assert_same_bits(got, want)
 
 
-# Options for q and k, where k uses a tensor shaped like q: one call without gradients, two with them.
+# Options for q and k, where k uses a tensor shaped like q: one call if no gradient is required, else two.
 OF_BOTH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda source: {"act": (RMSNorm(VALUES[0]), RMSNorm(source[0, 0, 0]))},
     "a gate": lambda source: {"gate": (gates.Exp(VALUES), gates.Given(source.transpose(1, 2)))},
@@ -231,13 +231,13 @@ def test_shards_are_refused(sharded: torch.Tensor) -> None:
     calls |= {
         "[rotate] positions": lambda: rotate(X, SPEC, ids),
         "[at] positions": lambda: SPEC.at(ids),
-        "[per_row] positions": lambda: positions.per_row(ids),
+        "[per_row] offsets": lambda: positions.per_row(ids),
         "[packed] cu_seqlens": lambda: positions.packed(ids),
         "[left_padded] attention_mask": lambda: positions.left_padded(ids[None]),
         "[left_padded] lengths": lambda: positions.left_padded(lengths=ids, total=5),
-        "[multi_axis] positions": lambda: positions.multi_axis(ids[None]),
+        "[multi_axis] ids": lambda: positions.multi_axis(ids[None]),
         "[concatenate] positions": lambda: positions.concatenate([ids]),
-        "[Positions] positions": lambda: positions.Positions(ids[None, None], add_index=False),
+        "[Positions] ids": lambda: positions.Positions(ids[None, None], add_index=False),
         "[seq_len] lengths": lambda: rotate(X, by_length, seq_len=ids[:1]),
         "[rerotate] positions": lambda: rerotate(X, SPEC, SPEC, 0, ids),
         "[apply_rotary_pos_emb] position_ids": lambda: apply_rotary_pos_emb(
@@ -272,7 +272,7 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text:
         make(VALUES.to_sparse())
 
 
-# Kind of extra tensor -> the options that declare it, and its shape from values (3, 8), float64.
+# Kind of extra tensor -> (the options that declare it, a function that brings values (3, 8) to its shape).
 RAW: dict[str, tuple[schema.Options, Callable[[torch.Tensor], torch.Tensor]]] = {
     "a weight": (schema.Options(act=ACTS.index("rms_norm")), lambda values: values),
     "a gate": (schema.Options(gate=schema.LOG), lambda values: values[None, :, None]),
@@ -419,7 +419,7 @@ def test_a_list_may_be_empty() -> None:
 @needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
 def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
-    """An error: freed memory, such as that of a shard, has address 0, which a kernel would read."""
+    """An error: a tensor whose memory was freed, like a shard's, has address 0, which a kernel would read."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="extra tensors must have memory"):

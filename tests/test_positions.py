@@ -768,14 +768,16 @@ def test_nothing_reads_from_a_device(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_dtypes_that_cannot_count_are_refused(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     ids = torch.zeros(3, dtype=dtype)
-    rule = r"positions must be int32, int64, float32 or float64"
-    with pytest.raises(TypeError, match=rf"^\[rotate\] {rule} \(positions: {name}\[3\]\)\.$"):
-        rotate(torch.zeros(1, 1, 3, 8), RopeSpec(8), ids)
-    with pytest.raises(TypeError, match=rf"^\[per_row\] {rule} \(positions: {name}\[3\]\)\.$"):
-        per_row(ids)
+    rule = "must be int32, int64, float32 or float64"
     with pytest.raises(
-        TypeError, match=rf"^\[multi_axis\] {rule} \(positions: {name}\[3, 1\]\)\.$"
+        TypeError, match=rf"^\[rotate\] positions {rule} \(positions: {name}\[3\]\)\.$"
     ):
+        rotate(torch.zeros(1, 1, 3, 8), RopeSpec(8), ids)
+    with pytest.raises(
+        TypeError, match=rf"^\[per_row\] offsets {rule} \(offsets: {name}\[3\]\)\.$"
+    ):
+        per_row(ids)
+    with pytest.raises(TypeError, match=rf"^\[multi_axis\] ids {rule} \(ids: {name}\[3, 1\]\)\.$"):
         multi_axis(ids[:, None])
 
 
@@ -816,7 +818,7 @@ def test_per_row_takes_one_dimension() -> None:
     rule = r"^\[per_row\] offsets must have shape \(rows,\) \(offsets: int64\[2, 1\]\)\.$"
     with pytest.raises(ValueError, match=rule):
         per_row(torch.zeros(2, 1, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"^\[per_row\] positions must be a tensor but got 7\.$"):
+    with pytest.raises(TypeError, match=r"^\[per_row\] offsets must be a tensor but got 7\.$"):
         per_row(7)  # type: ignore[arg-type]
 
 
@@ -902,7 +904,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: packed(ENDS, torch.tensor([True, False])),
         TypeError,
-        "[packed] positions must be int32, int64, float32 or float64 (positions: bool[2]).",
+        "[packed] offsets must be int32, int64, float32 or float64 (offsets: bool[2]).",
     ),
     (
         lambda: left_padded(),

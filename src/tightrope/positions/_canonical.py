@@ -45,7 +45,7 @@ class Positions:
     def __post_init__(self) -> None:
         if self.ids is None:
             return
-        check_dtype(self.ids)
+        check_dtype(self.ids, "ids")
         if self.ids.dim() != 3 or (self.add_index and self.ids.shape[2] != 1):
             shape = (
                 "(axes, rows, 1) with add_index=True" if self.add_index else "(axes, rows, tokens)"
@@ -144,14 +144,14 @@ def check_axes(where: Positions, axes: int) -> None:
 ZERO = Positions()
 
 
-def check_dtype(ids: object) -> None:
+def check_dtype(ids: object, name: str = "positions") -> None:
     if not isinstance(ids, torch.Tensor):
-        raise bad_type(f"positions must be a tensor but got {describe(ids)}")
+        raise bad_type(f"{name} must be a tensor but got {describe(ids)}")
     if ids.dtype not in DTYPES:
         # bfloat16 cannot count past 256, nor float16 past 2048; a bool tensor is probably a mask.
-        raise bad_type("positions must be int32, int64, float32 or float64", positions=ids)
-    check_dense("positions", ids)
-    check_local("positions", ids)
+        raise bad_type(f"{name} must be int32, int64, float32 or float64", **{name: ids})
+    check_dense(name, ids)
+    check_local(name, ids)
 
 
 def check_integers(name: str, values: object) -> None:

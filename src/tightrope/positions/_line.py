@@ -29,7 +29,7 @@ def per_row(offsets: torch.Tensor) -> Positions:
     >>> per_row(torch.tensor([0, 100])).ids.shape
     torch.Size([1, 2, 1])
     """
-    check_dtype(offsets)
+    check_dtype(offsets, "offsets")
     if offsets.dim() != 1:
         raise bad_value("offsets must have shape (rows,)", offsets=offsets)
     return Positions(offsets[None, :, None], add_index=True)
@@ -73,7 +73,7 @@ def packed(
         ids = tokens - starts.index_select(0, sequence)
         offset = as_positions(offsets).offset
         return Positions(ids[None, None], offset, add_index=False, packed=several)
-    check_dtype(offsets)
+    check_dtype(offsets, "offsets")
     if offsets.shape != starts.shape or offsets.device != cu_seqlens.device:
         raise bad_value(
             f"offsets must have shape ({starts.shape[0]},), one for each sequence, on the device "
