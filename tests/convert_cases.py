@@ -1,7 +1,8 @@
 """Small checkpoints for the tests of conversion, and the expected results.
 
 The order of rows is computed here from the definition of the two pairings, without the code under
-test: row 2i of an interleaved head is row i of the first half, and row 2i + 1 is row i of the second.
+test: rows 2i and 2i + 1 of an interleaved head are row i of the first half, and row i of the second
+half, of the same head with half pairing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LLAMA: dict[str, Any] = {
 
 
 def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> list[Any]:
-    """Reorder blocks of `width` rows, one at each of `starts`, from half to interleaved pairing."""
+    """Reorder blocks of `width` rows, one block at each of `starts`, from half to interleaved pairing."""
     made = list(rows)
     for start in starts:
         for i in range(width // 2):

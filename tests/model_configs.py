@@ -1,6 +1,6 @@
 """Configurations of public models with the expected specs.
 
-The data is `data/model_configs.json`. Each entry names the repository of the configuration and its
+The data is in `data/model_configs.json`. Each entry names the repository of the configuration and its
 format: ``v4`` for the flat keys that transformers wrote until 2025, ``v5`` for ``rope_parameters``,
 ``hub`` for custom code in the repository, or the name of another program's format. Keys unrelated to
 attention are left out; all keys about RoPE are unchanged, even those without effect. The expected specs

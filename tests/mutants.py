@@ -1,7 +1,7 @@
 """Choose the mutants of mutation.py, and build a copy of the source with one of them.
 
-Changes are found in the syntax tree of Python and in the tokens of C++; messages, types and comments
-are left alone. The mutants of a file depend only on its name and text.
+Changes are found in the syntax tree of Python, and by regular expressions in C++; messages, types and
+comments are left alone. The mutants of a file depend only on its name and text.
 """
 
 import ast
@@ -124,7 +124,7 @@ _SKIPPED = (
 
 
 def loop_lines(text):
-    """Yield (line number, kind, changed line) for C++, except code of other instruction sets."""
+    """Yield (line number, kind, changed line) for C++, except under `#else` and `__AVX512F__`."""
     elsewhere = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#"):

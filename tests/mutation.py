@@ -112,7 +112,7 @@ class Chosen:
 
 
 def in_child(source, isa, options, chosen):
-    """Run pytest on a copy of src/ in this process, and write the result to the note."""
+    """Run pytest on a copy of src/ in this process, and write the result to `chosen.note`."""
     os.setpgid(0, 0)
     os.chdir(ROOT)
     output = os.open(source.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -171,7 +171,8 @@ def stages(mutant, traced):
 
 
 def run_mutant(mutant, traced, arguments):
-    """Return the outcome of one mutant; for None, of the tests `traced` on the unchanged source."""
+    """Return the outcome of one mutant; if it is None, of the tests `traced` (test -> seconds) on the
+    unchanged source."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, start, isa = Path(temporary), time.monotonic(), None
         shutil.copytree(ROOT / "src", folder / "src")
@@ -202,7 +203,7 @@ def read_results(path):
 
 
 def run(mutants, traced, results, arguments):
-    """Run mutants without a result; then, on the unchanged source, each test that failed for one."""
+    """Run the mutants that have no result yet, then the tests that failed for one, on the unchanged source."""
     done = read_results(results)
     with results.open("a") as out:
         for mutant in mutants:

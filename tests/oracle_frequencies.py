@@ -2,8 +2,7 @@
 
 The functions are written from the papers and their authors' code, which the docstrings cite; nothing
 comes from the library under test. Floats are taken as exact numbers. Each function returns ω of
-every pair in radians per position. If a rule has a factor on the rotated channels, a second function
-returns it.
+every pair in radians per position. If a rule has an amplitude, a second function returns it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def ntk(d: int, base: float, factor: float) -> list[Real]:
 
 
 def dynamic_ntk(d: int, base: float, factor: float, trained: int, length: int | None) -> list[Real]:
-    """YaRN, section 3.3, s = max(1, l'/L). Implementations, like this one, use s = factor · l'/L − (factor − 1)."""
+    """YaRN, section 3.3, s = max(1, l'/L). Implementations, and this function, use s = factor · l'/L − (factor − 1)."""
     if length is None or length <= trained:
         return plain(d, base)
     scale = MP.mpf(factor) * length / trained - (MP.mpf(factor) - 1)
@@ -141,7 +140,7 @@ def llama3(d: int, base: float, factor: float, low: float, high: float, trained:
 
 
 def proportional(d: int, base: float, fraction: float, factor: float = 1.0) -> list[Real]:
-    """Round and Round We Go (arXiv 2410.06205), section 6: only the fastest pairs, a share p, rotate."""
+    """Round and Round We Go (arXiv 2410.06205), section 6: only the fastest share of the pairs rotates."""
     turning = int(fraction * d // 2)
     row = plain(d, base)
     return [omega / MP.mpf(factor) for omega in row[:turning]] + [MP.mpf(0)] * (d // 2 - turning)

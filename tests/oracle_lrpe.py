@@ -29,7 +29,7 @@ def _normal(x: Real) -> Real:
     return MP.erfc(-x / MP.sqrt(2)) / 2
 
 
-#: f of each name.
+#: Name -> f.
 FUNCTIONS: dict[str, Callable[[Real], Real]] = {
     "none": lambda x: x,
     "relu": lambda x: x if x > 0 else MP.mpf(0),
@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, Callable[[Real], Real]] = {
     "cos": MP.cos,
 }
 
-#: f' of each name, derived by hand.
+#: Name -> f', derived by hand.
 SLOPES: dict[str, Callable[[Real], Real]] = {
     "none": lambda x: MP.mpf(1),  # noqa: ARG005
     "relu": lambda x: MP.mpf(x > 0),
@@ -197,7 +197,8 @@ def angle_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of θ and the sum to which its error is relative.
 
-    The gradient is Σ position · (u · dv − v · du), the other Σ |position| · |pair| · |gradient pair|.
+    For the pairs (u, v) of y and (du, dv) of grad, the gradient is Σ position · (u · dv − v · du), and
+    the sum is Σ |position| · |(u, v)| · |(du, dv)|.
 
     Args:
         y, grad: a result and its gradient, as in :func:`rotated`.

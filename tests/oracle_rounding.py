@@ -33,7 +33,8 @@ def rotate(
     """Rotate all channels of x by tables with an entry for each channel.
 
     Args:
-        rounding: "each" rounds each product to the dtype of x, "wide" only the result.
+        rounding: "each" rounds the products and the result to the dtype of x; "wide" only the
+            result; products are float32, for float64 x float64. "once" is not modelled.
         back: whether to apply the transpose of the rotation instead.
     """
     u, v = split(x, interleaved)
@@ -52,6 +53,6 @@ def rotate(
 
 
 def eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate as most models do, x·cos + rotate_half(x)·sin, so that PyTorch differentiates it."""
+    """Rotate like the code of most models: x·cos + rotate_half(x)·sin, which PyTorch differentiates."""
     first, second = split(x, interleaved)
     return x * cos + join(-second, first, interleaved) * sin

@@ -1,4 +1,4 @@
-"""Pairwise test cases: few cases that together contain every pair of values of two options."""
+"""Pairwise test cases: few cases that together contain every pair of values of any two options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Allowed: TypeAlias = Callable[[Mapping[str, Any]], bool]
 def covering(
     axes: Mapping[str, Sequence[Any]], allowed: Allowed, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return cases that together contain every allowed pair of values of two options.
+    """Return cases that together contain every allowed pair of values of any two options.
 
     Args:
         axes: the values of each option, by name.

@@ -222,7 +222,7 @@ def with_tables(
 
 
 def wrong_halves() -> Fn:
-    """Interleaved pairs with tables laid out for halves."""
+    """Return a rotation of interleaved pairs by tables that are laid out for half pairing."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -315,7 +315,7 @@ def by_id_type(bug: bool) -> Fn:
 
 
 def grouped(how: str) -> Fn:
-    """Refuses k with fewer heads than q, or rotates it by the previous position."""
+    """For k with fewer heads than q: "refuse" raises, "behind" rotates k by the previous position."""
     plain = rope()
 
     def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:

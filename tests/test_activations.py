@@ -210,7 +210,7 @@ def gate_cases():
 @every_dtype
 @pytest.mark.parametrize("name", gate_cases())
 def test_gates_with_their_gradients(name, dtype, backend) -> None:
-    """Every gate, and the inverse, which divides by its factors."""
+    """Every gate but xPos, and the inverse, which divides by the gate's factors."""
     values, make, log = gate_cases()[name]
     spec = RopeSpec(38, start=2, rotary_dim=34, interleaved=True)
     x, dy = noise(2, 3, 5, 38, dtype=dtype), noise(2, 3, 5, 38, seed=1, dtype=dtype)
@@ -224,7 +224,7 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
     slopes = torch.autograd.grad(want, (exact, same), dy.double())
     assert_formula(y, want.detach(), dtype)
     assert_formula(found[0], slopes[0], dtype)
-    # The sum is over rounded y, so the bound is relative to the largest gradient.
+    # The gradient sums over rounded y, so its error is relative to its largest element, or to 1.
     size = max(1.0, slopes[1].abs().max().item())
     assert_formula(found[1] / size + 1, slopes[1] / size + 1, dtype)
     back = rotate(
@@ -321,7 +321,8 @@ def test_an_overflow_that_a_gate_undoes_has_gradients_by_angles(backend) -> None
 @pytest.mark.parametrize("act", ["silu", "softmax", "gelu", "sin", "norm"])
 @pytest.mark.parametrize("kind", ["exp", "slope"])
 def test_gradcheck_of_all_together(act, kind) -> None:
-    """x, weight, gate, frequencies and positions together; second derivatives, and forward mode."""
+    """x, weight, gate, frequencies and positions together, backward and in forward mode; second derivatives
+    without positions."""
     spec = RopeSpec(6, rotary_dim=4)
     x, weight = noise(1, 2, 3, 6).requires_grad_(), noise(6, seed=1).requires_grad_()
     gate = (0.1 * noise(2, 6, seed=2)).requires_grad_()

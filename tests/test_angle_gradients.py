@@ -304,7 +304,7 @@ def test_gradients_that_are_not_needed_are_empty(operator: Operator) -> None:
 def test_an_invalid_position_makes_frequency_gradients_nan(
     at: torch.dtype, lost: float, operator: Operator
 ) -> None:
-    """The gradients that include an invalid position are NaN; the others are unaffected."""
+    """Frequency gradients that sum over an invalid position are NaN; those of other rows are not."""
     call = make(at=at, axes=2, word_rows=True)
     assert call.positions is not None
     call.positions[1, 1, 3] = lost

@@ -158,7 +158,7 @@ def test_positions_beyond_32_bits_do_not_wrap_early(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quarter_turns_are_exact(backend: str) -> None:
-    """At whole quarter turns cosine and sine are exactly 0 and ±1."""
+    """At multiples of a quarter turn, each cosine and sine is exactly 0, 1 or −1."""
     words = torch.tensor([[[[2**62]]]])
     cos, sin = from_definition(words, None, torch.arange(-4, 5)[None, None], torch.float64)
     assert cos.flatten().tolist() == [1, 0, -1, 0, 1, 0, -1, 0, 1]

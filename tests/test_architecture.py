@@ -56,7 +56,7 @@ LAZY: dict[tuple[str, str], str] = {
     (
         "spec._rope",
         "config",
-    ): "users look for it at RopeSpec.from_config; the configuration readers build specs",
+    ): "RopeSpec.from_config calls the readers of configurations, which build specs",
     (
         "ops.autograd",
         "ops.run",
@@ -67,8 +67,8 @@ LAZY: dict[tuple[str, str], str] = {
 DYNAMIC: dict[str, str] = {
     "integrations.transformers._graft": "the module of a model's rotary function, which a pickled "
     "model names; it is never one of ours",
-    "workbench.audit._targets": "it imports the module that a user names, and transformers; neither "
-    "is part of this library",
+    "workbench.audit._targets": "the module that a user names, and transformers; neither is part of "
+    "this library",
 }
 
 
@@ -95,7 +95,10 @@ def ancestors(module: str) -> list[str]:
 
 
 def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[str, str | None, bool]]:
-    """Yield (module, name or None, lazy) for each import from tightrope; modules as in `module_of`."""
+    """Yield (module, name or None, lazy) for each import from tightrope.
+
+    Modules are named as in `module_of`; "?" stands for a computed name.
+    """
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, str | None, bool]]:
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)

@@ -28,7 +28,7 @@ from tightrope.workbench.audit._exact import cos_sin
 from tightrope.workbench.audit._guard import Guard
 from tightrope.workbench.audit._identify import identify
 
-# Findings about a call that the function refuses: their programs raise its own error.
+# Findings about calls that the function refuses -> the function's own error, which their programs raise.
 REFUSED = {
     "strides-refused": RuntimeError,
     "grouped": (AssertionError, ValueError),

@@ -91,7 +91,7 @@ THW = torch.tensor([[3, 50, 0, 17, 41], [31, 2, 9, 0, 23], [7, 19, 44, 5, 1]])
 
 
 class Family(NamedTuple):
-    """An assignment, and a function that returns cosines and sines by the model's own code.
+    """An assignment, and a function that computes cosines and sines with the model's own code.
 
     Attributes:
         published: returns two tensors ``[tokens, pairs]``.

@@ -197,7 +197,7 @@ def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
         "import sys, time\nsys.stderr.write('begun\\n')\nsys.stderr.flush()\ntime.sleep(60)\n",
         encoding="utf-8",
     )
-    # A shell ignores SIGINT for background processes, and children inherit that.
+    # Processes started in the background by a shell inherit an ignored SIGINT.
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys; from tightrope.cli import main; sys.exit(main())"

@@ -235,7 +235,7 @@ def test_help_fits(
 def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
     # The copy waits, so that the signal arrives during it.
     script = (
-        # A shell ignores SIGINT for background processes, and children inherit that.
+        # Processes started in the background by a shell inherit an ignored SIGINT.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, time; from tightrope.workbench.convert import rewrite\n"
         "real = rewrite._Copy._write\n"

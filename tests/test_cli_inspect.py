@@ -438,7 +438,7 @@ TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of each value in a configuration, as keys and indices."""
+    """Yield the path of each value, as keys and indices; of a list, only the first five items."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())

@@ -137,7 +137,7 @@ def in_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) ->
 
 
 def into(kind: str, source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, **more: Any) -> Any:
-    """Rotate a copy of q and write the result over q, through `out`."""
+    """Rotate k and a copy of q; `out` writes the result of the copy over q."""
     outs = q, torch.empty_like(k)
     return rotate_qk(q * 1, k, SPEC, out=outs, **OF_K[kind](source), **more)
 

@@ -117,9 +117,9 @@ ABSENCE: dict[str, str] = {
     "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
     "rope_parameters": "as for rope_scaling, if the base is outside the section",
     "head_dim": "hidden size / heads, as in the first Llama; families with another default require it",
-    "kv_channels": "the same for Megatron",
-    "llama.attention.key_length": "the same for GGUF",
-    "head_size": "the same for vLLM",
+    "kv_channels": "as for head_dim, in Megatron's arguments",
+    "llama.attention.key_length": "as for head_dim, in GGUF",
+    "head_size": "as for head_dim, in vLLM",
     "layer_types": "the same specs, without the list of layers",
     "use_scaled_rope": "no scaling: Meta wrote it from Llama 3.1 on",
     "use_rope_scaling": "no scaling",
@@ -131,13 +131,11 @@ ABSENCE: dict[str, str] = {
     "beta_fast": "the paper's 32",
     "beta_slow": "the paper's 1",
     "truncate": "the paper's true",
-    "attention_factor": "the paper's, from factor",
-    "mscale": "the paper's factor, from factor alone",
-    "mscale_all_dim": "the paper's factor, from factor alone",
-    "short_mscale": "the paper's factor, from factor alone",
-    "long_mscale": "the paper's factor, from factor alone",
+    "attention_factor": "the paper's, computed from factor",
+    "mscale": "1, as in DeepSeek's code",
+    "mscale_all_dim": "0, as in DeepSeek's code",
     "alpha": "dynamic NTK, which has no alpha",
-    "original_max_position_embeddings": "the length of the context for yarn and dynamic",
+    "original_max_position_embeddings": "max_position_embeddings, for yarn and dynamic",
     "max_position_embeddings": "LongRoPE with mscales then has no factor; rules that need the length require it",
     "rope_type": "no scaling, if the section has only a base",
     "general.architecture": "inferred from the prefix of the other keys",
@@ -406,14 +404,14 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "an unknown family": (
         {**LLAMA, "model_type": "zebra"}, {}, ValueError,
-        "[from_config] the config must give the pairing of channels, as model_type 'zebra' is not in "
-        "the table of families; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
+        "[from_config] the config must give the pairing of channels, as the table of families does not "
+        "contain model_type 'zebra'; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
         "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "no family": (
         {k: v for k, v in LLAMA.items() if k != "model_type"}, {}, ValueError,
-        "[from_config] the config must give the pairing of channels, as a config without model_type is "
-        "not in the table of families; pass interleaved=False if channel i is paired with i + "
+        "[from_config] the config must give the pairing of channels, as the table of families does not "
+        "contain a config without model_type; pass interleaved=False if channel i is paired with i + "
         "rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "a pairing that is not the family's": (
@@ -522,8 +520,8 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     "GGUF of an unknown architecture": (
         {k.replace("qwen2", "zebra"): v.replace("qwen2", "zebra") if isinstance(v, str) else v
          for k, v in GGUF.items()}, {}, ValueError,
-        "[from_config] the config must give the pairing of channels, as GGUF architecture 'zebra' is "
-        "not in the table of families; pass interleaved=False if channel i is paired with i + "
+        "[from_config] the config must give the pairing of channels, as the table of families does not "
+        "contain GGUF architecture 'zebra'; pass interleaved=False if channel i is paired with i + "
         "rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "GGUF with an unknown key": (
@@ -538,8 +536,8 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "Megatron without a pairing": (
         {k: v for k, v in MEGATRON.items() if k != "rotary_interleaved"}, {}, ValueError,
-        "[from_config] the config must give the pairing of channels, as Megatron's arguments is not in "
-        "the table of families; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
+        "[from_config] the config must give the pairing of channels, as the table of families does not "
+        "contain Megatron's arguments; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
         "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
     ),
     "Megatron with two scalings": (

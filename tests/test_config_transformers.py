@@ -1,8 +1,8 @@
 """Check the table of families and `from_config` against transformers itself.
 
-Three checks: its rotation functions pair channels as in the table; its configuration objects give the
-same specs as the files that they were read from; its rotary modules, built from these objects, have the
-frequencies of the specs.
+Three checks: the rotary functions of transformers pair channels as in the table; its configuration
+objects give the same specs as dictionaries with the same keys; its rotary modules, built from these
+objects, have the frequencies of the specs.
 """
 
 import ast
@@ -205,7 +205,7 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
             continue
         prefix = f"{layer}_" if hasattr(module, f"{layer}_inv_freq") else ""
         if not hasattr(module, f"{prefix}inv_freq"):
-            prefix = "full_attention_"  # equal layers are one spec
+            prefix = "full_attention_"  # all layer types have one spec: take this type
         inv_freq = getattr(module, f"{prefix}inv_freq").double()
         made = spec.frequencies()
         wanted = torch.tensor([float(omega) for omega in made.exact], dtype=torch.float64)

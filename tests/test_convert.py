@@ -886,7 +886,7 @@ def test_folders_change_places(
 def mutated(data: bytes, chance: random.Random) -> bytes:
     """Return the bytes with one part cut off, removed, doubled or overwritten."""
     made, size = bytearray(data), len(data)
-    # Half of the damage is within the first 900 bytes, where headers are.
+    # At least half of the damage is within the first 900 bytes, where headers are.
     where = chance.randrange(min(size, 900) if chance.random() < 0.5 else size)
     kind = chance.randrange(6)
     if kind == 0:
@@ -1036,7 +1036,9 @@ def test_fused_projections_are_read(tmp_path: Path) -> None:
 
 
 def _one(path: Path, kind: str, metadata: str) -> Path:
-    """Write safetensors with its own, empty or no metadata, or a torch zip, with a comment for "own"."""
+    """Write a safetensors file with its own, empty or no metadata; or a torch file, whose zip archive has a
+    comment if `metadata` is "own".
+    """
     tensors = llama_tensors()
     if kind == "torch":
         torch.save(tensors, path)

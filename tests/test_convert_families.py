@@ -1,4 +1,4 @@
-"""The table of names and packings against the models of transformers.
+"""Test the table of names and packings with the models of transformers.
 
 A small random model of each family is saved, its checkpoint converted, and the converted weights run
 in the same model with its rotary function switched to the other pairing: the same hidden states must
@@ -124,7 +124,8 @@ def small(family: str) -> Any:
 
 
 def reordered(spec: RopeSpec, neighbours: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that reorders rotated channels from halves to neighbours, or back."""
+    """Return a function that reorders rotated channels from half to interleaved pairing if `neighbours`,
+    else back."""
 
     def back(x: torch.Tensor) -> torch.Tensor:
         width = spec.rotary_dim

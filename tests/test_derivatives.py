@@ -1,4 +1,4 @@
-"""First and second derivatives of every public function, for every pair of values of two options.
+"""First and second derivatives of every public function, for every pair of values of any two options.
 
 They are compared with finite differences of the function itself in float64, so this file contains no
 derivative formula. Narrow dtypes are compared with the float64 call on the same values, which takes
@@ -106,7 +106,7 @@ class Call:
     """The call of a case as a function of its differentiable tensors.
 
     Attributes:
-        leaves: these tensors by name: q and k in the dtype of the case, the others in float64.
+        leaves: these tensors by name; q and k have the dtype of the case, the others float64.
     """
 
     def __init__(self, case: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Call:
         for seed, (name, count) in enumerate(heads.items()):
             shape = [(ROWS, count, TOKENS, WIDTH)[dim] for dim in dims]
             if count:
-                # Away from the kink of relu.
+                # Keep x away from 0, the kink of relu.
                 x = noise(*shape, seed=seed)
                 self.leaves[name] = (x + 0.1 * x.sign()).to(dtype)
         if case["act"] == "rms_norm":

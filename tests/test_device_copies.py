@@ -143,7 +143,7 @@ def test_a_backward_pass_copies_nothing(name: str) -> None:
 def test_a_prepared_rotation_takes_the_fast_path(
     gate: gates.Gate | None, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device too, the fast path skips the checks of the slow one, and it copies nothing."""
+    """On a device too, the fast path skips the checks of the slow one, and copies nothing."""
     monkeypatch.setitem(registry._ready_on, "meta", lambda: True)
     assert registry.takes(Q)
 

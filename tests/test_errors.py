@@ -23,7 +23,7 @@ def ids(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
 
-# the call, the type of the error, its whole sentence
+# Name -> (call, type of the error, its whole sentence).
 CASES = {
     "odd rotary_dim": (
         lambda: RopeSpec(8, rotary_dim=7),
@@ -176,7 +176,7 @@ CASES = {
     "rows of ids without rows": (
         lambda: rotate(X[0, 0], SPEC, ids(3, 5), layout="sd"),
         ValueError,
-        "[rotate] positions must have 1 or 1 rows but got 3 (layout 'sd' has no rows) "
+        "[rotate] positions must have 1 row but got 3 (layout 'sd' has no rows) "
         "(x: float32[5, 8], positions: int64[1, 3, 5]).",
     ),
     "rows of offsets": (

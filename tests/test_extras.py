@@ -166,7 +166,7 @@ def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
         assert_same_bits(got, want)
 
 
-# Options for q and k, where k uses a tensor shaped like q: one call without gradients, two with them.
+# Options for q and k, where k uses a tensor shaped like q: one call if no gradient is required, else two.
 OF_BOTH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda source: {"act": (RMSNorm(VALUES[0]), RMSNorm(source[0, 0, 0]))},
     "a gate": lambda source: {"gate": (gates.Exp(VALUES), gates.Given(source.transpose(1, 2)))},
@@ -272,7 +272,7 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text:
         make(VALUES.to_sparse())
 
 
-# Kind of extra tensor -> the options that declare it, and its shape from values (3, 8), float64.
+# Kind of extra tensor -> (the options that declare it, a function that brings values (3, 8) to its shape).
 RAW: dict[str, tuple[schema.Options, Callable[[torch.Tensor], torch.Tensor]]] = {
     "a weight": (schema.Options(act=ACTS.index("rms_norm")), lambda values: values),
     "a gate": (schema.Options(gate=schema.LOG), lambda values: values[None, :, None]),
@@ -419,7 +419,7 @@ def test_a_list_may_be_empty() -> None:
 @needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
 def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
-    """An error: freed memory, such as that of a shard, has address 0, which a kernel would read."""
+    """An error: a tensor whose memory was freed, like a shard's, has address 0, which a kernel would read."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="extra tensors must have memory"):

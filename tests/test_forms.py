@@ -264,7 +264,7 @@ NEW: dict[str, tuple[Form, Function, str]] = {
 
 
 class Attention(torch.nn.Module):
-    """Call a rotary function by a global name, as models do."""
+    """A module that calls a rotary function by a global name, as models do."""
 
     def forward(self, x: torch.Tensor, tables: Any) -> Any:
         return apply_rotary(x, tables)

@@ -89,7 +89,7 @@ def test_frequencies_are_values() -> None:
 
 @pytest.mark.parametrize("rule", [None, YaRN(4.0, 4096), DynamicNTK(2.0, 4096)])
 def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
-    """Its precision, rounding and traps affect neither frequencies nor the softmax scale."""
+    """The context's precision, rounding and traps affect neither frequencies nor the softmax scale."""
 
     def make() -> Frequencies:
         if rule is None:
@@ -116,7 +116,7 @@ def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
 
 
 def assert_exact(made: Frequencies, wanted: Sequence[Any]) -> None:
-    """Assert that 54 of 60 digits agree, more than a phase word or a float64 has, and all phase words."""
+    """Assert that phase words are equal and 54 of 60 digits agree, more than a word or a float64 has."""
     assert len(made.exact) == len(wanted)
     for mine, omega in zip(made.exact, wanted, strict=True):
         if omega == 0:
@@ -174,7 +174,7 @@ def test_dynamic_ntk(d: int, base: float, factor: float, length: int | None) -> 
     assert made.attention_scaling == 1.0
 
 
-# With 64 channels and base 1e4 this number of turns puts index 20 halfway into a ramp 0.001 wide.
+# With 64 channels and base 1e4, this number of turns puts pair 20 in the middle of a ramp 0.001 wide.
 NARROW = 4096 / (2 * math.pi) * 1e4 ** (-2 * 19.9995 / 64)
 
 YARNS: dict[str, dict[str, Any]] = {
@@ -222,7 +222,7 @@ def test_the_ends_of_yarns_ramp_are_exact() -> None:
     """Kept pairs have exactly the phase words of the default rule, divided ones those of Linear."""
     kept, divided = words(frequencies.default(128, 1e4)), words(Linear(4.0).frequencies(128, 1e4))
     made = words(YaRN(4.0, 4096).frequencies(128, 1e4))
-    # 32 turns in 4096 positions are at pair 20.9 of 64, and one turn is at pair 45.03.
+    # A pair with 32 turns in 4096 positions would have number 20.9 (of 64), one with a single turn 45.03.
     assert made[:21] == kept[:21]
     assert made[46:] == divided[46:]
     assert not any(made[k] in (kept[k], divided[k]) for k in range(21, 46))
@@ -873,7 +873,7 @@ def test_errors(case: str) -> None:
 
 
 def test_llama3_without_a_band_is_a_step() -> None:
-    """Llama 4 Scout: both factors are 1, so pairs are kept or divided and none is blended."""
+    """Llama 4 Scout: low_freq_factor = high_freq_factor = 1, so pairs are kept or divided, none is blended."""
     kept = frequencies.default(128, 5e5).exact
     divided = Linear(16.0).frequencies(128, 5e5).exact
     made = Llama3(16.0, 1.0, 1.0, 8192).frequencies(128, 5e5).exact

@@ -1,8 +1,8 @@
 """Frequency rules, compared with transformers, which most models run.
 
 transformers computes in float32, so the tolerance is 1e-6 relative; test_frequencies.py checks more
-digits. Where transformers differs from the papers or from itself, the test explains this and compares
-with the formula.
+digits. Where transformers differs from the papers or contradicts itself, the test explains this and
+compares with the formula.
 """
 
 import itertools

@@ -135,7 +135,7 @@ def test_every_public_function_is_documented() -> None:
 
 
 def test_the_fast_path_of_a_prepared_rotation_raises_the_same_errors() -> None:
-    """The fast path skips checks that the kernel repeats, yet every error is the same."""
+    """The fast path leaves some checks to the kernel, yet every error is the same."""
     spec = RopeSpec(8)
     fresh, used = spec.at(5), spec.at(5)
     q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)

@@ -73,7 +73,7 @@ def only_the_fast_path(monkeypatch):
         raise AssertionError("the slow path")
 
     def switch() -> None:
-        # The module, which a function of the same name shadows.
+        # From sys.modules, as a function of the same name hides the module.
         monkeypatch.setattr(sys.modules["tightrope.functional.rotate"], "build", refused)
 
     return switch

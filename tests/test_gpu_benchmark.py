@@ -73,7 +73,7 @@ def run(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
 
 
 def test_a_failure_costs_its_unit(tmp_path: Path) -> None:
-    """A crash, a hang, a wrong result and a lost device: all other units have their results."""
+    """Despite a crash, a hang, a wrong result and a lost device, all other units have their results."""
     found = run(tmp_path, limit=1.5)
     outcomes = {name: unit["outcome"] for name, unit in found.items()}
     assert outcomes == {

@@ -267,7 +267,7 @@ def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int
 
 
 def test_by_position_in_place_on_slices_of_one_projection() -> None:
-    """Tensors saved by the first rotation: neither the second nor later changes may alter them."""
+    """Neither the second rotation nor later changes may alter the tensors that the first one saved."""
     spec = RopeSpec(8)
     base = noise(1, 6, 4, 8).requires_grad_()
     p = (10 * noise(4, seed=1)).requires_grad_()

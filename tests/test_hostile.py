@@ -133,7 +133,7 @@ def shape(layout: int, rows: int, heads: int, tokens: int, head_dim: int) -> lis
 
 
 def problem(draw: Draw) -> tuple[int, list[int], list[int], int, int, int]:
-    """Draw a layout, sizes (rows, tokens, channels), heads of each tensor, pairs and start."""
+    """Draw a layout, [rows, tokens, channels], the number of heads of each tensor, pairs and start."""
     layout = draw.randrange(len(schema.LAYOUTS))
     name = schema.LAYOUTS[layout]
     rows, tokens = draw.size() if "b" in name else 1, draw.size()

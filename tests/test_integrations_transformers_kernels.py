@@ -32,7 +32,7 @@ check.__defaults__ = ("0.17.0", check.__defaults__[1])
 assert import_utils.is_kernels_available()
 from kernels import Mode, kernelize, use_kernel_forward_from_hub, use_kernelized_func, use_kernel_mapping
 from small_models import gradients, outputs, small_inputs, small_model
-from test_integrations_transformers import assert_gradients, assert_outputs
+from test_integrations_transformers import assert_equal_runs
 from tightrope.integrations.transformers import mapping, patch, register, unpatch
 from transformers.models.llama import modeling_llama as llama
 
@@ -65,9 +65,7 @@ for training in (True, False):
     model.train(training)
     model.set_use_kernels(True)
     assert type(llama.apply_rotary_pos_emb).__name__ == "Func"
-    after = gradients(model, given)
-    assert_outputs(after[0], before[0])
-    assert_gradients(after[1], before[1])
+    assert_equal_runs(gradients(model, given), before)
     assert runs_operator(lambda: outputs(model, given))
     model.set_use_kernels(False)
     del llama.apply_rotary_pos_emb.__dict__["forward"]
@@ -86,9 +84,9 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
         kernelize(model, mode=mode | Mode.TORCH_COMPILE, device="cpu")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    after = gradients(compiled, given)
-    assert_outputs(after[0], before[0])
-    assert_gradients({k.removeprefix("_orig_mod."): g for k, g in after[1].items()}, before[1])
+    after, grads = gradients(compiled, given)
+    named = {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}
+    assert_equal_runs((after, named), before)
     (served,) = _kernels._served.values()
     assert hasattr(served, "_tightrope_original")
     _kernels._served.clear()

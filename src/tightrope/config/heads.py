@@ -162,8 +162,8 @@ def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:
         return got[1], got[0]
     if family is None:
         fail(
-            f"the config must give the pairing of channels, as {source.name} is not in the table of "
-            f"families; pass interleaved=False if channel i is paired with i + rotary_dim / 2, as in "
+            f"the config must give the pairing of channels, as the table of families does not contain "
+            f"{source.name}; pass interleaved=False if channel i is paired with i + rotary_dim / 2, as in "
             f"Llama, or interleaved=True if adjacent channels are paired, as in GPT-J"
         )
     return family.interleaved, f"{source.name} ({family.source})"

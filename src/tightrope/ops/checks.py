@@ -293,7 +293,7 @@ def _check_fit(
     rows = 1 if layout.row is None else x.shape[layout.row]
     if not broadcasts(ids.shape[1], rows):
         raise bad_value(
-            f"{positions} must have 1 or {rows} rows but got {ids.shape[1]}"
+            f"{positions} must have {'1 row' if rows == 1 else f'1 or {rows} rows'} but got {ids.shape[1]}"
             + ("" if layout.row is not None else f" (layout {layout.name!r} has no rows)"),
             **{name: x, positions: ids},
         )

@@ -11,7 +11,7 @@ from ...forms import Call, Rotation
 
 
 class Bits(NamedTuple):
-    """What determines the bits of a rotation by given tables.
+    """The choices that determine the bits of a rotation by given tables.
 
     Attributes:
         rounding: where results and gradients round.
@@ -67,7 +67,7 @@ class Candidate:
     def bits_of(
         self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
     ) -> Bits | None:
-        """How the operator equals the original bit for bit; None if it does not."""
+        """The choices with which the operator equals the original bit for bit; None if none does."""
         for x, table, bits in self.bits:
             if (x, table) == (dtype, table_dtype):
                 return None if needs_grad and not bits.gradients else bits

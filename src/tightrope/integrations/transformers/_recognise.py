@@ -402,7 +402,7 @@ def _all_bits(
 
 
 def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
-    """How the operator equals a function on one probe; None if it does not."""
+    """The choices with which the operator equals a function on one probe; None if none does."""
     xs = [_permuted(x).requires_grad_() for x in probe.xs.values()]
     probe.xs = dict(zip(probe.xs, xs))
     tables = [probe.cos.requires_grad_(), probe.sin.requires_grad_()]

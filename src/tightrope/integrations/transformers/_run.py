@@ -82,7 +82,7 @@ class _Call:
     def bits_of(
         self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
     ) -> Bits | None:
-        """How to run a call; None if the original must run it."""
+        """The rounding and strides for a call; None if the original must run it."""
         return Bits() if self.once else self.candidate.bits_of(dtype, table_dtype, needs_grad)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
