@@ -142,8 +142,8 @@ TABLE = {
     "frequency digits": Tolerance(
         1e-54,
         "relative, of an exact frequency",
-        "60 digits minus those that 2,048 products lose; float64 would need 1e-16, and a phase word of "
-        "the fastest pair has 38 digits",
+        "60 digits minus those that 2,048 products lose; float64 would need 1e-16, and the phase word of "
+        "the fastest pair has 38 digits before its modulo",
     ),
     "frequency of transformers": Tolerance(
         1e-6,
