@@ -132,7 +132,7 @@ def test_family_with_exact_angles(family: str) -> None:
     served = [entry for entry in report.replaced if "RotaryEmbedding" in entry.name]
     if family == "GPT-J":  # its attention stores a table of sines, so there is no module to replace
         assert not served
-    elif family == "Qwen2-VL":  # the vision module takes sizes, so it is listed as left
+    elif family == "Qwen2-VL":  # the vision module takes (height, width) positions, so it is left
         assert [entry.name for entry in served] == ["Qwen2VLRotaryEmbedding"]
     else:
         assert served
