@@ -292,8 +292,8 @@ def test_every_published_model_is_reported_whole(model: Model) -> None:
     for part, written in zip(found.parts, document["parts"], strict=True):
         assert RopeSpec.from_dict(written["spec"]) == part.spec
         assert len(written["pairs"]) == len(part.spec.frequencies().exact)
-    # No published model gets a warning, with one exception: tests/model_configs.py adds a context of
-    # 8192 where a configuration states none, which may not exceed the rule's original length.
+    # No published model gets a warning, with one exception. If a configuration states no context,
+    # tests/model_configs.py adds 8192, which may be shorter than the rule's original length or equal.
     for part in found.parts:
         codes = {note.code for note in part.notes if note.warning}
         untold = part.part.context is not None and part.part.context[1] == 8192
@@ -405,7 +405,8 @@ def test_notes(spec: RopeSpec, context: int, code: str, about: str) -> None:
 
 
 def test_angles_that_training_has_not_shown() -> None:
-    # Llama 3.1: frequencies divided by 8, context 16 times as long; YaRN: the same factor for both.
+    # Llama 3.1 divides frequencies by 8 and extends the context 16 times. YaRN(4) reaches no new angles
+    # in a context 4 times as long, but does in one 8 times as long.
     (note,) = [note for note in only(LLAMA31).notes if note.code == "unseen-angles"]
     assert "up to 2 times as far" in note.text
     yarn = RopeSpec(128, scaling=YaRN(4, 4096))
@@ -454,7 +455,8 @@ def test_the_largest_disagreement_is_that_of_counting(other: RopeSpec) -> None:
         ]
         largest = max(angle for angle, _ in everywhere)
         assert near(apart.largest, distance(apart.position, apart.pair))
-        # Once some pair is half a turn off, a later position may be slightly nearer to half a turn.
+        # For a pair that gets half a turn off, `largest` belongs to the first half turn, but a later
+        # position may be slightly nearer to half a turn.
         assert apart.largest >= min(largest * (1 - value("reported number")), mp.pi * 0.9)
         for limit, first in ((0.01, apart.noticed), (1.0, apart.lost)):
             wanted = min((p for angle, p in everywhere if angle >= limit), default=None)

@@ -119,7 +119,7 @@ def test_switching_within_a_process() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
-    """Two instruction sets differ by at most twice the error bound of each."""
+    """Two instruction sets differ by at most twice the error bound of one."""
     spec = RopeSpec(90, interleaved=interleaved)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 50, 90, generator=generator, dtype=torch.float64).to(dtype)
@@ -136,9 +136,10 @@ def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
 @pytest.mark.parametrize("act", ["sin", "cos"])
 @pytest.mark.parametrize("name", SETS)
 def test_sines_of_every_size_lose_no_digits(name: str, act: str) -> None:
-    """Near a multiple of π/2 the result depends on the remainder of x alone; large multiples are hardest.
+    """Near a multiple of π/2 the sine or the cosine is about x minus that multiple, which must be accurate.
 
-    Beyond 8192 another algorithm is used; without FMA the reduction differs too.
+    Large multiples are hardest. Beyond |x| = 8192 another algorithm is used; without FMA the reduction
+    differs too.
     """
     multiples = torch.arange(-5350, 5351, dtype=torch.float64) * (torch.pi / 2)
     near = multiples.float()

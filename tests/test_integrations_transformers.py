@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 
 def assert_outputs(got: torch.Tensor, want: torch.Tensor, name: str = "patched outputs") -> None:
-    """Assert that outputs are close, relative to the largest of `want`; NaN fails."""
+    """Assert that outputs are close, relative to the largest magnitude in `want`; NaN fails."""
     assert got.shape == want.shape
     off = ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
     assert off <= value(name), off
@@ -34,7 +34,7 @@ def assert_equal_runs(
     got: tuple[torch.Tensor, dict[str, torch.Tensor]],
     want: tuple[torch.Tensor, dict[str, torch.Tensor]],
 ) -> None:
-    """Assert that outputs and gradients are equal, bit for bit but for the signs of zeros."""
+    """Assert that outputs and gradients are equal, bit for bit except for the signs of zeros."""
     assert got[0].dtype == want[0].dtype
     assert torch.equal(got[0], want[0])
     assert got[1].keys() == want[1].keys()
@@ -65,7 +65,7 @@ def test_not_one_bit_changes(family: str, dtype: torch.dtype) -> None:
     assert report.replaced
     assert not report.left, str(report)
     assert_equal_runs(gradients(model, given), before)
-    # And the operator ran, not the original functions.
+    # The operator ran, not the original functions.
     assert_calls_operator(model, given)
     unpatch(model)
     assert_equal_runs(gradients(model, given), before)
@@ -81,7 +81,7 @@ def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_depend_on_the_rotation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sines that are 1 % too large exceed the bound of the comparison above more than five times."""
+    """Sines that are 1 % too large change outputs by more than five times the bound of `assert_outputs`."""
     from tightrope.ops import run
 
     model, given = small_model(family), small_inputs(family)
@@ -132,7 +132,7 @@ def test_family_with_exact_angles(family: str) -> None:
     served = [entry for entry in report.replaced if "RotaryEmbedding" in entry.name]
     if family == "GPT-J":  # its attention stores a table of sines, so there is no module to replace
         assert not served
-    elif family == "Qwen2-VL":  # the vision module takes sizes, so it is listed as left
+    elif family == "Qwen2-VL":  # the vision module takes (height, width) positions, so it is left
         assert [entry.name for entry in served] == ["Qwen2VLRotaryEmbedding"]
     else:
         assert served
@@ -368,7 +368,7 @@ def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
 
 
 def test_hooks_that_keep_the_old_forward(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Hooks like those of accelerate: a wrapper replaces forward and calls the stored bound one."""
+    """Hooks like those of accelerate: a wrapper replaces forward and calls the stored bound method."""
     attention = llama.model.layers[0].self_attn
     attention._old_forward = attention.forward
     calls = []
@@ -467,7 +467,7 @@ def test_a_module_with_changed_frequencies_is_left_or_exact(llama: Any) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
-    """float32 tables would promote all later results of a function that is left."""
+    """With float32 tables, a function that is not replaced would return float32 for a bfloat16 x."""
 
     class Reader(torch.nn.Module):
         def __init__(self, config: Any) -> None:
@@ -578,7 +578,7 @@ def test_exact_angles_are_those_that_the_model_has_now(
         rotary.inv_freq.mul_(0.25)  # position interpolation by hand
     elif what == "attention_scaling":
         rotary.attention_scaling = 0.5
-    else:  # the module reads it only when it is constructed
+    else:  # the module reads its config only when it is constructed
         llama.config.rope_parameters = {
             "rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0
         }  # fmt: skip

@@ -1,6 +1,6 @@
 """Test `register` with the real kernels package: `use_kernels` and `kernelize`, without a network.
 
-Tests run in new processes, as transformers looks for the package only when it is imported.
+Each test runs in a new process, because transformers looks for the package only during its own import.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ needs_kernels = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the kernels package is not installed"
 )
 
-# transformers 5.23 requires kernels 0.18; the newest on the index is 0.17, whose layers, mapping and
-# kernelize are the same. So the test lowers the required version.
+# transformers 5.23 requires kernels 0.18, but the newest release is 0.17. Its layers, mapping and
+# kernelize are the same, so the tests lower the required version.
 START = """
 import torch
 from transformers.utils import import_utils
@@ -97,7 +97,7 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
 @pytest.mark.slow
 @needs_kernels
 def test_partial_width_q_alone_and_unknown_functions() -> None:
-    """One layer replaces all functions, each with its own arithmetic."""
+    """One layer serves all functions: known ones with their own arithmetic, others with their own code."""
     run("""
 def half(x):
     a, b = x.chunk(2, -1)

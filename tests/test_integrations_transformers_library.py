@@ -22,7 +22,7 @@ LATE = "transformers.models.stablelm.modeling_stablelm"
 
 @pytest.fixture
 def only_llama(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hide the modeling files that other tests have imported."""
+    """Hide imported modeling files other than Llama's; undo `patch()` afterwards."""
     for name in list(sys.modules):
         if ".modeling_" in name and name.startswith("transformers.models.") and "llama" not in name:
             monkeypatch.delitem(sys.modules, name)
@@ -92,7 +92,7 @@ def test_a_model_patched_by_itself_stays_when_the_library_is_undone() -> None:
     patch()
     report = patch(model)
     assert len(report.replaced) == 1
-    # The replacements of a patched model are globals of the module too, and must not be patched.
+    # The replacements of a patched model are also globals of the modeling file; they must not be patched.
     unpatch()
     assert not any(entry.name.startswith("_tightrope") for entry in patch())
     unpatch()

@@ -99,7 +99,7 @@ def llama(name: str) -> Any:
 
 
 def is_served(module: Any) -> bool:
-    """Return True if angles are exact: they do not read the frequency buffers, here NaN."""
+    """Return True if angles are exact: NaN in the frequency buffers of a copy does not reach them."""
     twin = copy.deepcopy(module)
     for buffer in twin.buffers():
         buffer.fill_(torch.nan)
@@ -185,7 +185,7 @@ def test_the_original_runs_where_what_it_reads_was_assigned(
 
 
 def test_a_class_of_longrope_given_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the report had "left", but the object used the angles of LongRoPE."""
+    """Regression: an object that the report listed as left used the angles of LongRoPE."""
     monkeypatch.setitem(sys.modules, modeling_phi3.__name__, modeling_phi3)
     settings = {**TEXT, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
     long = Phi3Config(**settings, original_max_position_embeddings=32)
@@ -310,7 +310,7 @@ def test_two_models_in_one_process_keep_their_angles() -> None:
 
 
 def test_exact_angles_end_with_unpatch() -> None:
-    """If exact angles stayed, their float32 tables would promote all results of the original."""
+    """If exact angles stayed, their float32 tables would make the original functions return float32."""
     given = small_inputs("Llama")
     plain = llama("dynamic").to(torch.bfloat16)
     with torch.no_grad():
@@ -351,7 +351,7 @@ FAR = torch.tensor([[0, 1, 4097, 123_457, 1_000_003]])
 
 
 def assert_exact(module: Any, dtype: torch.dtype) -> None:
-    """Check that tables at far positions are float32 (float64 for float64) and exact to the last bits."""
+    """Assert that tables at far positions are float32 (float64 for a float64 x) and within the error bound."""
     cos, sin = module(torch.zeros(1, dtype=dtype), FAR)
     exact = oracle.cos_sin(FAR, oracle.frequencies(1e4, 2 * PAIRS))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -360,7 +360,7 @@ def assert_exact(module: Any, dtype: torch.dtype) -> None:
         assert table.dtype == wide
         off = (table.double() - torch.cat((expected, expected), -1)).abs().max().item()
         assert off <= value(name), off
-    # The tables of the original are not exact, so this test can fail.
+    # The tables of the original miss the bound by far, so the assertion above can fail.
     rough, _ = LlamaRotaryEmbedding.forward(module, torch.zeros(1), FAR)
     assert (rough.double() - torch.cat((exact[0],) * 2, -1)).abs().max() > 1000 * value(name)
 
@@ -530,7 +530,7 @@ class HalfAttention(Attention):
 
 
 def test_a_method_that_reads_its_object_is_left() -> None:
-    """A class has one replacement; a method that rotates each object differently is left."""
+    """A class has one replacement, so a method that rotates differently for each object is left."""
     x, angle = torch.randn(2, 3, 5, 16), torch.randn(5, 8)
     model = torch.nn.ModuleList([Attention(False), Attention(True), HalfAttention(False)])
     want = [each.apply_rotary(x, angle.cos(), angle.sin()) for each in model]

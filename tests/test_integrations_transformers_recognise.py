@@ -42,7 +42,7 @@ def written(pairs: str, out: str, reading: str, last: bool, sign: int) -> Functi
         width = cos.shape[-1]
         count = width if reading == "half" else width // 2
         if 2 * count > x.shape[-1]:
-            raise ValueError("tables that are wider than x")
+            raise ValueError("the tables are wider than x")
         start = x.shape[-1] - 2 * count if last else 0
         y = x.clone()
         for k in range(count):
@@ -87,7 +87,7 @@ def test_every_rotation_is_distinguished_from_the_others(
     rotation = recognition.candidate.rotation
     assert (rotation.pairs, rotation.out, rotation.reading) == (pairs, out, reading)
     assert (rotation.slice, rotation.sign) == ("last" if last else "first", sign)
-    # The replacement equals the function, whether or not the two entries of a pair are equal.
+    # The replacement equals the function, whether or not the two table entries of a pair are equal.
     generator = torch.Generator().manual_seed(0)
     new = replacement(function, recognition.candidate)
     for table in tables(reading, generator):
@@ -469,7 +469,7 @@ def test_dtypes_are_those_of_the_original(dtype: torch.dtype) -> None:
 
 
 def test_compiled_without_duplicates_equals_the_original() -> None:
-    """Compiled code does not check that the two entries of a pair are equal: it uses both."""
+    """Compiled code does not check that the two table entries of a pair are equal: it uses both."""
     q, k, cos, sin = operands()
     cos = cos + torch.arange(16) * 0.1
     new = replaced()
@@ -557,7 +557,7 @@ def test_complex_tables_with_one_for_the_heads(heads: int, tokens: int) -> None:
 
 
 def test_what_a_view_makes_of_other_tables_goes_to_the_original() -> None:
-    # As many tokens as heads: broadcasting could confuse the two axes.
+    # As many tokens as heads: broadcasting could confuse the two dimensions.
     q, angle = normal(2, 5, 5, 16), normal(1, 5, 8)
     table = torch.polar(torch.ones_like(angle), angle)
     assert not served(seen_from_the_tokens, query=q, key=q.flip(0), freqs_ci=table)

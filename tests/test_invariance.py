@@ -19,12 +19,12 @@ from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops.schema import Options
 from tolerances import assert_same_bits
 
-# Every remainder modulo 4, 8 and 16, the pairs of a vector, with and without full vectors.
+# Every remainder modulo 4, 8 and 16 (the numbers of pairs in a SIMD vector), with and without full vectors.
 PAIRS = [*range(1, 36), 48, 50, 63, 64, 125]
 
 
 def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
-    """Return x [.., tokens, channels], changed so that most rotated pairs have a channel near 0.
+    """Return x [.., tokens, channels], changed so that rotation makes one channel of most pairs nearly 0.
 
     The small result of the cancellation reveals every intermediate rounding, also in 16-bit types,
     where the final rounding would hide nearly all of them.
@@ -49,7 +49,7 @@ def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
 @every_backend
 @both_pairings
 def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Large enough for two and for four threads, with a last tile that is not full."""
+    """x is large enough for four threads, and its last tile is not full."""
     spec = RopeSpec(98, rotary_dim=90, start=2, interleaved=interleaved)
     x = noise(2, 6, 667, 98, dtype=dtype)
     ids = torch.randint(-(2**31), 2**31, (2, 667), generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,10 @@ def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dty
 @every_dtype
 @every_backend
 def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) -> None:
-    """Gradients of x and of fractional positions; the latter are sums, whose order must not depend on threads."""
+    """Gradients of x and of fractional positions.
+
+    The latter are sums, whose order must not depend on the number of threads.
+    """
     spec = RopeSpec(64)
     x = noise(1, 6, 667, 64, dtype=dtype).requires_grad_()
     cotangent = noise(1, 6, 667, 64, dtype=dtype, seed=1)
@@ -234,7 +237,7 @@ def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> Non
             assert_same_bits(rotate(view, spec, 131072, backend=backend), wanted)
             assert_same_bits(rotate_(view, spec, 131072, backend=backend), wanted)
     wide = noise(rows, heads, tokens, 3 * width, dtype=dtype)
-    for shift in (0, 1, 3):  # rows that start at any element, so with any alignment
+    for shift in (0, 1, 3):  # rows with several alignments
         view = wide[..., shift : shift + width]
         view.copy_(x)
         assert_same_bits(rotate(view, spec, 131072, backend=backend), wanted)

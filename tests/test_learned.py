@@ -62,7 +62,10 @@ def formula(
 def exact_gradients(
     x: torch.Tensor, cotangent: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, spec: RopeSpec
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradients of :func:`formula` by theta and by positions, each with a bound of Σ |term|."""
+    """Return the gradients of :func:`formula` with respect to theta and to positions.
+
+    With each comes an upper bound on the sum of the magnitudes of its terms.
+    """
     theta, at = (t.detach().double().requires_grad_() for t in (theta, at))
     y = formula(x, theta, at, spec)
     found = torch.autograd.grad(y, (theta, at), cotangent.double())
@@ -93,12 +96,12 @@ every_shape = pytest.mark.parametrize("spec, shape", SHAPES.values(), ids=SHAPES
 def where(
     spec: RopeSpec, rows: int = 1, tokens: int = 5, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Fractional positions (axes, rows, tokens)."""
+    """Return fractional positions of shape (axes, rows, tokens)."""
     return 10 * noise(spec.axis_count, rows, tokens, seed=7, dtype=dtype)
 
 
 def ids(at: torch.Tensor) -> positions.Positions:
-    """Make positions of `where` an argument of the public functions."""
+    """Wrap positions from `where` for the public functions."""
     return positions.Positions(at, add_index=False)
 
 
@@ -174,7 +177,7 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
 
 @pytest.mark.parametrize("base", [10.0, 1e4, 1e6])
 def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
-    """The spec's own frequencies as float64, which have a relative error of 2^-53."""
+    """The spec's own frequencies as float64, which have a relative error of up to 2^-53."""
     spec = RopeSpec(16, base)
     theta = torch.tensor(list(map(float, oracle.frequencies(base, 16))), dtype=torch.float64)
     for reach in (1, 2**10, 2**20, 2**31):
@@ -189,7 +192,7 @@ def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
         bound = math.sqrt(2) * angle.repeat(2) * oracle.pair_lengths(x, 16)
         bound = bound + 2 * tolerances.value("float64 rotation") * oracle.pair_lengths(x, 16)
         assert bool(((got - exact).abs() <= bound).all())
-    # In float32 this error is invisible for positions up to 2^20.
+    # In float32 this error is invisible for positions below 2^20.
     x, at = noise(1, 2, 64, 16, dtype=torch.float32), at % 2**20
     got, exact = rotate(x, spec, at, inv_freq=theta), rotate(x, spec, at)
     difference = (got.double() - exact.double()).abs()
@@ -420,7 +423,7 @@ def test_compiled(
     spec: RopeSpec, shape: tuple[int, ...], backend: str, function: Callable[..., torch.Tensor]
 ) -> None:
     if backend == "inductor" and (spec is not PLANE or len(shape) < 3):
-        backend = "aot_eager"  # inductor takes half a minute per case, so run it for few
+        backend = "aot_eager"  # inductor takes half a minute per case, so few cases use it
     torch._dynamo.reset()
     x = leaf(2, 2, 5, 8, dtype=torch.float32)
     theta, at = leaf(*shape, seed=1, dtype=torch.float32), where(spec).float().requires_grad_()
@@ -520,7 +523,7 @@ def test_no_gradient_is_asked_for_where_none_is_wanted(
     want = rotate(x, spec, ids(at), inv_freq=theta).detach()
 
     def refuse(*arguments: Any) -> None:
-        raise AssertionError("autograd was asked")
+        raise AssertionError("an autograd function was applied")
 
     monkeypatch.setattr(autograd.OutOfPlace, "apply", refuse)
     monkeypatch.setattr(autograd.InPlace, "apply", refuse)

@@ -1,4 +1,4 @@
-"""Rules that depend on the length: each row gets the result of the papers, as if it were alone."""
+"""Frequency rules that depend on the length: each row of a batch is rotated as if it were alone."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ RULES: dict[str, Rule] = {
     "dynamic": DynamicNTK(2.0, TRAINED),
     "longrope": LongRoPE(SHORT, LONG, TRAINED, factor=32.0),
 }
-# Unequal mscales, as PhiMoE has them.
+# Unequal mscales, like PhiMoE's.
 UNEQUAL = LongRoPE(SHORT, LONG, TRAINED, short_mscale=1.25, long_mscale=1.5)
 
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -468,7 +468,7 @@ def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -
             # The graph computes phase words in float64; their error is below float32's resolution.
             lengths = oracle.pair_lengths(x, 8, start=2)
             assert_rotations(got, wanted, lengths, 2, 1000.0)
-    # Unless dynamic=True, the first graph is for the first int or size, and the second for all.
+    # Unless dynamic=True, the first graph is for the first int or size only, and the second for all others.
     assert len(graphs) == (1 if dynamic or "row" in kind or "tensor" in kind else 2)
 
 
@@ -624,7 +624,7 @@ def test_gradients_are_scaled(name: str, backend: str) -> None:
         y = change(leaf, spec, length - 4, layout="sd", backend=backend)  # type: ignore[operator]
         (grad,) = torch.autograd.grad(y, leaf, weight)
         assert_rotated([Result(grad, wanted, lengths * scale**2, float(length))])
-    # Below whole positions, so that no step of gradcheck exceeds the stated length.
+    # Positions lie 0.25 below whole ones, so that no step of gradcheck exceeds the stated length.
     where = (torch.tensor(ids, dtype=torch.float64) - 0.25).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda p, z: rotate(z, spec, p, layout="sd", seq_len=length, backend=backend),
@@ -666,7 +666,7 @@ def test_rows_of_unequal_factors_are_refused_together() -> None:
 
 @every_rule
 def test_decoding_step_by_step(rule: str) -> None:
-    """A new token is rotated for the length that it ends; cached keys are re-rotated for that length."""
+    """A new token is rotated for the length that includes it; cached keys are rotated again for that length."""
     trained = 6
     kind = DynamicNTK(2.0, trained) if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0)
     spec = spec_of(kind)
@@ -973,7 +973,7 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
     with refused(ValueError, f"[rerotate] to_seq_len must be at least {text}."):
         rerotate(x, spec, spec, where, from_seq_len=2**40, to_seq_len=small)
     assert_same_bits(x, kept)
-    # A rule that does not depend on the length accepts any.
+    # A rule that does not depend on the length accepts every length.
     assert rotate(x, spec_of(YaRN(4.0, TRAINED)), where, seq_len=small).shape == x.shape
     rotate(x, spec, where, seq_len=enough)
     rotate(x, spec.at(where, seq_len=enough))

@@ -32,7 +32,7 @@ CALLS: list[tuple[str, int | None]] = [
     ("softmax", 1),
 ]
 every_act = pytest.mark.parametrize("act, dim", CALLS)
-# For tests of shapes and strides: one elementwise act, and each act that sums over a dimension.
+# For tests of shapes and strides: no act, one elementwise act, and softmax over either dimension.
 some_acts = pytest.mark.parametrize(
     "act, dim", [("none", None), ("silu", None), ("softmax", -1), ("softmax", 1)]
 )
@@ -93,21 +93,25 @@ def as_argument(offset: int | list[int]) -> int | torch.Tensor:
 
 
 def reach_of(act: str, x: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    """Return the allowed error of f(x), in units of the relative error of a float: the size of f(x),
-    plus the effect of rounding x."""
+    """Return the allowed error of f(x) as a multiple of the relative bound.
+
+    It is |f(x)| for the rounding of f(x), plus |x · f′(x)| for the rounding of x.
+    """
     if act == "softmax":
         return inner.abs() * (1 + x.double().abs())
     return inner.abs() + (x.double() * truth.slope(act, x)).abs()
 
 
 def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> None:
-    """Assert an error within a bound, plus half a step of rounding for 16-bit results."""
+    """Assert that the error is within a bound, plus half a rounding step for 16-bit results."""
     assert got.shape == exact.shape
     if got.dtype not in (torch.float32, torch.float64):
         bound = bound + oracle.step_sizes(exact, got.dtype) / 2
     error = (got.double() - exact).abs()
     # Written so that a NaN fails.
-    assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.3g} of the bound"
+    assert bool((error <= bound).all()), (
+        f"the error is {(error / bound).max().item():.3g} × the bound"
+    )
 
 
 @pytest.mark.one_in(6)
@@ -647,5 +651,5 @@ def test_x_is_kept_only_where_a_slope_needs_it(act: str, dim: int | None) -> Non
     x, theta = noise(2, 50, 3, 12).requires_grad_(), noise(3, 4, seed=1)
     needed = act != "none"
     assert kept(x, theta, act, dim) == (needed, int(needed))
-    # The gradient by θ needs the result, not x.
+    # The gradient with respect to θ needs the result, not x.
     assert kept(x, theta.requires_grad_(), act, dim) == (needed, 1 + needed)

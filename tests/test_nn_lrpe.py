@@ -128,7 +128,7 @@ def test_frozen_and_of_another_dtype() -> None:
 
 
 def test_it_learns_the_angles_that_it_is_shown() -> None:
-    """Gradient descent on θ alone recovers the angles of a rotation."""
+    """Training θ alone on a rotation by other angles reduces the loss more than 100 times."""
     x = noise(4, 8, 2, 4)
     wanted = lrpe_rotate_1d(x, torch.tensor([[0.9, 0.012], [1.1, 0.009]]))
     module = LrpeRotate1d(4, 2)

@@ -47,7 +47,7 @@ def case(
     layout: str = "bhsd",
     inverse: bool = False,
 ) -> Result:
-    """Return a result of the library and that of the oracle."""
+    """Return the library's result with the oracle's, the pair lengths and the largest |position|."""
     exact = oracle.rotate(
         x,
         ids,
@@ -283,7 +283,7 @@ def test_every_nan_stays_nan(backend: str, dtype: torch.dtype) -> None:
 @both_pairings
 def test_float16_overflows_to_infinity(interleaved: bool, backend: str) -> None:
     """Rotated by an eighth of a turn, (65504, 65504) has √2 · 65504 in one channel: an overflow."""
-    spec = RopeSpec(34, base=1.0, interleaved=interleaved)  # every pair turns by 1 rad
+    spec = RopeSpec(34, base=1.0, interleaved=interleaved)  # every pair turns by 1 rad per position
     cases = []
     tokens = 400
     for left, right in ((65504, 65504), (-65504, 65504), (65504, -65504), (46400, 46400)):

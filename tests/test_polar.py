@@ -1,4 +1,4 @@
-"""Polar attention compared with its equations, its cache with a full pass, and its errors."""
+"""Polar attention: comparison with its equations, decoding with a cache, gradients and errors."""
 
 import copy
 import itertools

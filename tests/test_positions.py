@@ -353,7 +353,7 @@ def test_mrope(segments: list[Any], start: int, next_from: str) -> None:
 
 
 def test_mrope_with_time_steps() -> None:
-    # The example of the Qwen2.5-VL code: a patch of frames is 50 positions long.
+    # The example of the Qwen2.5-VL code: steps in time are 50 positions apart.
     segments = [(3, 2, 2, 50), 2]
     time, height, width = flat(mrope(segments))
     assert time == [0] * 4 + [50] * 4 + [100] * 4 + [101, 102]
@@ -1159,7 +1159,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "[shard] cu_seqlens must end with the number of tokens 8 but got 4.",
     ),
-    # A spec with two axes does not guess.
+    # A spec with two axes refuses positions with any other number of axes.
     (
         lambda: TWO.at(torch.zeros(2, 5)),
         ValueError,

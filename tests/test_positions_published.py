@@ -38,7 +38,7 @@ def published(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a model's own function on rows of segments; return its positions and deltas.
 
-    The function only reads the configuration of the model, so a stub is enough.
+    The function uses only the model's configuration and one other method, so a stub is enough.
     """
     stub = type(
         "Stub",

@@ -178,7 +178,7 @@ def rotated(q, k, *arguments):
 
 
 def carrying(extras, call: tuple[object, ...]) -> tuple[object, ...]:
-    """Return other extra tensors and the eps of a call, as its last arguments; () without extra tensors."""
+    """Return `extras` and the eps of a call, the last arguments of the operator; () without extra tensors."""
     return (list(extras), call[7]) if extras else ()
 
 
@@ -371,7 +371,7 @@ def test_options_are_one_integer_and_back() -> None:
 
 
 def test_several_axes_and_angles_per_row_and_head() -> None:
-    """Phase words [axes, rows, heads, pairs] agree with one call for each row and head."""
+    """One call with phase words [axes, rows, heads, pairs] agrees with a call for each row, head and axis."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(-(2**63), 2**63 - 1, (3, 2, 4, 3), generator=generator)
     turns = torch.randint(-3, 3, words.shape, generator=generator)
@@ -732,7 +732,7 @@ EXTRAS = {
     ],
 )
 def test_transforms_of_extra_tensors(what: str, transform: str, backend: str | None) -> None:
-    """While compiling, torch ignores gradient formulas registered from Python; results must be right too."""
+    """While compiling, torch ignores gradient formulas registered from Python; results must still be right."""
     x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
 
     def one(row: torch.Tensor) -> torch.Tensor:
@@ -799,7 +799,7 @@ def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_the_definition_may_be_left_to_the_compiler(
     function: Callable[..., tuple[torch.Tensor, ...]], dynamic: bool | None
 ) -> None:
-    """`backend="reference"` in a compiled function lets the compiler fuse it with its neighbours."""
+    """`backend="reference"` lets a compiler fuse the definition with the operations around it."""
 
     graphs = []
 
@@ -813,4 +813,4 @@ def test_the_definition_may_be_left_to_the_compiler(
         for got, expected in zip(compiled(q, k), rotate_qk(q * 2, k, SPEC, 9), strict=True):
             assert_near(got, expected, "float32 ways")
     assert len(graphs) <= 2
-    assert "tightrope.rotate" not in graphs[0], "no operator stands in the way"
+    assert "tightrope.rotate" not in graphs[0], "the graph contains an opaque operator"

@@ -363,7 +363,7 @@ def test_layouts(layout: str) -> None:
 
 
 def test_a_slice_of_a_cache_in_place() -> None:
-    """A context shift: the first tokens stay, some after them are dropped, the rest move up."""
+    """A context shift: the first tokens stay, some after them are dropped, later ones take their place."""
     spec = RopeSpec(16, 500_000.0)
     keys = torch.randn(1, 2, 100, 16)
     cache = rotate(keys, spec)

@@ -113,7 +113,7 @@ def test_other_formats_equal_full_tables(
 @both_pairings
 @pytest.mark.parametrize("rounding", oracle.ROUNDINGS)
 def test_bits_depend_on_nothing_else(interleaved: bool, rounding: str) -> None:
-    """Instruction sets, threads, strides, memory and lengths of a call change no bit."""
+    """Instruction sets, threads, strides, writing in place and the size of a call change no bit."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for width in (6, 46, 128):
             q, k = qk(width, dtype)
@@ -123,7 +123,7 @@ def test_bits_depend_on_nothing_else(interleaved: bool, rounding: str) -> None:
                 want = apply_rotary_pos_emb(q, k, cos, sin, **options)
             else:
                 want = [oracle.rotate(x, cos, sin, interleaved, rounding) for x in (q, k)]
-            # The baseline has no fused multiply-adds, so its bits of "once" differ.
+            # The baseline has no fused multiply-adds, so its bits differ if rounding is "once".
             sets = [s for s in cpu.instruction_sets() if rounding != "once" or s != "baseline"]
             for name in sets:
                 cpu.use_instruction_set(name)
@@ -149,7 +149,7 @@ def test_phase_words_are_rounded_first(dtype: torch.dtype, backend: str, interle
     q, k = qk(64, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ones = torch.ones(1, 1, TOKENS, 64, dtype=wide)
-    # Rotating (1, 0) and (0, 1) with float64 or float32 shows the cosines and sines themselves.
+    # Rotating (1, 0) in float64 or float32 gives the cosine and sine themselves.
     first = oracle.join(ones[..., :32], 0 * ones[..., :32], interleaved)
     seen = rotate(first, rotation, backend=backend)
     cos, sin = (oracle.join(one, one, interleaved) for one in oracle.split(seen, interleaved))
@@ -211,7 +211,7 @@ LOW = [torch.float32, torch.bfloat16, torch.float16]
 def assert_equal_rotations(
     function: Function, ours: Function, dtype: torch.dtype, dims: int = 64
 ) -> None:
-    """Assert equal bits of the results and of the gradients of two rotations of (q, k)."""
+    """Assert that the results and gradients of two rotations of (q, k) are equal, bit for bit."""
     results = []
     for rotation in (function, ours):
         xs = [x.detach().clone().requires_grad_() for x in qk(dims, dtype)]
@@ -252,7 +252,7 @@ def of_diffusers(unbind: int) -> Function:
 
 
 def of_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The complex form of Meta's Llama, DeepSeek's and Mistral's own code."""
+    """Rotate by complex numbers, like Meta's code of Llama, DeepSeek's and Mistral's."""
     turns = torch.complex(cos[..., 0::2].contiguous(), sin[..., 0::2].contiguous())
     numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(numbers * turns).flatten(3).type_as(x)
@@ -303,7 +303,7 @@ def test_functions_of_other_libraries(name: str, dtype: torch.dtype) -> None:
 @both_pairings
 @pytest.mark.parametrize("rounding", ["once", "wide", "each"])
 def test_gradients_of_full_tables(backend: str, interleaved: bool, rounding: str) -> None:
-    """First and second derivatives by x and by each entry of the tables, in float64."""
+    """First and second derivatives with respect to x and each entry of the tables, in float64."""
     q = noise(2, 3, TOKENS, 6, seed=1).double().requires_grad_()
     tables = [table.double().requires_grad_() for table in tables_for(6, torch.float64)]
 

@@ -35,7 +35,7 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 def written_table() -> dict[tuple[str, str], str]:
-    """The cells of the table in docs/design.md."""
+    """Return the cells of the table in docs/design.md, by (verb, route)."""
     lines = DESIGN.read_text(encoding="utf-8").splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("| | kernel |"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:]]
@@ -72,7 +72,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def by(verb: str, **options: Any) -> Call:
-    """A rotation as a function of x that does not change its argument."""
+    """Return a function that rotates with this verb and leaves its argument unchanged."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         if verb == "new":
@@ -267,7 +267,7 @@ def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
 
 
 def test_only_the_route_module_inspects_modes() -> None:
-    """Only ops/route.py inspects transforms and forward mode; only `_tracing`, whether data may be read."""
+    """Only ops/route.py and _tracing.py refer to torch's transforms and forward mode."""
     source = DESIGN.parent.parent / "src" / "tightrope"
     asks = re.compile(r"_functorch|forward_ad|CInterpreter")
     allowed = {"ops/route.py", "_tracing.py"}

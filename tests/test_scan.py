@@ -98,8 +98,10 @@ def test_each_form_is_the_double_sum(kind: str, form: str) -> None:
 def scan_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, g: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return output and gradients by q, k, v and decay ``(2, 2, 37, 8)``, term by term in float64, and the
-    sums of the absolute values of their terms."""
+    """Return the output and the gradients of q, k, v and decay, then the sums of the magnitudes of their terms.
+
+    All are computed term by term in float64. The decay has shape (2, 2, 37, 8).
+    """
     turned = rotated(q).unflatten(1, (2, 2)), rotated(k)
     since = decay.cumsum(2)
     later = torch.ones(37, 37, dtype=torch.bool).tril()[..., None]
@@ -108,7 +110,7 @@ def scan_gradients(
     def sums(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Output, gradients by rotated q and k, by v, and by the decay of each token."""
+        """Return the output and the gradients of rotated q and k, of v, and of each token's decay."""
         out = torch.einsum("rhgtc,rhtic,rhic,rhid->rhgtd", q, weight, k, v)
         of_q = torch.einsum("rhtic,rhic,rhid,rhgtd->rhgtc", weight, k, v, g)
         of_k = torch.einsum("rhgtc,rhtic,rhid,rhgtd->rhic", q, weight, v, g)
@@ -315,7 +317,7 @@ def test_memory_grows_linearly() -> None:
 def test_autocast_changes_nothing(
     kind: str, form: str, narrow: torch.dtype, wide: torch.dtype
 ) -> None:
-    """Rounded to 16 bits at every block, the memory would lose its digits; only inputs may be narrow."""
+    """Memory that is rounded to 16 bits after every block would lose its digits; only inputs may be 16-bit."""
     every = [x.to(wide) for x in inputs()]
     decay = DECAYS[kind]
     if isinstance(decay, torch.Tensor):

@@ -213,7 +213,7 @@ RULED: dict[str, RopeSpec] = {
 
 
 def rows_of(spec: RopeSpec, dim: int, length: int | None) -> list[list[Any]]:
-    """Return the papers' frequencies of a spec's rule for ``dim`` channels, [heads][pairs]."""
+    """Return the papers' frequencies of a spec's rule for ``dim`` channels, [axes · heads][pairs]."""
     rule, base = spec.scaling, spec.base
     if rule is None:
         return [truth.plain(dim, base)]

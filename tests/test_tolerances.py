@@ -100,7 +100,7 @@ def test_oracle_layouts(layout: str, shape: tuple[int, ...]) -> None:
     rows, heads = 2 if "b" in layout else 1, 3 if "h" in layout else 1
     view = oracle.as_bhsd(x, layout)
     assert view.shape == (rows, heads, 5, 7)
-    # Each axis of the view has the stride of the dimension with its letter.
+    # Each dimension of the view has the stride of the dimension of x with the same letter.
     for dim, letter in enumerate("bhsd"):
         named = layout.replace("t", "s").find(letter)
         if named >= 0:
@@ -158,7 +158,8 @@ def test_steps_apart_counts_numbers(dtype: torch.dtype) -> None:
     assert apart[:6] == [1, 1, 0, 0, 1, 0]
     assert apart[6] > 2**60
     assert apart[7] == 0
-    small = torch.tensor([info.smallest_normal * info.eps], dtype=dtype)  # the smallest number
+    # The smallest positive number.
+    small = torch.tensor([info.smallest_normal * info.eps], dtype=dtype)
     assert oracle.steps_apart(small, -small).tolist() == [2]
 
 

@@ -1,4 +1,4 @@
-"""Test the functions part of the coverage run: the committed rows, and that its verdicts can fail."""
+"""Test how the coverage run compares functions: its committed rows, and that it finds wrong replacements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the models part of the coverage run: its verdicts, and that a fault changes them."""
+"""Test how the coverage run compares models: its verdicts, and that a fault changes them."""
 
 from __future__ import annotations
 

@@ -74,18 +74,20 @@ def run(made: Made) -> list[torch.Tensor]:
 def assert_as_definition(
     got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, wide: torch.Tensor
 ) -> None:
-    """Assert that a result is near one in float64.
+    """Assert that a result is near `want`, which is in float64.
 
     Args:
         dtype: dtype of the inputs, which selects the relative bound.
-        wide: what the bound is relative to, such as the largest channel of each head; broadcasts.
+        wide: the size that the bound is relative to, such as the largest channel of each head; broadcasts.
     """
     assert got.shape == want.shape
     bound = value("triton, float64" if dtype == torch.float64 else "triton, float32") * wide
     if got.dtype in oracle.FORMATS:
         bound = bound + oracle.step_sizes(want, got.dtype) / 2
     error = (got.detach().cpu().double() - want).abs()
-    assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.3g} bounds"
+    assert bool((error <= bound).all()), (
+        f"the error is {(error / bound).max().item():.3g} × the bound"
+    )
 
 
 def scale_of(want: torch.Tensor) -> torch.Tensor:
@@ -315,7 +317,7 @@ def test_rows_further_apart_than_32_bits() -> None:
 
 
 def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and indices equal Python's divmod, for rows shorter and longer than a tile and 2^32 tokens."""
+    """Rows and indices equal Python's divmod, for rows of one token, of a tile and of more than 2^32 tokens."""
     if not HAS_GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     from triton_rows import store_rows
@@ -458,7 +460,10 @@ def moduli_of(
     offset: int,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sums of |ω|·|products| and of |p|·|products| over the dimensions of the gradient sums."""
+    """Return Σ |ω| · |product| for positions, and Σ |position| · |product| for frequencies.
+
+    The sums run over the same dimensions as the gradients.
+    """
     axes, rows, heads, pairs = primary.shape
     first, second = oracle.channels(2 * pairs, options.start, options.interleaved)
     layout = BY_CODE[options.layout]
@@ -562,7 +567,7 @@ def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
 
 
 def test_calls_that_run_the_definition() -> None:
-    """No pairs, too wide a head, float64 with an activation: the definition gives the same results."""
+    """No pairs, a head that is too wide, float64 with an activation: results equal the definition's."""
     x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
     nothing = words(1, 1, 1, 4)[..., :0]
     assert torch.equal(
@@ -594,7 +599,7 @@ def test_roundings_and_full_tables(rounding: int, interleaved: bool, dtype: torc
     turning = x[..., 2:38]
     tables = [noise(1, 1, 5, 36, seed=seed).to(DEVICE) for seed in (2, 3)]
     for held, step in ((dtype, 1), (torch.float32, 1), (torch.float32, 2)):
-        # A step of two channels: the entries of a table need not be neighbours.
+        # With step 2, the entries of a table are not adjacent in memory.
         cos, sin = (torch.stack((t.to(held),) * step, -1).flatten(-2)[..., ::step] for t in tables)
         for direction in (FORWARD, TRANSPOSE):
             options = Options(
@@ -817,7 +822,7 @@ def test_more_heads_than_a_grid_holds_are_left_to_the_definition() -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore::RuntimeWarning")
 def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
-    """Squares beyond float32 have an infinite mean, so the result is 0."""
+    """Squares beyond float32's range have an infinite mean, so the result is 0."""
     x = torch.tensor([[3e19, -2.0, 1e20, 0.5], [1.0, 2.0, -3.0, 4.0]], device=DEVICE)
     x = x.reshape(1, 1, 2, 4)
     still, weight = words(1, 1, 1, 2), torch.ones(1, 4, device=DEVICE)
@@ -835,7 +840,7 @@ def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "of each head"])
 def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are the same if a call needs several launches, or if heads are divided among programs."""
+    """Sums agree if a call needs several launches, or if heads are divided among programs."""
     from tightrope.backends.triton import blocks, rotation
 
     case = {**PLAIN, "act": "rms_norm", "direction": 1, "channels": (20, 6, 14)}

@@ -1,4 +1,4 @@
-"""The Triton backend within the library: registration, reasons against it, and gradients."""
+"""The Triton backend within the library: registration, reasons why it is unavailable, and gradients."""
 
 from __future__ import annotations
 

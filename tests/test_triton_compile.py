@@ -37,7 +37,7 @@ def output_of(name: str) -> dict[str, Any]:
 
 
 def found() -> dict[str, Any]:
-    """Facts about the kernels, each compiled once."""
+    """Return facts about the kernels, each compiled once."""
     return output_of("triton_without_gpu.py")
 
 
@@ -106,8 +106,10 @@ def test_no_fast_approximations_and_no_atomics() -> None:
 
 
 def test_what_triggers_a_compilation() -> None:
-    """A dtype, a kind of call, an alignment or a single head triggers one; lengths, offsets, rows and
-    other numbers of heads do not."""
+    """A new dtype, kind of call or alignment, and a single head, trigger a compilation.
+
+    Lengths, offsets, rows and other numbers of heads do not.
+    """
     counts = found()["counted"]
     assert counts["lengths of one layout"] == 1
     assert counts["lengths, contiguous"] == 1
@@ -120,7 +122,7 @@ def test_what_triggers_a_compilation() -> None:
 
 
 def evaluated() -> dict[str, Any]:
-    """Results of parts of the kernels, computed by their PTX for sm_90: see triton_pieces."""
+    """Return errors of parts of the kernels, evaluated from their PTX for sm_90; see triton_pieces."""
     return output_of("triton_pieces.py")
 
 

@@ -109,7 +109,7 @@ TABLE = {
     ),
     "compiled sine": Tolerance(
         2.0**-22,
-        "relative, also where it is next to zero",
+        "relative, also where the sine is next to zero",
         "2 ulp: the reduced argument is off by half an ulp of itself for |x| up to 8192, and the "
         "polynomial and its rounding add one; the largest observed: 1.3e-7 with FMA, 1.8e-7 without",
     ),
@@ -142,8 +142,8 @@ TABLE = {
     "frequency digits": Tolerance(
         1e-54,
         "relative, of an exact frequency",
-        "60 digits minus those that 2,048 products lose; float64 would need 1e-16, and a phase word of "
-        "the fastest pair has 38 digits",
+        "60 digits minus those that 2,048 products lose; float64 would need 1e-16, and the phase word of "
+        "the fastest pair has 38 digits before its modulo",
     ),
     "frequency of transformers": Tolerance(
         1e-6,
@@ -245,8 +245,8 @@ TABLE = {
     "angle sums, float32": Tolerance(
         1.1e-6,
         "times the sum of the moduli of the products",
-        "of given outputs and gradients: 16 roundings by 6e-8, or two products and a difference, "
-        "before they are widened to float64",
+        "outputs and gradients are given; their products round 16 times by 6e-8, or twice with a "
+        "difference, before they are widened to float64",
     ),
     "angle sums, float64": Tolerance(
         1e-12,
@@ -440,7 +440,7 @@ def assert_rotated(cases: Iterable[Result]) -> None:
         if far.any():
             _assert_close(got[far], exact[far], lengths[far], reach)
     if total:
-        assert total >= ENOUGH, f"{total} elements are too few for a share"
+        assert total >= ENOUGH, f"{total} elements are too few: the share needs {ENOUGH}"
         allowed = total * (1 - value("16-bit share"))
         assert missed <= allowed, f"{missed} of {total} elements are not correctly rounded"
 
@@ -469,7 +469,7 @@ def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
 def assert_angle_gradient(
     got: torch.Tensor | None, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Assert that a gradient by positions or frequencies is within its bound.
+    """Assert that a gradient of positions or frequencies is within its bound.
 
     Args:
         scale: Σ |ω| · |pair| · |gradient pair| of each position; for a frequency, |position| in place
@@ -491,7 +491,7 @@ def assert_angle_sums(
     """Assert that angle sums of the raw operator match a plain formula, with NaN in the same places.
 
     Args:
-        scale: the same sums, of moduli.
+        scale: the same sums over the moduli of the products.
         dtype: dtype of the outputs.
     """
     assert got.dtype == torch.float64
@@ -500,7 +500,8 @@ def assert_angle_sums(
     assert torch.equal(got.isnan(), exact.isnan())
     error = (got - exact).abs()
     fits = (error <= bound * scale) | exact.isnan()
-    assert bool(fits.all()), f"{(error / scale).nan_to_num().max().item():.3g} of the moduli"
+    worst = (error / scale).nan_to_num().max().item()
+    assert bool(fits.all()), f"the error is {worst:.3g} × the moduli, bound {bound:.3g}"
 
 
 def _assert_close(

@@ -1,4 +1,4 @@
-"""Test cases of the Triton backend: options, pairs of their values, and calls made from them.
+"""Test cases of the Triton backend: options, which of their values are compatible, and calls made from them.
 
 With a GPU the kernels are compiled and run there; otherwise Triton's interpreter runs them on the CPU.
 Triton chooses between the two when the kernels are first imported, which happens here.

@@ -56,7 +56,7 @@ def ptx_of(kernel: Any, pointer: str) -> str:
 
 
 def evaluated(ptx: str, values: Array) -> tuple[Array, Array]:
-    """Return both results of a kernel for any number of values."""
+    """Return both results of a kernel for values whose number is a multiple of SIZE."""
     found = [], []
     for at in range(0, len(values), SIZE):
         tensors = [values[at : at + SIZE].copy(), np.zeros(SIZE, "f4"), np.zeros(SIZE, "f4")]

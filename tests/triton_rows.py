@@ -1,4 +1,4 @@
-"""A kernel that stores the rows of tokens; test_triton imports and decorates it."""
+"""A kernel that stores the rows of tokens; test_triton imports it and so chooses compiler or interpreter."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def calls() -> dict[str, Any]:
 def in_flight(sass: str) -> int:
     """Return the bytes that a thread loads before it uses the first of them, in the loop over heads.
 
-    The least number of all such loops; 0 without a loop.
+    If there are several such loops, this is the least number; without a loop it is 0.
 
     Args:
         sass: the machine code, as NVIDIA's disassembler writes it.
