@@ -176,7 +176,7 @@ CASES = {
     "rows of ids without rows": (
         lambda: rotate(X[0, 0], SPEC, ids(3, 5), layout="sd"),
         ValueError,
-        "[rotate] positions must have 1 or 1 rows but got 3 (layout 'sd' has no rows) "
+        "[rotate] positions must have 1 row but got 3 (layout 'sd' has no rows) "
         "(x: float32[5, 8], positions: int64[1, 3, 5]).",
     ),
     "rows of offsets": (
