@@ -683,7 +683,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "heads in a layout without": (
         lambda: rotate(X[0], SPEC, inv_freq=torch.ones(4, 3), layout="bsd"),
         ValueError,
-        "[rotate] inv_freq must have 1 or 1 heads for x but got 4 (x: float32[4, 5, 8]).",
+        "[rotate] inv_freq must have 1 head for x but got 4 (x: float32[4, 5, 8]).",
     ),
     "heads of queries, not of keys": (
         lambda: rotate_qk(X, K, SPEC, inv_freq=torch.ones(4, 3)),

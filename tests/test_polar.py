@@ -566,8 +566,8 @@ CASES = {
     "tables of another length": (
         lambda: rotary_apply(Y[..., :8], COS[:4], SIN[:4]),
         ValueError,
-        "[rotary_apply] cos and sin must share a shape that broadcasts against x, with 4 channels, one "
-        "for each pair (x: float32[2, 5, 8], cos: float32[4, 4], sin: float32[4, 4]).",
+        "[rotary_apply] cos and sin must share a shape that broadcasts against x, with 4 "
+        "entries in the last dimension, one for each pair (x: float32[2, 5, 8], cos: float32[4, 4], sin: float32[4, 4]).",
     ),
     "odd head": (
         lambda: PolarRoPEHead(12, 7),
@@ -753,7 +753,7 @@ CASES = {
     "cache without causal": (
         lambda: A(Y, cache=KVCache()),
         ValueError,
-        "[PolarRoPEAttention] causal must be True with a cache: its tokens cannot attend to later ones.",
+        "[PolarRoPEAttention] causal must be True with a cache: cached tokens cannot attend to later ones.",
     ),
     "cache of other rows": (
         lambda: C(Y, cache=filled(3)),
@@ -767,7 +767,7 @@ CASES = {
         )(Y, cache=KVCache()),
         ValueError,
         "[PolarRoPEAttention] cache must be None if the frequencies depend on the length, because its "
-        "keys were rotated for a shorter one (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
+        "keys were rotated for a shorter length (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
         "original_max_position=16))).",
     ),
     "gate by position under several axes": (

@@ -525,19 +525,19 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: rerotate(K, SPEC, RopeSpec(16, rotary_dim=8, start=2), 5, 0),
         ValueError,
         "[rerotate] from_spec and to_spec must have the same rotary_dim but have 12 and 8; rotate "
-        "with inverse=True by from_spec and then by to_spec.",
+        "by from_spec with inverse=True, then by to_spec.",
     ),
     "another start": (
         lambda: rerotate(K, SPEC, RopeSpec(16, rotary_dim=12, start=4), 5, 0),
         ValueError,
-        "[rerotate] from_spec and to_spec must have the same start but have 2 and 4; rotate with "
-        "inverse=True by from_spec and then by to_spec.",
+        "[rerotate] from_spec and to_spec must have the same start but have 2 and 4; rotate by "
+        "from_spec with inverse=True, then by to_spec.",
     ),
     "another pairing": (
         lambda: rerotate(K, SPEC, RopeSpec(16, 1e4, 12, 2, True), 5, 0),
         ValueError,
         "[rerotate] from_spec and to_spec must have the same interleaved but have False and True; "
-        "rotate with inverse=True by from_spec and then by to_spec.",
+        "rotate by from_spec with inverse=True, then by to_spec.",
     ),
     "too few positions": (
         lambda: rerotate(K, SPEC, SPEC, torch.arange(3), 0),

@@ -410,7 +410,7 @@ CASES = {
     "keys without heads": (
         lambda: polar_scan(Q, K[:, :0], V[:, :0], SPEC),
         ValueError,
-        "[polar_scan] the heads of q must be a multiple of those of k, 0, but got 4.",
+        "[polar_scan] the number of heads of q must be a multiple of that of k, 0, but got 4.",
     ),
     "decay on another device": (
         lambda: polar_scan(Q, K, V, SPEC, torch.zeros(2, 1, device="meta")),
@@ -482,7 +482,7 @@ CASES = {
     "heads": (
         lambda: polar_scan(Q[:, :3], K, V, SPEC),
         ValueError,
-        "[polar_scan] the heads of q must be a multiple of those of k, 2, but got 3.",
+        "[polar_scan] the number of heads of q must be a multiple of that of k, 2, but got 3.",
     ),
     "v of another type": (
         lambda: polar_scan(Q, K, V.float(), SPEC),

@@ -263,8 +263,8 @@ ERRORS = {
     "unsqueeze_dim": (
         lambda: apply_rotary_pos_emb(X, None, C, C, 3),
         ValueError,
-        "[apply_rotary_pos_emb] unsqueeze_dim must be the heads dimension of q: 1 or 2 of four "
-        "dimensions, 0 or 1 of three, but got 3 (q: float32[2, 3, 5, 8]).",
+        "[apply_rotary_pos_emb] unsqueeze_dim must be the heads dimension of q: 1 or 2 if q has "
+        "four dimensions, 0 or 1 if it has three, but got 3 (q: float32[2, 3, 5, 8]).",
     ),
     "format": (
         lambda: apply_rotary_pos_emb(X, None, C, C, tables="neox"),

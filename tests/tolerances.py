@@ -500,8 +500,9 @@ def assert_angle_sums(
     assert torch.equal(got.isnan(), exact.isnan())
     error = (got - exact).abs()
     fits = (error <= bound * scale) | exact.isnan()
-    worst = (error / scale).nan_to_num().max().item()
-    assert bool(fits.all()), f"the error is {worst:.3g} × the moduli, bound {bound:.3g}"
+    assert bool(fits.all()), (
+        f"the error is {(error / scale).nan_to_num().max().item():.3g} × the moduli, bound {bound:.3g}"
+    )
 
 
 def _assert_close(

@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-# In characters; a longer repr, or one of several lines, is replaced by the name of the type.
+# In characters. A repr that is longer, or has several lines, is replaced by the name of the type.
 _LONGEST = 200
 
 # Placeholders in a rule: the name of the operation, and that name without a final underscore.
@@ -89,7 +89,7 @@ def public(
     If one decorated function calls another, the error has the name of the inner one.
 
     Args:
-        operation: name of the function, without its module; by default the class of ``self``.
+        operation: name of the function, without its module; by default the name of the class of ``self``.
 
     >>> @public("halve")
     ... def halve(x):
@@ -142,8 +142,8 @@ def _named(operation: str, text: str) -> str:
 
 
 def describe(value: object) -> str:
-    """Describe a value for a message: ``float32[2, 8, 64]`` for a tensor; else its ``repr``, or its type
-    if that is long."""
+    """Describe a value for a message: a tensor as ``float32[2, 8, 64]``; any other value by its ``repr``,
+    or by its type if the ``repr`` is long or has several lines."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
@@ -169,6 +169,15 @@ def integer(
     if number is None:
         raise bad_type(f"{name} must be {kind} but got {describe(value)}{hint}")
     return number
+
+
+def one_or(size: int, noun: str) -> str:
+    """State that a dimension must be 1 or ``size``.
+
+    >>> one_or(8, "head"), one_or(1, "head")
+    ('1 or 8 heads', '1 head')
+    """
+    return f"1 {noun}" if size == 1 else f"1 or {size} {noun}s"
 
 
 def as_real(value: object) -> float | None:

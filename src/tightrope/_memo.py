@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Maximum number of cached tensors, several times as many as the tables that one model uses.
+# Maximum number of cached tensors: several times the number of tables that one model uses.
 _MOST = 64
 
 

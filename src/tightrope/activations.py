@@ -90,7 +90,8 @@ class RMSNorm:
             ``[heads|1, head_dim]`` in float32, or float64 if x is.
 
         Raises:
-            TypeError, ValueError: a weight that does not fit x.
+            ValueError: a weight whose shape or device does not fit x.
+            TypeError: a DTensor as weight.
         """
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         width = x.shape[-1]

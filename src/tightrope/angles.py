@@ -72,10 +72,10 @@ def words_of(frequencies: Frequencies) -> Words:
 def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the phase words of a tensor of frequencies, computed on its device without synchronising.
 
-    Each frequency is taken as an exact number. The rounding error of its product with 1 / 2π is
-    recovered from partial products that are exact, so below 2^50 turns per position a phase word
-    is off by at most half a unit plus 2^-79 · ω turns: less than one unit for ω below 2^14. From 2^50
-    turns on it has only the digits of a float64 product.
+    Each frequency is taken as an exact number, and the rounding error of its product with 1 / 2π is
+    recovered from exact partial products. Below 2^50 turns per position, a phase word is therefore off
+    by at most half a unit (2^-65 turn) plus 2^-79 · ω turns; for ω below 2^14 these are less than one
+    unit together. From 2^50 turns on, a phase word has only the digits of a float64 product.
 
     Args:
         inv_freq: floating, radians per position; taken as float64.
@@ -289,10 +289,11 @@ def frequency_angle(
     """Return zeros like :func:`position_angle`, but differentiable in the frequencies.
 
     Args:
-        inv_freq_: the frequencies that the phase words were computed from, floating, in their shape.
-        positions: floating ``[axes, rows|1, tokens]``; see :func:`real`.
+        inv_freq_: the frequencies that the phase words were computed from: floating, in the shape of
+            the phase words.
+        positions: floating ``[axes, rows|1, tokens|1]``, see :func:`real`; NaN gives NaN.
     """
-    # Subtracting the value of the phase words would not give zero: they hold more digits.
+    # Phase words hold more digits, so subtracting their value would not give zero.
     drift = (inv_freq_ - inv_freq_.detach()).to(positions.dtype)
     return (positions[:, :, None, :, None] * drift[:, :, :, None]).sum(0).to(dtype)
 
@@ -305,7 +306,7 @@ def real(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return positions in floating point, ``[axes, rows|1, tokens]``; NaN where :func:`is_lost`."""
+    """Return positions in floating point, ``[axes, rows|1, tokens|1]``; NaN where :func:`is_lost`."""
     number = torch.zeros(1, 1, 1, dtype=dtype, device=device)
     if positions is not None:
         number = positions.to(dtype)
@@ -323,7 +324,10 @@ def inv_freq(words: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype
 
 
 def is_lost(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a mask of positions that are NaN, infinite, or of magnitude 2^62 and more."""
+    """Return a mask of positions that are NaN, infinite, or at least 2^62 in magnitude.
+
+    None if positions are integers or None.
+    """
     if positions is None or not positions.is_floating_point():
         return None
     return ~(positions.abs() < 2.0**62)
@@ -334,7 +338,8 @@ def _split(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Split positions into whole numbers and fractions within [-1/2, 1/2], both int64.
 
-    Fractions are in units of 2^-63. For integer positions None is returned in their place.
+    Fractions are in units of 2^-63, and None for positions that are integers or None. Positions for
+    which :func:`is_lost` is true count as 0.
     """
     if positions is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=device), None

@@ -23,13 +23,14 @@ class Axes:
 
     Attributes:
         count: number of coordinates of a position.
-        pairs: one ``(axis, index, dim)`` per pair: coordinate ``axis`` rotates it, with frequency
-            number ``index`` of those that the spec's rule gives for ``dim`` channels. With the default
-            rule that is ``base^(−2·index/dim)``.
+        pairs: one ``(axis, index, dim)`` per pair. Coordinate ``axis`` rotates the pair, with frequency
+            number ``index`` of the row that the spec's rule gives for ``dim`` channels; with the default
+            rule, that frequency is ``base^(−2·index/dim)``.
 
     Raises:
-        ValueError: an axis or an index out of range, or an odd dim.
-        TypeError: values that are not ints.
+        ValueError: a count below 1, an entry without exactly three values, an axis or index out of
+            range, or a dim that is odd or below 2.
+        TypeError: values that are not ints, or pairs that are not sequences.
 
     Source: each constructor names the paper and the models.
 
@@ -79,9 +80,9 @@ class Axes:
             sizes: number of pairs of each axis, ``mrope_section`` in a configuration.
             interleaved: false: the first ``sizes[0]`` pairs belong to axis 0, the next ``sizes[1]``
                 to axis 1, and so on. True: pair ``k`` belongs to axis ``a = k % count`` if
-                ``a >= 1`` and ``k < count · sizes[a]``; all others belong to axis 0. So axes
-                alternate (t h w t h w …) until the shorter ones have all their pairs, and the
-                slowest pairs belong to axis 0.
+                ``a >= 1`` and ``k < count · sizes[a]``, and to axis 0 otherwise. So axes alternate
+                (t h w t h w …) until those with fewer pairs have all of theirs, and the slowest
+                pairs belong to axis 0.
 
         Raises:
             ValueError: sizes that cannot be interleaved: an axis other than 0 would need a pair
@@ -180,7 +181,7 @@ class Axes:
         return 2 * len(self.pairs)
 
     def __repr__(self) -> str:
-        # The shortest call that makes an equal value, because hundreds of triples are unreadable.
+        # A constructor call that makes an equal value, if there is one: hundreds of triples are unreadable.
         sizes = [0] * self.count
         for axis, _, _ in self.pairs:
             sizes[axis] += 1

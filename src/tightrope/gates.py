@@ -1,8 +1,8 @@
 """Gates: the epilogue of a rotation, the positive diagonal P of y = P · R · f(x).
 
 A gate is a frozen object that holds its tensors and returns the logarithm of its factor, shaped
-``[rows|1, heads|1, tokens|1, channels|1]``. It is a logarithm because several gates then add up, and
-because a recurrence needs the differences.
+``[rows|1, heads|1, tokens|1, channels|1]``: logarithms of several gates add up, and a recurrence needs
+their differences.
 
 ``tied="pair"`` gives both channels of a pair one value, so that the gate commutes with the rotation;
 channels that do not rotate then have the factor 1. If the gate is also the same at all positions, scores
@@ -20,7 +20,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from ._errors import as_real, bad_type, bad_value, check_dense, check_local, describe, public
+from ._errors import (
+    as_real,
+    bad_type,
+    bad_value,
+    check_dense,
+    check_local,
+    describe,
+    one_or,
+    public,
+)
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep
 from .channels import Channels as Channels
 
@@ -119,7 +128,7 @@ class Scalar(Gate):
         return onto(self._log(x.dtype, x.device), x.device)
 
     def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the logarithm, for a number on ``device``, for a tensor on its own device."""
+        """Return the logarithm: of a number on ``device``, of a tensor on the device of the tensor."""
         inside = _compute_dtype(dtype)
         if isinstance(self.value, torch.Tensor):
             return self.value.to(inside).log().reshape(1, 1, 1, 1)
@@ -370,7 +379,8 @@ def total(
         channels, positions: see :meth:`Gate.log_factor`.
 
     Raises:
-        ValueError: a gate that does not fit x.
+        ValueError: a gate whose shape or device does not fit x.
+        TypeError: a gate that holds a DTensor.
     """
     sum_: torch.Tensor | None = None
     for gate in gates:
@@ -410,10 +420,10 @@ def check_own(name: str, x: torch.Tensor, gate: Gate) -> None:
 
 def check_fit(name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> None:
     """Raise an error if the shape of a gate does not broadcast to x, ``(rows, heads, tokens, …)``."""
-    for axis, own, size in zip(("rows", "heads", "tokens"), shape, x.shape):
+    for noun, own, size in zip(("row", "head", "token"), shape, x.shape):
         if not broadcasts(own, size):
             raise bad_value(
-                f"the gate {type(gate).__name__} must have 1 or {size} {axis} for {name} but "
+                f"the gate {type(gate).__name__} must have {one_or(size, noun)} for {name} but "
                 f"got {own}",
                 **{name: x},
             )
@@ -480,10 +490,8 @@ def _widened(
 ) -> torch.Tensor:
     width = channels.head_dim if tied is None else channels.pairs
     if not broadcasts(values.shape[-1], width):
-        kind = "channels" if tied is None else "pairs"
-        raise bad_value(
-            f"{name} must have 1 or {width} {kind} but got {values.shape[-1]}", **{name: values}
-        )
+        needed = one_or(width, "channel" if tied is None else "pair")
+        raise bad_value(f"{name} must have {needed} but got {values.shape[-1]}", **{name: values})
     values = values.to(_compute_dtype(dtype))
     return values if tied is None else channels.spread(values)
 

@@ -49,7 +49,8 @@ class HostWords(NamedTuple):
     amplitude_hex: str
 
 
-# A value, or its class and fields: the compiler can pass either to a constant function.
+# A value, or its class and fields. Dynamo cannot pass a value that was made inside the compiled function
+# to a function whose result it treats as a constant, but it can pass a class and fields.
 Constant: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
 
 
@@ -70,7 +71,7 @@ def made(
 
 
 def inv_freq(rule: Constant[Rule | None], dim: int, base: float) -> list[float]:
-    """Return one row of a rule's frequencies, for lengths up to the original one."""
+    """Return one row of a rule's frequencies, for lengths up to its original maximum."""
     rule = _value_of(rule)
     row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
     return [float(omega) for omega in row.exact]
@@ -144,7 +145,7 @@ def of_lengths(
 ) -> Table:
     """Return phase words and turns for rows of given lengths, ``[axes, rows, heads|1, pairs]``, on the CPU.
 
-    A pure function; each row is bitwise equal to the result of :func:`made`.
+    A pure function; each row is bitwise equal to the result of :func:`made` for the row's regime.
 
     Args:
         rule, rotary_dim, base, axes: see :class:`tightrope.RopeSpec`.

@@ -36,7 +36,7 @@ class Argument(NamedTuple):
     Attributes:
         role: one of ROTATED; a role of the form; "positions" (if the function takes tables: the
             rows to take from them); "offset", the position of the first token; "seq_dim", the
-            sequence axis of x; "unsqueeze_dim", the axis at which tables are unsqueezed.
+            sequence dimension of x; "unsqueeze_dim", the dimension at which tables are unsqueezed.
         name: the name of the parameter; None if unknown.
         keyword: whether to pass it by name, because it is optional or keyword-only.
     """
@@ -234,7 +234,7 @@ _USUAL = {
 
 
 def usual_calls(function: Any) -> list[Call]:
-    """The usual ways to call a function with this number of parameters, regardless of their names."""
+    """The usual ways to call a function with as many required parameters, regardless of their names."""
     seen = signature(function)
     parameters = None if seen is None else list(seen.parameters.values())
     if parameters is None or any(each.kind is each.VAR_POSITIONAL for each in parameters):

@@ -39,8 +39,8 @@ class Arrangement:
     """A layout of x with a fitting shape of tables.
 
     Attributes:
-        x, table: the axes by letter.
-        unsqueeze_dim: the axis at which the function unsqueezes tables, if that is an argument.
+        x, table: the dimensions by letter.
+        unsqueeze_dim: the dimension at which the function unsqueezes tables, if that is an argument.
         broadcasts: whether tables of rank three broadcast against x of rank four without unsqueezing.
             A call with such tables does not show whether the function unsqueezes tables that need it.
     """
@@ -52,7 +52,7 @@ class Arrangement:
 
     @property
     def place(self) -> int | None:
-        """The axis at which tables are unsqueezed, from the end; None if they broadcast as they are."""
+        """The dimension at which tables are unsqueezed, from the end; None if they broadcast as they are."""
         past = len(self.table) + 1
         if self.unsqueeze_dim is not None:
             return self.unsqueeze_dim - (past if self.unsqueeze_dim >= 0 else 0)

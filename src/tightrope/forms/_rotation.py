@@ -99,7 +99,7 @@ def candidates() -> Iterator[Rotation]:
 
 
 def entries(table: torch.Tensor, reading: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entries of a table, along its last axis, that multiply u and v."""
+    """The entries of a table, along its last dimension, that multiply u and v."""
     if reading == "half":
         return table, table
     pairs = table.shape[-1] // 2

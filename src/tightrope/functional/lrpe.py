@@ -130,7 +130,7 @@ def _rotated(
 
 
 def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
-    """Check all arguments except θ.
+    """Check x, act, dim and offset.
 
     Returns:
         True for a softmax over the tokens, which the kernels do not compute.
@@ -266,4 +266,4 @@ def _shape_rule(heads: int, pairs: int, theta_axis: str) -> str:
         return f"theta must have shape {' or '.join(by_head)} for theta_axis='head'"
     shapes = list(dict.fromkeys(by_pair if theta_axis == "pair" else by_pair + by_head))
     one_of = " or ".join((", ".join(shapes[:-1]), shapes[-1]))
-    return f"theta must have shape {one_of}, where {pairs} pairs may be fewer"
+    return f"theta must have shape {one_of}; fewer than {pairs} pairs are accepted too"

@@ -25,7 +25,7 @@ from ..spec import Memo, PreparedRotation, RopeSpec, SeqLen
 
 
 @public("rerotate")
-def rerotate(  # noqa: PLR0913  (one argument for each axis)
+def rerotate(  # noqa: PLR0913  (one argument for each option)
     k: torch.Tensor,
     from_spec: RopeSpec,
     to_spec: RopeSpec,
@@ -77,7 +77,7 @@ def rerotate(  # noqa: PLR0913  (one argument for each axis)
 
 
 @public("rerotate_")
-def rerotate_(  # noqa: PLR0913  (one argument for each axis)
+def rerotate_(  # noqa: PLR0913  (one argument for each option)
     k: torch.Tensor,
     from_spec: RopeSpec,
     to_spec: RopeSpec,
@@ -156,7 +156,7 @@ def _check_specs(from_spec: RopeSpec, to_spec: RopeSpec) -> None:
         if one != other:
             raise bad_value(
                 f"from_spec and to_spec must have the same {field} but have {one} and {other}; "
-                "rotate with inverse=True by from_spec and then by to_spec"
+                "rotate by from_spec with inverse=True, then by to_spec"
             )
 
 
@@ -198,7 +198,7 @@ def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
     where = Positions(rotation.ids, rotation.offset, rotation.add_index)
     ids = positions_.explicit(where, tokens, device=rotation.device).ids
     if ids is None:
-        raise RuntimeError("explicit positions have ids")
+        raise RuntimeError("explicit positions must have ids")
     return ids
 
 

@@ -26,7 +26,7 @@ _X, _QK = ("x",), ("q", "k")
 
 
 @public("rotate")
-def rotate(  # noqa: PLR0913  (one argument for each axis)
+def rotate(  # noqa: PLR0913  (one argument for each option)
     x: torch.Tensor,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike = None,
@@ -102,7 +102,7 @@ def rotate(  # noqa: PLR0913  (one argument for each axis)
 
 
 @public("rotate_")
-def rotate_(  # noqa: PLR0913  (one argument for each axis)
+def rotate_(  # noqa: PLR0913  (one argument for each option)
     x: torch.Tensor,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike = None,
@@ -147,7 +147,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each axis)
 
 
 @public("rotate_qk")
-def rotate_qk(  # noqa: PLR0913  (one argument for each axis)
+def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     q: torch.Tensor,
     k: _K,
     spec: RopeSpec | PreparedRotation,
@@ -206,7 +206,7 @@ def _outs(out: object) -> list[torch.Tensor]:
 
 
 @public("rotate_qk_")
-def rotate_qk_(  # noqa: PLR0913  (one argument for each axis)
+def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     q: torch.Tensor,
     k: _K,
     spec: RopeSpec | PreparedRotation,
@@ -268,7 +268,7 @@ def rotary_pos_embedding(
         A new tensor of the same shape and dtype.
 
     Raises:
-        ValueError: an odd ``embed_dim``, fewer than two dimensions, or ids of another shape.
+        ValueError: an odd ``embed_dim``, fewer than two dimensions, or ids of a wrong shape.
         TypeError: an input or ids of an unsupported dtype.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), equations 15, 16 and 34.

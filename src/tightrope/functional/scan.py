@@ -6,9 +6,9 @@ With the memory S, the decays a, which are logarithms, and the outputs o,
 
 so that o_t = Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i.
 
-A block of tokens is computed at once from the state before it. Every exponent is a sum of its own
-decays, not the difference of two running sums. So no exponential overflows, and a strong decay does not
-reduce the precision of weak ones next to it. A decay of −∞ erases the memory.
+A block of tokens is computed at once from the state before it. Every exponent is the sum of the decays
+between two tokens, not the difference of two running sums. So no exponential overflows, and a strong
+decay does not reduce the precision of weak decays next to it. A decay of −∞ erases the memory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PolarState(NamedTuple):
 
 
 @public("polar_scan")
-def polar_scan(  # noqa: PLR0913  (one argument for each axis)
+def polar_scan(  # noqa: PLR0913  (one argument for each option)
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -87,7 +87,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each axis)
     commutes with the rotation; if it is also the same for all tokens, scores depend only on the distance.
 
     Args:
-        q, k: see :func:`rotate_qk`; the heads of q are a multiple of those of k.
+        q, k: see :func:`rotate_qk`; the number of heads of q is a multiple of that of k.
         v: like k, with any number of channels per head.
         spec, positions, seq_len: see :func:`rotate`. By default positions continue from ``state``.
         log_decay: logarithms <= 0 of the factor on the memory at each token: None, a number, or a
@@ -311,7 +311,8 @@ def values_of(
     """
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise bad_value(
-            f"the heads of q must be a multiple of those of k, {k.shape[1]}, but got {q.shape[1]}"
+            f"the number of heads of q must be a multiple of that of k, {k.shape[1]}, but got "
+            f"{q.shape[1]}"
         )
     if not isinstance(v, torch.Tensor) or v.dtype != k.dtype or v.device != k.device:
         found = ""

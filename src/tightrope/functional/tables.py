@@ -15,6 +15,7 @@ from .._errors import (
     check_local,
     describe,
     integer,
+    one_or,
     public,
 )
 from .._memo import TensorMemo
@@ -39,7 +40,7 @@ _K = TypeVar("_K", bound=torch.Tensor | None)
 
 
 @public("apply_rotary_pos_emb")
-def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
+def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
     q: torch.Tensor,
     k: _K,
     cos: torch.Tensor,
@@ -77,8 +78,8 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
             the forward rotation. Not with "full" tables, which need not be rotations.
         position_ids: the table row of each token, int32 or int64 ``(tokens,)`` or ``(rows, tokens)``;
             the tables may then have any length. By default token t uses row t.
-        rounding: see :func:`rotate`. The tables are read as they are, and not rounded to the dtype of
-            x by "each".
+        rounding: see :func:`rotate`. Even "each" reads the tables as they are, without rounding them to
+            the dtype of q.
         backend: see :func:`rotate`.
 
     Returns:
@@ -103,7 +104,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each axis)
 
 
 @public("apply_rotary_pos_emb_")
-def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each axis)
+def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each option)
     q: torch.Tensor,
     k: _K,
     cos: torch.Tensor,
@@ -237,7 +238,7 @@ def _broadcast(
     if lead is None:
         raise bad_value(
             f"cos and sin must share a shape that broadcasts against x, with {width // 2} "
-            "channels, one for each pair",
+            "entries in the last dimension, one for each pair",
             x=x,
             cos=cos,
             sin=sin,
@@ -291,7 +292,7 @@ def rotate_by(
     verb: str = "new",
     backend: str | None = None,
 ) -> Sequence[torch.Tensor]:
-    """Rotate q and k by tables; the public functions here are this one with other arguments."""
+    """Rotate q and k by tables; all public functions of this module that rotate call this one."""
     return run(_build(q, k, given, verb, backend))
 
 
@@ -361,8 +362,8 @@ def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:
     name = _LAYOUTS.get((dims, unsqueeze_dim + dims if unsqueeze_dim < 0 else unsqueeze_dim))
     if name is None:
         raise bad_value(
-            "unsqueeze_dim must be the heads dimension of q: 1 or 2 of four dimensions, 0 or 1 "
-            f"of three, but got {unsqueeze_dim}",
+            "unsqueeze_dim must be the heads dimension of q: 1 or 2 if q has four dimensions, 0 or 1 "
+            f"if it has three, but got {unsqueeze_dim}",
             q=q,
         )
     return BY_NAME[name]
@@ -430,14 +431,16 @@ def _check_fit(
     own_rows, own_heads = c.shape[0], c.shape[1]
     rows = 1 if layout.row is None else q.shape[layout.row]
     if not broadcasts(own_rows, rows):
-        raise bad_value(f"cos and sin must have 1 or {rows} rows but got {own_rows}", q=q, cos=cos)
+        raise bad_value(
+            f"cos and sin must have {one_or(rows, 'row')} but got {own_rows}", q=q, cos=cos
+        )
     if own_heads == 1:
         return
     for name, x in (("q", q), ("k", k)):
         heads = 1 if x is None or layout.head is None else x.shape[layout.head]
         if x is not None and not broadcasts(own_heads, heads):
             raise bad_value(
-                f"cos and sin must have 1 or {heads} heads for {name} but got {own_heads}",
+                f"cos and sin must have {one_or(heads, 'head')} for {name} but got {own_heads}",
                 **{name: x, "cos": cos},
             )
 

@@ -54,7 +54,7 @@ class LrpeRotate1d(torch.nn.Module):
     """
 
     @public()
-    def __init__(  # noqa: PLR0913  (one argument for each axis)
+    def __init__(  # noqa: PLR0913  (one argument for each option)
         self,
         head_dim: int,
         num_heads: int | None = None,

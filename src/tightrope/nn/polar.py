@@ -168,7 +168,7 @@ class PolarRoPEAttention(torch.nn.Module):
     """
 
     @public()
-    def __init__(  # noqa: PLR0913  (one argument for each axis)
+    def __init__(  # noqa: PLR0913  (one argument for each option)
         self,
         d_model: int,
         num_heads: int,
@@ -384,12 +384,12 @@ class PolarRoPEAttention(torch.nn.Module):
             raise bad_type(f"cache must be a KVCache but got {cache!r}")
         if not self.causal:
             raise bad_value(
-                "causal must be True with a cache: its tokens cannot attend to later ones"
+                "causal must be True with a cache: cached tokens cannot attend to later ones"
             )
         if self.spec.by_length:
             raise bad_value(
                 "cache must be None if the frequencies depend on the length, because its keys "
-                "were rotated for a shorter one",
+                "were rotated for a shorter length",
                 spec=self.spec,
             )
         for of, held in (("k", cache.k), ("v", cache.v)):

@@ -186,7 +186,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
                     sentence(
                         class_of(self),
                         f"{prefix}{key} in the state_dict must agree with dim {self.dim} and base "
-                        f"{self.base} but does not; build the module with those of the checkpoint",
+                        f"{self.base} but does not; build the module with the dim and base of the checkpoint",
                         **{key: saved},
                     )
                 )

@@ -108,7 +108,7 @@ def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) ->
     """Save the tensors that the backward pass reads; q, k and the results only if a gradient needs them.
 
     Args:
-        needs: the call with a bool instead of each tensor: whether it needs a gradient.
+        needs: the call with a bool in place of each tensor: whether that tensor needs a gradient.
     """
     options, of = call.options, needs.extras
     wants = _Wants(
@@ -224,7 +224,7 @@ def _by_angles(
     some: Sequence[torch.Tensor]
     if options.gate != NO_GATE and options.direction == FORWARD:
         there = [gradients.gated(call, i, cast(torch.Tensor, grads[i])) for i in which]
-        # In a wide dtype: without their gates, values may exceed the range of a narrow one.
+        # In float32 or float64: without their gates, values may exceed the range of a 16-bit dtype.
         xs = [inputs[i].to(grad.dtype) for i, grad in zip(which, there)]
         alone = call._replace(extras=call.extras.of(which)).on(xs).without_gates()
         some = _rotated(alone, is_differentiated())
@@ -290,8 +290,8 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], has_extras: bool) 
 def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
     """Make the Autograd kernel of a raw operator that has no gradient.
 
-    Without it torch would silently use an identity gradient and not bump the versions of written
-    tensors.
+    Without this kernel, torch would silently use an identity gradient and not bump the versions of
+    written tensors.
 
     Args:
         operator: the operator.

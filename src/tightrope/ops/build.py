@@ -31,7 +31,7 @@ class Stages(NamedTuple):
     """Prologue f and epilogue P of a call, for q and for k.
 
     Attributes:
-        acts: the activation of each; None for the identity.
+        acts: the activation or norm of each; None for the identity.
         gates: the gates of each, any number; their factors multiply.
     """
 
@@ -129,7 +129,7 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
     )  # fmt: skip
     call = Call(
         request.q, request.k, rotation.words, rotation.turns, rotation.ids, rotation.offset, options,
-        # Explicit, because the compiler would make the default of a float field a symbol.
+        # eps is given, because the compiler would turn the default of a float field into a symbol.
         rotation.amplitude, Extras(), 0.0,
         place.names, request.verb, request.outs, request.backend,
     )  # fmt: skip

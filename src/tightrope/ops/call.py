@@ -240,7 +240,7 @@ def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
 
 
 def extras_of(options: Options, extras: Sequence[Any]) -> Extras:
-    """Sort the flat list of extra tensors into its parts.
+    """Split the flat list of extra tensors into the fields of :class:`Extras`.
 
     Raises:
         RuntimeError: the list does not match the options.

@@ -15,6 +15,7 @@ from .._errors import (
     check_local,
     describe,
     integer,
+    one_or,
 )
 from .._tracing import broadcasts
 from ..positions import PositionsLike, as_positions
@@ -139,7 +140,7 @@ def _rotation(
         if spec.is_stale:
             raise bad_value(
                 "positions must not change after spec.at, because the frequencies depend on the row "
-                "lengths that it read from them; call spec.at again",
+                "lengths read from them; call spec.at again",
                 positions=spec.ids,
             )
         return spec
@@ -269,7 +270,7 @@ def check_heads(
                 f"; rotate q and k one by one, each with its own {what}" if len(names) > 1 else ""
             )
             raise bad_value(
-                f"{what} must have 1 or {own} heads for {name} but got {heads}{alone}",
+                f"{what} must have {one_or(own, 'head')} for {name} but got {heads}{alone}",
                 **{name: x},
             )
 
@@ -293,7 +294,7 @@ def _check_fit(
     rows = 1 if layout.row is None else x.shape[layout.row]
     if not broadcasts(ids.shape[1], rows):
         raise bad_value(
-            f"{positions} must have {'1 row' if rows == 1 else f'1 or {rows} rows'} but got {ids.shape[1]}"
+            f"{positions} must have {one_or(rows, 'row')} but got {ids.shape[1]}"
             + ("" if layout.row is not None else f" (layout {layout.name!r} has no rows)"),
             **{name: x, positions: ids},
         )

@@ -1,4 +1,4 @@
-"""The definition: y = P · a · R(φ) · f(x) in plain torch.
+"""The definition: y = P · a · R(φ) · f(x) in plain torch, where a is the amplitude.
 
 It runs on every device, can be traced, and is differentiable in every mode. All kernels are tested
 against it.
@@ -49,7 +49,7 @@ def define(call: Call) -> list[torch.Tensor]:
     if options.source == WORDS:
         c, s = _cos_sin(call, tokens, dtype)
     elif call.secondary is None:
-        raise RuntimeError("tightrope::rotate: a table of cosines must come with one of sines")
+        raise RuntimeError("tightrope::rotate: a table of cosines must come with a table of sines")
     else:
         source, positions = SOURCES[options.source], call.positions
         c, s = (
@@ -97,7 +97,10 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
             f"{options.act} and {options.gate}"
         )
     if options.source >= len(SOURCES) or max(options.rounding, options.back) >= len(ROUNDINGS):
-        raise RuntimeError("tightrope::rotate: source and rounding must be codes of the schema")
+        raise RuntimeError(
+            "tightrope::rotate: source and both roundings must be codes of the schema but got "
+            f"{options.source}, {options.rounding} and {options.back}"
+        )
     if call.eps and options.act != activations.RMS_NORM:
         raise RuntimeError(f"tightrope::rotate: eps must be 0 without a norm but got {call.eps}")
     fits = all(len(part) in (0, len(views)) for part in parts[1:])
@@ -113,7 +116,7 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
         if inputs:
             fits &= inputs[i].shape == view.shape
     if not fits:
-        raise RuntimeError("tightrope::rotate: extras must fit q and k")
+        raise RuntimeError("tightrope::rotate: the extra tensors must fit q and k")
     has_full = options.source == FULL
     if (has_full or options.rounding != ONCE) and not call.is_plain():
         raise RuntimeError(
@@ -124,7 +127,7 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
 
 
 class _Table(NamedTuple):
-    """Cosines and sines of the first channels of the pairs (c, s) and of the second (c2, s2)."""
+    """Cosines and sines for the first channels of the pairs (c, s) and for the second ones (c2, s2)."""
 
     c: torch.Tensor
     s: torch.Tensor
@@ -167,8 +170,9 @@ def _rotate_pairs(
 ) -> torch.Tensor:
     """Rotate pairs in the dtype of x, with the roundings of the call.
 
-    PyTorch's own derivative of this has the rounding of the transposed call: the gradient of a
-    conversion from a 16-bit dtype rounds, so with EACH every product converts x for itself.
+    PyTorch's own derivative of this function rounds like the transposed call. The gradient of a
+    conversion from a 16-bit dtype rounds; so if the transposed call rounds each product, every product
+    here converts x for itself.
     """
     narrow = x.dtype
     if options.back != EACH:

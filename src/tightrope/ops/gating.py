@@ -32,7 +32,8 @@ def lower(
         rotation: the rotation of all tensors.
 
     Returns:
-        For each tensor the gate's code in the schema and its tensor, or None without a gate.
+        For each tensor, the gate's code in the schema and the gate's tensor; (NO_GATE, None) if it has
+        no gate.
 
     Raises:
         ValueError: a gate does not fit its tensor, or depends on positions that have several axes.

@@ -6,8 +6,9 @@ Let (u, v) be a pair of frequency ω at position p before the rotation, (y, z) t
 * an angle is ``dφ = y·dz − z·dy``, since d(y, z)/dφ = (−z, y); therefore that of a floating-point
   position is ``dp = Σ ω · (y·dz − z·dy)`` over heads and pairs, and that of a frequency is
   ``dω = Σ p · (y·dz − z·dy)`` over tokens, and over the rows and heads that share it;
-* the tables is ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``; of tables with an entry for every
-  channel, the first channel gets ``u·dy`` and ``−v·dy``, the second ``v·dz`` and ``u·dz``;
+* the tables is ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``; in tables with an entry for every
+  channel, the cosine and the sine of the first channel get ``u·dy`` and ``−v·dy``, those of the second
+  ``v·dz`` and ``u·dz``;
 * the logarithm of a gate, which multiplies last, is ``dg = y·dy``.
 
 The gradient of x is the operator itself with its direction flipped.
@@ -86,7 +87,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def places(call: Call, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the positions of a call, ``[axes, rows|1, tokens]``, in the widest floating dtype."""
+    """Return the positions of a call, ``[axes, rows|1, tokens|1]``, in the widest floating dtype."""
     offset, add_index = call.offset, call.options.add_index
     return angles.real(call.positions, offset, add_index, tokens, device, sum_dtype(device))
 

@@ -11,7 +11,9 @@ from .call import Call
 
 
 def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that cannot be rotated in place: elements that share memory would be rotated twice.
+    """Refuse tensors that cannot be rotated in place.
+
+    For example, elements that share memory would be rotated twice.
 
     Kernels also refuse shared memory before they write anything; this check raises the readable error.
     """

@@ -12,8 +12,8 @@ class Backend(NamedTuple):
     """The interface of a backend.
 
     Attributes:
-        why_not: returns the reason why the backend cannot rotate a tensor, or cannot run at all if
-            no tensor is given; None if it can.
+        why_not: returns the reason why the backend cannot rotate a given tensor; without an argument,
+            the reason why it cannot run at all; None if it can.
         devices: the device types that it serves; empty for all.
         is_ready: returns whether its kernels are registered; cheap.
     """

@@ -96,7 +96,8 @@ def route_prepared(
     refuses every other invalid input before it writes.
 
     Returns:
-        None if the call must be built: because it needs another route, or to raise the readable error.
+        None if the call must be built: because no arguments are cached for it, because it needs
+        another route, or to raise the readable error.
     """
     if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
         return None
@@ -172,7 +173,8 @@ def _with_stages(
     inverse: bool,
     stages: Stages,
 ) -> Packed | None:
-    """Add f and P to packed arguments; None if their tensors cannot be passed on unchanged.
+    """Add f and P to packed arguments; None if the call must be built, for example because the tensors
+    of f and P cannot be passed on unchanged.
 
     No tensor is copied or cached: the kernel reads the user's own tensors, in any floating dtype, so
     it sees every change of their values.
@@ -216,7 +218,7 @@ def _options_with(options: int, act: int, gate: int) -> int:
 
 def _in_functorch() -> bool:
     """Return whether a functorch transform (grad, vmap, ...) is active."""
-    # While compiling the stack is never None, so `is not None` would always hold.
+    # While compiling, `top` is never None, so `is not None` would always hold.
     top = torch._C._functorch.peek_interpreter_stack()
     return isinstance(top, torch._C._functorch.CInterpreter)
 

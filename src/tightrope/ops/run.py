@@ -179,7 +179,7 @@ def _in_place_by_definition(call: Call, way: Way) -> Results:
     # Transforms check the memory of the tensors that they wrap.
     if way.sees_memory():
         _check_in_place([call], way.needs_grad)
-    # Gradients of angles need the values that this overwrites.
+    # Gradients of angles need the values that the results overwrite.
     return _overwrite(call.xs(), define(_copied(call)))
 
 

@@ -140,7 +140,7 @@ def options_of(packed: int) -> Options:
 _ARGUMENTS = "Tensor primary, Tensor? secondary, Tensor? positions, SymInt offset, int options, float amplitude"
 _EXTRAS = ", Tensor[] extras, float eps"
 
-#: Schemas by name: of each operator, without and with extra tensors (overload "extras").
+#: Schemas by name: two for each operator, without and with extra tensors (overload "extras").
 ROTATIONS = {
     name + overload: f"{name}{overload}({xs}, {_ARGUMENTS}{more}) -> {result}"
     for name, xs, result in (
@@ -246,7 +246,7 @@ OUT = Operator(rotate_into, rotate_extras_into)
 
 
 def new_like(x: torch.Tensor, options: Options) -> torch.Tensor:
-    """Make the memory for the result of one tensor."""
+    """Return uninitialised memory for the result of rotating x."""
     return x.new_empty(x.shape) if options.dense else torch.empty_like(x)
 
 

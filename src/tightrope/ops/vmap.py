@@ -1,4 +1,4 @@
-"""The vmap rule: the mapped dimension is merged into the rows, so a mapped call is still one launch."""
+"""The vmap rule: it merges the mapped dimension into the rows, so most mapped calls are one launch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _rotate(
 
 
 def _one_by_one(size: int, call: Call, dims: Call) -> tuple[list[torch.Tensor], list[int]]:
-    """Make one call per mapped index: a weight or slope has no dimension for rows."""
+    """Make one call per mapped index, because weights and slopes have no dimension for rows."""
     results = []
     for i in range(size):
         each = zip(call.tensors(), dims.tensors())
@@ -91,7 +91,7 @@ def _rotate_(
     xs = schema.present(q, k)
     if any(dim is None for _, dim in zip(xs, in_dims)):
         raise RuntimeError(
-            "[rotate_] vmap: x is not mapped but its angles are, so one x cannot hold the results; "
+            "[rotate_] vmap: x is not mapped but another argument is, so one x cannot hold all results; "
             "call rotate."
         )
     results, _ = _rotate(info, in_dims, q, k, *arguments, **named)
@@ -112,7 +112,7 @@ def _rotate_into(
 ) -> tuple[None, None]:
     outs = schema.present(out_q, out_k)
     if any(dim is None for _, dim in zip(outs, in_dims[2:])):
-        raise RuntimeError("[rotate_into] vmap: out is not mapped, so it cannot hold the results.")
+        raise RuntimeError("[rotate_into] vmap: out is not mapped, so it cannot hold all results.")
     results, _ = _rotate(info, (*in_dims[:2], *in_dims[4:]), q, k, *arguments, **named)
     for out, dim, y in zip(outs, in_dims[2:], results):
         out.movedim(dim, 0).copy_(y)

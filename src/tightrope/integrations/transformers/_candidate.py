@@ -18,7 +18,7 @@ class Bits(NamedTuple):
         dense: whether results and gradients are contiguous; otherwise they have the strides of x and
             of the gradients of the results. Sums that later operations compute depend on the strides.
         gradients: whether the gradients of q and k have the bits of the original too.
-        tables: whether those of the tables have them.
+        tables: whether the gradients of the tables do.
     """
 
     rounding: tuple[str, str] = ("once", "once")
@@ -35,8 +35,8 @@ class Candidate:
         call: how it is called.
         rotation: what it computes.
         shapes: the ranks that were tried and match: (rank of x, rank of the tables, the value of
-            unsqueeze_dim or None, the axis at which the tables are unsqueezed, counted from the end,
-            or None).
+            unsqueeze_dim or None, the dimension at which the tables are unsqueezed, counted from the
+            end, or None).
         ones: the tables of rank three that broadcast against x of rank four without unsqueezing:
             "1sd" for x (batch, heads, seq, dim), "s1d" for (batch, seq, heads, dim). Only these two
             exact shapes were tried.
@@ -49,8 +49,8 @@ class Candidate:
             error.
         ignored: parameters that do not affect the result.
         trailing: whether tensors after the second may be None; they are then left out of the result.
-        bits: for each pair of dtypes, of x and of the tables, with which the operator can equal the
-            original bit for bit: how it does.
+        bits: (dtype of x, dtype of the tables, how the operator equals the original bit for bit), for
+            each pair of dtypes with which it can.
     """
 
     call: Call
@@ -74,7 +74,7 @@ class Candidate:
         return None
 
     def place(self, x: torch.Size, table: torch.Size, given: int | None) -> int | None:
-        """The axis at which a call unsqueezes its tables, from the end; None if it does not.
+        """The dimension at which a call unsqueezes its tables, from the end; None if it does not.
 
         Raises:
             LookupError: these shapes were not tried.

@@ -65,7 +65,7 @@ class Angles:
         """Cosines and sines, (batch, seq, width)."""
         spec = dict(self.specs)[layer_type]
         factor = dict(self.factors)[layer_type]
-        # Each row has its own length; sequences packed into one row share one.
+        # Each row has its own length; sequences packed into one row share one length.
         lengths = (
             position_ids.amax((0, 2) if position_ids.dim() == 3 else 1) + 1
             if (spec.by_length and position_ids.numel())
@@ -217,7 +217,7 @@ def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
 
 @contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """Set the default dtype to float32; from_pretrained sets it to that of the model."""
+    """Set the default dtype to float32; inside from_pretrained it is the dtype of the model."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -370,8 +370,8 @@ def _width(
     for rank in (2, 3):
         tried = []
         for ids in sets:
-            # If frequencies depend on the length, all rows need the same one: the module uses the
-            # longest for all, this library each row's own.
+            # If frequencies depend on the length, all rows must have the same length: the module uses
+            # the longest for all rows, this library the length of each row.
             ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
             if rank == 3:
                 if spec.axes is None:

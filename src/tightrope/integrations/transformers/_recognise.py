@@ -28,7 +28,7 @@ BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 16
 
 # Bound for float32 inputs; a wrong candidate is off by as much as the values themselves.
 _CLOSE = 2e-5
-# Torch's own operations never fuse multiply-adds, so no function in them rounds "once".
+# Torch's own operations never fuse multiply-adds, so no function made of them rounds "once".
 _ROUNDINGS = ("each", "wide")
 # Bounds for several roundings, to 8 and to 11 significant bits, of values near 10.
 _COARSE = {torch.bfloat16: 0.2, torch.float16: 0.03}
@@ -175,7 +175,7 @@ class _StandIn:
 
 
 class _Probe:
-    """Random tensors for a call, with a different size for each axis."""
+    """Random tensors for a call, with a different size for each dimension."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class _Probe:
     def fused(
         self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
-        """Rotate one x by the operator; None if it does not take it."""
+        """Rotate one x by the operator; None if the operator does not take it."""
         cos, sin = self.cos, self.sin
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
@@ -396,7 +396,7 @@ def _all_bits(
         if bits is not None:
             found.append((dtype, table_dtype, bits))
         elif dtype == table_dtype == f32:
-            # In 16 bits arithmetic of more precision differs in too few elements to be seen.
+            # In 16 bits, results of more precise arithmetic differ in too few elements to notice.
             return ()
     return tuple(found)
 
@@ -413,7 +413,7 @@ def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
             return None
         grads = [_permuted(torch.randn(y.shape).to(y.dtype)) for y in ys]
         wanted = torch.autograd.grad(ys, [*xs, *tables], grads, allow_unused=True)
-        # Of several tensors all but the first have one head, whose stride means nothing.
+        # Of several tensors, only the first has more than one head, so only its strides count.
         dense = ys[0].is_contiguous(), wanted[0] is not None and wanted[0].is_contiguous()
         for pair in itertools.product(_ROUNDINGS, _ROUNDINGS):
             bits = Bits(pair, dense)

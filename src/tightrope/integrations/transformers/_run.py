@@ -114,8 +114,8 @@ class _Call:
         return ys[0], None if k is None else ys[1]
 
     def _plan(self, q: Any, k: Any, cos: Any, sin: Any, given: int | None) -> Any:
-        """(Axis at which to unsqueeze the tables, heads axis, packed options); None if the operator
-        cannot take the call directly."""
+        """(Dimension at which to unsqueeze the tables, heads dimension, packed options); None if the
+        operator cannot take the call directly."""
         rotation = self.candidate.rotation
         if None in (q, cos, sin) or cos != sin:
             return None
@@ -238,7 +238,7 @@ def _placed_shape(table: torch.Size, place: int | None, dims: int) -> list[int] 
 
 
 def _heads_axis(table: list[int], x: torch.Size) -> int:
-    """The heads axis of x: the one of size 1 in tables of rank four."""
+    """The heads dimension of x: the one of size 1 in tables of rank four."""
     return 2 if table[2] == 1 and x[2] != 1 else 1
 
 
@@ -277,7 +277,7 @@ def _turn(
 
 
 def _source(rotation: Rotation) -> str | None:
-    """The format of the operator for tables of a rotation; None if they must be rearranged."""
+    """The operator's format for the tables of a rotation; None if they must be rearranged."""
     if rotation.sign < 0:
         return None
     if rotation.reading in ("cat", "repeat"):
@@ -312,7 +312,7 @@ def fused(
     dtype: torch.dtype,
     bits: Bits,
 ) -> torch.Tensor | None:
-    """Rotate one x with the operator; None if it does not take these tensors.
+    """Rotate one x with the operator; None if the operator does not take these tensors.
 
     Args:
         cos, sin: tables that broadcast against x.
@@ -333,7 +333,7 @@ def fused(
         return None
     while cos.dim() < dims:
         cos, sin = cos[None], sin[None]
-    # The heads axis is just before the sequence axis, or just after it.
+    # The heads dimension is just before the sequence dimension, or just after it.
     behind = cos.shape[-2] == 1 and x.shape[-2] != 1
     heads = dims - 2 if behind else dims - 3
     count, channels = rotation.pairs_of(cos.shape[-1]), x.shape[-1]

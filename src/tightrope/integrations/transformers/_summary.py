@@ -13,8 +13,8 @@ from ._recognise import Recognition
 class Entry:
     """The outcome for one rotary function, or for one class of modules that make cos/sin.
 
-    If ``angles="exact"`` finds no such class, the model has an entry under its own class name, and a
-    modeling file one named "angles".
+    If ``angles="exact"`` finds no such class, an entry says so: under the class name of the model, or for
+    ``patch(None)`` under the name "angles", for each modeling file with a rotary function.
 
     Attributes:
         module: the Python module that defines the function or class.
