@@ -186,7 +186,11 @@ inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t h
                                         at * table.stride.token + first * table.stride.channel;
   const int64_t step = p.table_step * table.stride.channel;
   const bool twos = in_twos(p);
-  for (int64_t k = 0; k < n; ++k) out[slot(twos, k, n)] = T(Stored::load(from[k * step])) * scale;
+  for (int64_t k = 0; k < n; ++k) {
+    const T value = T(Stored::load(from[k * step])) * scale;
+    // Rounding to 16 bits could carry a NaN with other bits into an infinity.
+    out[slot(twos, k, n)] = value == value ? value : T(__builtin_nan(""));
+  }
 }
 template <class T>
 inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,

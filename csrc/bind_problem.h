@@ -83,6 +83,7 @@ class Options {
   explicit Options(int64_t packed) : rest_(uint64_t(packed)) {
     dense_back = take(1) != 0;
     dense = take(1) != 0;
+    narrow = take(1) != 0;
     back = take(2);
     rounding = take(2);
     gate = take(4);
@@ -101,6 +102,7 @@ class Options {
 
   int64_t reserved;        // bits of no field
   int64_t rounding, back;  // of this call, and of its transpose
+  bool narrow;             // round cosines and sines from phase words to the type of x
   bool dense, dense_back;  // whether new results are contiguous
   int64_t gate, act;
   bool learned;      // `extras` begins with learned frequencies, which only autograd uses
@@ -222,6 +224,7 @@ inline Problem operands_of(const Operands& xs, const Operands& outs, const Optio
 
   Problem p{};
   p.rounding = Rounding(options.rounding);
+  p.narrow = options.narrow;
   p.operands = xs.count;
   const int32_t code = code_of(*xs.tensor[0]);
   p.dtype = dtype_of(code);

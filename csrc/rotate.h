@@ -53,6 +53,7 @@ struct Problem {
   bool conjugate;    // rotate backwards
   double amplitude;  // factor on the rotated channels
   Rounding rounding;
+  bool narrow;  // cosines and sines from phase words round to the type of x
 
   // Phase words, and whole turns or null; contiguous [axes, word_rows, word_heads, pairs].
   const int64_t* words;

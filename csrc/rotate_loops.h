@@ -55,7 +55,7 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t toke
   const auto take = [&](int64_t head) {
     fill(p, row, head, token, tokens, first, n, angles);
     // Tables have the dtype that the caller chose.
-    if (p.rounding != Rounding::kEach || p.cosine.data != nullptr) return;
+    if (!p.narrow || p.cosine.data != nullptr) return;
     for (int64_t i = 0; i < tokens * width; ++i) {
       angles.cosine[i] = rounded(typename A::Format{}, angles.cosine[i]);
       angles.sine[i] = rounded(typename A::Format{}, angles.sine[i]);

@@ -569,3 +569,65 @@ def test_tables_of_two_dimensions_with_unsqueeze_dim_zero(batch: int, heads: int
     q, k = normal(batch, heads, 5, 16), normal(batch, 1, 5, 16)
     cos, sin = (normal(5, 8).roll(n, 1).repeat(1, 2) for n in (0, 1))
     assert served(usual, q=q, k=k, cos=cos, sin=sin, unsqueeze_dim=0)
+
+
+# --- bits that depend on more than the rounding ------------------------------------------
+
+
+def same_bits(function: Function, *arguments: torch.Tensor) -> None:
+    """Assert equal results, strides and gradients of a function and of its replacement."""
+    candidate = recognise(function).candidate
+    assert candidate is not None
+    runs = []
+    for each in (function, replacement(function, candidate)):
+        leaves = [x.detach().requires_grad_() for x in arguments]
+        ys = each(*leaves)
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        grads = torch.autograd.grad(ys, leaves, [torch.ones_like(y) for y in ys])
+        runs.append([*ys, *grads])
+    for theirs, ours in zip(*runs, strict=True):
+        assert torch.equal(theirs, ours)
+        assert theirs.is_contiguous() == ours.is_contiguous()
+
+
+def transposed(*shape: int) -> torch.Tensor:
+    rows, heads, tokens, channels = shape
+    return normal(rows, tokens, heads, channels).transpose(1, 2)
+
+
+def passing(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """Rotate the first channels; the result is contiguous only if some pass through."""
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        width = cos.shape[-1]
+        head, rest = x[..., :width], x[..., width:]
+        u, v = head.chunk(2, -1)
+        y = head * cos[:, None] + torch.cat((-v, u), -1) * sin[:, None]
+        return torch.cat((y, rest), -1) if width < x.shape[-1] else y
+
+    return turn(q), turn(k)
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_strides_that_depend_on_the_width(width: int) -> None:
+    tables = normal(2, 9, width), normal(2, 9, width)
+    same_bits(passing, transposed(2, 4, 9, 16), transposed(2, 2, 9, 16), *tables)
+
+
+def test_learned_tables_that_rows_share() -> None:
+    tables = normal(1, 9, 16), normal(1, 9, 16)
+    same_bits(usual, transposed(4, 4, 9, 16), transposed(4, 2, 9, 16), *tables)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_complex_products_on_several_threads(threads: int) -> None:
+    from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
+
+    torch.set_num_threads(threads)
+    angle = normal(3, 257, 64).float()
+    table = torch.polar(torch.ones_like(angle), angle)
+    candidate = recognise(apply_rotary_emb).candidate
+    assert candidate is not None
+    q, k = normal(3, 257, 5, 128), normal(3, 257, 1, 128)
+    found = replacement(apply_rotary_emb, candidate)(q, k, table)
+    assert all(map(torch.equal, found, apply_rotary_emb(q, k, table)))

@@ -414,3 +414,37 @@ def test_the_inverse_of_full_tables_is_refused() -> None:
         ValueError, match=r"^\[apply_rotary_pos_emb\] inverse must be False with tables='full'"
     ):
         apply_rotary_pos_emb(x, None, x[0, 0], x[0, 0], tables="full", inverse=True)
+
+
+# --- faults found by review ------------------------------------------------------------
+
+
+@every_backend
+@pytest.mark.parametrize("rounding", [("each", "wide"), ("once", "each"), ("wide", "each")])
+def test_the_backward_pass_reads_the_cosines_of_the_forward_pass(
+    backend: str, rounding: tuple[str, str]
+) -> None:
+    """From phase words a pair rounds cosines and sines in both passes or in neither."""
+    q, grad = qk(64, torch.bfloat16)[0], qk(64, torch.bfloat16, seed=2)[0]
+    rotation = RopeSpec(64).at(7)
+    leaf = q.detach().requires_grad_()
+    y = rotate(leaf, rotation, rounding=rounding, backend=backend)
+    (by_x,) = torch.autograd.grad(y, leaf, grad)
+    ones = torch.ones(1, 1, TOKENS, 32)
+    seen = rotate(torch.cat((ones, 0 * ones), -1), rotation, backend=backend)
+    held = torch.bfloat16 if rounding[0] == "each" else torch.float32
+    cos, sin = (torch.cat((one, one), -1).to(held) for one in seen.chunk(2, -1))
+    assert_same_bits(by_x, oracle.rotate(grad, cos, sin, False, rounding[1], True))
+
+
+@every_backend
+@pytest.mark.parametrize("rounding", oracle.ROUNDINGS)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001])
+def test_tables_with_any_nan_give_nan(bits: int, rounding: str, backend: str) -> None:
+    table = torch.full((TOKENS, 64), bits, dtype=torch.int32).view(torch.float32)
+    for dtype in LOW:
+        x = qk(64, dtype)[0]
+        y = apply_rotary_pos_emb(
+            x, None, table, table, tables="full", rounding=rounding, backend=backend
+        )[0]
+        assert y.isnan().all()

@@ -125,7 +125,7 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
         )
     options = schema.Options(
         layout, channels.start, channels.interleaved, direction, rotation.add_index,
-        rounding=rounding, back=back,
+        rounding=rounding, back=back, narrow=rounding == schema.EACH,
     )  # fmt: skip
     call = Call(
         request.q, request.k, rotation.words, rotation.turns, rotation.ids, rotation.offset, options,

@@ -61,7 +61,7 @@ def define(call: Call) -> list[torch.Tensor]:
     if call.amplitude != 1.0:
         factor = scale(options.direction, call.amplitude)
         c, s = c * factor, s * factor
-    if options.source == WORDS and options.rounding == EACH:
+    if options.source == WORDS and options.narrow:
         c, s = (table.to(views[0].dtype).to(dtype) for table in (c, s))
     table = _table(c, s, options)
     ys, by_weights = [], []

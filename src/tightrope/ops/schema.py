@@ -56,6 +56,7 @@ class Options(NamedTuple):
         gate: kind of P: NO_GATE, LOG or SLOPE.
         rounding: index into ROUNDINGS; ONCE if there is an act or a gate.
         back: the rounding of the transposed call.
+        narrow: whether cosines and sines from phase words round to the dtype of x first.
         dense: whether new results are contiguous, instead of having the strides of q and k.
         dense_back: ``dense`` of the transposed call.
     """
@@ -71,6 +72,7 @@ class Options(NamedTuple):
     gate: int = 0
     rounding: int = ONCE
     back: int = ONCE
+    narrow: bool = False
     dense: bool = False
     dense_back: bool = False
 
@@ -94,7 +96,7 @@ def _pack(options: Options) -> int:
 _packed = lru_cache(maxsize=1024)(_pack)
 
 # Number of bits of each field, in the order of the fields; the first has the highest bits.
-_BITS = (3, _START_BITS, 1, 2, 1, 3, 1, 8, 4, 2, 2, 1, 1)
+_BITS = (3, _START_BITS, 1, 2, 1, 3, 1, 8, 4, 2, 2, 1, 1, 1)
 
 
 def options_of(packed: int) -> Options:

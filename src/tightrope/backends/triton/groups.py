@@ -179,6 +179,7 @@ class Kind(NamedTuple):
         ONE_SUM: whether heads share one sum for the gradient of the norm weights.
         BITS: whether to round to bfloat16 with integer operations.
         ROUNDING: index into ROUNDINGS of tightrope.ops.schema.
+        NARROW: whether cosines and sines from phase words round to the dtype of x first.
     """
 
     ACT: Any
@@ -192,6 +193,7 @@ class Kind(NamedTuple):
     ONE_SUM: Any
     BITS: Any
     ROUNDING: Any
+    NARROW: Any
 
 
 #: Groups that Triton takes as one constant each; it unpacks the others.

@@ -301,6 +301,7 @@ def _plan(
         ONE_SUM=one_sum,
         BITS=INTERPRETED,
         ROUNDING=options.rounding,
+        NARROW=options.narrow,
     )
     known = {"partial_q", "partial_k"}
     known |= {"q", "k", "out_q", "out_k"} if aligned else set()

@@ -15,16 +15,21 @@ class Bits(NamedTuple):
 
     Attributes:
         rounding: where results and gradients round.
-        dense: whether results and gradients are contiguous; otherwise they have the strides of x and
-            of the gradients of the results. Sums that later operations compute depend on the strides.
+        dense: for each tensor, whether its result and its gradient are contiguous; otherwise they have
+            the strides of x and of the gradient of the result. Sums that later operations compute
+            depend on the strides. Empty if no result is contiguous for its own sake.
         gradients: whether the gradients of q and k have the bits of the original too.
         tables: whether the gradients of the tables do.
     """
 
     rounding: tuple[str, str] = ("once", "once")
-    dense: tuple[bool, bool] = (False, False)
+    dense: tuple[tuple[bool, bool], ...] = ()
     gradients: bool = True
     tables: bool = True
+
+    def strides(self, which: int) -> tuple[bool, bool]:
+        """Return ``dense`` of one tensor."""
+        return self.dense[which] if self.dense else (False, False)
 
 
 @dataclass(frozen=True)

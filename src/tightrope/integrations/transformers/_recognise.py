@@ -246,13 +246,13 @@ class _Probe:
         return plain(x.double(), cos.double(), sin.double(), rotation, torch.float64)
 
     def fused(
-        self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype, bits: Bits
+        self, which: int, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
-        """Rotate one x by the operator; None if the operator does not take it."""
-        cos, sin = self.cos, self.sin
+        """Rotate one of the xs by the operator; None if it does not take it."""
+        x, cos, sin = list(self.xs.values())[which], self.cos, self.sin
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
-        return fused(x, cos, sin, rotation, dtype, bits)
+        return fused(x, cos, sin, rotation, dtype, bits, which)
 
     def agrees(
         self,
@@ -389,12 +389,15 @@ def _all_bits(
     # The operator reads float64 tables in full only for a float64 x.
     for dtype, table_dtype in (*dtypes, (f64, f64), (f64, f32)):
         width = 32 if rotation.reading == "half" else 64
-        probe = _Probe(
-            caller, shape, width, tokens=67, channels=64, dtype=dtype, table_dtype=table_dtype
-        )
-        bits = _bits(probe, rotation)
-        if bits is not None:
-            found.append((dtype, table_dtype, bits))
+        # Results may have other strides if channels pass through.
+        every = []
+        for each in (width,) if rotation.slice == "whole" else (width, width // 2):
+            probe = _Probe(
+                caller, shape, each, tokens=67, channels=64, dtype=dtype, table_dtype=table_dtype
+            )
+            every.append(_bits(probe, rotation))
+        if every[0] is not None and every.count(every[0]) == len(every):
+            found.append((dtype, table_dtype, every[0]))
         elif dtype == table_dtype == f32:
             # In 16 bits, results of more precise arithmetic differ in too few elements to notice.
             return ()
@@ -413,21 +416,31 @@ def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
             return None
         grads = [_permuted(torch.randn(y.shape).to(y.dtype)) for y in ys]
         wanted = torch.autograd.grad(ys, [*xs, *tables], grads, allow_unused=True)
-        # Of several tensors, only the first has more than one head, so only its strides count.
-        dense = ys[0].is_contiguous(), wanted[0] is not None and wanted[0].is_contiguous()
+        dense = tuple(
+            (y.is_contiguous(), g is not None and g.is_contiguous()) for y, g in zip(ys, wanted)
+        )
         for pair in itertools.product(_ROUNDINGS, _ROUNDINGS):
             bits = Bits(pair, dense)
-            mine = [probe.fused(x, rotation, ys[0].dtype, bits) for x in xs]
-            if not _equal(mine, ys):
+            mine = [probe.fused(i, rotation, ys[0].dtype, bits) for i in range(count)]
+            if not _equal(mine, ys) or not all(map(_alike, mine, ys)):
                 continue
             found = torch.autograd.grad(
                 [y for y in mine if y is not None], [*xs, *tables], grads, allow_unused=True
             )
             bits = bits._replace(tables=_equal(found[count:], wanted[count:]))
-            if _equal(found[:count], wanted[:count]):
+            both = found[:count], wanted[:count]
+            if _equal(*both) and all(map(_alike, *both)):
                 return bits
             nearest = bits._replace(gradients=False)
         return nearest
+
+
+def _alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    """Return whether two tensors have the same strides, except in dimensions of size 1."""
+    if x is None or y is None:
+        return x is y
+    kept = [dim for dim, size in enumerate(x.shape) if size > 1]
+    return [x.stride(dim) for dim in kept] == [y.stride(dim) for dim in kept]
 
 
 def _permuted(x: torch.Tensor) -> torch.Tensor:

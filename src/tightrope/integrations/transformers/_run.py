@@ -18,6 +18,8 @@ _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 ROUNDINGS = ("model", "once")
+# Elements from which torch divides an elementwise operation among threads.
+_GRAIN = 32768
 
 
 def replacement(
@@ -84,6 +86,18 @@ class _Call:
     ) -> Bits | None:
         """The rounding and strides for a call; None if the original must run it."""
         return Bits() if self.once else self.candidate.bits_of(dtype, table_dtype, needs_grad)
+
+    def _has_bits(self, x: torch.Tensor, cos: torch.Tensor, learned: bool) -> bool:
+        """Return whether a call has bits that recognition has compared."""
+        if learned and (cos.dim() != x.dim() or cos.shape[0] != x.shape[0]):
+            return False  # the sum over rows would have another order
+        lanes = self.candidate.call.form.lanes
+        if lanes == 1 or route.mode() == "compiled":
+            return True
+        # Torch's last vector rounds differently, and each thread of torch has a last one.
+        alone = torch.get_num_threads() == 1 or x.numel() <= _GRAIN
+        pairs = self.candidate.rotation.pairs_of(cos.shape[-1])
+        return x.device.type == "cpu" and pairs % lanes == 0 and alone
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
         """Arguments by name; None if one of them was not tried."""
@@ -152,6 +166,9 @@ class _Call:
         bits = self.bits_of(dtype, table_dtype, needs_grad=True)
         if bits is None:
             return None
+        dense = bits.strides(0)
+        if k is not None and bits.strides(1) != dense:
+            return None
         forward, back = map(schema.ROUNDINGS.index, bits.rounding)
         options = schema.Options(
             layout=schema.LAYOUTS.index("bhsd" if heads == 1 else "bshd"),
@@ -160,8 +177,8 @@ class _Call:
             source=schema.SOURCES.index(str(_source(rotation))),
             rounding=forward,
             back=back,
-            dense=bits.dense[0],
-            dense_back=bits.dense[1],
+            dense=dense[0],
+            dense_back=dense[1],
         )
         return place, heads, options.pack()
 
@@ -205,10 +222,9 @@ class _Call:
         learned = grad and (cos.requires_grad or sin.requires_grad)
         learns = learned or (grad and any(x.requires_grad for x in present))
         bits = self.bits_of(first.dtype, cos.dtype, learns)
-        pairs = candidate.rotation.pairs_of(cos.shape[-1])
         if bits is None or (learned and not bits.tables):
             return None
-        if not self.once and pairs % candidate.call.form.lanes:
+        if not self.once and not self._has_bits(first, cos, learned):
             return None
         ys = _turn(present, cos, sin, candidate, dtype, bits)
         if ys is None:
@@ -261,7 +277,7 @@ def _turn(
 ) -> list[torch.Tensor] | None:
     """Rotate all xs by tables that broadcast against each; None if the original must run."""
     ys = []
-    for x in xs:
+    for which, x in enumerate(xs):
         c, s, passed = cos, sin, None
         if candidate.tokens != "same":
             tokens, rows = x.shape[-2], cos.shape[-2]
@@ -269,7 +285,7 @@ def _turn(
                 passed, x = x[..., : tokens - rows, :], x[..., tokens - rows :, :]
             elif candidate.tokens == "suffix" and tokens < rows:
                 c, s = cos[..., rows - tokens :, :], sin[..., rows - tokens :, :]
-        y = fused(x, c, s, candidate.rotation, dtype, bits)
+        y = fused(x, c, s, candidate.rotation, dtype, bits, which)
         if y is None:
             return None
         ys.append(y if passed is None else torch.cat((passed.to(dtype), y), dim=-2))
@@ -311,6 +327,7 @@ def fused(
     rotation: Rotation,
     dtype: torch.dtype,
     bits: Bits,
+    which: int,
 ) -> torch.Tensor | None:
     """Rotate one x with the operator; None if the operator does not take these tensors.
 
@@ -318,6 +335,7 @@ def fused(
         cos, sin: tables that broadcast against x.
         dtype: the dtype of the result.
         bits: where to round, and the strides of the results.
+        which: the number of x among the tensors of its call.
     """
     dims = x.dim()
     if (
@@ -326,7 +344,7 @@ def fused(
         or x.dtype not in _FLOATING
         or cos.dtype not in _FLOATING
         or x.device.type == "meta"
-        or route.mode() == "transformed"
+        or route.mode() in ("transformed", "forward")
         or dims not in (3, 4)
         or cos.dim() > dims
     ):
@@ -346,7 +364,7 @@ def fused(
             Tables(
                 *(cos, sin, heads, rotation.pairs != HALF, tables, start),
                 rounding=bits.rounding,
-                dense=bits.dense,
+                dense=bits.strides(which),
             ),
         )
     except (TypeError, ValueError):

@@ -365,7 +365,7 @@ def _angles(
         c, s = from_words(angles, tile, head, HEAD, ANGLES)
         c = c * cosine
         s = s * sine
-        if KIND.ROUNDING == 2:
+        if KIND.NARROW:
             c = rounded(c, x.dtype.element_ty, KIND.BITS)
             s = rounded(s, x.dtype.element_ty, KIND.BITS)
         by = Turn(c, s, c, s)
