@@ -225,7 +225,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["broken.json"],
         "broken.json must be a configuration but reading it raised JSONDecodeError",
     ),
-    "list": (["list.json"], "list.json must have a model_type but has none"),
+    "list": (["list.json"], "list.json must have a model_type that is a string but has none"),
     "no head_dim": (["audited_rope:good", "--base", "10"], "need --head-dim as well"),
     "both": (["audited_rope:good", "--meant", "x", "--base", "1"], "--meant gives the whole spec"),
     "meant": (["audited_rope:good", "--meant", "missing.json"], "missing.json"),

@@ -202,7 +202,7 @@ def test_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_turns_count_for_fractions() -> None:
-    """Frequencies of a turn per position and more, at fractional positions."""
+    """Frequencies of one turn per position or more, at fractional positions."""
     omegas = [2 * oracle.MP.pi, 5 * oracle.MP.pi, oracle.MP.mpf(100)]
     phases = [oracle.phase(omega) for omega in omegas]
     word, turn = (

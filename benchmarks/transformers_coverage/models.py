@@ -82,7 +82,10 @@ class Worker:
         self.process: Any = None
 
     def ask(self, model_type: ModelType) -> dict[str, Any]:
-        """The row of a type, or a row with the reason why the process ended."""
+        """Return the result row of a model type, made in the process.
+
+        If the process ends or exceeds the time limit, the row is blank but for the reason.
+        """
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.pipe, other = context.Pipe()

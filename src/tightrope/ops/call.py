@@ -247,7 +247,9 @@ def extras_of(options: Options, extras: Sequence[Any]) -> Extras:
     """
     extras = tuple(extras)
     if options.act != NONE and options.direction == INVERSE:
-        raise RuntimeError("tightrope::rotate: an act has no inverse")
+        raise RuntimeError(
+            "tightrope::rotate: options must not combine an act with inverse, as an act has no inverse"
+        )
     kinds = (
         options.act == RMS_NORM,
         options.gate != NO_GATE,

@@ -251,7 +251,7 @@ class Operand(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Offsets of a head in elements: [tokens, 1] each; a scalar for the norm weights."""
+    """Where a head starts in each tensor, in elements: an offset per token, [tokens, 1]; one for norm weights."""
 
     out: Any
     norm: Any

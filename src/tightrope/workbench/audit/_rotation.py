@@ -227,7 +227,7 @@ def _add_not_a_rotation(log: Log, shape: Shape, pair: MeasuredPair, count: int) 
 
 
 def _clearest(positions: Sequence[int], pair: MeasuredPair) -> int:
-    """Return the smallest position where the angles of the two channels differ clearly."""
+    """Return the smallest position where the angles of a pair's two channels differ clearly, else the last."""
     for position, a, b in zip(positions, pair.angle_first, pair.angle_second):
         if not agrees(a, b, 5e-2):
             return position

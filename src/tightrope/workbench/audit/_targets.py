@@ -200,7 +200,7 @@ def _types() -> set[str]:
 def _from_file(library: Any, file: Path) -> Any:
     values = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise bad_value(f"{file} must have a model_type but has none")
+        raise bad_value(f"{file} must have a model_type that is a string but has none")
     return library.AutoConfig.for_model(values.pop("model_type"), **values)
 
 

@@ -25,8 +25,8 @@ class Case:
             and one for k.
         gate: epilogue P: "exp", a factor per head and channel, or "slope", which also depends on the
             position.
-        rounding: as in :func:`tightrope.functional.rotate`. The eager code rounds as "wide" in that
-            case, else as "each".
+        rounding: as in :func:`tightrope.functional.rotate`. If it is "wide", the eager
+            code also rounds as "wide"; otherwise as "each".
         tables: format of given tables, rotary_dim wide and in the dtype of q; None to rotate by the
             angles of the spec.
         compiled: whether contenders that compile our rotation and its definition take part.

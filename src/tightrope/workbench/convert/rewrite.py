@@ -49,7 +49,7 @@ class Change:
 
     @property
     def unit(self) -> int:
-        """Bytes of one row."""
+        """The size of a row in bytes."""
         return self.entry.nbytes // self.units
 
 

@@ -53,7 +53,10 @@ class Entry:
             stream.seek(self.offset + first * unit)
             data = bytearray(stream.read(count * unit))
         if len(data) != count * unit:
-            raise OSError(f"{self.file} ends early")
+            raise OSError(
+                f"{self.file} must have {count * unit} bytes from byte {self.offset + first * unit} on "
+                f"but has {len(data)}"
+            )
         return torch.frombuffer(data, dtype=FLOATS[self.dtype]).view(count, -1)
 
 
