@@ -67,7 +67,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         rounding: where 16-bit and float32 results round, to equal another implementation bit for
             bit; only "once" with an act or a gate. "once", the most exact: fused multiply-adds in
             float32, rounded when stored. "wide": products and their sum, each rounded to float32.
-            "each": cosines, sines, products and sums, each rounded to the dtype of x. A pair is (forward,
+            "each": cosines, sines, products and sums, each rounded to the dtype of x. A tuple is (forward,
             backward). See docs/numerics.md.
         backend: None to choose the fastest; "cpu", "triton" or "reference" to force one.
 

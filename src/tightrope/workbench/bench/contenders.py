@@ -77,7 +77,7 @@ def _no_rotation(case: Case) -> str | None:
 
 def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
     """Rotate without f and P, rounding once, with "cat" tables if any: shows the cost of the case's options."""
-    tables = None if case.tables is None else "cat"
+    tables = None if case.tables is None else "repeat" if case.interleaved else "cat"
     plain = replace(case, act=None, gate=None, rounding="once", tables=tables)
     made = _tightrope(plain, q, k, ids)
     return Made(made.call, None)

@@ -171,7 +171,9 @@ def check(
     if q.device.type != "cpu":
         _poison(q, k)
     made = contender.make(case, q, k, ids)
-    ours = contender.name == "tightrope" and not case.neighbours
+    # With other roundings and with tables in 16 bits, errors are those of eager code.
+    exact = case.rounding == "once" and case.tables is None and not case.neighbours
+    ours = exact and contender.name == "tightrope"
     reason = mismatch(case, made, right, OWN_TOLERANCE if ours else TOLERANCE)
     if reason is not None:
         raise WrongError(reason)
