@@ -419,7 +419,7 @@ def test_a_list_may_be_empty() -> None:
 @needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
 def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
-    """An error: a tensor whose memory was freed, like a shard's, has address 0, which a kernel would read."""
+    """A tensor whose memory was freed, as for shards, raises an error; a kernel would read from address 0."""
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="extra tensors must have memory"):

@@ -97,7 +97,7 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
 @pytest.mark.slow
 @needs_kernels
 def test_partial_width_q_alone_and_unknown_functions() -> None:
-    """One layer serves all functions: known ones with their own arithmetic, others with their own code."""
+    """The layer computes known functions with the same bits, and runs the code of unknown ones."""
     run("""
 def half(x):
     a, b = x.chunk(2, -1)

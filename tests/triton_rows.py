@@ -1,4 +1,4 @@
-"""A kernel that stores the rows of tokens; test_triton imports it and so chooses compiler or interpreter."""
+"""A kernel that stores the row of each token; compiled or interpreted, as set when test_triton imports it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def names(module: ModuleType, path: Path) -> list[str]:
-    """Rotary functions and methods that a file defines, found by name or by parameters."""
+    """Return names of rotary functions and methods in a file, found by name or by parameters."""
     known = list(rotary_names(path))
     for name, value in vars(module).items():
         here = getattr(unwrapped(value), "__module__", None) == module.__name__
