@@ -1,7 +1,7 @@
 # Every target sets up all that it needs, also in a fresh clone.
 #
 #   make demo     train small models on real text, and compare the speed with eager rotation
-#   make test     the tests, except slow ones that rarely fail alone
+#   make test     the tests, except slow ones that are rarely the only ones to fail
 #   make test-all all tests
 #   make check    formatting, lint, types, wording, spelling, documentation
 #   make wheel    dist/tightrope-*.whl

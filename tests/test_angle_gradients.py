@@ -62,7 +62,7 @@ def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def formula(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Return the gradients of positions and of frequencies, each with the sum of its terms' moduli."""
+    """Return the gradients of positions and of frequencies, each with the sum of its terms' absolute values."""
     layout = schema.LAYOUTS[call.options.layout]
     rows, _, tokens, _ = oracle.as_bhsd(call.ys[0], layout).shape
     pairs = call.words.shape[3]
@@ -538,5 +538,5 @@ def test_devices_are_not_mixed() -> None:
         {"turns": call.turns.to("meta")},
         {"positions": call.positions.to("meta")},
     ):
-        with pytest.raises(RuntimeError, match="several devices"):
+        with pytest.raises(RuntimeError, match="must be on one device"):
             call._replace(**change).run(schema.angle_gradients)

@@ -1029,7 +1029,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: mrope(5),  # type: ignore[arg-type]
         TypeError,
-        "[mrope] segments must be ints and tuples (t, h, w) or (t, h, w, time_step) but got 5.",
+        "[mrope] segments must be an iterable of ints and tuples (t, h, w) or (t, h, w, time_step) but got 5.",
     ),
     (
         lambda: mrope([2, (4, 4)]),  # type: ignore[list-item]

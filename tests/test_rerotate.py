@@ -152,7 +152,10 @@ def lengths_of(move: Move) -> dict[str, int | None]:
 
 
 def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return the keys rotated by the exact angle difference, then pair lengths and reach for the error bound."""
+    """Return the keys rotated by the exact angle difference, and two inputs of the error bound.
+
+    These are the length of each pair, and the sum over all axes, old and new, of the largest |position|.
+    """
     old = written(move.old)
     new = old if move.new is None else written(move.new)
     rows = k.shape[0]

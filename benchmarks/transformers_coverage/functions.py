@@ -109,7 +109,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
 
 
 def arguments(candidate: Candidate, owner: object = None) -> Make:
-    """Arguments for a candidate's signature, with cos/sin of real angles as a model makes them."""
+    """Return a function that makes arguments for a candidate: random x, and cos/sin of angles as in a model."""
     call, rotation = candidate.call, candidate.rotation
     unsqueeze_dim, positions = call.parameter("unsqueeze_dim"), call.parameter("positions")
     # Prefer x of rank four and tables of rank three.

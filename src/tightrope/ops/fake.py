@@ -27,7 +27,9 @@ def _check_devices(operator: str, *arguments: object) -> None:
     devices = {x.device for x in tensors_of(arguments)}
     if len(devices) > 1:
         found = " and ".join(sorted(map(str, devices)))
-        raise RuntimeError(f"tightrope::{operator}: tensors on several devices: {found}")
+        raise RuntimeError(
+            f"tightrope::{operator}: all tensors must be on one device but got {found}"
+        )
 
 
 def _in_place(*arguments: object, **named: object) -> None:

@@ -226,9 +226,9 @@ def _walk(
         raise bad_value(f"next_from must be 'all' or 'space' but got {next_from!r}")
     begin = integer("start", start)
     largest = begin - 1
-    rule = "segments must be ints and tuples (t, h, w) or (t, h, w, time_step)"
+    kinds = "ints and tuples (t, h, w) or (t, h, w, time_step)"
     if isinstance(segments, str) or not isinstance(segments, Iterable):
-        raise bad_type(f"{rule} but got {segments!r}")
+        raise bad_type(f"segments must be an iterable of {kinds} but got {segments!r}")
     placed = []
     for segment in segments:
         if not isinstance(segment, (tuple, list)):
@@ -237,7 +237,7 @@ def _walk(
             advance = sizes[0]
         else:
             if len(segment) not in (3, 4):
-                raise bad_value(f"{rule} but got {segment!r}")
+                raise bad_value(f"segments must be {kinds} but got {segment!r}")
             sizes = tuple(count("each of t, h and w", size) for size in segment[:3])
             if min(sizes) < 1:
                 raise bad_value(f"t, h and w must be positive but got {tuple(segment)}")

@@ -60,7 +60,7 @@ class Subject:
         return None if "h" in self.call.layout else 1
 
     def fresh(self) -> Subject:
-        """Return the subject with a function that was not called before, if possible."""
+        """Return the subject with a function that has not been called yet, if possible."""
         return replace(self, fn=fresh(self.fn, self.make), space={})
 
     @property

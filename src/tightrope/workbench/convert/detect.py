@@ -203,7 +203,7 @@ def _norms(roles: dict[str, list[Change]]) -> torch.Tensor | None:
 
 
 def _logs(change: Change) -> torch.Tensor:
-    """Return the log length of each rotated row, ``(heads, rotary_dim)``, read head by head."""
+    """Return the log of the norm of each rotated weight row, ``(heads, rotary_dim)``, read head by head."""
     made = []
     for start in change.starts:
         rows = change.entry.rows(start, change.width, change.units).to(torch.float32).double()
