@@ -62,8 +62,8 @@ struct BFloat16 {
   static inline Value load(Stored x) { return bits<float>(uint32_t(x) << 16); }
   static inline Stored store(Value x) {
     const uint32_t u = bits<uint32_t>(x);
-    // NaN needs no special case: a NaN from bfloat16 inputs has a lower half of zeros, so the addition
-    // cannot carry it into an infinity.
+    // NaN needs no special case: those of bfloat16 inputs, and those that look_up takes from tables, have
+    // a lower half of zeros, so the addition cannot carry them into an infinity.
     return Stored((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
   }
 };

@@ -448,3 +448,15 @@ def test_tables_with_any_nan_give_nan(bits: int, rounding: str, backend: str) ->
             x, None, table, table, tables="full", rounding=rounding, backend=backend
         )[0]
         assert y.isnan().all()
+
+
+@both_pairings
+@pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_gradients_of_full_tables_of_empty_tensors(
+    shape: tuple[int, int, int], interleaved: bool
+) -> None:
+    q = torch.zeros(*shape, 8)
+    cos, sin = (torch.ones(shape[2], 8).requires_grad_() for _ in range(2))
+    y = apply_rotary_pos_emb(q, None, cos, sin, tables="full", interleaved=interleaved)[0]
+    for grad in torch.autograd.grad(y.sum(), (cos, sin)):
+        assert torch.equal(grad, torch.zeros(shape[2], 8))

@@ -81,3 +81,18 @@ class Channels:
 
 def _size(name: str, value: object) -> int:
     return operator.index(integer(name, value, tensors=True))
+
+
+def split_pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the second channels of the pairs."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def join_pairs(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Undo :func:`split_pairs`."""
+    if interleaved:
+        return torch.stack((first, second), -1).reshape(*first.shape[:-1], 2 * first.shape[-1])
+    return torch.cat((first, second), -1)

@@ -8,6 +8,8 @@ from itertools import product
 
 import torch
 
+from ..channels import join_pairs, split_pairs
+
 HALF, INTERLEAVED = "half", "interleaved"
 
 #: The table entries for the channels u and v of pair k, with P pairs in all. The first two read one
@@ -52,6 +54,11 @@ class Rotation:
             return "half"
         return "repeat" if self.reading in ("repeat", "even", "odd") else "cat"
 
+    @property
+    def aligned(self) -> bool:
+        """True if full tables have the entry for a channel at the channel's own index."""
+        return self.reading == ("cat" if self.pairs == HALF else "repeat")
+
     def fits(self, channels: int, width: int) -> bool:
         """Return True if tables of this width can rotate heads with this number of channels."""
         if self.reading != "half" and width % 2:
@@ -73,12 +80,10 @@ class Rotation:
         words = [f"{pairing} on {channels}"]
         if self.out != self.pairs:
             words.append(f"returned {'as halves' if self.out == HALF else 'interleaved'}")
-        # By default a channel uses the table entry at its own index.
-        aligned = self.reading == ("cat" if self.pairs == HALF else "repeat")
         words.append(
             {
-                "cat": f"cos/sin of full width{'' if aligned else ' (two equal halves)'}",
-                "repeat": f"cos/sin of full width{'' if aligned else ' (interleaved)'}",
+                "cat": f"cos/sin of full width{'' if self.aligned else ' (two equal halves)'}",
+                "repeat": f"cos/sin of full width{'' if self.aligned else ' (interleaved)'}",
                 "first": "cos/sin of full width (first half read)",
                 "second": "cos/sin of full width (second half read)",
                 "even": "cos/sin of full width (even entries read)",
@@ -102,11 +107,7 @@ def entries(table: torch.Tensor, reading: str) -> tuple[torch.Tensor, torch.Tens
     """The entries of a table, along its last dimension, that multiply u and v."""
     if reading == "half":
         return table, table
-    pairs = table.shape[-1] // 2
-    if reading in ("cat", "first", "second"):
-        first, second = table[..., :pairs], table[..., pairs:]
-    else:
-        first, second = table[..., 0::2], table[..., 1::2]
+    first, second = split_pairs(table, reading in ("repeat", "even", "odd"))
     if reading in ("first", "even"):
         return first, first
     if reading in ("second", "odd"):
@@ -115,34 +116,17 @@ def entries(table: torch.Tensor, reading: str) -> tuple[torch.Tensor, torch.Tens
 
 
 def plain(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, dtype: torch.dtype
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation
 ) -> torch.Tensor:
-    """Rotate x in plain torch by tables that broadcast against it.
-
-    Arithmetic is in float32, or in float64 if an input is; only the result is rounded to dtype.
-    """
-    wide = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
+    """Rotate x in plain torch by tables of the same dtype that broadcast against it."""
     channels, width = x.shape[-1], cos.shape[-1]
     count = rotation.pairs_of(width)
     start = rotation.start(channels, width)
-    part = x if 2 * count == channels else x[..., start : start + 2 * count]
-    if rotation.pairs == HALF:
-        u, v = part[..., :count], part[..., count:]
-    else:
-        u, v = part[..., 0::2], part[..., 1::2]
-    u, v = u.to(wide), v.to(wide)
-    c_u, c_v = entries(cos.to(wide), rotation.reading)
-    s_u, s_v = entries(sin.to(wide), rotation.reading)
+    part = x[..., start : start + 2 * count]
+    u, v = split_pairs(part, rotation.pairs == INTERLEAVED)
+    c_u, c_v = entries(cos, rotation.reading)
+    s_u, s_v = entries(sin, rotation.reading)
     if rotation.sign < 0:
         s_u, s_v = -s_u, -s_v
-    first, second = (u * c_u - v * s_u).to(dtype), (v * c_v + u * s_v).to(dtype)
-    if rotation.out == HALF:
-        turned = torch.cat((first, second), dim=-1)
-    else:
-        turned = torch.stack((first, second), dim=-1).flatten(-2)
-    if 2 * count == channels:
-        return turned
-    rest = x.to(dtype)
-    if start:
-        return torch.cat((rest[..., :start], turned), dim=-1)
-    return torch.cat((turned, rest[..., 2 * count :]), dim=-1)
+    turned = join_pairs(u * c_u - v * s_u, v * c_v + u * s_v, rotation.out == INTERLEAVED)
+    return torch.cat((x[..., :start], turned, x[..., start + 2 * count :]), dim=-1)

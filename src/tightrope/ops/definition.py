@@ -13,6 +13,7 @@ import torch
 
 from .. import activations, angles
 from .._tracing import broadcasts
+from ..channels import join_pairs, split_pairs
 from . import gradients
 from .call import Call
 from .schema import (
@@ -139,18 +140,10 @@ def _table(c: torch.Tensor, s: torch.Tensor, options: Options) -> _Table:
     """Arrange looked-up cosines and sines for the direction of the call."""
     (c, c2), (s, s2) = (c, c), (s, s)
     if options.source == FULL:
-        (c, c2), (s, s2) = (_pairs(t, options.interleaved) for t in (c, s))
+        (c, c2), (s, s2) = (split_pairs(t, options.interleaved) for t in (c, s))
     if options.direction != FORWARD:
         s, s2 = -s2, -s
     return _Table(c, s, c2, s2)
-
-
-def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first and the second channels of the pairs."""
-    if interleaved:
-        return x[..., 0::2], x[..., 1::2]
-    first, second = x.chunk(2, -1)
-    return first, second
 
 
 def _rotate_slice(
@@ -177,7 +170,7 @@ def _rotate_pairs(
     narrow = x.dtype
     if options.back != EACH:
         x = x.to(dtype)
-    u, v = _pairs(x, options.interleaved)
+    u, v = split_pairs(x, options.interleaved)
 
     def product(channel: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         found = channel.to(dtype) * by
@@ -185,11 +178,7 @@ def _rotate_pairs(
 
     first = product(u, table.c) - product(v, table.s)
     second = product(v, table.c2) + product(u, table.s2)
-    if options.interleaved:
-        y = torch.stack((first, second), -1).reshape(x.shape)
-    else:
-        y = torch.cat((first, second), -1)
-    return y.to(narrow)
+    return join_pairs(first, second, options.interleaved).to(narrow)
 
 
 def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ import torch
 
 from .. import angles
 from ..activations import NONE, apply
+from ..channels import join_pairs, split_pairs
 from .call import Call
 from .layouts import BY_CODE
 from .schema import EACH, FORWARD, FULL, INVERSE, LOG, SLOPE, SOURCES, Options, scale
@@ -130,8 +131,8 @@ def by_tables(
         else:
             # The transpose reads the sine of the other channel, negated below.
             first, second = (-v * dy, u * dz) if forward else (u * dz, -v * dy)
-            one = _join(u * dy, v * dz, options.interleaved)
-            other = _join(first, second, options.interleaved)
+            one = join_pairs(u * dy, v * dz, options.interleaved)
+            other = join_pairs(first, second, options.interleaved)
         if shared:
             one, other = (g.sum(shared, keepdim=True) for g in (one, other))
         by_cos = one if by_cos is None else by_cos + one
@@ -238,16 +239,7 @@ def _pairs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first and the second channels of the pairs, each ``[rows, heads, tokens, pairs]``."""
     x = BY_CODE[options.layout].to_bhsd(x).narrow(-1, options.start, 2 * pairs).to(dtype)
-    if options.interleaved:
-        return x[..., 0::2], x[..., 1::2]
-    return x[..., :pairs], x[..., pairs:]
-
-
-def _join(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Undo :func:`_pairs`."""
-    if interleaved:
-        return torch.stack((first, second), -1).reshape(*first.shape[:3], -1)
-    return torch.cat((first, second), -1)
+    return split_pairs(x, options.interleaved)
 
 
 def _sum(x: torch.Tensor, dims: list[int]) -> torch.Tensor:

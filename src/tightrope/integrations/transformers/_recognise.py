@@ -243,7 +243,7 @@ class _Probe:
         cos, sin = (t if rows is None else t[..., -rows:, :] for t in (self.cos, self.sin))
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
-        return plain(x.double(), cos.double(), sin.double(), rotation, torch.float64)
+        return plain(x.double(), cos.double(), sin.double(), rotation)
 
     def fused(
         self, which: int, rotation: Rotation, dtype: torch.dtype, bits: Bits
@@ -449,7 +449,7 @@ def _permuted(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_strides(probe: _Probe, rotation: Rotation) -> None:
-    strided = {n: x.transpose(0, -2).contiguous().transpose(0, -2) for n, x in probe.xs.items()}
+    strided = {name: _permuted(x) for name, x in probe.xs.items()}
     if not probe.agrees(probe.run(strided), rotation):
         raise _Unlike(_VALUES)
 

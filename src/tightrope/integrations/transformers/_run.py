@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...channels import join_pairs
 from ...forms import COS_SIN, HALF, Rotation, entries, signature
 from ...functional.tables import Tables, rotate_by
 from ...ops import route, schema
@@ -296,9 +297,8 @@ def _source(rotation: Rotation) -> str | None:
     """The operator's format for the tables of a rotation; None if they must be rearranged."""
     if rotation.sign < 0:
         return None
-    if rotation.reading in ("cat", "repeat"):
-        aligned = rotation.reading == ("cat" if rotation.pairs == HALF else "repeat")
-        return "full" if aligned else None
+    if rotation.aligned:
+        return "full"
     return {"first": "cat", "even": "repeat", "half": "half"}.get(rotation.reading)
 
 
@@ -311,13 +311,12 @@ def _arranged(
     if rotation.reading not in ("cat", "repeat"):
         first, second = (entries(table, rotation.reading)[0] for table in (cos, sin))
         return first, second, "half"
-    if rotation.reading == ("cat" if rotation.pairs == HALF else "repeat"):
-        return cos, sin, "full"
-    first, second = (
-        torch.cat(both, -1) if rotation.pairs == HALF else torch.stack(both, -1).flatten(-2)
-        for both in (entries(table, rotation.reading) for table in (cos, sin))
-    )
-    return first, second, "full"
+    if not rotation.aligned:
+        cos, sin = (
+            join_pairs(*entries(table, rotation.reading), rotation.pairs != HALF)
+            for table in (cos, sin)
+        )
+    return cos, sin, "full"
 
 
 def fused(
