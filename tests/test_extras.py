@@ -210,7 +210,7 @@ def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
 
 def test_shards_are_refused(sharded: torch.Tensor) -> None:
     """A kernel would read memory that a DTensor does not have."""
-    advice = "must be a local tensor but got a DTensor; give its to_local() or full_tensor()."
+    advice = "must be a local tensor but got a DTensor; pass its to_local() or full_tensor()."
     y = X.transpose(1, 2)
     calls: dict[str, Callable[[], object]] = {
         "[rotate] the weight of RMSNorm for x": lambda: rotate(X, SPEC, act=RMSNorm(sharded)),

@@ -935,8 +935,8 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: left_padded(torch.tensor([[1, 1, 2]])),
         ValueError,
-        "[left_padded] attention_mask must hold 0 and 1 but goes from 1 to 2; for sequences numbered "
-        "in one row call positions.packed.",
+        "[left_padded] attention_mask must hold only 0 and 1 but goes from 1 to 2; if it numbers "
+        "packed sequences, call positions.packed.",
     ),
     (
         lambda: left_padded(lengths=ENDS, total=4),

@@ -18,7 +18,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-# In characters. A repr that is longer, or has several lines, is replaced by the name of the type.
+# Maximum length of a repr in an error, in characters. A longer repr, or one with several lines, is
+# replaced by the name of the type.
 _LONGEST = 200
 
 # Placeholders in a rule: the name of the operation, and that name without a final underscore.
@@ -60,7 +61,7 @@ def bad_value(rule: str, **about: object) -> Refusal:
     """Return a ValueError to raise inside a function decorated with :func:`public`.
 
     Args:
-        rule: the rule and the value found instead, without a full stop.
+        rule: the sentence, such as "x must be even but got 3", without a full stop.
         about: values to describe in parentheses, under the names that the user knows.
     """
     return _BadValue(_rule_with_facts(rule, about))
@@ -86,7 +87,7 @@ def public(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Decorate a public function: put its name in front of every error about bad input.
 
-    If one decorated function calls another, the error has the name of the inner one.
+    If one decorated function calls another, an error raised in the inner one has the inner name.
 
     Args:
         operation: name of the function, without its module; by default the name of the class of ``self``.
@@ -231,5 +232,5 @@ def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
 def check_local(name: str, x: torch.Tensor) -> None:
     """Raise a TypeError for a DTensor: kernels would read beyond the memory of its local shard."""
     if type(x).__name__ == "DTensor":
-        rule = "must be a local tensor but got a DTensor; give its to_local() or full_tensor()"
+        rule = "must be a local tensor but got a DTensor; pass its to_local() or full_tensor()"
         raise bad_type(f"{name} {rule}")

@@ -27,7 +27,7 @@ class TensorMemo:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Hashable, Any]]] = {}
 
     def knows(self, x: torch.Tensor, key: Hashable) -> bool:
-        """Return True if the fact is cached; False for every view, because its lookup is slower."""
+        """Return True if the fact is cached; always False for a view: see :meth:`find`."""
         known = self._known.get(id(x))
         if known is None or known[0]() is not x or key not in known[2]:
             return False

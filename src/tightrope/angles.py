@@ -74,16 +74,16 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Each frequency is taken as an exact number, and the rounding error of its product with 1 / 2π is
     recovered from exact partial products. Below 2^50 turns per position, a phase word is therefore off
-    by at most half a unit (2^-65 turn) plus 2^-79 · ω turns; for ω below 2^14 these are less than one
-    unit together. From 2^50 turns on, a phase word has only the digits of a float64 product.
+    by at most half a unit (2^-65 turn) plus 2^-79 · ω turns; for ω below 2^14 the sum is less than
+    one unit. From 2^50 turns on, a phase word has only the digits of a float64 product.
 
     Args:
         inv_freq: floating, radians per position; taken as float64.
 
     Returns:
         Phase words and turns as in :class:`Words`, int64, in the shape of ``inv_freq``. A frequency
-        that is NaN, or at least 2^62 turns per position, gets a marker in ``turns`` that makes every
-        angle NaN.
+        that is NaN, or at least 2^62 turns per position in magnitude, gets a marker in ``turns``
+        that makes all angles of its pair NaN.
 
     >>> words_from(torch.tensor([0.0, 2 * float(TWO_PI)]))[1].tolist()
     [0, 2]
@@ -270,10 +270,13 @@ def pairs_of(table: torch.Tensor, form: str) -> int:
 def position_angle(
     words: torch.Tensor, turns: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return zeros ``[rows|1, heads|1, tokens|1, pairs]``; their derivative by position is ω.
+    """Return zeros whose derivative with respect to the position is ω.
 
-    Phases are integers and have no derivative. Adding these zeros to an angle gives it one, in every
-    mode of differentiation, without changing its value.
+    Phases are integers and have no derivative. Adding these zeros to an angle makes it
+    differentiable, in every mode of differentiation, without changing its value.
+
+    Returns:
+        ``[rows|1, heads|1, tokens|1, pairs]``.
     """
     whole, fraction = _split(positions, words.device)
     constant = whole.to(positions.dtype)

@@ -81,12 +81,12 @@ class Axes:
             interleaved: false: the first ``sizes[0]`` pairs belong to axis 0, the next ``sizes[1]``
                 to axis 1, and so on. True: pair ``k`` belongs to axis ``a = k % count`` if
                 ``a >= 1`` and ``k < count · sizes[a]``, and to axis 0 otherwise. So axes alternate
-                (t h w t h w …) until those with fewer pairs have all of theirs, and the slowest
-                pairs belong to axis 0.
+                (t h w t h w …), and once another axis has all of its pairs, axis 0 takes its turns.
 
         Raises:
-            ValueError: sizes that cannot be interleaved: an axis other than 0 would need a pair
-                after the last.
+            ValueError: no sizes or a negative one; or sizes that cannot be interleaved, as an axis
+                other than 0 would need a pair after the last.
+            TypeError: sizes that are not ints, or ``interleaved`` not a bool.
 
         Source: consecutive: Qwen2-VL (arXiv 2409.12191), section 2.1; interleaved: Qwen3-VL (arXiv
         2511.21631).

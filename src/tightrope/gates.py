@@ -1,8 +1,8 @@
 """Gates: the epilogue of a rotation, the positive diagonal P of y = P · R · f(x).
 
-A gate is a frozen object that holds its tensors and returns the logarithm of its factor, shaped
-``[rows|1, heads|1, tokens|1, channels|1]``: logarithms of several gates add up, and a recurrence needs
-their differences.
+A gate is a frozen object that holds its tensors and returns the logarithm of its factor, of shape
+``[rows|1, heads|1, tokens|1, channels|1]``. Logarithms of several gates add up, and a recurrence
+needs their differences.
 
 ``tied="pair"`` gives both channels of a pair one value, so that the gate commutes with the rotation;
 channels that do not rotate then have the factor 1. If the gate is also the same at all positions, scores
@@ -169,7 +169,7 @@ class Exp(Gate):
 
 @dataclass(frozen=True, eq=False)
 class Slope(Gate):
-    """exp(slope · p): a factor that grows or shrinks along the positions.
+    """exp(slope · position): a factor that grows or shrinks along the positions.
 
     Args:
         slope: growth of the logarithm per position; shaped like gamma of :class:`Exp`.

@@ -1,4 +1,4 @@
-"""Phase words for the fields of a spec, computed on the host: pure functions, cached by argument."""
+"""Phase words from the fields of a spec, computed on the host by pure functions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ T = TypeVar("T")
 #: Computes phase words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in
 #: csrc/stretched.cpp. Arguments: the rule's constants, its original length, the lengths of the rows, the
 #: error bound (:data:`_DOUBT`), the row to start at, and the tensor ``[rows, pairs]`` that it writes.
-#: Returns the first row whose rounding it cannot prove correct, or the number of rows. Set by the native
-#: library; without it the definition computes these phase words.
+#: Returns the first row whose rounding it cannot prove correct, or the number of rows. Set when the
+#: native library is loaded; while it is None, :func:`made` computes these phase words.
 stretched_natively: Callable[[bytes, int, Sequence[int], int, int, torch.Tensor], int] | None = None
 
 # In units of 2^-128 turn: 32 times the bound that csrc/stretched.cpp derives for the error of a frequency.
-# One phase word in eight million remains unproven.
+# For about one phase word in eight million, this leaves the rounding unproven.
 _DOUBT = 2**40
 
 
-# Phase words and turns, int64 ``[axes, rows|1, heads|1, pairs]``; turns are None where all are zero.
+# Phase words and turns, int64 ``[axes, rows|1, heads|1, pairs]``; turns are None if all are zero.
 Table: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 
 
 class HostWords(NamedTuple):
-    """Phase words of one regime of a rule, as plain ints.
+    """Phase words of a rule for one regime of lengths, as plain ints.
+
+    A regime is a result of :meth:`tightrope.frequencies.Rule.regime`.
 
     Attributes:
         words, turns: see :class:`tightrope.angles.Words`; flattened from ``shape``.
@@ -61,7 +63,7 @@ def made(
     axes: Constant[Axes | None],
     regime: int | None,
 ) -> HostWords:
-    """Return phase words and turns of one regime of a rule. A pure function.
+    """Return phase words and turns of a rule for one regime of lengths. A pure function.
 
     Args:
         rule, rotary_dim, base, axes: see :class:`tightrope.RopeSpec`.
@@ -71,7 +73,7 @@ def made(
 
 
 def inv_freq(rule: Constant[Rule | None], dim: int, base: float) -> list[float]:
-    """Return one row of a rule's frequencies, for lengths up to its original maximum."""
+    """Return one row of a rule's frequencies, for lengths up to its original one."""
     rule = _value_of(rule)
     row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
     return [float(omega) for omega in row.exact]
@@ -189,7 +191,7 @@ class _Constants(NamedTuple):
 
     Attributes:
         packed: the constants as bytes.
-        growth: growth of the scale per token, in units of 2^-128.
+        growth: growth of the NTK scale per token, in units of 2^-128.
     """
 
     packed: bytes
@@ -250,7 +252,7 @@ def table(made: HostWords, device: torch.device) -> Table:
 def moved(table: Table, device: torch.device) -> Table:
     """Copy a table to a device."""
     if device.type == "cpu":
-        return table  # every table is made on the CPU
+        return table  # already there: callers pass tables on the CPU
     words, turns = table
     return words.to(device), None if turns is None else turns.to(device)
 

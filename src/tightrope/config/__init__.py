@@ -107,7 +107,8 @@ def _load(config: object) -> Mapping[str, Any]:
 def sections(config: object) -> tuple[str, ...]:
     """Names of the sections of a configuration that use RoPE; ``""`` is the outer level.
 
-    If there are several, :meth:`tightrope.RopeSpec.from_config` needs ``section``.
+    If none is found, the result is the outer level alone. If there are several,
+    :meth:`tightrope.RopeSpec.from_config` needs ``section``.
 
     >>> sections({"model_type": "llama", "rope_theta": 10000.0})
     ('',)

@@ -31,7 +31,8 @@ class Family:
         axes: the name of the rule that assigns coordinates to pairs; see ``axes_of`` in heads.py.
         sections: the number of pairs of each coordinate if no key gives it: a constant of the code.
         layers: the name of the rule by which layers differ; see layers.py.
-        needs_position_type: whether RoPE is one choice of ``position_embedding_type``.
+        needs_position_type: whether the model has RoPE only if ``position_embedding_type``
+            selects it.
         scaling: ``"turns"``: coordinates count turns, so frequencies are multiplied by 2π.
         refused: why no spec can express this family; None for all others.
     """

@@ -234,7 +234,10 @@ _USUAL = {
 
 
 def usual_calls(function: Any) -> list[Call]:
-    """The usual ways to call a function with as many required parameters, regardless of their names."""
+    """The usual ways to call a function, by its number of required parameters.
+
+    All usual ways if the signature cannot be read or has ``*args``.
+    """
     seen = signature(function)
     parameters = None if seen is None else list(seen.parameters.values())
     if parameters is None or any(each.kind is each.VAR_POSITIONAL for each in parameters):

@@ -20,15 +20,16 @@ class Form:
     Attributes:
         name: the name in reports; forms are pickled by it.
         roles: the roles of the arguments that hold the angles, also their usual parameter names.
-        build: if these are tables, an expression in ``cos`` and ``sin`` for each argument.
-        read: if these are tables, the inverse of ``build``: arguments -> (cos, sin).
+        build: if the angles are tables, an expression in ``cos`` and ``sin`` for each argument.
+        read: if the angles are tables, the inverse of ``build``: arguments -> (cos, sin).
         gives_tables: whether the function returns (cos, sin) and rotates nothing.
         arrangements: layouts of x with fitting shapes of cos/sin, likeliest first.
         widths: how cos/sin may hold the entry of each pair, likeliest first.
         narrow: whether tables may have a 16-bit dtype.
         unit: whether cos² + sin² must be 1, because the form cannot express other values.
-        lanes: the operator has the bits of a function only if the number of pairs is a multiple of
-            this; torch multiplies complex numbers at the end of a vector with other roundings.
+        lanes: the operator's result is bitwise equal to the function's only if the number of pairs
+            is a multiple of this, as torch rounds complex products differently at the end of a
+            vector.
         flat: whether x is (batch, seq, heads * dim); only a method knows how to split it.
     """
 

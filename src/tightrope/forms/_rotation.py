@@ -13,7 +13,8 @@ from ..channels import join_pairs, split_pairs
 HALF, INTERLEAVED = "half", "interleaved"
 
 #: The table entries for the channels u and v of pair k, with P pairs in all. The first two read one
-#: entry for u and another for v, and are rotations only if both are equal.
+#: entry for u and another for v, and are rotations only if both are equal. The others read one
+#: entry for both: "k of 2P" is entry k of a table with 2P entries.
 READINGS = {
     "cat": "k for u and k + P for v",
     "repeat": "2k for u and 2k + 1 for v",

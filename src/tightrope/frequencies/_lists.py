@@ -41,7 +41,8 @@ class LongRoPE(Rule):
         original_max_position: L0, the training length.
         factor: longest length divided by L0.
         attention_factor: factor on the rotated channels, for all lengths.
-        short_mscale, long_mscale: factor on the rotated channels, for lengths up to L0 and above.
+        short_mscale, long_mscale: factors on the rotated channels, for lengths up to L0 and for
+            longer ones.
 
     Raises:
         ValueError, TypeError: parameters out of range; lists that are not one number per pair;

@@ -25,7 +25,8 @@ TWO_PI = Decimal(
 #: The longest context; docs/numerics.md states an error bound for positions below it.
 LONGEST = 2**31
 
-# In radians per position. Up to this, whole turns fit in int64, and CONTEXT has digits for 64 more bits.
+# In radians per position. Up to this, whole turns fit in int64, and CONTEXT also has
+# digits for the 64-bit fraction.
 _FASTEST = 1e18
 
 Keys: TypeAlias = Mapping[str, tuple[str, ...]]

@@ -147,8 +147,8 @@ def left_padded(
         low, high = (int(end) for end in torch.aminmax(mask))
         if low < 0 or high > 1:
             raise bad_value(
-                f"attention_mask must hold 0 and 1 but goes from {low} to {high}; for sequences "
-                "numbered in one row call positions.packed"
+                f"attention_mask must hold only 0 and 1 but goes from {low} to {high}; if it "
+                "numbers packed sequences, call positions.packed"
             )
     real = mask != 0
     ids = (real.to(torch.int64).cumsum(-1) - 1).masked_fill(~real, 0)

@@ -46,7 +46,8 @@ def explicit(
 def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Positions:
     """Concatenate positions along tokens or along rows.
 
-    For images of several sizes in one row, class tokens before an image, or a batch of M-RoPE rows.
+    Use it for images of several sizes in one row, class tokens before an image, or a batch of
+    M-RoPE rows.
 
     Args:
         parts: positions with an id per token (:func:`explicit` makes them), all with the same number
@@ -108,9 +109,9 @@ def shard(
     Args:
         positions: positions of the whole sequence, of any kind.
         rank, size: rank of this process, and number of ranks.
-        kind: "contiguous": rank ``r`` holds the ``r``-th of ``size`` equal chunks. "zigzag": of
-            ``2 · size`` equal chunks it holds number ``r`` and number ``2 · size − 1 − r``, in this
-            order, which balances the work of causal attention.
+        kind: "contiguous": rank ``r`` holds the ``r``-th of ``size`` equal chunks. "zigzag": there
+            are ``2 · size`` equal chunks, and rank ``r`` holds chunk ``r`` followed by chunk
+            ``2 · size − 1 − r``, which balances the work of causal attention.
         tokens: number of tokens of the whole sequence; optional if there is an id per token.
         cu_seqlens: for packed sequences with "zigzag": each sequence is split on its own, so its
             length must be a multiple of ``2 · size``.
@@ -181,7 +182,7 @@ def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) 
             f"every sequence must have a multiple of {2 * size} tokens for {size} zigzag shards "
             f"but got cu_seqlens {cu_seqlens.tolist()}"
         )
-    # The part of each sequence on this rank is one sequence of the packed row of this rank.
+    # This rank has a part of each sequence; these parts are the sequences of its own packed row.
     own = cu_seqlens // size
     place, sequence = sequences(own, tokens // size)
     begin = own.index_select(0, sequence)

@@ -164,15 +164,15 @@ def mrope(
     """Return M-RoPE positions (time, height, width) of text mixed with images and video.
 
     Text advances all three coordinates together. An image or a video starts at the same position on
-    each axis and numbers its cells from there, row-major. The next segment starts one past the largest
-    coordinate so far.
+    each axis and numbers its cells from there, row-major. By default, the next segment starts one
+    past the largest coordinate so far; see ``next_from``.
 
     Args:
         segments: content of the row, in order: an int for that many text tokens; ``(t, h, w)`` for
             an image (t = 1) or a video, in cells after merging; ``(t, h, w, time_step)`` if frame ``i``
             starts ``i · time_step`` positions after the first one, rounded down (in Qwen2.5-VL,
-            ``time_step`` is tokens per second times seconds per frame). For a model that puts its
-            frames between text, like Qwen3-VL, give one ``(1, h, w)`` per frame.
+            ``time_step`` is tokens per second times seconds per frame). For a model that puts text
+            between frames, like Qwen3-VL, give one ``(1, h, w)`` per frame.
         start: first position of the row, on all axes.
         next_from: "all": the segment after an image or a video starts after its largest coordinate on
             any axis, as in the paper and the models' own code. "space": it starts after the largest

@@ -58,7 +58,7 @@ class DeviceCache:
 
 
 def outside_inference() -> AbstractContextManager[object]:
-    """Return a context that leaves inference mode: autograd may save the tensors made in it."""
+    """Return a context that leaves inference mode, so that autograd can save tensors made in it."""
     if is_tracing() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)

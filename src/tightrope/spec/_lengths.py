@@ -26,7 +26,7 @@ Lengths: TypeAlias = "tuple[int, ...] | torch.Tensor"
 
 _NO_ROWS = (str, bytes, bytearray, Mapping, Set)
 
-# No tensor has more tokens, and float64 holds it exactly.
+# Lengths are clamped to this: no tensor has more tokens, and float64 holds the number exactly.
 _LONGEST = 2**62
 
 
@@ -78,7 +78,7 @@ def _traced(seq_len: Any) -> Any:
 def _each(seq_len: object) -> Iterable[object]:
     """Return an iterable of lengths: one per row, or one for all rows."""
     # numpy scalars define __iter__ too. Strings and unordered collections are not lists of rows:
-    # returned whole, they raise the error for an invalid length.
+    # treated as one length, they raise the error for an invalid length.
     is_one = not isinstance(seq_len, Iterable) or getattr(seq_len, "shape", None) == ()
     return [seq_len] if is_one or isinstance(seq_len, _NO_ROWS) else seq_len  # type: ignore[return-value]
 

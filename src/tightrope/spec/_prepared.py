@@ -78,7 +78,8 @@ class PreparedRotation:
         ids, offset, add_index: see :class:`tightrope.positions.Positions`.
         device: the device that rotated tensors must be on.
         memo: see :class:`Memo`.
-        amplitude_hex: :attr:`amplitude` as a hexadecimal string: the compiler would turn a float into a symbol.
+        amplitude_hex: :attr:`amplitude` as a hexadecimal string, since the compiler would turn a
+            float into a symbol.
         rows: number of rows that have lengths of their own; 1 if all rows share one.
         awaits: the source of phase words if they depend on the number of tokens, which is not known
             yet; else None. See :meth:`for_tokens`.

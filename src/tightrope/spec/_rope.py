@@ -167,7 +167,8 @@ class RopeSpec:
         which field.
 
         Args:
-            config: a mapping, a config object, or the path of a JSON file or of its folder.
+            config: a mapping, a config object, or the path of a JSON file, of a GGUF file, or of a
+                folder with a ``config.json`` or ``params.json``.
             layer_type: the type of layer to read, if layers differ; by default all types.
             section: the part of a nested configuration to read, such as ``"text_config"``, if several
                 have RoPE; ``""`` is the outer level.

@@ -32,8 +32,8 @@ class Tables:
         rule: its frequency rule, or None.
         by_length: whether phase words depend on the length of the sequence.
         axis_count: number of coordinates of a position.
-        amplitude_hex: the attention scaling within the original length, as a hexadecimal string: the
-            compiler would turn a float into a symbol.
+        amplitude_hex: the attention scaling within the original length, as a hexadecimal string,
+            since the compiler would turn a float into a symbol.
     """
 
     def __init__(self, rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None) -> None:

@@ -45,7 +45,7 @@ class UnreadLengths(NamedTuple):
         words = torch.where(longer, long, short)
         if short_turns is None and (long_turns is None or omega is not None):
             # Frequencies computed from lengths never exceed those within the original length, and
-            # here these have no whole turns.
+            # here the latter have no whole turns.
             return words, None
         zero = torch.zeros_like(short)
         return words, torch.where(
