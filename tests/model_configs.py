@@ -44,7 +44,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Refused:
-    """A configuration that does not determine a rotation, and the expected error."""
+    """A configuration from which no spec can be read, and the expected error."""
 
     origin: str
     config: dict[str, Any]

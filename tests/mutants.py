@@ -124,7 +124,10 @@ _SKIPPED = (
 
 
 def loop_lines(text):
-    """Yield (line number, kind, changed line) for C++, except under `#else` and `__AVX512F__`."""
+    """Yield (line number, kind, changed line) for C++.
+
+    Lines after `#else`, or after a condition on `__AVX512F__`, are left out.
+    """
     elsewhere = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#"):

@@ -151,7 +151,7 @@ def run_tests(source, seconds, until, arguments, isa=None):
 
 
 def stages(mutant, traced):
-    """Return the tests to run as two {test: seconds}: those of the nearest files, and the others."""
+    """Return two dictionaries {test: seconds}: the tests of the nearest files, and the others."""
     name, tests = mutant["file"], traced["tests"]
     near = next(stems for pattern, stems in NEAREST.items() if re.search(pattern, name)).split()
     if name.startswith("csrc"):
@@ -171,8 +171,10 @@ def stages(mutant, traced):
 
 
 def run_mutant(mutant, traced, arguments):
-    """Return the outcome of one mutant; if it is None, of the tests `traced` (test -> seconds) on the
-    unchanged source."""
+    """Return the outcome of one mutant.
+
+    If `mutant` is None, run the tests `traced` (test -> seconds) on the unchanged source instead.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder, start, isa = Path(temporary), time.monotonic(), None
         shutil.copytree(ROOT / "src", folder / "src")
@@ -203,7 +205,10 @@ def read_results(path):
 
 
 def run(mutants, traced, results, arguments):
-    """Run the mutants that have no result yet, then the tests that failed for one, on the unchanged source."""
+    """Run the mutants that have no result yet, and print how many had each outcome.
+
+    Then run every test that failed for a mutant on the unchanged source, where it should pass.
+    """
     done = read_results(results)
     with results.open("a") as out:
         for mutant in mutants:

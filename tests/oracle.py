@@ -137,7 +137,7 @@ def rotate(
         omegas: see :func:`cos_sin`; their number determines how many channels rotate.
     """
     cos, sin = cos_sin(positions, omegas)
-    cos, sin = cos[:, None], sin[:, None]  # one for all heads
+    cos, sin = cos[:, None], sin[:, None]  # the same for all heads
     if inverse:
         sin = -sin
     first, second = channels(2 * cos.shape[-1], start, interleaved)

@@ -37,7 +37,10 @@ def ntk(d: int, base: float, factor: float) -> list[Real]:
 
 
 def dynamic_ntk(d: int, base: float, factor: float, trained: int, length: int | None) -> list[Real]:
-    """YaRN, section 3.3, s = max(1, l'/L). Implementations, and this function, use s = factor · l'/L − (factor − 1)."""
+    """YaRN, section 3.3, with s = factor · l'/L − (factor − 1), as in implementations.
+
+    The paper itself has s = max(1, l'/L).
+    """
     if length is None or length <= trained:
         return plain(d, base)
     scale = MP.mpf(factor) * length / trained - (MP.mpf(factor) - 1)
@@ -140,7 +143,10 @@ def llama3(d: int, base: float, factor: float, low: float, high: float, trained:
 
 
 def proportional(d: int, base: float, fraction: float, factor: float = 1.0) -> list[Real]:
-    """Round and Round We Go (arXiv 2410.06205), section 6: only the fastest share of the pairs rotates."""
+    """Round and Round We Go (arXiv 2410.06205), section 6.
+
+    Only the fastest pairs rotate: a `fraction` of all.
+    """
     turning = int(fraction * d // 2)
     row = plain(d, base)
     return [omega / MP.mpf(factor) for omega in row[:turning]] + [MP.mpf(0)] * (d // 2 - turning)

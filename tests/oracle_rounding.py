@@ -33,8 +33,8 @@ def rotate(
     """Rotate all channels of x by tables with an entry for each channel.
 
     Args:
-        rounding: "each" rounds the products and the result to the dtype of x; "wide" only the
-            result; products are float32, for float64 x float64. "once" is not modelled.
+        rounding: "each" rounds the products and the result to the dtype of x; "wide" rounds only
+            the result, and its products are float32 (float64 if x is). "once" is not modelled.
         back: whether to apply the transpose of the rotation instead.
     """
     u, v = split(x, interleaved)

@@ -121,7 +121,7 @@ def rope(
 
 
 def table_of(size: int, past: str) -> Fn:
-    """Return a function with a table of `size` positions; `past` names what it does beyond them."""
+    """Return a rotation by a table of `size` positions; `past` names its behaviour beyond them."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def dynamic_ntk(
 
 
 class GrowingCache(nn.Module):
-    """Counts tokens itself; its table grows, and with `stale` each new part starts at position 0."""
+    """A rotation with a growing table; with `stale`, each new part starts at position 0 again."""
 
     def __init__(self, stale: bool) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def wrong_halves() -> Fn:
 
 
 def per_head(bug: bool) -> Fn:
-    """With `bug`, rotates heads 1, 5, 9, … by the previous position."""
+    """Return a rotation; with `bug`, it rotates heads 1, 5, 9, … by the previous position."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def per_head(bug: bool) -> Fn:
 
 
 def by_storage(x: torch.Tensor) -> torch.Tensor:
-    """Reads memory as if x were contiguous."""
+    """Read the memory of x as if x were contiguous."""
     return torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset())
 
 
@@ -266,7 +266,7 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 
 def other_columns(bug: bool) -> Fn:
-    """With `bug`, multiplies the channels that do not rotate by 0.5."""
+    """Return a partial rotation; with `bug`, it multiplies the other channels by 0.5."""
     plain = rope(rotary_dim=32)
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ def detached(what: str) -> Fn:
 
 
 class ForwardAgain(torch.autograd.Function):
-    """Rotates the incoming gradient forwards instead of back."""
+    """A rotation whose backward pass rotates the gradient forwards instead of back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ class ForwardAgain(torch.autograd.Function):
 
 
 def by_sizes(bug: bool) -> Fn:
-    """With `bug`, mistakes the layout if there are as many heads as tokens."""
+    """Return a rotation; with `bug`, it gives positions to heads if there are as many as tokens."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -309,13 +309,16 @@ def by_sizes(bug: bool) -> Fn:
 
 
 def by_id_type(bug: bool) -> Fn:
-    """With `bug`, treats int32 positions as counted from 1."""
+    """Return a rotation; with `bug`, it subtracts 1 from int32 positions."""
     plain = rope()
     return lambda x, positions: plain(x, positions - int(bug and positions.dtype is torch.int32))
 
 
 def grouped(how: str) -> Fn:
-    """For k with fewer heads than q: "refuse" raises, "behind" rotates k by the previous position."""
+    """Return a rotation of q and k with a fault if k has fewer heads.
+
+    "refuse" raises an error, "behind" rotates k by the previous position.
+    """
     plain = rope()
 
     def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -328,7 +331,7 @@ def grouped(how: str) -> Fn:
 
 
 def xpos() -> Fn:
-    """Rotates, and multiplies by a decay over positions."""
+    """Return a rotation that also multiplies by factors that fall with the position."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -340,7 +343,7 @@ def xpos() -> Fn:
 
 
 def mixed() -> Fn:
-    """Mixes all channels before the rotation, by a reflection."""
+    """Return a rotation after a reflection that mixes all channels."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -350,7 +353,7 @@ def mixed() -> Fn:
 
 
 def lengths_differ() -> Fn:
-    """Omits the cosine of the second channel of each pair."""
+    """Return a rotation that omits the cosine of the second channel of each pair."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -363,7 +366,7 @@ def lengths_differ() -> Fn:
 
 
 def turned_at_0() -> Fn:
-    """Turns every pair a fifth of a radian too far."""
+    """Return a rotation that turns every pair a fifth of a radian too far."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -374,7 +377,7 @@ def turned_at_0() -> Fn:
 
 
 def drifting() -> Fn:
-    """Uses positions that grow slightly too fast."""
+    """Return a rotation by positions that grow slightly too fast."""
     omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -408,7 +411,8 @@ class Fault:
         code: the code of the finding.
         bad, good: factories of the function with and without the fault.
         also: codes of other findings that are correct as well.
-        spec: fields of the declared spec; None declares none.
+        spec: fields of the declared spec, with "linear" for the factor of linear scaling; if None,
+            no spec is declared.
         options: options of the audit.
     """
 

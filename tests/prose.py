@@ -1,8 +1,9 @@
 """Check the wording of docstrings, comments, messages and pages.
 
 It prints `file:line: "found": write replacement` for each word or phrase that this project replaces
-by another, then a count per folder, and exits with 1 if there are any. Code in backticks, names of
-arguments, doctests and strings of one or two words are not checked.
+by another, then a count per folder and each exception that is no longer needed. It exits with 1 if
+it found a phrase or such an exception. Code in backticks, names of arguments, doctests and strings
+of one or two words are not checked.
 """
 
 import ast

@@ -67,7 +67,9 @@ _COMPARE |= {f"{name}u": (lambda a, b, f=f: f(a, b) | np.isnan(a) | np.isnan(b))
 
 
 class Threads:
-    """One program: registers of all its threads, and one flat memory per pointer parameter.
+    """One thread block, which runs on construction.
+
+    It holds the registers of all threads, and one flat memory per pointer parameter.
 
     Args:
         ptx: the PTX of a kernel without loops, shared memory or barriers.
@@ -192,7 +194,7 @@ class Threads:
         bits = int(words[-1][1:])
         if words[1] == "param":
             index = int(re.findall(r"param_(\d+)", operands[1])[0])
-            # Tensors lie 2^40 bytes apart. Later parameters point to scratch memory, which is never read.
+            # Tensors lie 2^40 bytes apart. Parameters after them point to memory that is not read.
             self._set(operands[0], np.full(self.threads, (index + 1) << 40, "u8"), on)
             return
         where, registers = (operands[1], operands[0]) if words[0] == "ld" else operands[:2]

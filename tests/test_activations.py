@@ -47,7 +47,10 @@ def wanted(x, name, spec, log=None, weight=None, eps=1e-6, offset=0.0):
 @both_pairings
 @pytest.mark.parametrize("name", NAMES)
 def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
-    """Neither the 30 channels that rotate nor all 38 of a head fill whole SIMD registers."""
+    """Each activation and its gradient agree with the formula.
+
+    Neither the 30 channels that rotate nor all 38 of a head fill whole SIMD registers.
+    """
     spec = RopeSpec(38, start=3, rotary_dim=30, interleaved=interleaved)
     x = (3 * noise(2, 3, 4, 38)).to(dtype)
     dy = noise(2, 3, 4, 38, seed=1, dtype=dtype)
@@ -98,7 +101,7 @@ def test_every_bfloat16(name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_far_values(name) -> None:
-    """Arguments at which a naive formula would overflow, cancel or lose digits."""
+    """f is accurate and its gradient finite where a naive formula would overflow or lose digits."""
     spec = RopeSpec(40, rotary_dim=2)
     top = 80.0 if name in ("exp", "softplus") else 700.0
     x = torch.linspace(-top, top, 40, dtype=torch.float32)[None, None, None]
@@ -130,7 +133,7 @@ def test_no_number_stays_none() -> None:
 @pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_norms_with_their_gradients(per_head, unit_offset, dtype, backend) -> None:
-    """Different weights for q and k in one call, with grouped heads."""
+    """RMSNorm and its gradients are right for q and k with different weights and heads."""
     spec = RopeSpec(38, start=2, rotary_dim=34)
     q, k = noise(2, 4, 5, 38, dtype=dtype), noise(2, 2, 5, 38, seed=1, dtype=dtype)
     shapes = ((4, 38), (2, 38)) if per_head else ((38,), (38,))
@@ -210,7 +213,7 @@ def gate_cases():
 @every_dtype
 @pytest.mark.parametrize("name", gate_cases())
 def test_gates_with_their_gradients(name, dtype, backend) -> None:
-    """Every gate but xPos, and the inverse, which divides by the gate's factors."""
+    """Every gate but xPos, its gradients and its inverse (a division) agree with the formula."""
     values, make, log = gate_cases()[name]
     spec = RopeSpec(38, start=2, rotary_dim=34, interleaved=True)
     x, dy = noise(2, 3, 5, 38, dtype=dtype), noise(2, 3, 5, 38, seed=1, dtype=dtype)
@@ -234,7 +237,7 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
 
 
 def by_slopes(slopes, ids, dtype, backend="cpu"):
-    """Return the factors of a slope gate, (tokens, heads, channels): ones, gated but not rotated."""
+    """Return a slope gate's factors, (tokens, heads, channels), as the result for unrotated 1s."""
     width = slopes.shape[1]
     x = torch.ones(1, len(ids), len(slopes), width, dtype=dtype)
     still = torch.zeros(width // 2, dtype=torch.float64)
@@ -276,7 +279,7 @@ def test_slopes_of_heads_lose_no_digit_of_the_position(dtype, position, heads, h
 @every_backend
 @every_dtype
 def test_slopes_without_end(dtype, backend) -> None:
-    """Overflow, infinities and NaN, in heads with one slope and with several."""
+    """Slopes that overflow, infinite ones and NaN give the result of torch.exp."""
     edges = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 1e20, -1e20, 3e38, -3e38]
     several = torch.tensor(edges, dtype=torch.float64).repeat(4)
     for strange in ([], [math.inf], [-math.inf], [math.nan]):
@@ -304,7 +307,10 @@ def test_a_gate_that_divides_has_its_gradient_where_x_has_none(name, backend) ->
 
 @every_backend
 def test_an_overflow_that_a_gate_undoes_has_gradients_by_angles(backend) -> None:
-    """Gradients with respect to positions where f = exp(12) overflows float16, but f times the gate, 1/8, does not."""
+    """Gradients by positions are right where f overflows float16 but f times the gate does not.
+
+    Here f = exp(12), and the gate is 1/8.
+    """
     spec, x = RopeSpec(4), torch.full((1, 1, 2, 4), 12.0, dtype=torch.float16)
     found = []
     for dtype in (torch.float16, torch.float64):
@@ -321,8 +327,10 @@ def test_an_overflow_that_a_gate_undoes_has_gradients_by_angles(backend) -> None
 @pytest.mark.parametrize("act", ["silu", "softmax", "gelu", "sin", "norm"])
 @pytest.mark.parametrize("kind", ["exp", "slope"])
 def test_gradcheck_of_all_together(act, kind) -> None:
-    """x, weight, gate, frequencies and positions together, backward and in forward mode; second derivatives
-    without positions."""
+    """Gradients of x, weight, gate, frequencies and positions together pass gradcheck.
+
+    Both modes are checked. Second derivatives are checked without positions.
+    """
     spec = RopeSpec(6, rotary_dim=4)
     x, weight = noise(1, 2, 3, 6).requires_grad_(), noise(6, seed=1).requires_grad_()
     gate = (0.1 * noise(2, 6, seed=2)).requires_grad_()
@@ -361,7 +369,7 @@ def test_gradcheck_of_all_together(act, kind) -> None:
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_bits_depend_on_the_token_alone(act, heads, tokens, half, interleaved, dtype) -> None:
-    """The same bits in every layout, strided, in place, beside k, and for one token alone."""
+    """A token has the same bits in every layout, strided, in place, beside k, and alone."""
     spec = RopeSpec(2 * half, interleaved=interleaved)
     x = noise(2, heads, tokens, 2 * half, dtype=dtype)
     weight = noise(2 * half, seed=3)
@@ -405,7 +413,7 @@ def test_sums_are_the_same_for_any_number_of_threads() -> None:
 
 
 def test_one_sum_of_the_definition_is_the_same_for_any_number_of_threads() -> None:
-    """torch splits a sum with a single result among threads, which changes its bits."""
+    """The bits stay the same although torch splits a sum with a single result among threads."""
     y, grad = noise(2, 8, 512, 64), noise(2, 8, 512, 64, seed=1)
     gate = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
     options = schema.Options(gate=schema.LOG).pack()

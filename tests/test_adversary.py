@@ -1,4 +1,4 @@
-"""No silently wrong rotation: process-wide defaults, table formats, stale ids, misleading arguments."""
+"""Process-wide defaults, mislabelled tables and stale ids never give a silently wrong rotation."""
 
 from __future__ import annotations
 

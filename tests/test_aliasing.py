@@ -88,7 +88,7 @@ def test_in_place_calls_bump_the_version_counter() -> None:
 
 
 def test_the_raw_operator_refuses_a_tensor_that_requires_grad() -> None:
-    """An error instead of a wrong gradient: without an autograd kernel, torch would use the
+    """The raw operator raises an error: without an autograd kernel, torch would silently use the
     gradient of the identity.
     """
     x = noise(2, 3, 5, 8).requires_grad_() * 1
@@ -197,7 +197,7 @@ def test_inference_mode() -> None:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
-    """Writing to an inference tensor raises an error, as in torch: it has no version counter."""
+    """Writing to an inference tensor, which has no version counter, raises an error as in torch."""
     with torch.inference_mode():
         frozen = noise(1, 2, 5, 8)
     x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)

@@ -229,7 +229,7 @@ def test_every_position(
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 64, 65, 128, 4095, 4096, 4097, 5000])
 @pytest.mark.parametrize("words", ["shared", "per row", "per head", "per row and head"])
 def test_many_tokens(tokens: int, words: str, operator: Operator) -> None:
-    """Token counts around the ends of the blocks in which tokens are summed."""
+    """Sums are right for token counts around the ends of the blocks in which tokens are summed."""
     for rows in (1, 3):
         call = make(
             tokens=tokens, rows=rows, heads=(2, 2), pairs=3, word_rows="row" in words,
@@ -247,7 +247,7 @@ def test_many_heads(heads: Sequence[int], operator: Operator) -> None:
 
 @every_operator
 def test_a_sum_over_many_heads_is_as_good_as_over_few(operator: Operator) -> None:
-    """Products of one sign: float32 sums would lose a digit for each factor of ten in heads."""
+    """The bound holds for products of one sign, whose sum in float32 would lose several digits."""
     call = make(heads=(5000,), rows=1, tokens=3, pairs=8)
     for x in (*call.ys, *call.grads):
         x.abs_()
@@ -517,7 +517,7 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
 
 
 def test_no_gradient_is_lost_through_the_raw_operator() -> None:
-    """An error, as the raw operator has no gradient of its own."""
+    """The raw operator, which has no gradient of its own, refuses tensors that require grad."""
     call = make(at=torch.float64)
     for x in (call.ys[0], call.grads[0], call.positions):
         x.requires_grad_()
@@ -530,7 +530,10 @@ def test_no_gradient_is_lost_through_the_raw_operator() -> None:
 
 
 def test_devices_are_not_mixed() -> None:
-    """One meta tensor dispatches the call to the fake kernel, which must not return uninitialised memory."""
+    """A call with one meta tensor raises an error.
+
+    It is dispatched to the fake kernel, which must not return uninitialised memory.
+    """
     call = make(at=torch.float64, turns=True)
     for change in (
         {"grads": [call.grads[0].to("meta")]},

@@ -1,4 +1,7 @@
-"""Exact angles: of the definition directly, and of the kernels from rotated (1, 0) pairs."""
+"""Angles compared with exact ones.
+
+The definition returns cosines and sines; those of a kernel are read from rotated pairs (1, 0).
+"""
 
 import math
 import random
@@ -135,7 +138,10 @@ def test_integer_positions(base: float, dim: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
-    """40 consecutive positions at each magnitude, which include every remainder of the kernel's tiles."""
+    """Angles are within the bound at 40 consecutive positions of each magnitude.
+
+    They include every remainder of the kernel's tiles.
+    """
     spec = RopeSpec(20, interleaved=interleaved)
     for start in (0, -20, 8192 - 20, 131072 - 20, 2**20 - 20, TOP - 39, -TOP - 1):
         run = range(start, start + 40)
@@ -178,7 +184,7 @@ LARGE = [8191.3, -131071.7, 1048575.9, 16383.499999, 2.0**22 + 0.25]
 @pytest.mark.parametrize("position_dtype", DTYPES)
 @pytest.mark.parametrize("base", [1e-9, 1e-3, 0.03, 1.0, 1e4])
 def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
-    """Fractional positions; with base < 1 most pairs have ω > π, so whole turns matter."""
+    """Angles are within the bound; with a base below 1, pairs with ω > π also need whole turns."""
     dim = 16
     omegas = oracle.frequencies(base, dim)
     turns = float(max(omegas)) / (2 * math.pi)
@@ -218,7 +224,7 @@ def test_whole_turns_per_position_are_not_lost(whole: int, backend: str) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_far_finer_than_float32_change_the_result(backend: str) -> None:
-    """Steps of 2^-24 and 2^-32 of a position: gradcheck takes finite differences with such steps."""
+    """Positions 2^-24 or 2^-32 apart differ in their angles, as gradcheck requires."""
     for step in (2.0**-24, 2.0**-32):
         ids = torch.tensor([1000.3, 1000.3 + step], dtype=torch.float64)
         _, sin = from_rotation(RopeSpec(2), ids, (1, 2), torch.float64, backend)
@@ -259,7 +265,7 @@ def test_the_definition_detects_invalid_positions() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fractional", [False, True])
 def test_axes_add_their_angles(fractional: bool, backend: str) -> None:
-    """Two axes, of which one does not rotate half of the pairs, and two rows."""
+    """The angles of two axes add up; one of the axes leaves half of the pairs unrotated."""
     pairs = 6
     omegas = [oracle.frequencies(100.0, 2 * pairs), oracle.frequencies(1e6, 2 * pairs)]
     zero = oracle.MP.mpf(0)
@@ -284,7 +290,7 @@ def test_axes_add_their_angles(fractional: bool, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_words_per_row_and_per_head(backend: str) -> None:
-    """Phase words of the general shape, [axes, rows, heads, pairs]."""
+    """Each row and head rotates by its own phase words, [axes, rows|1, heads|1, pairs]."""
     rows, heads, tokens, pairs = 2, 3, 4, 5
     generator = torch.Generator().manual_seed(6)
     words = torch.randint(-(2**63), 2**63 - 1, (1, rows, heads, pairs), generator=generator)
@@ -317,7 +323,7 @@ def test_one_offset_per_row(backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_offset_with_ids_and_int32_sums_do_not_overflow(backend: str) -> None:
-    """2^31 - 1 in int32, plus the token index."""
+    """An int32 offset of 2^31 − 1 plus the token index does not overflow."""
     offsets = torch.tensor([TOP], dtype=torch.int32)
     exact = oracle.cos_sin(range(TOP, TOP + 4), oracle.frequencies(10000.0, 8))
     got = from_rotation(RopeSpec(8), positions.per_row(offsets), (1, 4), torch.float64, backend)

@@ -407,7 +407,7 @@ def properties_of_named_tuples(source: str) -> list[str]:
 
 
 def test_no_named_tuple_that_is_traced_has_a_property() -> None:
-    """Torch 2.10 cannot trace such a property. The folders that are left out are not traced."""
+    """Torch 2.10 cannot trace a property of a named tuple; the folders left out are not traced."""
     found = [
         f"{path}: {name}"
         for path, source in read_files(SOURCE).items()

@@ -28,7 +28,7 @@ from tightrope.workbench.audit._exact import cos_sin
 from tightrope.workbench.audit._guard import Guard
 from tightrope.workbench.audit._identify import identify
 
-# Findings about calls that the function refuses -> the function's own error, which their programs raise.
+# Codes of findings about calls that the function refuses -> the error that their programs raise.
 REFUSED = {
     "strides-refused": RuntimeError,
     "grouped": (AssertionError, ValueError),
@@ -609,7 +609,7 @@ def test_a_config_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", [False, True])
 def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrapper that transformers puts around its functions if the kernels package is installed."""
+    """The audit calls functions in the wrapper that transformers adds for the kernels package."""
     pytest.importorskip("transformers")
     from transformers.models.llama import modeling_llama
 

@@ -94,7 +94,7 @@ def test_cases_with_factors_are_against_the_rotation_alone() -> None:
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
 def test_numbers_are_made_new_before_each_turn(cold: bool) -> None:
-    """Inputs are reset: repeated halving would end in subnormal numbers, whose arithmetic is slower."""
+    """Inputs are restored: repeated halving would end in subnormal numbers, which are slower."""
     x = torch.ones(4)
     seen = []
 

@@ -323,7 +323,7 @@ def test_places_that_are_no_configuration(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Not by permissions: tests may run as a user with access to every file.
+    # The error is faked, as tests may run as a user with access to every file.
     def refuse(self: Path, *_: object, **__: object) -> Iterator[bytes]:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -438,7 +438,7 @@ TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of each value, as keys and indices; of a list, only the first five items."""
+    """Yield the path, as keys and indices, of each value; lists only up to their fifth item."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())

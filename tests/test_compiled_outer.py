@@ -36,7 +36,10 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Holder(torch.nn.Module):
-    """A module with a parameter, whose sizes the compiler treats as constants, and a call that uses it."""
+    """A module that calls a function of x and its parameter.
+
+    The compiler treats the sizes of a module's parameter as constants.
+    """
 
     def __init__(self, call: Callable[..., torch.Tensor], *shape: int) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ PARAMETERS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_beside_symbols(name: str) -> None:
-    """Symbolic sizes of x together with constant sizes of a parameter."""
+    """Symbolic sizes of x work together with constant sizes of a parameter."""
     call, shape = PARAMETERS[name]
     module = Holder(call, *shape)
     compiled = torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
@@ -117,7 +120,7 @@ def test_gradients_in_place(name: str) -> None:
             assert_near(one, other, "float64 ways")
 
 
-# Options that differ for q and k, so the rotation becomes two calls; they use a tensor shaped like q.
+# Options that differ for q and k, so that the rotation becomes two calls. `source` has q's shape.
 OF_K: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda source: {"act": ("silu", RMSNorm(source[0, 0, 0]))},
     "a gate": lambda source: {"gate": (None, gates.Given(source.transpose(1, 2)))},
@@ -160,7 +163,7 @@ every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
 def test_extra_tensors_of_k_in_the_memory_of_q(
     kind: str, call: Callable[..., Any], compiler: str, source: str
 ) -> None:
-    """The call uses the values that the tensors had before it, as in eager mode."""
+    """Compiled calls use the values that the tensors had before the call overwrote them."""
     memory, k = X.float() / 4, X.float().flip(-1)
     wanted = out_of_place(kind, memory, memory, k)
 
@@ -182,7 +185,10 @@ def test_extra_tensors_of_k_in_the_memory_of_q(
 @pytest.mark.parametrize("way", ["aot_eager", "eager", "vmap", "functionalize"])
 @every_kind_of_k
 def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: str) -> None:
-    """Shared memory under autograd, compiled or not, and under transforms, which hide data pointers."""
+    """Calls under autograd or a transform use q's old values, or the backward pass raises an error.
+
+    Transforms hide data pointers.
+    """
     x, k = X / 4, X.flip(-1)
     derived = way.endswith("eager")
 
@@ -250,7 +256,7 @@ DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 @pytest.mark.parametrize("name", DEFINED)
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str, prepared: bool) -> None:
-    """Dynamic shapes, which turn the integer fields of a spec in a closure into symbols too."""
+    """The definition compiles with dynamic shapes, where integer fields of a spec are symbols."""
     spec = RopeSpec(8, rotary_dim=4, start=1)
     rope = spec.at(3) if prepared else spec
 

@@ -127,7 +127,7 @@ def test_rows_of_every_packing(
         starts = [
             n for n, (kind, _, channel) in enumerate(rows) if kind in "qk" and channel == start
         ]
-        # From halves to neighbours, or in the other direction.
+        # `old` has half pairing, `new` interleaved pairing, in either direction of the conversion.
         old, new = (before, after) if interleaved else (after, before)
         wanted = interleaved_rows(old[name].tolist(), starts, width)
         assert new[name].tolist() == wanted
@@ -1036,8 +1036,9 @@ def test_fused_projections_are_read(tmp_path: Path) -> None:
 
 
 def _one(path: Path, kind: str, metadata: str) -> Path:
-    """Write a safetensors file with its own, empty or no metadata; or a torch file, whose zip archive has a
-    comment if `metadata` is "own".
+    """Write a safetensors file with metadata ("own"), with "empty" metadata, or with "none".
+
+    For `kind` "torch", write a torch file, whose zip archive has a comment if `metadata` is "own".
     """
     tensors = llama_tensors()
     if kind == "torch":

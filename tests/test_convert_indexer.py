@@ -1,4 +1,7 @@
-"""Sparse indexers, and norms of queries and keys that a naming does not list."""
+"""Conversion of the indexers of sparse attention (DeepSeek V3.2, GLM-5).
+
+Norms of queries and keys that the naming (the table of tensor names) does not list are refused.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,7 @@ def test_indexers_that_do_not_fit(tmp_path: Path, case: str) -> None:
 def test_norms_that_the_naming_does_not_list_are_refused(
     tmp_path: Path, own: str, known: str
 ) -> None:
-    """An error: norms left in place would scale the wrong channels."""
+    """Such norms raise an error: left in place, they would scale the wrong channels."""
     tensors = llama_tensors(bias=False)
     there = f"model.layers.1.self_attn.{own}.weight"
     source = write(tmp_path / "source", tensors | {there: torch.rand(8)})

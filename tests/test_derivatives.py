@@ -46,7 +46,7 @@ DIMS = {
     "bsd": (0, 2, 3),
     "sd": (2, 3),
 }
-# The largest position of a case.
+# A bound on the positions of all cases.
 REACH = 50.0
 CHANNELS = {"whole": (6, 0), "slice": (4, 1)}
 
@@ -215,7 +215,8 @@ class Call:
 def check(call: Callable[..., Any], leaves: Mapping[str, torch.Tensor]) -> None:
     """Check first and second derivatives of a function of named float64 tensors by finite differences.
 
-    Compares along random directions. First derivatives: backward, batched backward and forward mode.
+    They are compared along random directions; first derivatives in backward, batched backward and
+    forward mode.
     """
     names = list(leaves)
     tensors = [leaves[name].detach().double().requires_grad_() for name in names]

@@ -27,7 +27,7 @@ DEVICE = torch.device("meta")
 class Copies(TorchFunctionMode):
     """Records each torch function that copies data between host and device.
 
-    A torch function mode, because the library behaves differently under a dispatch mode.
+    It is a torch function mode, because the library behaves differently under a dispatch mode.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ def test_a_graph_reads_what_was_kept_and_keeps_nothing(
 
 
 def test_ids_on_a_device_are_not_cached() -> None:
-    """Ids may change between replays of a CUDA graph without the host noticing."""
+    """Gates at ids on a device are computed anew: a CUDA graph may be replayed with other ids."""
     prepared = SPEC.at(IDS, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=XPOS)
     assert prepared.memo.gate_logs == {}

@@ -1,4 +1,4 @@
-"""Every error sentence for invalid input."""
+"""Error sentences for invalid specs, positions, tensors and layouts."""
 
 import re
 

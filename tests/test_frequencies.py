@@ -349,7 +349,10 @@ def test_the_switch_is_above_the_original_length(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", BY_LENGTH)
 def test_no_history(rule: Rule) -> None:
-    """Independence of earlier calls; transformers 5.23 fails this (3,000 tokens after 6,000)."""
+    """Frequencies do not depend on earlier calls.
+
+    In transformers 5.23 they do, for 3,000 tokens after 6,000.
+    """
     lengths = [3000, 6000, 3000, 4097, 100000, 5000, 6000]
     alone = []
     for length in lengths:
@@ -394,7 +397,7 @@ def test_a_rule_with_one_long_set_makes_no_numbers_on_a_device() -> None:
 
 
 def test_a_rule_without_lengths_on_a_device_raises() -> None:
-    """An error is better than guessing one set of frequencies for all lengths."""
+    """The rule raises an error instead of using one set of frequencies for all lengths."""
     text = (
         "[Linear] seq_len must be Python or CPU integers for this rule but got a tensor that is traced "
         "or on a device (seq_len: float64[1])."
@@ -873,7 +876,7 @@ def test_errors(case: str) -> None:
 
 
 def test_llama3_without_a_band_is_a_step() -> None:
-    """Llama 4 Scout: low_freq_factor = high_freq_factor = 1, so pairs are kept or divided, none is blended."""
+    """With low_freq_factor = high_freq_factor, as in Llama 4 Scout, no pair is blended."""
     kept = frequencies.default(128, 5e5).exact
     divided = Linear(16.0).frequencies(128, 5e5).exact
     made = Llama3(16.0, 1.0, 1.0, 8192).frequencies(128, 5e5).exact

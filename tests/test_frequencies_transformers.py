@@ -189,7 +189,7 @@ def test_rule(
 
 
 def test_dynamic_ntk_without_history() -> None:
-    """transformers keeps the frequencies of the longest sequence so far until one is shorter than the
+    """transformers keeps the frequencies of the longest sequence until one is shorter than the
     original length: 3,000 tokens after 6,000 get those of 6,000. Ours always follow the formula."""
     section = {"rope_type": "dynamic", "factor": 2.0}
     module = LlamaRotaryEmbedding(config_of(64, 1e4, section, longest=2048))
@@ -215,8 +215,8 @@ def test_dynamic_ntk_without_history() -> None:
 
 
 def test_truncate_in_nested_configurations() -> None:
-    """transformers reads `truncate` next to the layer types, so a false inside one is ignored and the
-    ramp is truncated. Ours follows the formula."""
+    """transformers reads `truncate` next to the layer types, so it ignores `"truncate": False`
+    inside a layer type and truncates the ramp. Ours follows the formula."""
     section = {
         "rope_type": "yarn",
         "rope_theta": 150000.0,

@@ -1,4 +1,4 @@
-"""Public rotation functions, compared with the oracle and with each other."""
+"""Public rotation functions, compared with RoFormer's formulas and with each other."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tolerances import assert_near
 
 
 def turned(x: torch.Tensor, ids: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate by RoFormer's formulas in float64: whole last dimension, base 10000, sequence at -2."""
+    """Rotate the last dimension by RoFormer's formulas: float64, base 10000, tokens at -2."""
     width = x.shape[-1]
     theta = 10000.0 ** (-2.0 * torch.arange(width // 2, dtype=torch.float64) / width)
     angle = ids.double()[:, None] * theta

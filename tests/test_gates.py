@@ -119,7 +119,10 @@ def test_xpos_has_all_digits_of_a_position(kind: torch.dtype, centre: float) -> 
 
 
 def test_xpos_does_not_depend_on_other_tokens() -> None:
-    """Others centre at the middle of each call, so cached and new keys have different centres."""
+    """All calls share one centre, so that cached and new keys agree.
+
+    Other implementations use the middle of each call.
+    """
     gate = XPos(centre=0)
     alone = gate.factor(CHANNELS, torch.tensor([[9]]))
     among = gate.factor(CHANNELS, torch.arange(32)[None])

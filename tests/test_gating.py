@@ -142,7 +142,7 @@ def test_one_prepared_rotation_for_any_number_of_tokens_and_any_layout() -> None
 
 
 def test_calls_that_take_the_slow_path() -> None:
-    """Gates that differ for q and k, and gates or positions that require a gradient."""
+    """Results are right for gates that differ for q and k; gates and positions get gradients."""
     spec, ids = SPECS["halves"], torch.tensor([1.5, 2.0, 7.25])
     q, k = noise(1, HEADS, TOKENS, WIDTH, seed=5), noise(1, KV_HEADS, TOKENS, WIDTH, seed=6)
     rope = spec.at(ids)
