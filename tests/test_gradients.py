@@ -1,4 +1,4 @@
-"""Gradients: backward, double backward, forward mode, functorch, in place, and of positions."""
+"""Gradients by x and positions: backward, double backward, forward mode, functorch, in place."""
 
 from collections.abc import Callable
 
@@ -91,7 +91,7 @@ def test_the_gradient_of_positions_is_the_same_for_any_thread_count() -> None:
 
 
 def test_one_offset_of_one_row_sums_the_same_for_any_thread_count() -> None:
-    """The result is a single number; torch's own sum to one number depends on the thread count."""
+    """The offset's gradient, one number, has the same bits for 1 to 3 threads, unlike torch.sum."""
     x = noise(1, 8, 5000, 64, dtype=torch.float32)
     grads = []
     for threads in (1, 2, 3):
@@ -156,7 +156,7 @@ def test_a_key_that_has_no_part_in_the_loss() -> None:
 
 
 def test_expanded_gradients() -> None:
-    """The backward pass of `sum` gives a gradient whose strides are zero."""
+    """An incoming gradient with strides of zero, as from `sum`, is rotated back correctly."""
     x = noise(2, 3, 5, 8).requires_grad_()
     rotate(x, RopeSpec(8), 2).sum().backward()
     expected = rotate(torch.ones_like(x), RopeSpec(8), 2, inverse=True)
@@ -174,7 +174,7 @@ def test_backward_does_not_change_the_incoming_gradient() -> None:
 
 @pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x.clone(), *a)])
 def test_forward_mode(function: Callable[..., torch.Tensor]) -> None:
-    """The tangent is kept; torch would silently drop it for a registered operator."""
+    """The result has a tangent, which torch would silently drop for a registered operator."""
     spec = RopeSpec(8, rotary_dim=6, start=1)
     x, t = noise(2, 3, 5, 8), noise(2, 3, 5, 8, seed=1)
     with forward_ad.dual_level():
@@ -221,7 +221,7 @@ def test_functorch_by_position() -> None:
 
 
 def test_gradients_of_every_dtype_are_the_rotation_backwards() -> None:
-    """The backward pass has the bits of `inverse=True`, as it runs the same kernel."""
+    """The backward pass gives the same bits as `inverse=True`, which runs the same kernel."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for spec in SPECS.values():
             x = noise(2, 3, 5, 8, dtype=torch.float64).to(dtype).requires_grad_()
@@ -245,7 +245,7 @@ def test_checkpoint_and_accumulation() -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (1, 1)])
 def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int]) -> None:
-    """Positions under vmap, where requires_grad is unreliable: relying on it would give zero gradients."""
+    """Positions mapped by vmap get gradients, although their requires_grad is unreliable there."""
     spec = RopeSpec(8)
     x, p = noise(4, 4, 3, 8), 10 * noise(4, 4, seed=1)
 
@@ -267,7 +267,7 @@ def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int
 
 
 def test_by_position_in_place_on_slices_of_one_projection() -> None:
-    """Neither the second rotation nor later changes may alter the tensors that the first one saved."""
+    """A second rotation and later changes leave the tensors saved by the first one unchanged."""
     spec = RopeSpec(8)
     base = noise(1, 6, 4, 8).requires_grad_()
     p = (10 * noise(4, seed=1)).requires_grad_()
@@ -284,7 +284,7 @@ def test_by_position_in_place_on_slices_of_one_projection() -> None:
 
 @every_backend
 def test_by_position_in_place_on_every_backend(backend: str) -> None:
-    """The gradient of the positions needs the values that are overwritten."""
+    """Positions get correct gradients, although these depend on values that are overwritten."""
     x, p = noise(2, 2, 3, 8).requires_grad_(), (10 * noise(3, seed=1)).requires_grad_()
 
     def function(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -311,7 +311,10 @@ def test_by_tables_in_place_in_functorch() -> None:
 
 
 def test_batched_gradients() -> None:
-    """is_grads_batched and vectorised jacobians use the legacy vmap, which ignores registered rules."""
+    """Batched gradients are correct, although torch's legacy vmap ignores registered vmap rules.
+
+    Both is_grads_batched and vectorised jacobians use the legacy vmap.
+    """
     x, p = noise(2, 2, 3, 8).requires_grad_(), (10 * noise(3, seed=1)).requires_grad_()
     for spec in SPECS.values():
         for function in (rotate, lambda x, *a: rotate_(x * 1, *a)):
@@ -331,7 +334,7 @@ def test_functionalize(function: Callable[..., torch.Tensor]) -> None:
 
 
 def test_a_dual_level_alone_changes_no_bit() -> None:
-    """The forward-mode level is global to the process, so it does not imply that a tensor has a tangent."""
+    """Tensors without a tangent give the same bits within dual_level, which is process-wide."""
     x = noise(2, 3, 5, 8, dtype=torch.float32)
     want = rotate(x, RopeSpec(8), 5)
     with forward_ad.dual_level():
@@ -348,7 +351,7 @@ def test_results_require_grad_only_if_their_tensor_does() -> None:
 
 
 def test_one_token_of_many_heads_sums_the_same_for_any_thread_count() -> None:
-    """The result is one number, summed from more values than torch sums on one thread."""
+    """A sum of more values than torch sums on one thread has the same bits for 1 to 4 threads."""
     x = noise(1, 1280, 1, 128, dtype=torch.float32)
     grads = []
     for threads in (1, 2, 3, 4):

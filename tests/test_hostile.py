@@ -312,7 +312,7 @@ def gate_gradients(draw: Draw) -> Call:
 
 
 def on_ordinary_memory(arguments: list[Any]) -> list[Any] | None:
-    """Copy the tensors to contiguous memory; None if they are too large, or torch cannot allocate them."""
+    """Return contiguous copies of the tensors; None if they are too large for torch or the test."""
     if any(x.numel() > FEW for x in tensors_of(arguments)):
         return None
     try:

@@ -1,4 +1,4 @@
-"""`inspect` and `compare` against arithmetic with 40 or 60 digits and a search of all positions."""
+"""`inspect` and `compare`, checked by 40- or 60-digit arithmetic and a search of all positions."""
 
 from __future__ import annotations
 
@@ -293,7 +293,8 @@ def test_every_published_model_is_reported_whole(model: Model) -> None:
         assert RopeSpec.from_dict(written["spec"]) == part.spec
         assert len(written["pairs"]) == len(part.spec.frequencies().exact)
     # No published model gets a warning, with one exception. If a configuration states no context,
-    # tests/model_configs.py adds 8192, which may be shorter than the rule's original length or equal.
+    # tests/model_configs.py adds 8192, which may be shorter than the rule's original
+    # length or equal to it.
     for part in found.parts:
         codes = {note.code for note in part.notes if note.warning}
         untold = part.part.context is not None and part.part.context[1] == 8192
@@ -353,7 +354,7 @@ def test_warnings(config: dict[str, Any], wanted: set[str]) -> None:
 
 
 def test_a_rule_that_quickens() -> None:
-    """A factor below 1 is refused in a configuration; a rule built in code may have it."""
+    """A factor below 1 gives a warning; only rules built in code accept such a factor."""
     assert codes(RopeSpec(128, scaling=Linear(0.5)), warning=True) == {"factor"}
 
 
@@ -455,8 +456,8 @@ def test_the_largest_disagreement_is_that_of_counting(other: RopeSpec) -> None:
         ]
         largest = max(angle for angle, _ in everywhere)
         assert near(apart.largest, distance(apart.position, apart.pair))
-        # For a pair that gets half a turn off, `largest` belongs to the first half turn, but a later
-        # position may be slightly nearer to half a turn.
+        # If the angles of a pair come to differ by half a turn, `largest` is taken where they first
+        # do, but a later position may be slightly nearer to half a turn.
         assert apart.largest >= min(largest * (1 - value("reported number")), mp.pi * 0.9)
         for limit, first in ((0.01, apart.noticed), (1.0, apart.lost)):
             wanted = min((p for angle, p in everywhere if angle >= limit), default=None)
@@ -538,7 +539,7 @@ def test_comparisons_are_json() -> None:
 def test_the_record_of_a_conversion_states_the_pairing(
     tmp_path: Path, asked: str, single: bool
 ) -> None:
-    """The record decides, not the family: Llama pairs halves, and the converted copy does not."""
+    """The conversion record decides the pairing; without it, the pairing of Llama is half."""
     source = convert_cases.write(tmp_path / "a", convert_cases.llama_tensors())
     there = tmp_path / "b"
     if single:

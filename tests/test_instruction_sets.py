@@ -136,10 +136,10 @@ def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
 @pytest.mark.parametrize("act", ["sin", "cos"])
 @pytest.mark.parametrize("name", SETS)
 def test_sines_of_every_size_lose_no_digits(name: str, act: str) -> None:
-    """Near a multiple of π/2 the sine or the cosine is about x minus that multiple, which must be accurate.
+    """Sine and cosine are accurate near multiples of π/2, where one of them is nearly 0.
 
-    Large multiples are hardest. Beyond |x| = 8192 another algorithm is used; without FMA the reduction
-    differs too.
+    Large multiples are hardest. Beyond |x| = 8192 another algorithm is used; without FMA the range
+    reduction differs too.
     """
     multiples = torch.arange(-5350, 5351, dtype=torch.float64) * (torch.pi / 2)
     near = multiples.float()

@@ -368,7 +368,10 @@ def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
 
 
 def test_hooks_that_keep_the_old_forward(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Hooks like those of accelerate: a wrapper replaces forward and calls the stored bound method."""
+    """`patch` also works on a module whose forward is a wrapper that calls a stored bound method.
+
+    The hooks of accelerate are such wrappers.
+    """
     attention = llama.model.layers[0].self_attn
     attention._old_forward = attention.forward
     calls = []
@@ -467,7 +470,10 @@ def test_a_module_with_changed_frequencies_is_left_or_exact(llama: Any) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
-    """With float32 tables, a function that is not replaced would return float32 for a bfloat16 x."""
+    """Exact tables are float32 only if every function that reads them is replaced.
+
+    Any other function would return float32 for a bfloat16 x.
+    """
 
     class Reader(torch.nn.Module):
         def __init__(self, config: Any) -> None:

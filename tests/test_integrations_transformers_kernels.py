@@ -97,7 +97,7 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
 @pytest.mark.slow
 @needs_kernels
 def test_partial_width_q_alone_and_unknown_functions() -> None:
-    """The layer computes known functions with the same bits, and runs the code of unknown ones."""
+    """The registered layer gives the bits of known functions and runs unknown ones unchanged."""
     run("""
 def half(x):
     a, b = x.chunk(2, -1)

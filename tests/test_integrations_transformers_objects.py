@@ -1,4 +1,4 @@
-"""Test exact angles per object: each serves its own config, or the original code runs."""
+"""Test exact angles per module object: each uses its own config, or runs the original code."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def is_served(module: Any) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("first", ROPES)
 def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str) -> None:
-    """An object that is initialised again serves its new config."""
+    """Every object computes the angles of its own config, also if it is initialised again."""
     want = {name: tables(LlamaRotaryEmbedding(config_of(name))) for name in ROPES}
     model, _ = patched(mode, lambda: llama(first))
     module = model.model.rotary_emb
@@ -132,7 +132,10 @@ def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str
 
 @pytest.mark.parametrize("mode", MODES)
 def test_objects_made_of_one_config_that_changes(mode: str) -> None:
-    """One config that changes between objects, as in transformers' test_model_rope_scaling_frequencies."""
+    """Each module made from one changing config gets the angles of the config at that time.
+
+    transformers' test_model_rope_scaling_frequencies changes a config in this way.
+    """
 
     def make(cls: type, check: Callable[[str, Any], None]) -> dict[str, Any]:
         config, made = config_of("linear"), {}
@@ -185,7 +188,7 @@ def test_the_original_runs_where_what_it_reads_was_assigned(
 
 
 def test_a_class_of_longrope_given_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: an object that the report listed as left used the angles of LongRoPE."""
+    """Regression: a dynamic NTK object that the report listed as left used LongRoPE's angles."""
     monkeypatch.setitem(sys.modules, modeling_phi3.__name__, modeling_phi3)
     settings = {**TEXT, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
     long = Phi3Config(**settings, original_max_position_embeddings=32)
@@ -261,7 +264,10 @@ def test_patching_again_takes_what_was_changed_by_hand(what: str) -> None:
 
 
 def test_a_rule_that_the_config_no_longer_states_is_the_modules_own() -> None:
-    """Dynamic NTK starts with the plain frequencies, so these alone do not identify the rule."""
+    """A module keeps dynamic NTK after its config changes to the default rule.
+
+    Dynamic NTK starts with the default frequencies, so these alone do not identify the rule.
+    """
     model = llama("dynamic")
     want = tables(LlamaRotaryEmbedding(config_of("dynamic")))
     model.config.rope_parameters.update(rope("default"))  # keeps the factor of dynamic NTK
@@ -310,7 +316,7 @@ def test_two_models_in_one_process_keep_their_angles() -> None:
 
 
 def test_exact_angles_end_with_unpatch() -> None:
-    """If exact angles stayed, their float32 tables would make the original functions return float32."""
+    """After `unpatch()` a bfloat16 model gives its original bits, without float32 tables."""
     given = small_inputs("Llama")
     plain = llama("dynamic").to(torch.bfloat16)
     with torch.no_grad():
@@ -395,7 +401,7 @@ def test_loaded_models_are_served(mode: str, dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 @pytest.mark.parametrize("mode", ["exact", "library, exact"])
 def test_loaded_models_are_still_served_after_use(mode: str, name: str, tmp_path: Path) -> None:
-    """Loading, generating and saving change attributes of configs but not the angles."""
+    """Angles stay exact after loading, generating and saving, which change config attributes."""
     llama(name).save_pretrained(tmp_path)
     model, _ = patched(
         mode, lambda: AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -478,7 +484,7 @@ def test_a_file_without_a_class_that_makes_angles_is_listed(
 def test_a_module_that_makes_angles_of_something_else_is_listed(
     library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module that is not served is listed even if another one of the model is served."""
+    """A module that cannot get exact angles is listed as left, even if another module gets them."""
     monkeypatch.setitem(sys.modules, modeling_llama4.__name__, modeling_llama4)
 
     class Both(torch.nn.Module):
@@ -544,7 +550,7 @@ def test_a_method_that_reads_its_object_is_left() -> None:
 
 
 def test_scaling_factors_are_those_of_the_object() -> None:
-    """The factor of YaRN belongs to the object, not to its class."""
+    """YaRN's attention factor applies to the object that has it, not to others of its class."""
     model = llama("yarn")
     patch(model, angles="exact")
     cos, _ = type(model.model.rotary_emb)(config_of("default"))(X, SHORT)

@@ -469,7 +469,7 @@ def test_dtypes_are_those_of_the_original(dtype: torch.dtype) -> None:
 
 
 def test_compiled_without_duplicates_equals_the_original() -> None:
-    """Compiled code does not check that the two table entries of a pair are equal: it uses both."""
+    """A compiled replacement uses both table entries of a pair, so they may differ."""
     q, k, cos, sin = operands()
     cos = cos + torch.arange(16) * 0.1
     new = replaced()
@@ -499,7 +499,7 @@ def seen_from_the_tokens(query: Any, key: Any, freqs_ci: Any) -> Any:
 
 
 def served(function: Function, **arguments: Any) -> bool:
-    """Return True if the library serves a call; check values and gradients against the original."""
+    """Return True if a call does not run the original; check values and gradients against it."""
     asked = []
 
     @functools.wraps(function)
@@ -575,7 +575,7 @@ def test_tables_of_two_dimensions_with_unsqueeze_dim_zero(batch: int, heads: int
 
 
 def same_bits(function: Function, *arguments: torch.Tensor) -> None:
-    """Assert equal results, strides and gradients of a function and of its replacement."""
+    """Assert equal results, contiguity and gradients of a function and its replacement."""
     candidate = recognise(function).candidate
     assert candidate is not None
     runs = []

@@ -49,7 +49,7 @@ def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
 @every_backend
 @both_pairings
 def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """x is large enough for four threads, and its last tile is not full."""
+    """1 to 4 threads give the same bits; x is large enough for four, its last tile not full."""
     spec = RopeSpec(98, rotary_dim=90, start=2, interleaved=interleaved)
     x = noise(2, 6, 667, 98, dtype=dtype)
     ids = torch.randint(-(2**31), 2**31, (2, 667), generator=torch.Generator().manual_seed(1))
@@ -65,9 +65,9 @@ def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dty
 @every_dtype
 @every_backend
 def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) -> None:
-    """Gradients of x and of fractional positions.
+    """Gradients of x and of fractional positions have the same bits for any number of threads.
 
-    The latter are sums, whose order must not depend on the number of threads.
+    Those of positions are sums, whose order must not depend on the number of threads.
     """
     spec = RopeSpec(64)
     x = noise(1, 6, 667, 64, dtype=dtype).requires_grad_()
@@ -88,7 +88,7 @@ def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) 
 @every_backend
 @both_pairings
 def test_concurrent_callers(interleaved: bool, backend: str) -> None:
-    """Several Python threads at once, each with its own tensors, sharing one spec."""
+    """Threads that rotate at once, each its own tensors by a shared spec, get the usual results."""
     spec = RopeSpec(66, interleaved=interleaved)
     rotation = spec.at(4000)
     xs = [noise(1, 4, 300, 66, dtype=dtype, seed=n) for n, dtype in enumerate(DTYPES)]
@@ -150,7 +150,7 @@ def test_a_row_alone_or_in_a_batch(interleaved: bool, backend: str, dtype: torch
 def test_token_by_token_or_all_at_once(
     offset: int, interleaved: bool, backend: str, dtype: torch.dtype
 ) -> None:
-    """Decoding, prefill, and chunks of several sizes in between."""
+    """Decoding, prefill, and chunks of several sizes in between give the same bits."""
     spec = RopeSpec(42, interleaved=interleaved)
     x = noise(2, 3, 45, 42, dtype=dtype)
     prefill = rotate(x, spec, offset, backend=backend)
@@ -223,7 +223,7 @@ def test_in_place_or_not(interleaved: bool, backend: str, dtype: torch.dtype) ->
 @every_backend
 @both_pairings
 def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Every order of dimensions in memory, with an innermost stride of 1 and 2."""
+    """Any order of dimensions in memory, with an inner stride of 1 or 2, gives the same bits."""
     rows, heads, tokens, width = 2, 3, 18, 36
     spec = RopeSpec(width, rotary_dim=34, start=1, interleaved=interleaved)
     x = cancelling(noise(rows, heads, tokens, width, dtype=dtype), spec, 131072)
@@ -339,7 +339,7 @@ def test_data_loader_workers(method: str) -> None:
         pytest.skip(f"this platform cannot {method} processes")
     spec = RopeSpec(64)
     data = Rotated(spec)
-    wanted = [data[index] for index in range(len(data))]  # threads run before the fork
+    wanted = [data[index] for index in range(len(data))]  # starts torch's threads before the fork
     loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=method)
     got = list(loader)
     assert len(got) == len(wanted)

@@ -64,7 +64,7 @@ def exact_gradients(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the gradients of :func:`formula` with respect to theta and to positions.
 
-    With each comes an upper bound on the sum of the magnitudes of its terms.
+    Each gradient is paired with an upper bound on the sum of the magnitudes of its terms.
     """
     theta, at = (t.detach().double().requires_grad_() for t in (theta, at))
     y = formula(x, theta, at, spec)
@@ -177,7 +177,10 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
 
 @pytest.mark.parametrize("base", [10.0, 1e4, 1e6])
 def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
-    """The spec's own frequencies as float64, which have a relative error of up to 2^-53."""
+    """The spec's own frequencies, passed as float64 `inv_freq`, rotate within the error bound.
+
+    Their relative error is at most 2^-53.
+    """
     spec = RopeSpec(16, base)
     theta = torch.tensor(list(map(float, oracle.frequencies(base, 16))), dtype=torch.float64)
     for reach in (1, 2**10, 2**20, 2**31):
@@ -242,7 +245,7 @@ def test_zero_negative_and_huge_frequencies(at: Any, backend: str) -> None:
 def test_a_frequency_that_is_nan_or_infinite_gives_nan(
     at: Any, lost: float, interleaved: bool, backend: str
 ) -> None:
-    """Diverged training must be visible: the pair becomes NaN, the others do not change."""
+    """A NaN, infinite or huge frequency makes its own pair NaN and leaves all others unchanged."""
     spec = RopeSpec(16, rotary_dim=14, start=1, interleaved=interleaved)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         x = noise(2, 2, 5, 16, dtype=dtype)
@@ -471,7 +474,7 @@ def test_checkpoint_and_accumulation(
 @pytest.mark.parametrize("used", ["q", "k", "both"])
 @pytest.mark.parametrize("needing", ["q", "k", "neither", "both"])
 def test_one_of_two(needing: str, used: str, function: Callable[..., Any]) -> None:
-    """Two tensors, each of which requires grad or not, and is used in the loss or not."""
+    """Gradients are correct whichever of q and k require grad and enter the loss."""
     q, k = noise(2, 4, 5, 8), noise(2, 2, 5, 8, seed=1)
     q.requires_grad_(needing in ("q", "both"))
     k.requires_grad_(needing in ("k", "both"))
@@ -556,7 +559,7 @@ def test_only_what_is_wanted_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_changes_frequencies_in_place_and_no_word_is_stale() -> None:
-    """An optimizer step changes the values of θ but not the tensor object."""
+    """Each step uses the current values of θ, which the optimizer changes in place."""
     goal, x = torch.tensor([0.3, 0.2, 0.1]).double(), noise(4, 2, 9, 8)
     target = rotate(x, SPEC, inv_freq=goal)
     theta = (goal + 0.02).requires_grad_()

@@ -259,7 +259,7 @@ def test_lost_positions_spoil_nothing_but_their_token(rule: str) -> None:
 
 @every_rule
 def test_last_positions_are_taken_in_64_bits(rule: str) -> None:
-    """In int32, the last position + 1 would be negative; in float32, 2^24 + 1 would round to 2^24."""
+    """The length, last position + 1, does not overflow int32 and is not rounded to float32."""
     trained = 2**24
     kind = DynamicNTK(2.0, trained)
     spec = RopeSpec(8, scaling=kind if rule == "dynamic" else LongRoPE(SHORT, LONG, trained, 2.0))
@@ -399,7 +399,7 @@ def test_one_sequence_is_no_pack() -> None:
 
 
 def test_packed_positions_that_cannot_be_read_are_refused() -> None:
-    """The lengths are on a device and are not read, so no single length is known to be right."""
+    """Several sequences packed on a device need seq_len, as their lengths are not read there."""
     spec = RopeSpec(8, scaling=DynamicNTK(2.0, 100))
     x = torch.empty(6, 1, 8, device="meta")
     where = positions.packed(torch.tensor([0, 3, 6], device="meta"), total=6)
@@ -633,7 +633,7 @@ def test_gradients_are_scaled(name: str, backend: str) -> None:
 
 
 def test_given_tables_are_not_scaled() -> None:
-    """Tables computed elsewhere already contain the factor."""
+    """Given tables are applied without an amplitude, which they already contain."""
     q = torch.randn(1, 2, 3, 8, dtype=torch.float64)
     angle = torch.randn(3, 4, dtype=torch.float64)
     cos, sin = 1.5 * angle.cos(), 1.5 * angle.sin()
@@ -752,7 +752,7 @@ def test_errors(case: str) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 @every_rule
 def test_ids_that_numpy_changes_are_refused(rule: str, inference: bool, kind: Any) -> None:
-    """numpy writes to the memory of the ids without a change of their version counter."""
+    """A change of ids through numpy is detected, although it leaves their version counter as is."""
     spec, x = spec_of(rule), torch.randn(1, 2, TAIL, 12)
     text = (
         "positions must not change after spec.at, because the frequencies depend on the row lengths "
@@ -984,7 +984,7 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
 @every_rule
 def test_a_prepared_rotation_checks_every_call(rule: str, layout: str) -> None:
-    """Later calls of a prepared rotation take a fast path, which must not skip the check."""
+    """Every call of a prepared rotation checks its length, also on the fast path of later calls."""
     spec = spec_of(rule)
     rope = spec.at(9, seq_len=12)
 

@@ -1,4 +1,4 @@
-"""LRPE rotate 1-D: exact values for every act, shape of θ, dtype and offset; gradients; errors."""
+"""`lrpe_rotate_1d`: exact values for every act, shape of θ, dtype and offset; gradients; errors."""
 
 import itertools
 import math
@@ -633,7 +633,7 @@ def test_gradients_of_the_oracle_are_those_of_its_results() -> None:
 
 
 def kept(x: torch.Tensor, theta: torch.Tensor, act: str, dim: int | None) -> tuple[bool, int]:
-    """Return whether autograd saves x, and how many tensors of its size it saves."""
+    """Return True if autograd saves x, and the number of tensors of the size of x that it saves."""
     found: list[torch.Tensor] = []
 
     def note(t: torch.Tensor) -> torch.Tensor:

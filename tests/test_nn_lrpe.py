@@ -128,7 +128,7 @@ def test_frozen_and_of_another_dtype() -> None:
 
 
 def test_it_learns_the_angles_that_it_is_shown() -> None:
-    """Training θ alone on a rotation by other angles reduces the loss more than 100 times."""
+    """Training θ alone on a rotation by other angles divides the loss by more than 100."""
     x = noise(4, 8, 2, 4)
     wanted = lrpe_rotate_1d(x, torch.tensor([[0.9, 0.012], [1.1, 0.009]]))
     module = LrpeRotate1d(4, 2)

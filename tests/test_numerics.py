@@ -33,7 +33,7 @@ HEAD_DIMS = [2, 4, 6, 10, 48, 64, 80, 96, 100, 128, 250]
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Random numbers of many magnitudes, so that some pairs have a large and a small member."""
+    """Return random numbers of many magnitudes, so that some pairs mix a large and a small one."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (x * torch.exp2(torch.rand(shape, generator=generator) * 6 - 3)).to(dtype)
@@ -79,7 +79,7 @@ def assert_untouched(x: torch.Tensor, y: torch.Tensor, spec: RopeSpec) -> None:
 @both_pairings
 @pytest.mark.parametrize("where", AROUND)
 def test_positions_around(where: str, interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """Forward and inverse, with an offset and with ids."""
+    """Rotations forward and inverse, by an offset and by ids, are within the error bounds."""
     first, tokens, cases = AROUND[where], 25, []
     for base, dim in ((10000.0, 128), (5e5, 30)):
         spec = RopeSpec(dim, base=base, interleaved=interleaved)
@@ -259,7 +259,7 @@ def test_nan_and_infinity_stay_non_finite(
 @every_dtype
 @every_backend
 def test_every_nan_stays_nan(backend: str, dtype: torch.dtype) -> None:
-    """NaN payloads that careless rounding would turn into an infinity."""
+    """Every NaN stays NaN, also one whose payload careless rounding would turn into an infinity."""
     if dtype.itemsize == 2:
         every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     else:
@@ -325,7 +325,7 @@ def test_subnormal_numbers_are_not_flushed(
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_large_numbers(dtype: torch.dtype, backend: str) -> None:
-    """Numbers up to half of the largest: products and sums stay in range."""
+    """Numbers up to half of the dtype's maximum do not overflow within the kernel."""
     spec = RopeSpec(64)
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(4, 4, 10, 64, generator=generator, dtype=torch.float64) - 0.5
@@ -397,7 +397,7 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
 def test_the_gradient_is_rotated_back(
     inverse: bool, interleaved: bool, backend: str, dtype: torch.dtype
 ) -> None:
-    """The backward pass: the transposed rotation, with the same error bounds."""
+    """The backward pass is the transposed rotation, within the same error bounds."""
     spec = RopeSpec(40, rotary_dim=36, start=1, interleaved=interleaved)
     x = noise(2, 4, 40, 40, dtype=dtype).requires_grad_()
     cotangent = noise(2, 4, 40, 40, dtype=dtype, seed=1)
@@ -411,7 +411,7 @@ def test_the_gradient_is_rotated_back(
 @every_backend
 @both_pairings
 def test_the_gradient_by_fractional_positions(interleaved: bool, backend: str) -> None:
-    """d(u, v) / dp = ω · (-v, u) at the rotated pair, summed over rows, heads and pairs."""
+    """A position's gradient is the sum of ω · (u · dv − v · du) over rows, heads and pairs."""
     spec = RopeSpec(24, interleaved=interleaved)
     ids = torch.tensor([0.5, -3.25, 1000.75, 8191.1], requires_grad=True)
     x, cotangent = (noise(2, 3, 4, 24, dtype=torch.float32, seed=seed) for seed in (0, 1))

@@ -19,7 +19,7 @@ BACKENDS = [None, "reference"]
 
 
 def slots(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Result tensors for x (2, 3, 5, 12), with the strides of different kinds of caches."""
+    """Return result tensors for x (2, 3, 5, 12), with the strides of different kinds of caches."""
     full = {"dtype": x.dtype}
     return {
         "contiguous": torch.full((2, 3, 5, 12), 7.0, **full),

@@ -135,7 +135,10 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_new_length_needs_no_digits(
     axes: Axes | None, call: Callable[[RopeSpec], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computing 60 digits takes 300 µs for 64 pairs, ten times as long as rotating a token."""
+    """Phase words of a new length are computed without 60-digit arithmetic.
+
+    That would take 300 µs for 64 pairs, ten times as long as rotating a token.
+    """
     spec = RopeSpec(64, scaling=DynamicNTK(2.0, 4096), axes=axes)
     spec.words_for(5000)
     forbid(monkeypatch, "made", "words_of")
@@ -189,7 +192,7 @@ def test_a_subclass_keeps_what_it_overrides(own: str) -> None:
 
 
 def test_an_attention_scaling_of_every_length_is_its_own() -> None:
-    """The scaling at the first length above the original one does not hold for all longer ones."""
+    """Each length has its own attention scaling, not that of the first beyond the original."""
 
     @dataclass(frozen=True)
     class Louder(Rule):

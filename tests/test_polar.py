@@ -424,7 +424,7 @@ def test_what_is_refused_does_not_grow_the_cache() -> None:
 
 @pytest.mark.parametrize("learns", ["gamma", "slope", "q_proj", "out"])
 def test_only_some_parameters_learn(learns: str) -> None:
-    """Some parameters frozen: the gradients of the others are the same as when all learn."""
+    """Freezing some parameters does not change the gradients of the others."""
     attention = made(12, 4, 8, num_kv_heads=2, causal=True, gate="slope")
     attention(X).square().sum().backward()
     wanted = {name: p.grad for name, p in attention.named_parameters()}

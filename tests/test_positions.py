@@ -360,7 +360,8 @@ def test_mrope_with_time_steps() -> None:
     assert height == [0, 0, 1, 1] * 3 + [101, 102]
     assert width == [0, 1, 0, 1] * 3 + [101, 102]
     assert mrope_next(segments) == 103
-    # Times are rounded to float32, then down: 100 · 0.29 is 29 in float32 and just below it in float64.
+    # Times are rounded to float32, then down: 100 · 0.29 is 29 in float32, and in float64 just
+    # below 29.
     assert flat(mrope([(4, 1, 1, 0.5)]))[0] == [0, 0, 1, 1]
     assert int(100 * 0.29) == 28
     assert flat(mrope([(101, 1, 1, 0.29), 1]))[0][-2:] == [29, 30]

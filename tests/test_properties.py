@@ -143,7 +143,7 @@ def test_the_inverse_undoes(
 def test_the_inverse_is_a_turn_the_other_way(
     spec: RopeSpec, offset: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Bit for bit: cosine is even and sine is odd in the phase, down to its last unit."""
+    """`inverse=True` has the bits of negated positions: cosines are even and sines odd."""
     x = noise(seed, 2, spec.head_dim, dtype=dtype)
     ids = torch.tensor([offset, -offset])
     inverse = rotate(x, spec, ids, layout="sd", inverse=True)
@@ -221,7 +221,7 @@ def strided(draw: st.DrawFn, spec: RopeSpec) -> torch.Tensor:
 
 @holds_for(500, case=specs().flatmap(lambda s: st.tuples(st.just(s), strided(s))), offset=offsets)
 def test_strides_do_not_matter(case: tuple[RopeSpec, torch.Tensor], offset: int) -> None:
-    """The same bits for any strides; in place, memory around x does not change."""
+    """Rotation has the same bits for any strides; in place, it leaves memory around x unchanged."""
     spec, x = case
     wanted = rotate(x.contiguous(), spec, offset)
     tolerances.assert_same_bits(rotate(x, spec, offset), wanted)

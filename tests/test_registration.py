@@ -167,7 +167,7 @@ def extras_by(call: schema.Packed) -> list[torch.Tensor]:
 
 
 def with_gradients(call: schema.Packed) -> schema.Packed:
-    """The same arguments, with every extra tensor a leaf that requires grad."""
+    """Return the same arguments, with every extra tensor replaced by a leaf that requires grad."""
     extras = [one.clone().requires_grad_() for one in extras_by(call)]
     return call._replace(extras=extras) if extras else call
 
@@ -298,7 +298,7 @@ def test_vmap_of_the_operator_with_acts_and_gates(
 
 
 def test_raw_operators_see_gradients_in_lists_too() -> None:
-    """Learned frequencies are passed in a list; without the check their gradient would be lost."""
+    """Raw operators refuse learned frequencies that require grad, which they receive in a list."""
     x, theta = noise(2, 3, 5, 8), noise(1, 1, 1, 3, dtype=torch.float64).requires_grad_()
     words, turns = angles.words_from(theta.detach())
     call = (words, turns, None, 0, schema.Options(start=1, learned=True).pack(), 1.0, [theta], 0.0)
@@ -684,7 +684,7 @@ def test_devices_are_not_mixed() -> None:
 
 
 def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
-    """Autograd compares the version of a saved tensor to detect that it was overwritten."""
+    """Raw operators increase the version counter, which autograd checks, of all that they write."""
     written = [noise(2, 3, 5, 8) for _ in range(6)]
     before = [x._version for x in written]
     schema.rotate_(*written[:2], *arguments())
@@ -732,7 +732,10 @@ EXTRAS = {
     ],
 )
 def test_transforms_of_extra_tensors(what: str, transform: str, backend: str | None) -> None:
-    """While compiling, torch ignores gradient formulas registered from Python; results must still be right."""
+    """Transforms of functions of extra tensors are right in eager and compiled code.
+
+    While compiling, torch ignores gradient formulas registered from Python.
+    """
     x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
 
     def one(row: torch.Tensor) -> torch.Tensor:

@@ -240,7 +240,7 @@ def test_it_is_the_inverse_and_then_the_rotation(name: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("after", [spec_of(), spec_of(base=5e5)], ids=repr)
 def test_angles_wrap_as_those_of_a_rotation_do(after: RopeSpec) -> None:
-    """Positions beyond 2^31: angles are not exact, but both computations use the same phase words."""
+    """Beyond 2^31, where angles are inexact, `rerotate` still agrees with two rotations."""
     k = torch.randn(2, 3, TOKENS, 16)
     moved = rerotate(k, spec_of(), after, 2**62, -(2**62) - 7)
     wanted = rotate(rotate(k, spec_of(), 2**62, inverse=True), after, -(2**62) - 7)

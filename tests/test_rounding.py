@@ -252,7 +252,7 @@ def of_diffusers(unbind: int) -> Function:
 
 
 def of_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate by complex numbers, like Meta's code of Llama, DeepSeek's and Mistral's."""
+    """Rotate by complex numbers, as the original code of Llama, DeepSeek and Mistral does."""
     turns = torch.complex(cos[..., 0::2].contiguous(), sin[..., 0::2].contiguous())
     numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(numbers * turns).flatten(3).type_as(x)
@@ -303,7 +303,7 @@ def test_functions_of_other_libraries(name: str, dtype: torch.dtype) -> None:
 @both_pairings
 @pytest.mark.parametrize("rounding", ["once", "wide", "each"])
 def test_gradients_of_full_tables(backend: str, interleaved: bool, rounding: str) -> None:
-    """First and second derivatives with respect to x and each entry of the tables, in float64."""
+    """First and second derivatives with respect to x and tables equal finite differences."""
     q = noise(2, 3, TOKENS, 6, seed=1).double().requires_grad_()
     tables = [table.double().requires_grad_() for table in tables_for(6, torch.float64)]
 
@@ -424,7 +424,7 @@ def test_the_inverse_of_full_tables_is_refused() -> None:
 def test_the_backward_pass_reads_the_cosines_of_the_forward_pass(
     backend: str, rounding: tuple[str, str]
 ) -> None:
-    """From phase words a pair rounds cosines and sines in both passes or in neither."""
+    """With phase words, the forward rounding decides for both passes if cosines are rounded."""
     q, grad = qk(64, torch.bfloat16)[0], qk(64, torch.bfloat16, seed=2)[0]
     rotation = RopeSpec(64).at(7)
     leaf = q.detach().requires_grad_()

@@ -1,7 +1,7 @@
-"""Every verb on every route: the cell of the table that runs, its result or error, and its gradients.
+"""Every verb (new, in place, out) on every route: function called, result or error, gradients.
 
-The table in docs/design.md and that in ops/run.py must be equal. Results are compared with the
-definition in float64, which other files compare with the oracle.
+The tables of verbs and routes in docs/design.md and ops/run.py must be equal. Results are compared
+with the definition in float64, which other files compare with the oracle.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_the_documented_table_is_that_of_the_code() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The keys (verb, route) of ``running.TABLE`` whose functions are called, in order."""
+    """Return the keys (verb, route) of ``running.TABLE`` whose functions are called, in order."""
     cells: list[tuple[str, str]] = []
 
     def noted(cell: tuple[str, str], function: Any) -> Any:

@@ -34,7 +34,7 @@ def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
 def double_sum(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i term by term, and the sum of |terms|."""
+    """Return Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i, and the sum of its |terms|."""
     group = q.shape[1] // k.shape[1]
     k, v, decay = (x.repeat_interleave(group, 1) for x in (k, v, decay))
     out, size = (torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64) for _ in range(2))
@@ -281,7 +281,7 @@ def test_a_strong_decay_does_not_take_the_digits_of_weak_ones(form: str) -> None
 
 
 def most_bytes(tokens: int) -> int:
-    """Peak memory of tensors in bytes, forward and backward, from torch's profiler.
+    """Return the peak memory of tensors in bytes, forward and backward, from torch's profiler.
 
     The memory of the process would include freed blocks that malloc keeps and pages of libraries, which
     in a CUDA build take more than all of these tensors.
@@ -317,7 +317,7 @@ def test_memory_grows_linearly() -> None:
 def test_autocast_changes_nothing(
     kind: str, form: str, narrow: torch.dtype, wide: torch.dtype
 ) -> None:
-    """Memory that is rounded to 16 bits after every block would lose its digits; only inputs may be 16-bit."""
+    """Autocast changes no bit: memory rounded to 16 bits after each block would lose digits."""
     every = [x.to(wide) for x in inputs()]
     decay = DECAYS[kind]
     if isinstance(decay, torch.Tensor):

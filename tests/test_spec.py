@@ -288,7 +288,7 @@ def test_a_dictionary_brings_a_spec_back(name: str) -> None:
 
 
 def test_the_form_of_a_dictionary() -> None:
-    """Version 1, which saved files contain."""
+    """`to_dict` writes version 1 of the format, which saved files contain."""
     spec = RopeSpec(12, 5e5, 8, 2, True, Linear(3.3), Axes.sections((1, 3)))
     assert spec.to_dict() == {
         "version": 1,
@@ -500,7 +500,7 @@ def test_softmax_scaling_is_the_rules() -> None:
 
 
 def test_history_and_neighbours_change_nothing() -> None:
-    """3,000 tokens get the same phase words before, after and in one batch with 6,000."""
+    """Length 3,000 gets the same phase words before, after and in a batch with length 6,000."""
     for rule in (DynamicNTK(2.0, 2048), LongRoPE((1.0,) * 4, (2.0,) * 4, 2048, factor=2.0)):
         spec = RopeSpec(8, scaling=rule)
         first = spec.words_for(3000)[0].clone()
@@ -686,7 +686,7 @@ def test_words_outside_of_a_fake_mode_are_not_fake_ones_of_it() -> None:
 
 
 def test_a_cpu_table_survives_a_compiled_first_use() -> None:
-    """Compiling traces through `at`; tensors that it caches must be real and usable."""
+    """Tensors that a spec caches while its first use is compiled are real, not fake."""
     spec = RopeSpec(8)
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -725,7 +725,7 @@ def test_one_spec_in_many_threads() -> None:
 
 
 def test_many_specs_made_in_many_threads() -> None:
-    """Threads share the caches of rules and phase words."""
+    """Threads that share the caches of rules and phase words get correct words."""
     bases = [1000.0 + i for i in range(24)]
     wanted = {base: [oracle.phase(w).word for w in oracle.frequencies(base, 8)] for base in bases}
     start = threading.Barrier(4)

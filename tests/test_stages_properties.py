@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn) -> Drawn:
 
 
 def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the same values with other strides; if expanded, every token has those of the first."""
+    """Return the same values with other strides; for "expanded", the first token repeated."""
     if kind == "permuted":
         return x.movedim(0, -2).contiguous().movedim(-2, 0)
     if kind == "inside":
@@ -149,7 +149,7 @@ def made(case: Drawn) -> Inputs:
 
 
 def leaves(case: Drawn, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The tensors of the call that require grad."""
+    """Make the tensors that the case differentiates require grad; return them by name."""
     used = {
         "x": True,
         "weight": case.act == "rms_norm",

@@ -249,7 +249,7 @@ def test_assert_rotated_rejects_one_element_off_by_two(dtype: torch.dtype) -> No
     wrong[7] = step_up(wrong[7:8], 2)[0]
     with pytest.raises(AssertionError, match="off by"):
         tolerances.assert_rotated([case._replace(got=wrong)])
-    # Allowed in a long pair whose terms cancel: float32 arithmetic may have this error.
+    # In a long pair whose terms cancel, float32 arithmetic may have this error, so it is allowed.
     lengths = case.lengths.clone()
     lengths[7] = 2.0**17
     tolerances.assert_rotated([case._replace(got=wrong, lengths=lengths)])

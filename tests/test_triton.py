@@ -91,7 +91,7 @@ def assert_as_definition(
 
 
 def scale_of(want: torch.Tensor) -> torch.Tensor:
-    """Return the largest channel of each head."""
+    """Return the largest magnitude in each head vector, expanded to the shape of `want`."""
     return want.abs().amax(-1, keepdim=True).expand_as(want)
 
 
@@ -202,7 +202,7 @@ def test_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_turns_count_for_fractions() -> None:
-    """Frequencies of one turn per position or more, at fractional positions."""
+    """Frequencies of one turn per position or more are accurate at fractional positions."""
     omegas = [2 * oracle.MP.pi, 5 * oracle.MP.pi, oracle.MP.mpf(100)]
     phases = [oracle.phase(omega) for omega in omegas]
     word, turn = (
@@ -250,7 +250,7 @@ def test_rows_outside_a_table_become_nan() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
-    """One row alone or in a batch, in decoding or prefill, in any layout, with and without k."""
+    """A row has the same bits alone or in a batch, token by token, in another layout, without k."""
     whole = make({**PLAIN, "dtype": dtype, "channels": (24, 4, 12), "positions": "offset"})
     want, want_k = run(whole)
     alone = operators().rotate(whole.q, None, *whole.arguments)
@@ -289,7 +289,7 @@ def test_heads_shared_out_among_programs_have_the_same_bits(
 
 
 def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
-    """The tensor of the offsets changes between launches, as between replays of a CUDA graph."""
+    """A launch reads the offsets again, which may change as between replays of a CUDA graph."""
     made = make({**PLAIN, "positions": "per row"})
     ids = made.arguments[2]
     assert ids is not None
@@ -303,7 +303,7 @@ def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
 
 
 def test_rows_further_apart_than_32_bits() -> None:
-    """A view that spans more than 2^31 elements but touches only a few pages."""
+    """A view that spans more than 2^31 elements, but touches few pages, is rotated correctly."""
     x = torch.empty(2, 2**30 + 64, dtype=torch.bfloat16, device=DEVICE)
     view = torch.as_strided(x, (3, 1, 2, 8), (2**30 + 8, 8, 8, 1))
     view.copy_(noise(3, 1, 2, 8, seed=1))
@@ -551,7 +551,7 @@ def test_edge_shapes(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
-    """The gate of a token is the token before it, which another tile may already have overwritten."""
+    """A gate that shares memory with the result is read before it is overwritten."""
     memory = noise(1, 2, 301, 8, seed=1).float().to(DEVICE) / 4
     options = Options(gate=LOG).pack()
     arguments = (words(1, 1, 1, 4), None, None, 5, options, 1.0)
@@ -567,7 +567,7 @@ def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
 
 
 def test_calls_that_run_the_definition() -> None:
-    """No pairs, a head that is too wide, float64 with an activation: results equal the definition's."""
+    """Without pairs, with too wide a head, or with float64 and an act, the definition runs."""
     x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
     nothing = words(1, 1, 1, 4)[..., :0]
     assert torch.equal(
@@ -593,7 +593,7 @@ def test_calls_that_run_the_definition() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rounding", [0, 1, 2])
 def test_roundings_and_full_tables(rounding: int, interleaved: bool, dtype: torch.dtype) -> None:
-    """The bits of the formulas, forward and transposed, from tables and from phase words."""
+    """Roundings "each" and "wide" give the bits of their formulas, by tables and by phase words."""
     name = ROUNDINGS[rounding]
     x = noise(2, 3, 5, 40, seed=1).to(dtype).to(DEVICE)
     turning = x[..., 2:38]
@@ -878,7 +878,7 @@ def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sums_by_weights_take_little_memory() -> None:
-    """At most 64 MiB, for as many heads and tokens as real models have."""
+    """Sums by weights take at most 64 MiB, for as many heads and tokens as real models have."""
     from tightrope.backends.triton import rotation
 
     rotation._plans.clear()

@@ -99,7 +99,7 @@ def test_switched_off_it_registers_nothing() -> None:
 def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Also if the results and their gradients are transposed views."""
+    """Gradients of gates have these strides also for transposed results and gradients."""
     from tightrope.backends.triton import operators
 
     y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))
@@ -118,7 +118,7 @@ def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
 @needs_triton
 @pytest.mark.usefixtures("on_this_device")
 def test_gradients_through_the_public_functions() -> None:
-    """Gradients of x, fractional positions, learned frequencies and norm weights, against the definition."""
+    """Gradients of x, positions, learned frequencies and norm weights agree with the definition."""
     spec = RopeSpec(8)
     start = {
         "q": noise(2, 3, 5, 8, seed=1),

@@ -127,7 +127,7 @@ def evaluated() -> dict[str, Any]:
 
 
 def test_the_compiled_angles_are_exact() -> None:
-    """Angles of random and critical phases, evaluated from the PTX of the kernel."""
+    """Cosines and sines of random and critical phases, evaluated from PTX, are within the bound."""
     found = evaluated()["angles"]
     assert found["phases"] > 1 << 17
     assert found["cosine"] <= tolerances.value("float32 angle")

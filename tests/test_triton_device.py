@@ -41,7 +41,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, kind: torch.dtype = torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("act", [None, "silu", "rms_norm", "softmax"])
 def test_gradients(act: str | None, dtype: torch.dtype) -> None:
-    """Gradients of x, positions, frequencies, norm weights, a gate of q and slopes of k, all at once."""
+    """Results and gradients of one call with all kinds of tensors agree with the definition."""
     n = 301 if HAS_GPU else 5
     start = {
         "q": noise(2, n, 6, 64, seed=1).transpose(1, 2),
@@ -73,7 +73,7 @@ def test_gradients(act: str | None, dtype: torch.dtype) -> None:
 
 
 def test_memory() -> None:
-    """In place, into `out`, as slices of a projection and token by token: the same bits."""
+    """Rotation in place, into `out`, of projection slices and token by token has the same bits."""
     qkv = noise(2, 1000 if HAS_GPU else 5, 12, 64, seed=1).bfloat16()
 
     def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Compile parts of the Triton kernels for sm_90 and evaluate their PTX: run by test_triton_compile.
 
-A separate process, because Triton chooses between compiler and interpreter when kernels are imported.
-Prints JSON: errors of cosine, sine, exp and sigmoid against float64, and exp of infinities, NaN and -0.
+The script has a process of its own, because Triton chooses compiler or interpreter at import.
+It prints JSON: errors of cosine, sine, exp and sigmoid against float64, and exp of infinities, NaN
+and -0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SIZE = THREADS * EACH
 
 @triton.jit
 def angles_of(phases, cosines, sines, SIZE: tl.constexpr):
-    """Kernel: cosines and sines of phases."""
+    """Store cosines and sines of phases."""
     i = tl.arange(0, SIZE)
     c, s = cos_sin(tl.load(phases + i), False)
     tl.store(cosines + i, c)
@@ -36,7 +37,7 @@ def angles_of(phases, cosines, sines, SIZE: tl.constexpr):
 
 @triton.jit
 def elementary_of(xs, exps, sigmoids, SIZE: tl.constexpr):
-    """Kernel: e^x and the logistic function."""
+    """Store e^x and the logistic function of x."""
     i = tl.arange(0, SIZE)
     x = tl.load(xs + i)
     tl.store(exps + i, exp(x))

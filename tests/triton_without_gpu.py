@@ -1,7 +1,7 @@
 """Compile the Triton kernels without a GPU and count compilations: run by test_triton_compile.
 
-A separate process, because Triton chooses between compiler and interpreter when kernels are imported.
-Prints JSON.
+The script has a process of its own, because Triton chooses compiler or interpreter at import.
+It prints JSON.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Nothing:
 
 
 def counted() -> dict[str, int]:
-    """Return the number of compilations that a GPU would need, after each group of calls."""
+    """Return the total number of compilations that a GPU would need, after each group of calls."""
     compilations: list[Any] = []
 
     def compile_(source: Any, target: Any = None, options: Any = None) -> Any:
