@@ -6,7 +6,7 @@
 #   make check    formatting, lint, types, wording, spelling, documentation
 #   make wheel    dist/tightrope-*.whl
 #   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
-#   make clean    remove everything that the other targets made
+#   make clean    remove what the other targets made, except the results in tightrope-demo/
 #
 #   PYTHON=python3.12   the Python of .venv (3.10 or later)
 #   WORKERS=4           number of test processes

@@ -3,12 +3,13 @@
 It makes a checkpoint of many shards (a random Llama in bfloat16), then checks that `tightrope convert`
 
 1. has a memory peak, as the system reports it, of at most 1.5 times the largest tensor + 200 MB. For
-   checkpoints below 1 GB, where torch itself needs far more than the largest tensor, the peak may
-   instead be at most 64 MB above that of `convert --help`. With torch 2.10 a torch file of any size may
+   checkpoints below 1 GB, where torch itself needs far more than the largest tensor, the limit is
+   instead 64 MB above the peak of `convert --help`. With torch 2.10 a torch file of any size may
    take 128 MB more, for modules that torch imports to read it;
 2. restores the original bytes when it converts back, for safetensors shards and for a torch file;
-3. loses nothing when it is killed (signal 9) at random moments: the checkpoint keeps its bytes, and OUT
-   is complete, or missing if it was missing before. In the second half of the kills OUT is an older result.
+3. loses nothing when it is killed (signal 9) at random moments: the checkpoint keeps its bytes, and
+   the output folder is complete, or missing if it was missing before. In the second half of the
+   kills it holds an older result.
 
 The exit code is 1 if a check fails.
 """

@@ -108,7 +108,7 @@ class ByteTransformer(nn.Module):
     """A causal transformer over bytes.
 
     Args:
-        make_attention: returns the attention module of a block, which is called with
+        make_attention: makes the attention module of a block; blocks call the module with
             `(x, offset, cache)`.
     """
 
@@ -167,7 +167,7 @@ class Text:
 
 
 def load_text(folder: Path | None = None) -> Text:
-    """Read about 4 MB of Python files in a fixed random order; every tenth is for validation.
+    """Read about 4 MB of Python files in a fixed random order, every tenth for validation.
 
     Args:
         folder: the folder to read; by default the standard library.

@@ -2,13 +2,14 @@
 
 It runs pytest over the files of this folder, in three phases:
 
-    budgets   the speed budgets, most of them relative to a copy: one worker
+    budgets   the speed budgets, most of them relative to a copy (one worker)
     checks    every case at small sizes; every contender of every case, compiled and compared; the
-              tests of the Triton backend (tests/test_triton*.py without test_triton_compile.py):
-              parallel workers
-    times     all contenders with right results, in turns; then other block shapes: one worker
+              tests of the Triton backend, tests/test_triton*.py without test_triton_compile.py
+              (parallel workers)
+    times     all contenders with right results, in turns; then other block shapes (one worker)
 
-Each test is a unit. Units that time contenders first compare every element of their results with
+A contender is an implementation that is timed: this library, a copy, or another library. Each test
+is a unit. Units that time contenders first compare every element of their results with
 float64. The result of a unit is written as soon as it ends, so a crash or a hang loses one unit only.
 Units that were not started have the outcome "no time".
 

@@ -26,7 +26,7 @@ SHARES = (
 
 
 def _both(name: str, **changes: object) -> tuple[Case, ...]:
-    """Return a variant of the prefill case, forward and in training, with compiled contenders."""
+    """Return two variants of the prefill case, forward and training, with compiled contenders."""
     forward = replace(_PREFILL, name=f"{name} 32k", compiled=True, **changes)
     return forward, replace(forward, name=f"{name} 32k, training", work="training")
 
@@ -55,7 +55,8 @@ CASES = (
     replace(_PREFILL, name="prefill 32k, float32", dtype="float32"),
 )
 
-#: Copies of q and k that must fit in GPU memory: each contender has one, eager ones need several more.
+#: Number of copies of q and k that must fit in GPU memory: each contender has its own, and eager
+#: contenders need several more.
 COPIES = 40
 
 

@@ -23,7 +23,7 @@ RIVALS = ("compiled eager", "definition, compiled", "Liger", "flash-attention", 
 
 
 def _made(case: Case, q: torch.Tensor, k: torch.Tensor, rotate: Rotate) -> Made:
-    """Prepare a rotation that works in place if the case does."""
+    """Prepare a rotation, in place if the case is in place."""
     if case.work != "in place":
         return functional(rotate, case, q, k)
     return Made(lambda: rotate(q, k), rotate(q.clone(), k.clone()))

@@ -82,7 +82,7 @@ def function(name: str) -> Any:
     Its signature is not checked: if it has changed, the call fails or its results are wrong.
 
     Raises:
-        ImportError: it cannot be imported.
+        ImportError: its module cannot be imported.
     """
     peer = PEERS[name]
     if peer.module not in sys.modules:
@@ -96,9 +96,9 @@ def function(name: str) -> Any:
 
 
 def _root(peer: Peer) -> Path | None:
-    """Return the folder to import a peer from: that of all peers, a folder in it, or the `src` of one.
+    """Return the folder to import a peer from, or None if no folder has its file.
 
-    None if none of them has the file.
+    The folder is that of all peers, a folder in it, or the `src` of such a folder.
     """
     folder = Path(os.environ.get(VARIABLE, FOLDER))
     inner = sorted(path for path in folder.glob("*") if path.is_dir())

@@ -82,7 +82,10 @@ def _file(folder: Path, name: str, suffix: str, prefix: str = "") -> Path:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any] | None:
-    """Read the result of a unit, or None if it was not started; if its process died, add outcome and trace."""
+    """Return the result of a unit, or None if it was not started.
+
+    If the unit's process died, the outcome is "hung" or "crashed", and the note is the trace.
+    """
     path = _file(folder, name, ".json")
     if not path.exists():
         return None

@@ -34,12 +34,12 @@ def failures(units: Units) -> Units:
 
 
 def _named(units: Units, test: str) -> dict[str, dict[str, Any]]:
-    """Return the units of one test by the name of their case; "" without a case."""
+    """Return case name -> unit for one test; the name is "" for a unit without a case."""
     return {str(unit.get("case", "")): unit for unit in units if f"::{test}" in unit["unit"]}
 
 
 def _within(values: list[float], most: float) -> str:
-    """Return whether sorted values are within a bound: "held", "NOT HELD", or "open" if only some are."""
+    """Return "held" if all sorted values are within a bound, "NOT HELD" if none is, else "open"."""
     return "held" if values[-1] <= most else "NOT HELD" if values[0] > most else "open"
 
 
@@ -124,7 +124,7 @@ def ratios(units: Units) -> Iterator[str]:
 
 
 def shapes(units: Units) -> Iterator[str]:
-    """Yield a line with the fastest block shape of each case, and its time over that of the table's shape."""
+    """Yield a line per case: its fastest block shape, timed relative to that in `blocks.py`."""
     found: dict[str, list[tuple[float, str]]] = {}
     for unit in units:
         result = unit["result"]

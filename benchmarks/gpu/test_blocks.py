@@ -14,7 +14,8 @@ from .plugin import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("device")
 
-#: The cases, and what each varies: a table of shapes, or the number of programs for its heads.
+#: Case -> the name in `blocks.py` that it varies: a table of shapes, or `PROGRAMS`, the number of
+#: tiles below which heads are divided among several programs.
 _VARIED = {
     "prefill 32k": "PLAIN",
     "12 x 32768, 12 heads": "PLAIN",
@@ -43,7 +44,7 @@ _UNITS = [
 def test_blocks(
     case: Case, change: dict[str, int], record: dict[str, Any], monkeypatch: Any
 ) -> None:
-    """Time one shape or number of programs, after checking its result."""
+    """Time one block shape or value of `PROGRAMS`, after checking the result."""
     from tightrope.backends.triton import blocks, rotation
 
     table = _VARIED[case.name]

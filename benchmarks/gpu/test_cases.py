@@ -33,7 +33,7 @@ _PAIRS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_small(case: Case, dtype: str) -> None:
-    """This library is right in every case, at sizes that do not fill whole tiles."""
+    """This library gives right results in every case, at sizes that do not fill whole tiles."""
     case = replace(case, dtype=dtype, neighbours=False, graph=False)
     for tokens in (1,) if case.tokens == 1 else (5,) if OPTIONS.dry else (1, 37, 300):
         sizes = {} if OPTIONS.dry else {"q_heads": 5, "k_heads": 2, "head_dim": 128}

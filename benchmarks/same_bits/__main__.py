@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "what",
         nargs="+",
-        help="store: a file prefix; compare: two file prefixes; show: numbers of calls",
+        help="store: a file prefix; compare: two file prefixes; show: call numbers",
     )
     parser.add_argument("--calls", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)

@@ -69,7 +69,10 @@ def state(d: Draw) -> dict[str, tuple[str, int | None]]:
 
 
 def bits(x: Any) -> str:
-    """Return dtype, shape, strides and a digest of a tensor, in which all NaNs are equal; else a repr."""
+    """Describe a tensor by dtype, shape, strides and a digest that treats all NaNs alike.
+
+    Other values are described by their repr.
+    """
     if not isinstance(x, torch.Tensor):
         return repr(x)
     strides = [s for s, size in zip(x.stride(), x.shape) if size > 1]

@@ -114,8 +114,10 @@ class Shrinker:
         return out
 
     def _layers(self, given: dict[str, Any]) -> tuple[int, list[int]] | None:
-        """The number of layers, and the indices to keep: the first layer of each kind, at most four, and others
-        up to LAYERS. None if the configuration does not state the number."""
+        """The number of layers and the indices of those to keep; None if no number is stated.
+
+        The first layer of each kind is kept (at most four), then others until there are LAYERS.
+        """
         counts = [v for n in LAYER_COUNTS if isinstance(v := given.get(n), int)]
         if not counts:
             return None
@@ -224,9 +226,12 @@ def sections(old: list[int], pairs: int) -> list[int]:
 
 
 def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bool = True) -> Any:
-    """A small configuration of the class, without dropout; overrides are merged in, nested for its parts.
+    """A small configuration of a class, without dropout.
 
-    With `grouped` it has half as many key heads as query heads, which not every family supports.
+    Args:
+        overrides: settings that replace the small ones, nested for the parts of a configuration.
+        grouped: whether to have half as many key heads as query heads, which some families do not
+            support.
     """
     arguments = Shrinker(grouped).arguments(config_class(), overrides)
     small = config_class(**arguments)
@@ -274,8 +279,9 @@ def small_model(
 
 @torch.no_grad()
 def reweigh(model: torch.nn.Module, gain: float) -> None:
-    """Set random weights that keep variances; none stays zero or tiny, so that scores depend on angles.
+    """Set random weights that preserve the variance of activations.
 
+    No weight stays zero or tiny, so that scores depend on angles.
     A gain below 1 is for a family in which variances grow until softmax picks one token.
     """
     generator = torch.Generator().manual_seed(1)

@@ -168,7 +168,7 @@ def difference(before: Run, after: Run) -> Difference:
 
 
 def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an error: to each channel of its results, FAULT times the adjacent one is added."""
+    """The function with an error: to each channel of a result it adds FAULT times the previous."""
 
     def wrong(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -98,7 +98,7 @@ def matched(maker: Any) -> dict[str, Any]:
 
 
 def music(maker: Any) -> dict[str, Any]:
-    """Placeholders for a quarter of the frames, because the encoder halves their number twice."""
+    """Token ids with a placeholder per four audio frames: the encoder halves their number twice."""
     ids = maker.ids(30)
     ids[:, 4:20] = maker.config.audio_token_id
     return {"input_ids": ids}

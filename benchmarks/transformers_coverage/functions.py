@@ -63,7 +63,10 @@ def names(module: ModuleType, path: Path) -> list[str]:
 
 
 class _Spy(TorchDispatchMode):
-    """Count calls of the operator: a replacement that only calls the original would be equal too."""
+    """Count calls of the operator.
+
+    A replacement that only calls the original gives equal results without calling the operator.
+    """
 
     calls = 0
 
@@ -200,7 +203,7 @@ def _run(function: Any, values: dict[str, Any]) -> tuple[list[torch.Tensor], lis
 
 
 def _differing(one: list[torch.Tensor], other: list[torch.Tensor]) -> int:
-    """The number of elements that differ; all elements if a dtype, a shape or the number of tensors does."""
+    """The number of elements that differ; all if dtypes, shapes or numbers of tensors differ."""
     alike = len(one) == len(other) and all(a.dtype == b.dtype for a, b in zip(one, other))
     if not alike or any(a.shape != b.shape for a, b in zip(one, other)):
         return sum(a.numel() for a in one)

@@ -3,11 +3,12 @@
 `python -m benchmarks.transformers_coverage --models --only '^llama'` runs the types that match.
 The status of a row is:
 
-- equal: no bit of any output or gradient changes, in float32 and in bfloat16, this library served calls
-  of the rotary functions of the model's file, and a fault of one per cent in them is detected;
-- different: a bit changes, or `unpatch` did not restore the model;
-- not exercised: it ran, but did not test the replacement, for the given reason;
-- not built: no small model of it could be built or run, for the given reason.
+- equal: no bit of any output or gradient changes, in float32 and, unless the row states why not, in
+  bfloat16; this library served calls of the rotary functions of the model's file; a fault of one
+  per cent in these functions is detected;
+- different: a bit changes, `unpatch` did not restore the model, or two runs of the original differ;
+- not exercised: the model ran, but did not test the replacement, for the given reason;
+- not built: no small model of the type could be built or run, for the given reason.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Worker:
     def ask(self, model_type: ModelType) -> dict[str, Any]:
         """Return the result row of a model type, made in the process.
 
-        If the process ends or exceeds the time limit, the row is blank but for the reason.
+        If the process ends or exceeds the time limit, the row is blank except for the reason.
         """
         if self.process is None:
             context = multiprocessing.get_context("spawn")

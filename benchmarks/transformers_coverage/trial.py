@@ -96,7 +96,10 @@ def trial(model_type: ModelType) -> dict[str, Any]:
 
 
 def in_bfloat16(ready: Ready, own: list[str]) -> dict[str, Any]:
-    """The same check in bfloat16; the row has the reason if it could not be made."""
+    """Repeat the check in bfloat16 and return entries of the row.
+
+    "bfloat16" is "equal" or the reason why the check was not made. A difference gives a new status.
+    """
     ready.model.to(torch.bfloat16)
     for name, value in ready.inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -14,7 +14,7 @@ from ..workbench.environment import Environment
 from ..workbench.text import duration
 from ._tables import titled
 
-# If a contender has several reasons, one that begins like this is reported.
+# If a contender was absent for several reasons, one that begins like this is reported.
 _FAULTS = ("its result is off", "it failed")
 
 # Names that are too long for a column heading -> their short forms.

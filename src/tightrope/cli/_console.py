@@ -23,7 +23,7 @@ def settle_terminal() -> None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console without automatic highlighting; 110 wide without a terminal or COLUMNS."""
+    """Return a console without automatic highlighting; its width is 110 if nothing sets it."""
     plain = _is_plain()
     console = Console(
         stderr=stderr,

@@ -113,7 +113,7 @@ def _closed() -> int:
 
 
 def _drop_output() -> None:
-    """Discard buffered output, so that Python does not fail on flushing it at exit."""
+    """Discard buffered output, so that Python does not fail to flush it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a stream without a file descriptor

@@ -18,7 +18,7 @@ from ._console import Ticker, make_console
 from ._interrupt import Interrupt
 from ._mistakes import FINDING, as_mistakes, stop
 
-# The default contenders: all that need no compiler, plus the compiled eager expression.
+# The default contenders: the eager expression, also compiled, and other libraries.
 _AGAINST = "^(eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime|jax jit)$"
 _FLOORS = f"^({'|'.join(FLOORS)})$"
 
@@ -37,7 +37,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="REGEX",
-            help="Contenders whose names match; by default eager, compiled and installed peers.",
+            help="Contenders whose names match; by default eager, compiled eager and installed "
+            "libraries.",
         ),
     ] = None,
     threads: Annotated[

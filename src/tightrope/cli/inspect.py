@@ -1,4 +1,4 @@
-"""`tightrope inspect`: show a model's rotary embedding, and how two of them differ."""
+"""`tightrope inspect`: show a model's rotary embedding, and how those of two models differ."""
 
 import json
 import warnings

@@ -181,7 +181,7 @@ class Adapter(Call):
         return "def rotate(x, positions):\n" + "\n".join(lines)
 
     def _placed_source(self, call: str) -> str:
-        """Return the source for a function that counts tokens itself: scatter x, call, gather."""
+        """Return the source for a function that numbers tokens itself: scatter x, call, gather."""
         back = _BACK[self.layout]
         start = "int(positions.min())" if "offset" in self.roles else "0"
         plain = call.replace("int(positions.min())", "start")

@@ -1,4 +1,4 @@
-"""Check angles at small and large positions: whether they were rounded to 16 bits, where tables end."""
+"""Check angles at small and large positions: find roundings to 16 bits and the ends of tables."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ._subject import Subject
 
 FAR = (4096, 32768, 131072, 1_048_576)
 _BELOW = (1, 2, 3, 5, 7, 11, 14, 20)
-# Includes 0, for functions that count tokens themselves, and positions that bfloat16 (above 256) or
-# float16 (above 2048) cannot represent.
+# Positions to test: 0, for functions that number tokens themselves, and some that bfloat16 (above
+# 256) or float16 (above 2048) cannot represent.
 _ODD = (0, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
 _PLACES = ("far-angles", "table-clamp", "table-identity", "table-nan", "table-wrap", "table-zero")
 _NO_TABLE = 131_072
-"""The most tokens in a call of a function that counts tokens itself."""
+"""The largest position to test if the function numbers tokens itself and takes no offset."""
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -246,7 +246,10 @@ assert not torch.equal(y, y.to(torch.{dtype}).float()), "every cosine and sine i
 def _worst(
     log: Log, model: Model, positions: Sequence[int], seen: torch.Tensor, exact: torch.Tensor
 ) -> tuple[tuple[int, int], int, str]:
-    """Return (channels, position, expression of the right angle) of the first clear error, else the largest."""
+    """Return (channels, position, expression of the right angle) of an error.
+
+    It is the first clear error, else the largest.
+    """
     error = (seen - exact).abs().nan_to_num(math.inf).amax(0)
     clear = (error > 0.08).nonzero()
     if len(clear):

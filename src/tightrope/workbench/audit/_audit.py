@@ -46,14 +46,14 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     """Test a rotary function as a black box: identify its rotation and find its faults.
 
     The audit calls the function with impulses and random vectors and does not read its source. An
-    exception in the function, or a call that does not return, becomes a finding. Its output to
-    ``sys.stdout`` is dropped.
+    exception in the function, or a call that does not return, becomes a finding. The function's
+    output to ``sys.stdout`` is dropped.
 
     Args:
         target: a function or module; ``"MODULE:FUNCTION"``, imported from the current directory or an
             installed package; or a config of transformers, its file or folder, or a model type such as
-            ``"llama"``. For these the rotary module and the apply function of the installed
-            transformers are audited together, against the spec that the config describes.
+            ``"llama"``. For a config or a model type, the rotary module and the apply function of
+            the installed transformers are audited together, against the spec of the config.
         spec: the intended rotation. Without it the audit identifies the rotation and reports what
             would be a fault in any rotation; with it, also deviations from the spec. If the spec has
             several axes (M-RoPE), the function gets positions ``(axes, rows, tokens)``: first those of
@@ -247,7 +247,7 @@ def _not_called(found: Target, error: NoCallFound) -> Report:
 
 
 def _check_all(log: Log, meant: RopeSpec | None) -> None:
-    # First, before any call has left state in the function, which would falsify all other checks.
+    # First, because state that calls leave in the function would falsify all other checks.
     _memory.check_memory(log)
     if log.found("nondeterminism", "not-finite"):
         return

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class CallFailed(Exception):
-    """The function raised, or returned something unusable; the text says which."""
+    """The function raised an exception or returned an unusable value; the message states which."""
 
 
 class Hangs(Exception):
@@ -56,8 +56,8 @@ class Guard:
         """Make a call and return its value.
 
         Raises:
-            CallFailed: it raised.
-            Hangs: it did not return in time.
+            CallFailed: the call raised an exception.
+            Hangs: this call or an earlier one did not return in time.
         """
         if self._hung:
             raise Hangs

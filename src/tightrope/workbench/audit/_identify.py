@@ -64,7 +64,7 @@ def identify(
     base = ratio ** -(rotary_dim / 2)
     for close in (_CLOSE, 1e-2):
         if _meets(omegas, [ratio**k * factor for k in range(len(omegas))], close):
-            # The base is known only as well as the frequencies: round it that far.
+            # The base is only as accurate as the frequencies: round it to that accuracy.
             nice = _nice(base, 1e-5 if close == _CLOSE else 20 * close)
             loose = close != _CLOSE
             if abs(factor - 1) <= 2 * close:

@@ -137,7 +137,7 @@ class Shape:
 
 
 def measure_shape(subject: Subject, *, keys: bool = False) -> Shape:
-    """Measure the shape of a function with impulses, at as many positions as it accepts.
+    """Measure the channel pairs of a function with impulses, at as many positions as it accepts.
 
     Raises:
         CallFailed, Hangs: a call fails even at the near positions.

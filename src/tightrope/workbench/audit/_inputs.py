@@ -164,7 +164,7 @@ def _strides(log: Log, subject: Subject) -> None:
         if make is _expanded and log.found("mutates"):
             continue
         x = make(subject)
-        # A clone, because a function in place would overwrite heads that share memory.
+        # A clone, because an in-place function would overwrite heads that share memory.
         wanted = subject.rotate(subject.laid_out(x.clone()), list(_WHERE)).detach().clone()
         body = (
             f"x = torch.randn(1, {subject.heads(2)}, {len(_WHERE)}, {subject.head_dim})\n"

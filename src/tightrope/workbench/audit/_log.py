@@ -26,8 +26,8 @@ class Log:
         spec: the intended rotation; None if not declared.
         dtypes: the dtypes of x to test.
         longest: the largest position to test.
-        shape, lines, identity, amplitude, shift: measurements so far; with a shift, the function rotates
-            position p as p + shift should be.
+        shape, lines, identity, amplitude, shift: measurements so far; with a shift, the function
+            rotates position p as position p + shift should be rotated.
         doing: the current check.
     """
 

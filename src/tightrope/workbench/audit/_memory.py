@@ -58,7 +58,7 @@ def _rotate_few(subject: Subject, length: int) -> torch.Tensor | None:
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest difference; infinite where only one value is NaN."""
+    """Return the largest difference; infinite if one value is NaN and the other is not."""
     difference = (a - b).abs()
     same = (a == b) | (a.isnan() & b.isnan())
     return float(difference.masked_fill(same, 0.0).nan_to_num(float("inf")).max())
@@ -66,7 +66,7 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _deterministic(log: Log, subject: Subject) -> None:
     x = subject.random(1, 2, 4)
-    # The second to fourth call: the first may have filled a cache.
+    # Only the second to fourth call are compared: the first may have filled a cache.
     results = [subject.rotate(x.clone(), [1, 2, 3, 4]).detach() for _ in range(4)]
     if not bool(results[0].isfinite().all()):
         add_not_finite(log)

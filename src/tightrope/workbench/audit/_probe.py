@@ -129,7 +129,7 @@ def _variants(call: Adapter, layout: str | None, width: str | None) -> Iterator[
         else:
             yield replace(call, layout=each)
     if call.takes_positions and not call.form.gives_tables:
-        # Last: one set of positions may broadcast where it should not.
+        # Tried last, because positions of shape (tokens,) may broadcast where they should not.
         yield from (replace(call, layout=each, shared_positions=True) for each in layouts)
 
 

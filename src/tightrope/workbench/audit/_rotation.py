@@ -61,7 +61,7 @@ def angle_body(
 
 
 def check_rotation(log: Log) -> bool:
-    """Measure the shape and report its faults; return whether angles can be checked."""
+    """Measure the channel pairs and report their faults; return whether angles can be checked."""
     subject = log.subject
     with log.check("it rotates pairs of channels") as fresh:
         shape = measure_shape(fresh)
@@ -219,8 +219,8 @@ def _add_not_a_rotation(log: Log, shape: Shape, pair: MeasuredPair, count: int) 
         log.add(
             "table-pairing",
             "error",
-            "The two channels of a pair turn by different angles: channels have one pairing, cosines and "
-            "sines the order of the other.",
+            "The two channels of a pair turn by different angles: channels have one pairing, and "
+            "cosines and sines have the order of the other.",
             evidence,
             body,
         )

@@ -42,7 +42,7 @@ class Subject:
     space: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        # Compiled from the source that the snippets show.
+        # Compile the source that the snippets show.
         self.space.update(torch=torch, fn=self.fn)
         exec(compile(self.source, "<adapter>", "exec"), self.space)
 
@@ -100,8 +100,8 @@ class Subject:
         """Call a function of the adapter and return its unchecked result.
 
         Raises:
-            CallFailed: it raised.
-            Hangs: it did not return in time.
+            CallFailed: the function raised an exception.
+            Hangs: the function did not return in time.
         """
 
         if self.renew:
@@ -116,8 +116,8 @@ class Subject:
             positions: ``(rows, tokens)`` or ``(tokens,)``.
 
         Raises:
-            CallFailed: it raised, or did not return a tensor of the shape of x.
-            Hangs: it did not return in time.
+            CallFailed: the function raised an exception, or its result has another shape than x.
+            Hangs: the function did not return in time.
         """
         ids = self.ids(positions, x.shape[0])
         one = self.most_rows == 1 or not (
@@ -162,7 +162,7 @@ def like(result: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the result if it is a tensor of the shape of x.
 
     Raises:
-        CallFailed: it is not.
+        CallFailed: the result is not a tensor, or has another shape.
     """
     if not isinstance(result, torch.Tensor):
         raise CallFailed(f"it returned {type(result).__name__}, not a tensor")

@@ -362,7 +362,7 @@ def _model_header(config: Any, module: Any, rotary: str, name: str, layer_type: 
     except Exception:  # noqa: BLE001  # some configs cannot be made without arguments
         usual = {}
     keep = {k: v for k, v in keep.items() if k not in usual or usual[k] != v}
-    # Only values that a snippet can write as literals.
+    # Keep only values that a snippet can write as literals.
     keep = {k: v for k, v in keep.items() if _is_literal(v)}
     arguments = "".join(f"    {key}={value!r},\n" for key, value in keep.items())
     made = f"{kind.__name__}(\n{arguments})" if arguments else f"{kind.__name__}()"

@@ -10,15 +10,15 @@ class Case:
     """A rotation of queries and keys to measure: sizes, dtype, positions, prologue f and epilogue P.
 
     Attributes:
-        name: unique.
+        name: a unique name.
         rows, tokens, q_heads, k_heads, head_dim: sizes.
-        dtype: of q and k.
+        dtype: the dtype of q and k.
         work: "in place"; "out of place"; "training", which is forward and backward, out of place;
             or "backward", the backward pass alone, where q and k are the gradients that it rotates.
         cold: whether caches are flushed before each call.
-        strided: q and k are transposed views of (batch, seq, heads, dim), as models pass them;
-            else contiguous (batch, heads, seq, dim).
-        interleaved, rotary_dim: of the spec.
+        strided: whether q and k are transposed views of (batch, seq, heads, dim), as models pass
+            them; if not, they are contiguous (batch, heads, seq, dim).
+        interleaved, rotary_dim: as in :class:`tightrope.RopeSpec`; rotary_dim None means head_dim.
         positions: "0..n-1", "ids per row", "packed" (sequences in one row) or "M-RoPE" (three
             coordinates, by sections).
         act: prologue f, by its name in :data:`tightrope.activations.ACTS`; a norm has a weight for q
@@ -31,7 +31,7 @@ class Case:
             angles of the spec.
         compiled: whether contenders that compile our rotation and its definition take part.
         threads: number of threads of every contender; 0 for torch's current number.
-        device: of q and k: "cpu" or "cuda".
+        device: the device of q and k: "cpu" or "cuda".
         neighbours: whether q and k are scaled before and after the rotation, for a compiler to fuse.
         graph: whether a CUDA graph replays the calls, which excludes the host's time.
     """

@@ -21,7 +21,8 @@ QK = tuple[torch.Tensor, torch.Tensor]
 Rotate = Callable[[torch.Tensor, torch.Tensor], QK]
 
 
-#: Contenders that only touch memory: per pass they read and write each byte once, in place or copying.
+#: Contenders that only touch memory: in each pass they read and write each byte once, `neg_` in
+#: place and `clone` into a copy.
 FLOORS = ("neg_", "clone")
 
 
@@ -48,8 +49,8 @@ class Contender:
     """An implementation to measure.
 
     Attributes:
-        name: unique.
-        why_not: returns why it cannot take part in a case; None if it can.
+        name: a unique name.
+        why_not: returns why the contender cannot take part in a case; None if it can.
         make: prepares the timed call from a case and its q, k and ids.
         own_threads: whether it computes on its own threads, not on torch's.
     """

@@ -76,7 +76,10 @@ def _no_rotation(case: Case) -> str | None:
 
 
 def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """Rotate without f and P, rounding once, with "cat" tables if any: shows the cost of the case's options."""
+    """Rotate without f and P, rounding once, to show the cost of the case's options.
+
+    If the case has tables, they are "cat", or "repeat" for interleaved pairs.
+    """
     tables = None if case.tables is None else "repeat" if case.interleaved else "cat"
     plain = replace(case, act=None, gate=None, rounding="once", tables=tables)
     made = _tightrope(plain, q, k, ids)

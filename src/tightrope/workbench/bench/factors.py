@@ -1,4 +1,4 @@
-"""Prologue f and epilogue P of a case: their tensors, as arguments of tightrope, and computed with torch."""
+"""Prologue f and epilogue P of a case: tensors, arguments of tightrope, and plain torch code."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .contender import Contender, Made, between, cotangents, spec_of
 
 #: Largest error of an element, as a share of the largest channel of its head. Other libraries hold
 #: their tables in the dtype of x and round several times: eager bfloat16 is off by up to 2^-5 after a
-#: softmax and its backward. Some compute their angles in float32.
+#: softmax and its backward. Some libraries compute their angles in float32.
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 2.0**-4, "float16": 2.0**-7}
 
 #: The same for this library, which by default rounds once.
@@ -166,12 +166,12 @@ def check(
     """Make a contender and check its result.
 
     Raises:
-        WrongError: its result is wrong. Exceptions of `make` are not caught.
+        WrongError: the result is wrong. Exceptions of `contender.make` are not caught.
     """
     if q.device.type != "cpu":
         _poison(q, k)
     made = contender.make(case, q, k, ids)
-    # With other roundings and with tables in 16 bits, errors are those of eager code.
+    # With other roundings, given tables or neighbouring operations, errors are those of eager code.
     exact = case.rounding == "once" and case.tables is None and not case.neighbours
     ours = exact and contender.name == "tightrope"
     reason = mismatch(case, made, right, OWN_TOLERANCE if ours else TOLERANCE)

@@ -60,7 +60,7 @@ _ROTATION = _in_both(
     )
 )
 
-# The cost of f and P: compared with the rotation alone, and with torch's functions in sequence.
+# Cases with f or P, compared with the rotation alone and with torch's functions in sequence.
 _F_AND_P: dict[str, dict[str, Any]] = {
     **{act: {"act": act} for act in ("relu", "silu", "rms_norm", "gelu", "softmax")},
     "exp gate": {"gate": "exp"},
@@ -76,7 +76,8 @@ _WITH = _in_both(
     )
 )
 
-# Compared with the same rotation rounded once, by "cat" tables if it has tables.
+# Compared with the same rotation rounded once. If it has tables, they are "cat", or "repeat" for
+# interleaved pairs.
 _ROUNDINGS = _in_both(
     (
         *(

@@ -1,6 +1,7 @@
 """Find the files of a checkpoint: a file, a folder, or shards with an index.
 
-Files outside its folder are never read, except those that it links to in the hub's cache.
+Files outside the checkpoint's folder are never read, except files of the Hugging Face cache that it
+links to.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _is_inside(folder: Path, path: Path) -> bool:
-    """True if a path is a file in the folder, or a link from there to a blob of the hub's cache."""
+    """True if a path is a file in the folder, or a link from it into the Hugging Face cache."""
     try:
         real, home = path.resolve(strict=True), folder.resolve(strict=True)
     except (OSError, RuntimeError):

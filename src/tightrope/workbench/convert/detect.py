@@ -235,8 +235,9 @@ def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:
 
 
 def _chance(value: float, weights: torch.Tensor) -> float:
-    """Bound twice (for two pairings) the probability that ``sum weights_j x_j²`` of standard normal x
-    reaches a value.
+    """Return an upper bound of twice the probability that ``sum weights_j x_j²`` reaches a value.
+
+    The x_j are standard normal. The factor two is for the two pairings.
     """
     top = float(weights.max())
     if top <= 0.0:

@@ -1,7 +1,7 @@
 """The rotation of a checkpoint's model: channels, pairing, and names of the projections.
 
-Read from the configuration and the table of families; the user states what these lack. Nothing is
-guessed.
+These facts are read from the configuration and the table of families; the user states what both
+lack. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Model:
         heads, kv_heads: numbers of heads; None to take them from the shapes.
         mark: the key of the configuration by which the family's own code chooses the pairing, if any.
         at: the keys that lead to the section of the configuration that was read.
-        block: the number of rows of a block that shares one scale, in checkpoints with scales by block.
+        block: the number of rows that share one scale, in checkpoints quantised by blocks.
         index_heads, index_dim: number of heads of a sparse indexer, and channels of each; None if not
             stated.
         name: the kind of configuration, for messages.

@@ -26,7 +26,7 @@ def read_safetensors(path: Path) -> Weights:
         import safetensors
     except ImportError:
         fail(
-            "reading safetensors needs the package of that name: get it with "
+            "reading safetensors needs the package of that name: install it with "
             '`python -m pip install "tightrope[cli]"`'
         )
     with open(path, "rb") as stream:  # raises an OSError with the path if it cannot be read

@@ -3,7 +3,7 @@
 In each layer of the original and of the copy, random activations pass through the projections in float64,
 with biases and norms. The original's queries and keys are rotated with the old pairing, the copy's with the
 new one. The scores may differ only because float64 sums have another order. As a control, the copy's scores
-are also computed with the old pairing; their difference is reported too.
+are also computed with the old pairing; that difference is reported as `unswitched`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Verified:
     Attributes:
         layers: the number of layers compared.
         difference: the largest difference of scores, relative to the largest score of the layer.
-        unswitched: the control: the same with the copy rotated by the old pairing, in the layer where it
-            is smallest. It should be much larger than ``difference``.
+        unswitched: the control: the same difference with the copy rotated by the old pairing, in
+            the layer where it is smallest. It should be much larger than ``difference``.
     """
 
     layers: int

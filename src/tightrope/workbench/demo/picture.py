@@ -24,7 +24,7 @@ _PLAIN = "#c8553d"
 
 
 def draw(path: Path, results: Results, *, title: str, caption: str) -> None:
-    """Draw the results of a demo; parts that were not reached leave a note in their panel.
+    """Draw the results of a demo; the panel of a part that was not reached shows a note.
 
     Raises:
         OSError: the file cannot be written.

@@ -55,7 +55,7 @@ class Race:
 
     Attributes:
         rates: the learning rate of each step.
-        first_gradient_difference: |g1 − g2| / |g2| for the two runs' gradients in the first step.
+        first_gradient_difference: |g1 − g2| / |g2| for the clipped gradients of the first step.
     """
 
     runs: tuple[Run, Run]
