@@ -1,5 +1,5 @@
 // Activations f and f' of 16 numbers in a register. If the result is rounded to bfloat16 (`brief`), the
-// polynomials are short: an error of 2^-19 changes one rounding in thousands. Otherwise results are within 3 ulp.
+// polynomials are short: an error below 2^-18 changes one rounding in thousands. Otherwise results are within 3 ulp.
 #pragma once
 
 #include "acts.h"

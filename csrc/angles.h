@@ -163,7 +163,7 @@ inline void cos_sin(const uint64_t* __restrict phase, int64_t n, bool conjugate,
 
 // ---- cosines and sines of one tile ---------------------------------------------------------------
 
-// Whether cosines and sines are stored in the order (0, 2, 4, …, 1, 3, 5, …), for turn_twins.
+// Whether cosines and sines are stored in the order of pairs (0, 2, 4, …, 1, 3, 5, …), for turn_twins.
 inline bool in_twos(const Problem& p) { return p.dtype == Dtype::kBFloat16 && !p.interleaved; }
 
 // Index at which pair k of n is stored.
@@ -188,7 +188,7 @@ inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t h
   const bool twos = in_twos(p);
   for (int64_t k = 0; k < n; ++k) {
     const T value = T(Stored::load(from[k * step])) * scale;
-    // Rounding to 16 bits could carry a NaN with other bits into an infinity.
+    // Replace every NaN by one without low bits: rounding others to 16 bits could give an infinity.
     out[slot(twos, k, n)] = value == value ? value : T(__builtin_nan(""));
   }
 }

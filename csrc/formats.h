@@ -62,8 +62,8 @@ struct BFloat16 {
   static inline Value load(Stored x) { return bits<float>(uint32_t(x) << 16); }
   static inline Stored store(Value x) {
     const uint32_t u = bits<uint32_t>(x);
-    // NaN needs no special case: those of bfloat16 inputs, and those that look_up takes from tables, have
-    // a lower half of zeros, so the addition cannot carry them into an infinity.
+    // NaNs need no special case: in those of bfloat16 inputs, and in those that look_up writes, the
+    // lower half is zero, so the addition cannot carry them into an infinity.
     return Stored((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
   }
 };
@@ -101,7 +101,7 @@ inline T turned_u(T u, T v, T c, T s) { return fma_(u, c, -(v * s)); }
 template <class T>
 inline T turned_v(T u, T v, T c, T s) { return fma_(v, c, u * s); }
 
-// Rounds numbers of the arithmetic to a storage format.
+// Rounds a value to a storage format; the result has the type of the arithmetic again.
 template <class F>
 inline typename F::Value rounded(F, typename F::Value x) { return F::load(F::store(x)); }
 #if defined(__F16C__)

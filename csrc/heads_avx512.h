@@ -202,8 +202,8 @@ inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int6
     at += kTaken;
     return true;
   };
-  // The angles of four blocks leave enough registers for the arithmetic; those of two, if each block
-  // takes eight registers.
+  // At most four blocks, so that enough registers remain for the arithmetic; two if the angles of one
+  // block take eight registers.
   constexpr int kMost = A::apart && !interleaved && kPairs > 16 ? 2 : 4;
   while (turn(Is<16>(), Is<kMost>())) {
   }

@@ -9,7 +9,7 @@
 namespace tightrope::binding {
 namespace {
 
-// The same two checks as in ops/memory.py, by which Python finds the errors that users see.
+// The same two checks are in ops/memory.py, where Python raises the errors that users see.
 struct Extent {
   int64_t size, stride;
 };

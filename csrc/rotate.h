@@ -1,7 +1,7 @@
 // The contract between the binding and the loops: plain pointers, strides, sizes and flags.
 //
-// Nothing here depends on torch. The loops that include this file use no standard-library template: the
-// linker could choose the copy that was compiled for AVX-512 for the whole program.
+// Nothing here depends on torch. The loops that include this file use no standard-library template:
+// otherwise the linker could use a copy that was compiled for AVX-512 in the whole program.
 #pragma once
 
 #include <stdint.h>
@@ -129,7 +129,7 @@ struct Stages {
   Part part[kMaxOperands];
   Act act;
   Gate gate;
-  bool forward;  // true: y = P·a·R·f(x); false: dx = f'(x)ᵀ·a·R'·P·y, or with `invert` the inverse
+  bool forward;  // true: y = P·a·R·f(x); false: dx = f'(x)ᵀ·a·R(-φ)·P·dy, or with `invert` the inverse
   bool invert;   // divide by P
   double eps;
   int64_t tiles;  // tiles of a run; work items are runs, and no tile spans two rows
@@ -162,13 +162,13 @@ constexpr int64_t kAngles = 2048;
 
 // Whether tables hold a cosine and a sine for every channel.
 inline bool has_full_tables(const Problem& p) { return p.table_other != 0; }
-// Cosines of n pairs.
+// Number of cosines for n pairs.
 inline int64_t row_width(const Problem& p, int64_t n) { return has_full_tables(p) ? 2 * n : n; }
 
 inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
-// Values of a head when its rotated halves and its other channels are each padded.
+// Number of values of a head when its rotated halves and its other channels are each padded.
 inline int64_t row_values(const Problem& p) { return padded(p.head_dim) + 160; }
-// Values of scratch memory that a StagesLoop needs; see Scratch in stages.h and Rows in
+// Number of values of scratch memory that a StagesLoop needs; see Scratch in stages.h and Rows in
 // stage_tiles_avx512.h.
 inline int64_t scratch_values(const Problem& p, const Stages& o) {
   const int64_t width = padded(p.head_dim);
@@ -185,8 +185,8 @@ struct Loops {
   GateLoop add_gates;
 };
 
-// Returns the loops for this processor, or for the instruction set that TIGHTROPE_CPU_ISA names; null
-// if that name is unknown or unsupported.
+// Returns the loops for the instruction set in use (see dispatch.cpp); null if TIGHTROPE_CPU_ISA names
+// one that this processor or this build lacks.
 const Loops* loops();
 
 }  // namespace tightrope

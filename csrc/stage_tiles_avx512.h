@@ -1,5 +1,5 @@
-// Loops over a tile of tokens and its heads for stages_avx512.h, as stages_tile in stages.h does for plain
-// loops.
+// Loops over the tokens and heads of a tile, around the functions of stages_avx512.h: the counterpart of
+// stages_tile in stages.h.
 #pragma once
 
 #include "stages_avx512.h"

@@ -1,6 +1,6 @@
 // Phase words of a geometric series of frequencies that depends on the sequence length (dynamic NTK).
 //
-// Fixed-point arithmetic: a number below 1 is a multiple of 2^-128, here called a unit. A phase word is
+// Fixed-point arithmetic: numbers below 1 are integers in units of 2^-128. A phase word is
 // written only if the error bound proves its rounding; Python computes the others with 60 digits.
 #include <math.h>
 #include <stdint.h>

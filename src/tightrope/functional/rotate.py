@@ -122,8 +122,9 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     Gradients are exact: the backward pass of a rotation does not need its input, and an activation
     that needs it saves a copy.
 
-    Args: see :func:`rotate`. No two elements of x may share memory. With grad enabled, x must not
-    come from chunk, split or unbind: slice instead.
+    Args: see :func:`rotate`. No two elements of x may share memory. If autograd records the call, x
+    must not be a leaf that requires grad or a view of one, nor come from chunk, split or unbind
+    (slice instead).
 
     Returns:
         x itself.
@@ -224,7 +225,8 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     """Rotate queries and keys in place: :func:`rotate_qk` without new tensors.
 
     Args: see :func:`rotate_qk`. q and k must not overlap in memory, but may be slices of one
-    projection. One launch without grad; with grad enabled, one for each tensor.
+    projection. This takes one launch, or usually one for each tensor if autograd records
+    the call.
 
     Returns:
         q and k themselves.
@@ -306,7 +308,7 @@ def rotate_first(
     inverse: bool,
     rounding: RoundingLike = "once",
 ) -> torch.Tensor:
-    """Rotate a tensor that may have more channels than the spec; the others are copied.
+    """Rotate the first channels of a tensor by a spec, and copy any channels beyond its head_dim.
 
     For modules, whose input width is known only in ``forward``.
 

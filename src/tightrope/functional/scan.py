@@ -98,7 +98,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
         form: "chunked" for training; "step", token by token, for decoding; "quadratic", the
             definition, with memory quadratic in the number of tokens.
         chunk: number of tokens between two states that the chunked form saves for the backward pass.
-            It changes memory and time, not the result.
+            It changes memory and time, and the result only by rounding.
         layout: "bhsd", "bshd" or "sbhd".
 
     Returns:

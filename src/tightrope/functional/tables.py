@@ -65,8 +65,9 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
         cos, sin: float32, float64, bfloat16 or float16, on the device of q: ``(tokens, width)``,
             ``(rows, tokens, width)``, or with as many dimensions as q. Channels that the tables do
             not cover are copied.
-        unsqueeze_dim: the heads dimension of q: 1 for (batch, heads, seq, dim), 2 for
-            (batch, seq, heads, dim).
+        unsqueeze_dim: the heads dimension of q: 1 for (batch, heads, seq, dim) and (seq, heads,
+            dim), 2 for (batch, seq, heads, dim), 0 for (heads, seq, dim); also 0 if
+            q is (batch, seq, dim).
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
         tables: the format of the last dimension: "half", one entry per pair; "cat", all these
             entries and then all again; "repeat", each entry twice in a row; "full", one entry per
@@ -203,7 +204,7 @@ def rotary_apply(
         and sin.
 
     Raises:
-        TypeError, ValueError: tensors that do not fit; the message names them.
+        TypeError, ValueError: invalid tensors; the message names them.
 
     Source: the formula of Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
@@ -269,8 +270,8 @@ class Tables(NamedTuple):
     """The caller's tables and their format; see :func:`apply_rotary_pos_emb`.
 
     Attributes:
-        dense: whether results, and the gradients of q and k, are contiguous instead of having the
-            strides of q and k, and of the gradients of the results.
+        dense: whether results are contiguous, rather than strided like q and k; and whether the
+            gradients of q and k are, rather than strided like the gradients of the results.
     """
 
     cos: torch.Tensor

@@ -217,7 +217,8 @@ class PolarRoPEAttention(torch.nn.Module):
         width = d_head if tied is None else spec.rotary_dim // 2
         self.heads = torch.nn.ModuleList()
         for i in range(num_heads):
-            # In the order of the project's first version: the same random seed gives the same parameters.
+            # Create parameters in the order of the project's first version, so that the same random
+            # seed gives the same values.
             head: _QueryHead
             if i % (num_heads // kv_heads):
                 head = _QueryHead(d_model, d_head, use_spd, tied, factory)

@@ -119,7 +119,7 @@ def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) ->
         any(of.gates),
     )
     forward = options.direction == FORWARD
-    # A gate has scaled the rotated pairs, so the backward pass recomputes them from q and k.
+    # The results contain the gate, so the backward pass rotates q and k again, without it.
     again = wants.angles() and options.gate != NO_GATE and forward
     from_outputs = (wants.angles() and not again) or (wants.gates and forward)
     from_inputs = options.act != NONE or wants.tables or again or (wants.gates and not forward)
@@ -147,7 +147,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
             "[rotate] the first gradient must be computed with create_graph=True for a second one "
             "through an act or a gate."
         )
-    # An inverse divides its input by P, so the gradient of its gate is computed from that of x.
+    # An inverse call divides x by P, so the gradient of its gate is computed from that of x.
     divides = wants.gates and options.direction != FORWARD
     which = [
         i
@@ -224,7 +224,7 @@ def _by_angles(
     some: Sequence[torch.Tensor]
     if options.gate != NO_GATE and options.direction == FORWARD:
         there = [gradients.gated(call, i, cast(torch.Tensor, grads[i])) for i in which]
-        # In float32 or float64: without their gates, values may exceed the range of a 16-bit dtype.
+        # In float32 or float64: without the gate, results may exceed the range of a 16-bit dtype.
         xs = [inputs[i].to(grad.dtype) for i, grad in zip(which, there)]
         alone = call._replace(extras=call.extras.of(which)).on(xs).without_gates()
         some = _rotated(alone, is_differentiated())
@@ -257,7 +257,7 @@ def _by_gates(
     """Compute the gradients of the gate tensors, in their shapes."""
     gates = call.extras.gates
     forward = call.options.direction == FORWARD
-    # An inverse divides its input by P.
+    # An inverse call divides x by P, so the gradient of log P is −Σ x · (gradient of x).
     ys, by_ys = (outputs, grads) if forward else (inputs, by_x)
     found: list[torch.Tensor | None] = [torch.zeros_like(gate) for gate in gates]
     which = [i for i in range(len(gates)) if by_ys[i] is not None]
@@ -283,7 +283,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) ->
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], has_extras: bool) -> tuple[Any, ...]:
     found = _gradients(ctx, grads, ctx.needs_input_grad[:2])
     fixed = (found.q, found.k, found.primary, found.secondary, found.positions)
-    # None for offset, options and amplitude, and for eps.
+    # The first three None are for offset, options and amplitude, the last one is for eps.
     return (*fixed, None, None, None, *((list(found.extras.flat()), None) if has_extras else ()))
 
 

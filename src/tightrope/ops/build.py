@@ -64,7 +64,7 @@ class Request(NamedTuple):
         verb: one of :data:`tightrope.ops.call.VERBS`.
         outs: the result tensors, for the verb "out".
         stages: f and P; None if both are the identity.
-        wider: whether q may have more channels than the spec; the extra ones are copied unchanged.
+        wider: whether the tensors may have more channels than the spec; the extra ones are copied.
     """
 
     names: Sequence[str]
@@ -143,7 +143,7 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
 
 
 def _add_stages(call: Call, stages: Stages, rotation: PreparedRotation) -> list[Call]:
-    """Add f and P to a rotation; two calls if q and k differ in the kind of either."""
+    """Add f and P to a rotation; return two calls if q and k differ in the kind of f or P."""
     xs, names = call.xs(), call.names
     views = [call.layout().to_bhsd(x) for x in xs]
     kinds: list[tuple[int, int, float]] = []

@@ -3,7 +3,7 @@
 :mod:`.build` makes a :class:`Call`, :mod:`.route` chooses its route and :mod:`.run` runs it. A call
 converts to two flat sequences and back: :func:`pack` and :func:`unpack` for the arguments of the
 schema, :meth:`Call.tensors` and :meth:`Call.with_tensors` for autograd functions. Outside this
-module only :mod:`.autograd` depends on the order of these sequences.
+module only :mod:`.autograd` and :mod:`.memory` depend on the order of :meth:`Call.tensors`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .schema import (
     scale,
 )
 
-# Tensors, or one value about each, such as whether it needs a gradient.
+# Tensors, or one value in place of each, such as whether it needs a gradient.
 _Tensors: TypeAlias = tuple[Any, ...]
 
 #: Where results are written: to new tensors, to the inputs themselves, or to `out`.
@@ -37,7 +37,7 @@ VERBS = ("new", "in place", "out")
 
 
 class Extras(NamedTuple):
-    """Extra tensors that only some calls have; each field holds one for q, then one for k.
+    """Extra tensors of a call. A field is empty, or holds one for q and then, if given, one for k.
 
     Attributes:
         frequencies: learned frequencies that the phase words were computed from; one tensor, shared

@@ -194,8 +194,8 @@ def check_floating(name: str, x: object) -> None:
     if type(x).__name__ == "DTensor":
         raise bad_type(
             f"{name} must be a local tensor but got a DTensor; rotate {name}.to_local(), with the "
-            "positions of this rank's tokens where tokens are sharded (positions.shard), and make "
-            "a DTensor of the result (DTensor.from_local)"
+            "positions of this rank's tokens if tokens are sharded (positions.shard), and convert "
+            "the result with DTensor.from_local"
         )
     if x.dtype not in DTYPES:
         raise bad_type(

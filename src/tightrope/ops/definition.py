@@ -137,7 +137,7 @@ class _Table(NamedTuple):
 
 
 def _table(c: torch.Tensor, s: torch.Tensor, options: Options) -> _Table:
-    """Arrange looked-up cosines and sines for the direction of the call."""
+    """Arrange the cosines and sines of the pairs for the direction of the call."""
     (c, c2), (s, s2) = (c, c), (s, s)
     if options.source == FULL:
         (c, c2), (s, s2) = (split_pairs(t, options.interleaved) for t in (c, s))
@@ -149,7 +149,7 @@ def _table(c: torch.Tensor, s: torch.Tensor, options: Options) -> _Table:
 def _rotate_slice(
     x: torch.Tensor, table: _Table, options: Options, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rotate the slice of channels and pass the others through, in the dtype of x."""
+    """Rotate the slice of channels and copy the others; the result has the dtype of x."""
     start, width = options.start, 2 * table.c.shape[-1]
     y = _rotate_pairs(x.narrow(-1, start, width), table, options, dtype)
     rest = x.shape[-1] - start - width
@@ -161,7 +161,7 @@ def _rotate_slice(
 def _rotate_pairs(
     x: torch.Tensor, table: _Table, options: Options, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rotate pairs in the dtype of x, with the roundings of the call.
+    """Rotate pairs with the roundings of the call; the result has the dtype of x.
 
     PyTorch's own derivative of this function rounds like the transposed call. The gradient of a
     conversion from a 16-bit dtype rounds; so if the transposed call rounds each product, every product
@@ -185,7 +185,8 @@ def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     words, turns, positions = call.primary, call.secondary, call.positions
     phase = angles.phases(words, turns, positions, call.offset, call.options.add_index, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
-    # A further rotation by an angle that is zero but differentiable: d(cos, sin)/dφ = (-sin, cos).
+    # `step` is an angle of zero that has a derivative. Rotating by it too makes cos and sin
+    # differentiable: d(cos, sin)/dφ = (-sin, cos).
     step = None
     if turns is not None:
         invalid = angles.without_frequency(turns)

@@ -37,6 +37,7 @@ def lower(
 
     Raises:
         ValueError: a gate does not fit its tensor, or depends on positions that have several axes.
+        TypeError: a gate holds a DTensor.
     """
     channels = rotation.channels
     where: torch.Tensor | None = None
@@ -107,7 +108,7 @@ def _ready(
 def _cached_log(
     gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
 ) -> torch.Tensor:
-    """Return the logarithm of a gate that has no tensors; all layers share the cached one."""
+    """Return the logarithm of a gate that has no tensors, from a cache that all layers share."""
     ids, key = rotation.ids, (gate, x.dtype)
     if ids is not None and not ids.is_cpu:
         # Comparing ids on a device would synchronise, and a CUDA graph must read them on each replay.

@@ -11,7 +11,8 @@ Let (u, v) be a pair of frequency ω at position p before the rotation, (y, z) t
   ``v·dz`` and ``u·dz``;
 * the logarithm of a gate, which multiplies last, is ``dg = y·dy``.
 
-The gradient of x is the operator itself with its direction flipped.
+The gradient of x is the operator itself with its direction flipped, applied to the gradient of the
+result.
 """
 
 from __future__ import annotations

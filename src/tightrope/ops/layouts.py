@@ -20,7 +20,8 @@ class Layout(NamedTuple):
         code: its integer code in the operator's schema.
         dims: rank of the tensor.
         row, head, token: index of the dimension of rows, heads and tokens; None if the layout lacks it.
-        to_bhsd, from_bhsd: views to [..., rows, heads, tokens, channels] and back.
+        to_bhsd, from_bhsd: functions that view a tensor as [..., rows, heads, tokens, channels] and
+            back.
     """
 
     name: str

@@ -39,7 +39,7 @@ def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
 
 
 def check_apart(names: Sequence[str], written: Sequence[torch.Tensor]) -> None:
-    """Refuse to write one tensor twice; for tensors without data pointers to compare."""
+    """Refuse to write two results to one tensor; for tensors without data pointers to compare."""
     if len(written) == 2 and written[0] is written[1]:
         raise bad_value(f"the results of {names[0]} and {names[1]} must not share memory")
 

@@ -30,7 +30,7 @@ _ready_on: dict[str, Callable[[], bool]] = {}
 
 
 def add(name: str, backend: Backend) -> None:
-    """Register a backend; call this for the fastest first."""
+    """Register a backend; the fastest one must be registered first."""
     BACKENDS[name] = backend
     _ready_on.update(dict.fromkeys(backend.devices, backend.is_ready))
 

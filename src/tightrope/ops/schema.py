@@ -125,7 +125,7 @@ def options_of(packed: int) -> Options:
 # offset      added to every position
 # options     see Options
 # amplitude   a, on the rotated channels only
-# extras      extra tensors, in this order, in each group for q and then for k:
+# extras      extra tensors in this order, each kind for q first and then for k:
 #             learned frequencies, from which the phase words were computed, floating
 #                 [axes, rows|1, heads|1, pairs] (if options.learned; one tensor for q and k)
 #             weights of a norm, floating [heads|1, channels] (if act is a norm)

@@ -21,7 +21,7 @@ _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 _PATH = Path(__file__).parents[2] / f"_native{_SUFFIX}"
 
 _HOW = (
-    "install a ready-made wheel, or build it where torch and a C++ compiler are: "
+    "install a ready-made wheel, or build one on a machine with torch and a C++ compiler: "
     "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps tightrope"
 )
 
@@ -30,7 +30,7 @@ _missing: str | None = "the native library is not loaded yet"
 
 
 def register() -> None:
-    """Load the library unless it is switched off; if that fails, warn and explain how to install it."""
+    """Load the library unless it is switched off; if loading fails, warn and explain why."""
     global _library, _missing
     if os.environ.get("TIGHTROPE_NATIVE") == "0":
         _missing = "the native library is switched off by TIGHTROPE_NATIVE=0"
@@ -89,7 +89,7 @@ def use_instruction_set(name: str) -> None:
     The environment variable TIGHTROPE_CPU_ISA selects one at start-up.
 
     Raises:
-        ValueError: this processor does not support it, or the native library is not loaded.
+        ValueError: this processor does not support the set, or the native library is not loaded.
     """
     if _library is None:
         raise ValueError(f"[use_instruction_set] the native library must be loaded but {_missing}.")

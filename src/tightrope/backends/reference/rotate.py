@@ -35,7 +35,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[tor
     """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
     call = unpack(q, k, *arguments)
     ys, xs = define(call), call.xs()
-    # The same strides as in every backend and the fake kernel.
+    # Results have the same strides in every backend and in the fake kernel.
     return [new_like(x, call.options).copy_(y) for x, y in zip(xs, ys)] + ys[len(xs) :]
 
 

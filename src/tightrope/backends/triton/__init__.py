@@ -1,4 +1,4 @@
-"""The Triton backend: one fused kernel, for the GPUs that Triton supports."""
+"""The Triton backend: fused kernels for the GPUs that Triton supports."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Source:
     Attributes:
         positions: strides of the positions.
         steps: sizes and strides of the phase words or tables.
-        kind: constants that describe them.
+        kind: compile-time constants for the phase words or tables, and for the positions.
         pairs, rows, heads: sizes of the phase words or tables.
         axes: number of position axes.
     """

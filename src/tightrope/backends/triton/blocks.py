@@ -90,7 +90,7 @@ def blocks_of(
     Args:
         element: bytes per element.
         heavy: whether the call has an activation, a gate or per-head angles.
-        back: whether it is the transpose of an activation.
+        back: whether the call is the transpose of an activation.
         long: whether registers also hold channels of a head that do not rotate.
         whole: whether q, k and the results are accessed in 16-byte units.
         all_whole: whether all other tensors are accessed in 16-byte units.
@@ -103,7 +103,7 @@ def blocks_of(
     if heavy and not whole:
         return APART[element]
     found = (BACK if back else HEAVY if heavy else PLAIN)[element]
-    # All other calls need more registers, so the compiler chooses their number.
+    # Calls that break one of these conditions need more registers: the compiler chooses how many.
     return found if whole and all_whole and not long else found._replace(registers=0)
 
 

@@ -56,7 +56,7 @@ class AngleSteps(NamedTuple):
 
 
 class Amplitude(NamedTuple):
-    """Factors of the cosines and of the sines; the sign of the latter is the direction."""
+    """Factors of the cosines and of the sines; a negative sine factor rotates backwards."""
 
     cosine: Any
     sine: Any
@@ -148,7 +148,8 @@ class AngleKind(NamedTuple):
 
     Attributes:
         TABLES: whether angles come from tables; otherwise from phase words.
-        TABLE_VECTOR: unit of the table strides, in elements; 0 if pairs are not contiguous.
+        TABLE_VECTOR: unit of the table strides, in elements; 0 if 16-byte accesses are impossible:
+            strides are then in elements.
         AXES: number of position axes.
         POSITIONS: 0 without a position tensor, 1 if positions are integers, 2 if floating.
         TURNS: whether frequencies have whole turns in addition to the phase words.
@@ -171,11 +172,13 @@ class Kind(NamedTuple):
     """Constants: the kind of call.
 
     Attributes:
-        ACT, GATE, DIRECTION: f, P and direction, by the codes of tightrope.ops.schema.
+        ACT, GATE, DIRECTION: codes of f (tightrope.activations), P and direction
+            (tightrope.ops.schema). DIRECTION is 0 without f, P and per-head angles: then the sign
+            of the sine factor gives the direction.
         REST: whether to also write the channels outside the slice.
         TOGETHER: number of heads that are loaded at a time.
         VECTOR: unit of the strides of x and results, in elements.
-        GATE_VECTOR, INPUT_VECTOR: the same for gates and inputs; 0 if channels are not contiguous.
+        GATE_VECTOR, INPUT_VECTOR: the same for gates and inputs; 0 as for TABLE_VECTOR.
         ONE_SUM: whether heads share one sum for the gradient of the norm weights.
         BITS: whether to round to bfloat16 with integer operations.
         ROUNDING: index into ROUNDINGS of tightrope.ops.schema.
@@ -251,7 +254,12 @@ class Operand(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a head starts in each tensor, in elements: an offset per token, [tokens, 1]; one for norm weights."""
+    """Where a head starts in each tensor, in elements.
+
+    Attributes:
+        out, input: an offset per token, [tokens, 1].
+        norm: one offset for all tokens.
+    """
 
     out: Any
     norm: Any
@@ -263,8 +271,8 @@ class Gate(NamedTuple):
 
     Attributes:
         of: the tensor.
-        at: the offset of a head in it.
-        channel: its channel stride.
+        at: the offset of a head in the tensor.
+        channel: the stride of its channels.
         high, low: for slopes, the positions as the sum of two parts.
     """
 

@@ -29,7 +29,7 @@ class _Launch(NamedTuple):
 
     Attributes:
         run: launches the kernel, given all of its arguments.
-        first: its first tile; None if it covers all tiles.
+        first: the first tile of the launch; None if it covers all tiles.
         tiles: number of tiles.
     """
 
@@ -45,8 +45,8 @@ class _Plan(NamedTuple):
         launches: empty if there is nothing to do; several only if the sums of all tiles are more than
             MOST_SUMS floats.
         fixed: the arguments from `extent` on, which are the same in all calls.
-        partials: shapes of the sums for the gradients of the weights: tiles, heads (or groups of
-            heads), channels.
+        partials: shapes of the sums for the gradients of the weights: (tiles, heads or groups of
+            heads, channels).
         apart: distances in bytes between tensors that were found to share no memory.
         options: the options of a call with an activation or a gate; None for other calls.
     """

@@ -14,10 +14,10 @@ class Bits(NamedTuple):
     """The choices that determine the bits of a rotation by given tables.
 
     Attributes:
-        rounding: where results and gradients round.
+        rounding: where results and gradients round; see :func:`tightrope.functional.rotate`.
         dense: for each tensor, whether its result and its gradient are contiguous; otherwise they have
-            the strides of x and of the gradient of the result. Sums that later operations compute
-            depend on the strides. Empty if no result is contiguous for its own sake.
+            the strides of x and of the gradient of the result. The bits of later sums depend on the
+            strides. If empty, (False, False) for every tensor.
         gradients: whether the gradients of q and k have the bits of the original too.
         tables: whether the gradients of the tables do.
     """
@@ -50,12 +50,12 @@ class Candidate:
             rows of the tables are used.
         keeps_dtype: whether results have the dtype of x; otherwise the promoted dtype of x and the
             tables.
-        alone: the result if the second tensor is None: "pair" is (y, None), "one" is y, None an
-            error.
+        alone: the result if the second tensor is None: "pair" for (y, None), "one" for y; None for
+            any other outcome, or if the function does not take exactly two tensors.
         ignored: parameters that do not affect the result.
         trailing: whether tensors after the second may be None; they are then left out of the result.
-        bits: (dtype of x, dtype of the tables, how the operator equals the original bit for bit), for
-            each pair of dtypes with which it can.
+        bits: (dtype of x, dtype of the tables, choices) for each pair of dtypes for which the
+            operator can equal the original bit for bit, with these choices.
     """
 
     call: Call
@@ -79,7 +79,7 @@ class Candidate:
         return None
 
     def place(self, x: torch.Size, table: torch.Size, given: int | None) -> int | None:
-        """The dimension at which a call unsqueezes its tables, from the end; None if it does not.
+        """The dimension at which a call unsqueezes its tables, counted from the end; None for none.
 
         Raises:
             LookupError: these shapes were not tried.

@@ -50,7 +50,7 @@ class Angles:
         width: the format of the tables, a key of WIDTHS.
         factors: the factor on the tables of each layer type, beyond the amplitude of its spec.
         ranks: the ranks of position_ids that agreed in the probes: 2, or 3 with coordinates first.
-        wide: whether tables for a 16-bit x are float32 too, instead of its dtype.
+        wide: whether tables for a 16-bit x are float32 too, instead of having the dtype of x.
     """
 
     specs: tuple[tuple[str | None, RopeSpec], ...]
@@ -110,7 +110,7 @@ class _Library:
     """State of ``patch(None)``.
 
     Attributes:
-        serves: whether it is active with exact angles.
+        serves: whether ``patch(None, angles="exact")`` is active.
     """
 
     serves = False
@@ -129,7 +129,8 @@ class Kept:
     Attributes:
         angles: the cosines and sines that the module makes.
         config: the config of the module, or None.
-        of_module, of_config: attribute values of both, see _OF_MODULE and _OF_CONFIG.
+        of_module, of_config: attribute values of the module and of its config; see _OF_MODULE and
+            _OF_CONFIG.
         by_library: whether ``patch(None)`` made them; ``unpatch(None)`` then ends them.
     """
 
@@ -360,7 +361,7 @@ def _specs(
 def _width(
     probe: torch.nn.Module, spec: RopeSpec, factor: float, layer_type: str | None
 ) -> tuple[str, frozenset[int]]:
-    """The width of the tables and the ranks of position_ids that work, by calling the module."""
+    """Call a module to find the width of its tables and the ranks of position_ids that it takes."""
     far = _far(probe)
     rows = torch.tensor([_SMALL, [p * 9 + 1 for p in _SMALL]])
     sets = [rows, rows[:, :1], torch.stack((rows[0], rows[0]))]

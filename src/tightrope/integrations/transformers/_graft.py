@@ -28,7 +28,12 @@ from ._run import replacement
 
 @dataclass(frozen=True)
 class Swap:
-    """One replacement as plain data, so that patched models can be pickled."""
+    """One replacement as plain data, so that patched models can be pickled.
+
+    Attributes:
+        module, name: the Python module and the name in it; "Class.method" for a method.
+        candidate, narrow, rounding: see :func:`._run.replacement`.
+    """
 
     module: str
     name: str

@@ -14,7 +14,8 @@ from ._run import replacement
 LAYER = "rotary_pos_emb"
 DEVICES = ("cpu", "cuda")
 
-# Class that kernels makes of a function -> the replacement, or the function if it is not recognised.
+# Class that kernels makes for a function -> the replacement of the function, or the function
+# itself if it is not recognised.
 _served: dict[type, Any] = {}
 
 

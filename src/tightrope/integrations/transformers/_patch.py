@@ -40,7 +40,8 @@ def patch(
             change bits anyway, results always round once.
 
     Returns:
-        A report with one entry per function. With model None it grows as files are imported.
+        A report with one entry per function and, with exact angles, one per class that makes
+        cosines and sines. With model None it grows as files are imported.
 
     Raises:
         TypeError: model is not a Module.
@@ -64,8 +65,8 @@ def patch(
     found = _found(model)
     if rounding == "model":
         found = [(each, to_the_bit(recognition)) for each, recognition in found]
-    # Return float32 tables only if every function that reads them is replaced: one that is left, or
-    # was not found, may rely on the dtype.
+    # Return float32 tables only if every function that reads them is replaced: a function that is
+    # left, or was not found, may rely on the dtype.
     wide = angles == "exact" and bool(found) and all(recognition for _, recognition in found)
     swaps = tuple(
         _graft.Swap(each.module, each.name, recognition.candidate, wide, rounding)
@@ -96,7 +97,7 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
     """Undo :func:`patch`: the model computes what it did before, bit for bit.
 
     Args:
-        model: a patched model; None undoes ``patch(None)`` and leaves models that were patched alone.
+        model: a patched model; None undoes ``patch(None)``, but not the patches of single models.
     """
     _check(model)
     if model is None:

@@ -117,8 +117,8 @@ def recognise_method(function: Any, cls: type) -> Recognition:
     """Recognise which rotation a method computes for every object of a class.
 
     All objects share one replacement, so the method is called on an object without instance
-    attributes; if x is flat, the number and the size of heads are added. A method that reads other
-    instance attributes is not recognised.
+    attributes. If x is (batch, seq, heads * dim), the object gets the number and the size of heads.
+    A method that reads other instance attributes is not recognised.
     """
     owner = torch.nn.Module.__new__(cls) if issubclass(cls, torch.nn.Module) else object()
     tried = recognise(function, owner)
@@ -248,7 +248,7 @@ class _Probe:
     def fused(
         self, which: int, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
-        """Rotate one of the xs by the operator; None if it does not take it."""
+        """Rotate one of the xs by the operator; None if the operator refuses these tensors."""
         x, cos, sin = list(self.xs.values())[which], self.cos, self.sin
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
@@ -291,7 +291,7 @@ def _key(shape: Arrangement) -> tuple[int, int, int | None, int | None]:
 
 
 def _explain(caller: _Caller) -> list[Candidate]:
-    """The candidates that match the function under one call."""
+    """The candidates that match a function, called in one way."""
     alive: list[Rotation] | None = None
     verified: list[Arrangement] = []
     # Layouts at which the function runs but matches nothing, except those with ``broadcasts``: their
@@ -399,7 +399,8 @@ def _all_bits(
         if every[0] is not None and every.count(every[0]) == len(every):
             found.append((dtype, table_dtype, every[0]))
         elif dtype == table_dtype == f32:
-            # In 16 bits, results of more precise arithmetic differ in too few elements to notice.
+            # Then equal bits in 16-bit dtypes prove nothing: the more precise arithmetic of the
+            # operator changes too few 16-bit results for a probe to notice.
             return ()
     return tuple(found)
 

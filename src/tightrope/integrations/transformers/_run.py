@@ -19,7 +19,7 @@ _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 ROUNDINGS = ("model", "once")
-# Elements from which torch divides an elementwise operation among threads.
+# Largest number of elements for which torch runs an elementwise operation on one thread.
 _GRAIN = 32768
 
 
@@ -29,7 +29,7 @@ def replacement(
     """Make a function with the signature of the original that calls the fused operator.
 
     Args:
-        original: called instead for every kind of call that was not tried.
+        original: the function, called for every kind of call that recognition did not try.
         candidate: what the original was recognised as.
         narrow: whether results have the dtype of x even if the original promotes: exact angles make
             tables float32 that had the dtype of x before.
@@ -89,19 +89,19 @@ class _Call:
         return Bits() if self.once else self.candidate.bits_of(dtype, table_dtype, needs_grad)
 
     def _has_bits(self, x: torch.Tensor, cos: torch.Tensor, learned: bool) -> bool:
-        """Return whether a call has bits that recognition has compared."""
+        """Return whether the bits that recognition compared hold for this call."""
         if learned and (cos.dim() != x.dim() or cos.shape[0] != x.shape[0]):
             return False  # the sum over rows would have another order
         lanes = self.candidate.call.form.lanes
         if lanes == 1 or route.mode() == "compiled":
             return True
-        # Torch's last vector rounds differently, and each thread of torch has a last one.
+        # Torch rounds complex products differently in the last, incomplete vector of each thread.
         alone = torch.get_num_threads() == 1 or x.numel() <= _GRAIN
         pairs = self.candidate.rotation.pairs_of(cos.shape[-1])
         return x.device.type == "cpu" and pairs % lanes == 0 and alone
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
-        """Arguments by name; None if one of them was not tried."""
+        """Arguments by name; None if recognition did not try one of them."""
         values = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
         if len(args) > len(self.names) or len(values) != len(self.names):
             return None
@@ -184,7 +184,7 @@ class _Call:
         return place, heads, options.pack()
 
     def long(self, values: Mapping[str, Any]) -> Any:
-        """Serve any call that was tried, also while compiling; None if the original must run."""
+        """Serve any kind of call that recognition tried, also compiled; None for the original."""
         candidate = self.candidate
         flat = candidate.call.form.flat
         xs = [values[name] for name in self.rotated]

@@ -1,4 +1,4 @@
-"""The report of ``patch``: one entry per rotary function."""
+"""The report of ``patch``: one entry per rotary function or class of modules that make cos/sin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def entry_of(module: str, name: str, recognition: Recognition) -> Entry:
 
 @dataclass
 class Report:
-    """The rotary functions that :func:`patch` found, each with what was done to it."""
+    """One entry for each rotary function and class that makes cos/sin that :func:`patch` found."""
 
     entries: list[Entry] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from .heads import widen
 
 # Globals that kernels read must be tl.constexpr.
-NO_TURNS = tl.constexpr(-(2**63))  # a frequency that is NaN or infinite (tightrope/angles.py)
+NO_TURNS = tl.constexpr(-(2**63))  # a frequency that is NaN or too large (tightrope/angles.py)
 EIGHTH = tl.constexpr(2**61)  # of a turn
 HALF_RANGE = tl.constexpr(2.0**63)
 LARGEST = tl.constexpr(2.0**62)  # positions must be smaller
@@ -66,12 +66,12 @@ def high_product(a, b):
 
 @triton.jit
 def cos_sin(phase, WIDE: tl.constexpr):
-    """Cosine and sine of phases, in units of 2^-64 turn.
+    """Cosine and sine of phases given in units of 2^-64 turn.
 
     The remainder after the nearest quarter turn lies in [-π/4, π/4]. In float32 its 48 leading bits are
     split into two numbers without rounding; only the constants and the sum are rounded. The polynomials
-    are minimax on that range; before rounding their errors for sine and cosine are 9.2e-9 and 7e-10 in float32, and
-    9e-18 and 4e-19 in float64.
+    are minimax on that range; before rounding, their errors for sine and cosine are 9.2e-9 and
+    7e-10 in float32, and 9e-18 and 4e-19 in float64.
     """
     quarter = (phase + EIGHTH) >> 62
     remainder = phase - (quarter << 62)

@@ -2,7 +2,8 @@
 
 Each program handles a tile of tokens, which may span rows, and a range of heads of q and of k. It
 computes the cosines and sines of its tokens once and rotates all its heads by them, unless each head
-has its own angles. Two heads are loaded at a time, so that the second does not wait for the first.
+has its own angles. If registers suffice, two heads are loaded at a time, so that the second does
+not wait for the first.
 
 An absent argument is None, which is a compile-time constant.
 """
@@ -349,7 +350,7 @@ def _turn_heads(
 def _angles(
     x, angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """The Turn of the tokens, times the amplitude; the sign of the sines is the direction."""
+    """The Turn of the tokens, times the amplitude; a negative sine factor rotates backwards."""
     cosine = angles.amplitude.cosine
     sine = angles.amplitude.sine
     if HEAD.WIDE:
