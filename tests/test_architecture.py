@@ -35,6 +35,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "activations": (1, 0),
     "angles": (2, 0),
     "phase_words": (2, 1),
+    "stacks": (2, 1),
     "spec": (2, 2),
     "ops": (2, 3),
     "backends.reference": (3, 0),

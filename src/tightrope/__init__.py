@@ -15,6 +15,7 @@ from . import (  # noqa: E402
     gates as gates,
     nn as nn,
     positions as positions,
+    stacks as stacks,
 )
 from .axes import Axes as Axes  # noqa: E402
 from .backends import backends as backends, which as which  # noqa: E402

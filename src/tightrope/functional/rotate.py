@@ -38,7 +38,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     gate: Gate | None = None,
     inverse: bool = False,
     out: torch.Tensor | None = None,
-    rounding: RoundingLike = "once",
+    rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate the channel pairs of a tensor by the angles of its positions.
@@ -68,7 +68,8 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
             bit; only "once" with an act or a gate. "once", the most exact: fused multiply-adds in
             float32, rounded when stored. "wide": products and their sum, each rounded to float32.
             "each": cosines, sines, products and sums, each rounded to the dtype of x. A tuple is (forward,
-            backward). See docs/numerics.md.
+            backward). None: "once", or for a rotation made for a stack, where the stack rounds. See
+            docs/numerics.md.
         backend: None to choose the fastest; "cpu", "triton" or "reference" to force one.
 
     Returns:
@@ -113,7 +114,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     act: Act = None,
     gate: Gate | None = None,
     inverse: bool = False,
-    rounding: RoundingLike = "once",
+    rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate a tensor in place: :func:`rotate` without a new tensor.
@@ -161,7 +162,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     gate: GateLike = None,
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
-    rounding: RoundingLike = "once",
+    rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in one launch, with their angles computed once.
@@ -219,7 +220,7 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     act: ActLike = None,
     gate: GateLike = None,
     inverse: bool = False,
-    rounding: RoundingLike = "once",
+    rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in place: :func:`rotate_qk` without new tensors.

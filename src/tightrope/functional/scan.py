@@ -145,6 +145,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
         # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
         spec = prepare(Place(_QK, (q, k), order), spec, positions, seq_len)
         q, k, positions, seq_len = q.float(), k.float(), None, None
+    if isinstance(spec, PreparedRotation) and spec.stack is not None:
+        raise bad_value(f"spec must have exact angles but was made for stack {spec.stack.name!r}")
     stages = stages_of(None, gate)
     request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, stages=stages)
     q, k = run(build(request))

@@ -13,6 +13,7 @@ from ..activations import Act, RMSNorm, code_of
 from ..gates import Gate
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
+from ..stacks import Stack
 from . import gating, learned, schema
 from .call import Call, Extras, pack
 from .checks import (
@@ -65,6 +66,7 @@ class Request(NamedTuple):
         outs: the result tensors, for the verb "out".
         stages: f and P; None if both are the identity.
         wider: whether the tensors may have more channels than the spec; the extra ones are copied.
+        rounding: None for that of the rotation: "once", or that of its stack.
     """
 
     names: Sequence[str]
@@ -81,7 +83,7 @@ class Request(NamedTuple):
     outs: Sequence[torch.Tensor] = ()
     backend: str | None = None
     wider: bool = False
-    rounding: RoundingLike = "once"
+    rounding: RoundingLike | None = None
 
 
 def build(request: Request) -> list[Call]:
@@ -116,9 +118,11 @@ def check_backend(name: str, x: torch.Tensor) -> None:
 
 def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
     """Build the call of a rotation without f and P."""
+    if rotation.stack is not None:
+        return _call_by_stack(request, place, rotation, rotation.stack)
     channels, layout = rotation.channels, place.layout.code
     direction = schema.INVERSE if request.inverse else schema.FORWARD
-    rounding, back = rounding_of(request.rounding)
+    rounding, back = rounding_of("once" if request.rounding is None else request.rounding)
     if request.stages is not None and (rounding, back) != (schema.ONCE, schema.ONCE):
         raise bad_value(
             f"rounding must be 'once' with an act or a gate but got {request.rounding!r}"
@@ -138,8 +142,30 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
         return learned.with_frequencies(call, request.inv_freq, pairs)
     if rotation is request.spec and not torch.compiler.is_compiling():
         # The next call with this rotation, layout, direction and rounding skips the checks.
-        rotation.memo.packed[request.layout, request.inverse, request.rounding] = pack(call)
+        key = request.layout, request.inverse, request.rounding or "once"
+        rotation.memo.packed[key] = pack(call)
     return call
+
+
+def _call_by_stack(
+    request: Request, place: Place, rotation: PreparedRotation, stack: Stack
+) -> Call:
+    """Build the call of a rotation by the tables of another library."""
+    for name, value in (("act and gate", request.stages), ("inv_freq", request.inv_freq)):
+        if value is not None:
+            raise bad_value(f"{name} must be None with a rotation made for stack {stack.name!r}")
+    channels, layout, q = rotation.channels, place.layout, request.q
+    cos, sin = rotation.tables(q.shape[layout.token], q.dtype)
+    rounding, back = rounding_of(stack.rounding if request.rounding is None else request.rounding)
+    options = schema.Options(
+        layout.code, channels.start, channels.interleaved,
+        schema.INVERSE if request.inverse else schema.FORWARD,
+        source=schema.SOURCES.index("half"), rounding=rounding, back=back,
+    )  # fmt: skip
+    return Call(
+        q, request.k, cos, sin, None, 0, options, 1.0, Extras(), 0.0,
+        place.names, request.verb, request.outs, request.backend,
+    )  # fmt: skip
 
 
 def _add_stages(call: Call, stages: Stages, rotation: PreparedRotation) -> list[Call]:

@@ -139,8 +139,8 @@ def _rotation(
             )
         if spec.is_stale:
             raise bad_value(
-                "positions must not change after spec.at, because the frequencies depend on the row "
-                "lengths read from them; call spec.at again",
+                "positions must not change after spec.at, because the frequencies or tables were made "
+                "from their values; call spec.at again",
                 positions=spec.ids,
             )
         return spec

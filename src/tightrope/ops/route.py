@@ -87,7 +87,7 @@ def route_prepared(
     layout: str,
     inverse: bool,
     stages: Stages | None,
-    rounding: RoundingLike = "once",
+    rounding: RoundingLike | None = None,
 ) -> Packed | None:
     """Return the cached arguments of a prepared rotation if its kernel may be called directly.
 
@@ -103,7 +103,11 @@ def route_prepared(
         return None
     if type(layout) is not str or type(inverse) is not bool or type(q) is not torch.Tensor:
         return None
-    if type(rounding) is not str or (stages is not None and rounding != "once"):
+    if rounding is None:
+        rounding = "once"
+    elif type(rounding) is not str:
+        return None
+    if stages is not None and rounding != "once":
         return None
     packed: Plain | None = rotation.memo.packed.get((layout, inverse, rounding))
     if (

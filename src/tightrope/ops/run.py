@@ -59,7 +59,7 @@ def run_prepared(
     layout: str,
     inverse: bool,
     stages: Stages | None,
-    rounding: RoundingLike = "once",
+    rounding: RoundingLike | None = None,
 ) -> Results | None:
     """Call the kernel directly for a prepared rotation that was used before.
 

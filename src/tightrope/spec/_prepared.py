@@ -12,6 +12,7 @@ from .._errors import bad_value
 from .._tracing import is_readable, is_tracing
 from ..channels import Channels
 from ..positions import Positions
+from ..stacks import Stack
 from . import _lengths
 from ._lengths import Limit, SeqLen
 from ._tables import Tables
@@ -55,6 +56,7 @@ class Memo:
         gate_logs: the logarithms of gates without tensors, by gate and dtype, with the number of
             tokens and the ids that they were made for.
         fitted: the number of tokens and the ids of the last successful length check.
+        tables: cosines and sines of a stack, by number of tokens and dtype of the rotated tensors.
     """
 
     packed: dict[tuple[str, bool, Any], Any] = field(default_factory=dict)
@@ -63,6 +65,9 @@ class Memo:
         default_factory=dict
     )
     fitted: tuple[int, Snapshot] | None = None
+    tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +91,9 @@ class PreparedRotation:
         made_from: the spec, or None if there is not exactly one; for comparisons.
         snapshot: the state of the ids when row lengths were read from them; None if they were not.
         limit: the lengths that the caller stated, if positions can be compared with them.
+        stack: the library whose arithmetic makes the tables of this rotation, which it uses instead of
+            ``words``; None for exact angles.
+        stack_length: the ``seq_len`` that the caller gave for the stack.
     """
 
     channels: Channels
@@ -102,10 +110,13 @@ class PreparedRotation:
     made_from: object = None
     snapshot: Snapshot | None = field(default=None, repr=False)
     limit: Limit | None = None
+    stack: Stack | None = None
+    stack_length: int | None = None
 
     def __post_init__(self) -> None:
         # dataclasses.replace would pass on the cache of another value.
-        if self.memo.packed or self.memo.for_tokens is not None or self.memo.gate_logs:
+        memo = self.memo
+        if memo.packed or memo.for_tokens or memo.gate_logs or memo.fitted or memo.tables:
             object.__setattr__(self, "memo", Memo())
 
     @property
@@ -152,6 +163,32 @@ class PreparedRotation:
             made_from=self.made_from,
             snapshot=None if self.ids is None else Snapshot.of(self.ids),
         )
+
+    def tables(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and sines of :attr:`stack`, ``(rows|1, 1, tokens, pairs)``.
+
+        Args:
+            tokens: number of tokens per row.
+            dtype: the dtype of the rotated tensors.
+        """
+        kept = None if is_tracing() else self.memo.tables.get((tokens, dtype))
+        if kept is None:
+            where = Positions(self.ids, self.offset, self.add_index)
+            kept = self.stack.tables_at(  # type: ignore[union-attr]
+                self.made_from,  # type: ignore[arg-type]
+                where,
+                tokens,
+                self.stack_length,
+                dtype,
+                self.device,
+            )
+            if not is_tracing():
+                # Tables of the last number of tokens only: decoding makes one pair of tables per token.
+                self.memo.tables = {
+                    key: value for key, value in self.memo.tables.items() if key[0] == tokens
+                }
+                self.memo.tables[tokens, dtype] = kept
+        return kept
 
     def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
         """Find the first row that is longer than the caller stated: see :func:`_lengths.passed`.
@@ -214,22 +251,7 @@ def prepare(
         seq_len: see :meth:`tightrope.RopeSpec.at`.
         made_from: the spec itself.
     """
-    positions_.check_axes(where, tables.axis_count)
-    ids = where.ids
-    if ids is not None and ids.device != device:
-        if ids.device.type == "meta":
-            raise bad_value(
-                "positions must have data but are on the meta device while the rotated tensors are on "
-                f"{device}; create them with device={str(device)!r}",
-                positions=ids,
-            )
-        if device.type == "meta" and ids.requires_grad:
-            raise bad_value(
-                "positions that require a gradient must be on the meta device when the rotated tensors "
-                "are, as no gradient can leave it",
-                positions=ids,
-            )
-        ids = ids.to(device)
+    ids = _ids_on(where, tables, device)
     awaits = snapshot = limit = lengths = None
     own = seq_len is None
     if tables.by_length and own:
@@ -263,6 +285,65 @@ def prepare(
         made_from,
         snapshot=snapshot,
         limit=limit,
+    )
+
+
+def _ids_on(where: Positions, tables: Tables, device: torch.device) -> torch.Tensor | None:
+    """Check the coordinates of positions and return their ids on the device of the rotated tensors."""
+    positions_.check_axes(where, tables.axis_count)
+    ids = where.ids
+    if ids is None or ids.device == device:
+        return ids
+    if ids.device.type == "meta":
+        raise bad_value(
+            "positions must have data but are on the meta device while the rotated tensors are on "
+            f"{device}; create them with device={str(device)!r}",
+            positions=ids,
+        )
+    if device.type == "meta" and ids.requires_grad:
+        raise bad_value(
+            "positions that require a gradient must be on the meta device when the rotated tensors "
+            "are, as no gradient can leave it",
+            positions=ids,
+        )
+    return ids.to(device)
+
+
+def prepare_for_stack(
+    channels: Channels,
+    tables: Tables,
+    where: Positions,
+    device: torch.device,
+    seq_len: int | None,
+    made_from: object,
+    stack: Stack,
+) -> PreparedRotation:
+    """Validate positions for a spec; the rotation makes its tables by the arithmetic of a stack.
+
+    Args:
+        channels, tables, where, device, made_from: see :func:`prepare`.
+        seq_len: length of the sequence, for rules that depend on it.
+        stack: the library to equal.
+    """
+    ids = _ids_on(where, tables, device)
+    if ids is not None and ids.requires_grad:
+        raise bad_value("positions must not require a gradient with a stack", positions=ids)
+    words, turns = tables.words(None, device)
+    limit = None if seq_len is None else _lengths.limit((seq_len,), where)
+    return PreparedRotation(
+        channels,
+        words,
+        turns,
+        ids,
+        where.offset,
+        where.add_index,
+        device,
+        Memo(),
+        made_from=made_from,
+        snapshot=None if ids is None else Snapshot.of(ids),
+        limit=limit,
+        stack=stack,
+        stack_length=seq_len,
     )
 
 

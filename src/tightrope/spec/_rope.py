@@ -14,8 +14,9 @@ from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
 from ..positions import Positions, PositionsLike
+from ..stacks import Stack, named
 from ._lengths import SeqLen
-from ._prepared import PreparedRotation, prepare
+from ._prepared import PreparedRotation, prepare, prepare_for_stack
 from ._tables import Tables
 
 # Version of the format of to_dict; from_dict will also read older ones.
@@ -295,6 +296,7 @@ class RopeSpec:
         device: torch.device | str | None = None,
         *,
         seq_len: SeqLen = None,
+        stack: str | Stack | None = None,
     ) -> PreparedRotation:
         """Validate positions once, for all layers of a forward pass.
 
@@ -314,6 +316,12 @@ class RopeSpec:
                 rows get the frequencies of the given length. To use the frequencies of a shorter
                 sequence on purpose, make them a rule:
                 ``Given.of(spec.frequencies(seq_len).inv_freq)``.
+            stack: the library whose bits the rotation must equal, by its name in
+                :func:`tightrope.stacks.names` or as a :class:`tightrope.stacks.Stack`: it computes
+                frequencies and tables in that library's arithmetic and rounds where the library
+                does. ``seq_len`` is then one int, by default the largest position of all rows, plus 1.
+                Such a rotation takes no act, gate or ``inv_freq``, and positions get no gradient. None
+                for exact angles.
 
         Raises:
             ValueError: positions that do not fit the spec; positions beyond ``seq_len``; a negative
@@ -324,7 +332,8 @@ class RopeSpec:
             TypeError: positions or lengths of the wrong type, lengths also if the rule ignores them.
             NotImplementedError: the attention scaling of the rows differs, or may differ because the
                 lengths cannot be read. Of the rules here, only a
-                :class:`tightrope.frequencies.LongRoPE` with unequal mscales raises this.
+                :class:`tightrope.frequencies.LongRoPE` with unequal mscales raises this. With a stack:
+                it does not have the frequency rule or one of its parameters.
 
         Returns:
             A prepared rotation, which every function takes in place of a spec and positions.
@@ -341,7 +350,15 @@ class RopeSpec:
             elif target.index is None:
                 # Resolve the index of the current device by creating a tensor there.
                 target = torch.empty(0, device=target).device
-        rotation = self.on(where, target, seq_len)
+        if stack is None:
+            rotation = self.on(where, target, seq_len)
+        else:
+            length = None if seq_len is None else checked_length(seq_len)
+            chosen = named(stack)
+            chosen.check(self, length)
+            rotation = prepare_for_stack(
+                self.channels, self._words, where, target, length, self, chosen
+            )
         if not rotation.add_index and rotation.ids is not None:
             rotation.check_passed(rotation.ids.shape[2])
         return rotation

@@ -1,0 +1,761 @@
+"""The arithmetic of other libraries: their frequencies, tables of cosines and sines, and roundings.
+
+A rotation here is exact, so its bits differ from those of code that computes frequencies and angles in
+float32. To compare with such code, or to continue what it started, make the rotation with its
+arithmetic: ``spec.at(positions, stack="vllm")``. :func:`names` lists the stacks, and :func:`get` returns
+one with the file and version that it follows.
+
+Frequencies and tables are computed by the torch functions that the stack itself calls, in the same
+order, so their bits are those of the stack on the same device. On another device ``pow``, ``cos`` and
+``sin`` may differ in the last bit, and so may a division by a number, which CUDA replaces by a product
+with its reciprocal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ._errors import bad_type, bad_value, public, unsupported
+from .axes import Axes
+from .frequencies import (
+    DynamicNTK,
+    Given,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    Rule,
+    YaRN,
+    length as checked_length,
+)
+from .positions import Positions, PositionsLike, as_positions, check_axes
+
+
+class Spec(Protocol):
+    """The fields of :class:`tightrope.RopeSpec` that determine frequencies and angles."""
+
+    @property
+    def base(self) -> float: ...
+    @property
+    def rotary_dim(self) -> int: ...
+    @property
+    def scaling(self) -> Rule | None: ...
+    @property
+    def axes(self) -> Axes | None: ...
+
+
+class Row(NamedTuple):
+    """One row of frequencies, as a stack computes it.
+
+    Attributes:
+        inv_freq: radians per position ``(pairs,)``.
+        attention_scaling: the factor on cosines and sines.
+        divisor: positions are divided by this number; None to leave them.
+        multiplier: positions are multiplied by this number; None to leave them.
+    """
+
+    inv_freq: torch.Tensor
+    attention_scaling: float = 1.0
+    divisor: float | None = None
+    multiplier: float | None = None
+
+
+class Problem(NamedTuple):
+    """The arguments of a formula.
+
+    Attributes:
+        rule: the frequency rule; None for the unscaled geometric row.
+        dim: number of channels that the row is made for.
+        base: base of the geometric row.
+        seq_len: length of the sequence; None for any length up to the rule's original one.
+        dtype: the dtype to compute in.
+        device: the device to compute on.
+    """
+
+    rule: Any
+    dim: int
+    base: float
+    seq_len: int | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def powers(self, base: Any = None, channels: int | None = None) -> torch.Tensor:
+        """Return ``base ** (2k / dim)``, the reciprocals of the unscaled frequencies.
+
+        Args:
+            base: replaces the base of the problem.
+            channels: number of channels that get a power; by default all. It matters to the bits, as
+                ``pow`` of a vector and of its last elements may differ.
+        """
+        end = self.dim if channels is None else channels
+        index = torch.arange(0, end, 2, dtype=self.dtype, device=self.device)
+        return (self.base if base is None else base) ** (index / self.dim)
+
+
+Formula = Callable[[Problem], Row]
+
+
+# --- formulas ---------------------------------------------------------------------------
+
+
+def _default(problem: Problem) -> Row:
+    return Row(1.0 / problem.powers())
+
+
+def _given(problem: Problem) -> Row:
+    rule: Given = problem.rule
+    if len(rule.shape) != 1:
+        raise unsupported(
+            f"frequencies per head or axis must not be used with a stack but have shape {rule.shape}"
+        )
+    return Row(torch.tensor(rule.inv_freq, dtype=problem.dtype, device=problem.device))
+
+
+def _linear(problem: Problem) -> Row:
+    return Row(1.0 / problem.powers() / problem.rule.factor)
+
+
+def _linear_by_dividing(problem: Problem) -> Row:
+    return Row(1.0 / problem.powers(), divisor=problem.rule.factor)
+
+
+def _linear_by_multiplying(problem: Problem) -> Row:
+    return Row(1.0 / problem.powers(), multiplier=1 / problem.rule.factor)
+
+
+def _dynamic(problem: Problem) -> Row:
+    rule: DynamicNTK = problem.rule
+    original, dim = rule.original_max_position, problem.dim
+    length: Any = original
+    if problem.seq_len is not None and problem.seq_len > original:
+        # The length comes from position ids, as a tensor, so float32 rounds the new base.
+        length = torch.tensor(problem.seq_len, device=problem.device)
+    scale = rule.factor * length / original - (rule.factor - 1)
+    return Row(1.0 / problem.powers(problem.base * scale ** (dim / (dim - 2))))
+
+
+def _dynamic_once(problem: Problem) -> Row:
+    rule: DynamicNTK = problem.rule
+    original, dim = rule.original_max_position, problem.dim
+    if problem.seq_len is None:
+        raise unsupported(
+            "seq_len must be given for a DynamicNTK rule: this stack computes one set of frequencies, "
+            "for the longest context that it is configured for"
+        )
+    scale = rule.factor * problem.seq_len / original - (rule.factor - 1)
+    return Row(1.0 / problem.powers(problem.base * scale ** (dim / (dim - 2))))
+
+
+def _llama3(problem: Problem) -> Row:
+    rule: Llama3 = problem.rule
+    inv_freq, original = 1.0 / problem.powers(), rule.original_max_position
+    wavelength = 2 * math.pi / inv_freq
+    slow = wavelength > original / rule.low_freq_factor
+    fast = wavelength < original / rule.high_freq_factor
+    found = torch.where(slow, inv_freq / rule.factor, inv_freq)
+    if rule.low_freq_factor != rule.high_freq_factor:
+        smooth = (original / wavelength - rule.low_freq_factor) / (
+            rule.high_freq_factor - rule.low_freq_factor
+        )
+        blend = (1 - smooth) * found / rule.factor + smooth * found
+        found = torch.where(slow | fast, found, blend)
+    return Row(found)
+
+
+def _llama3_clamped(problem: Problem) -> Row:
+    rule: Llama3 = problem.rule
+    inv_freq = 1.0 / problem.powers()
+    turns = rule.original_max_position / (2 * math.pi / inv_freq)
+    smooth = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
+    smooth = smooth.clamp(min=0.0, max=1.0)
+    return Row((1 - smooth) * (inv_freq / rule.factor) + smooth * inv_freq)
+
+
+def _magnitude(scale: float, weight: float = 1.0) -> float:
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+
+def _both_mscales(rule: YaRN) -> float:
+    if rule.attention_factor is not None:
+        return rule.attention_factor
+    if rule.mscale and rule.mscale_all_dim:
+        return _magnitude(rule.factor, rule.mscale) / _magnitude(rule.factor, rule.mscale_all_dim)
+    return _magnitude(rule.factor)
+
+
+def _any_mscale(rule: YaRN) -> float:
+    _refuse(rule, attention_factor=None)
+    found = 1.0
+    if rule.mscale_all_dim:
+        found = _magnitude(rule.factor, rule.mscale_all_dim)
+    if rule.mscale:
+        found = _magnitude(rule.factor, rule.mscale) / (found if rule.mscale_all_dim else 1.0)
+    return found
+
+
+def _mscales_if_given(rule: YaRN) -> float:
+    _refuse(rule, attention_factor=None)
+    if rule.mscale is None or rule.mscale_all_dim is None:
+        return _magnitude(rule.factor)
+    return _magnitude(rule.factor, rule.mscale) / _magnitude(rule.factor, rule.mscale_all_dim)
+
+
+def _one_magnitude(rule: YaRN) -> float:
+    _refuse(rule, attention_factor=None, mscale=None, mscale_all_dim=None, truncate=False)
+    return _magnitude(rule.factor)
+
+
+def _ends(problem: Problem, most: float) -> tuple[float, float]:
+    """Return the pair indices between which YaRN blends."""
+    rule: YaRN = problem.rule
+
+    def index(turns: float) -> float:
+        span = rule.original_max_position / (turns * 2 * math.pi)
+        return problem.dim * math.log(span) / (2 * math.log(problem.base))
+
+    low, high = index(rule.beta_fast), index(rule.beta_slow)
+    if rule.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, most)
+    return low, high + 0.001 if low == high else high
+
+
+def _blended(problem: Problem, low: float, high: float, reverse: bool = False) -> torch.Tensor:
+    powers, factor = problem.powers(), float(problem.rule.factor)
+    index = torch.arange(problem.dim // 2, dtype=problem.dtype, device=problem.device)
+    ramp = ((index - low) / (high - low)).clamp(0, 1)
+    keep = ramp if reverse else 1 - ramp
+    return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+def _yarn(attention_scaling: Callable[[YaRN], float]) -> Formula:
+    def formula(problem: Problem) -> Row:
+        low, high = _ends(problem, problem.dim - 1)
+        return Row(_blended(problem, low, high), attention_scaling(problem.rule))
+
+    return formula
+
+
+def _yarn_of_gpt_oss(problem: Problem) -> Row:
+    rule: YaRN = problem.rule
+    attention_scaling = _one_magnitude(rule)
+    half = problem.dim / 2
+    low, high = (
+        half * math.log(rule.original_max_position / (turns * 2 * math.pi)) / math.log(problem.base)
+        for turns in (rule.beta_fast, rule.beta_slow)
+    )
+    if rule.factor <= 1.0:
+        return Row(1.0 / problem.powers(), attention_scaling)
+    return Row(_blended(problem, low, high), attention_scaling)
+
+
+def _yarn_of_litgpt(problem: Problem) -> Row:
+    low, high = _ends(problem, problem.dim // 2 - 1)
+    # Not YaRN: the weights of kept and divided frequencies are exchanged.
+    return Row(_blended(problem, low, high, reverse=True), _any_mscale(problem.rule))
+
+
+def _longrope(problem: Problem) -> Row:
+    rule: LongRoPE = problem.rule
+    _refuse(rule, short_mscale=None, long_mscale=None)
+    return _longrope_by(problem, rule.attention_factor, None)
+
+
+def _longrope_with_mscales(problem: Problem) -> Row:
+    rule: LongRoPE = problem.rule
+    _refuse(rule, attention_factor=None)
+    return _longrope_by(problem, rule.short_mscale, rule.long_mscale)
+
+
+def _longrope_by(problem: Problem, short: float | None, long: float | None) -> Row:
+    rule: LongRoPE = problem.rule
+    original = rule.original_max_position
+    is_long = problem.seq_len is not None and problem.seq_len > original
+    factors = rule.long_factor if is_long else rule.short_factor
+    scaling = long if is_long and long is not None else short
+    if scaling is None:
+        extended = rule.factor is not None and rule.factor > 1.0
+        ratio = math.log(rule.factor or 1.0) / math.log(original)
+        scaling = math.sqrt(1 + ratio) if extended else 1.0
+    divisors = torch.tensor(factors, dtype=problem.dtype, device=problem.device)
+    return Row(1.0 / (divisors * problem.powers()), scaling)
+
+
+def _proportional(problem: Problem) -> Row:
+    rule: Proportional = problem.rule
+    turning = int(rule.rotary_fraction * problem.dim // 2)
+    inv_freq = 1.0 / problem.powers(channels=2 * turning)
+    still = inv_freq.new_zeros(problem.dim // 2 - turning)
+    inv_freq = torch.cat((inv_freq, still)) if len(still) else inv_freq
+    return Row(inv_freq / rule.factor if rule.factor != 1.0 else inv_freq)
+
+
+def _refuse(rule: Rule, **only: object) -> None:
+    """Raise an error for a field of a rule that the stack ignores or lacks."""
+    for field, value in only.items():
+        if getattr(rule, field) != value:
+            raise unsupported(
+                f"{field} must be {value!r} for this stack, which has no other, but got "
+                f"{getattr(rule, field)!r}"
+            )
+
+
+def _fixed(formula: Formula, **only: object) -> Formula:
+    """Return a formula that accepts only these values of a rule's fields."""
+
+    def checked(problem: Problem) -> Row:
+        _refuse(problem.rule, **only)
+        return formula(problem)
+
+    return checked
+
+
+#: How a stack was verified. RUN: its own code, run on the CPU, gave the same bits. GIVEN_TABLES: it gave
+#: them when its own cosines and sines were used, which may differ from these in the last bit. READ: its
+#: code was only read, because it runs on a GPU; its compiler chooses which products it fuses with a sum,
+#: so single results may differ in the last bit.
+RUN, GIVEN_TABLES, READ = "run", "run, given its tables", "read"
+
+# --- stacks -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Stack:
+    """The arithmetic of a library, from a configuration to a rotated tensor.
+
+    Attributes:
+        name: its name for :func:`get`.
+        about: the library and the code path.
+        source: files and version.
+        verified: :data:`RUN`, :data:`GIVEN_TABLES` or :data:`READ`.
+        rules: the formula for each class of frequency rule that it has; the key None stands for no rule.
+        rounding: where its rotation rounds, forward and backward; see
+            :func:`tightrope.functional.rotate`.
+        table_dtype: the dtype of its cosines and sines; None for the dtype of the rotated tensor.
+        dtype: the dtype that frequencies and angles are computed in.
+        on_cpu: whether frequencies are computed on the CPU, whatever the device of the model.
+        casts: whether casting a model, as in ``model.to(torch.bfloat16)``, rounds its frequencies or
+            tables. :meth:`cast` returns the stack of such a model.
+        polar: whether cosines and sines come from ``torch.polar``, which computes them one by one: they
+            may differ in the last bit from those of ``torch.cos``, which uses vector instructions.
+        cast_to: the dtype that frequencies are rounded to after they are computed, or None.
+    """
+
+    name: str
+    about: str
+    source: str
+    verified: str
+    rules: Mapping[type[Rule] | None, Formula] = dataclasses.field(compare=False)
+    rounding: tuple[str, str] = ("each", "each")
+    table_dtype: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
+    on_cpu: bool = False
+    casts: bool = False
+    polar: bool = False
+    cast_to: torch.dtype | None = None
+
+    def __repr__(self) -> str:
+        cast = "" if self.cast_to is None else f".cast({self.cast_to})"
+        return f"<Stack {self.name!r}{cast}: {self.about}>"
+
+    @public("cast")
+    def cast(self, dtype: torch.dtype) -> Stack:
+        """Return the stack of a model whose frequencies were rounded to a dtype by casting the model.
+
+        Raises:
+            TypeError: not a floating dtype.
+            ValueError: a stack whose frequencies do not change when a model is cast.
+
+        >>> get("transformers").cast(torch.bfloat16)
+        <Stack 'transformers'.cast(torch.bfloat16): transformers, eager, as in Llama>
+        """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise bad_type(f"dtype must be a floating dtype but got {dtype!r}")
+        if not self.casts:
+            raise bad_value(f"stack {self.name!r} keeps its frequencies when a model is cast")
+        return dataclasses.replace(self, cast_to=dtype)
+
+    @public("frequencies")
+    def frequencies(
+        self, spec: Spec, seq_len: int | None = None, device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor, float]:
+        """Return the frequencies of the pairs and the factor on cosines and sines.
+
+        Args:
+            spec: a :class:`tightrope.RopeSpec`.
+            seq_len: length of the sequence, for rules that depend on it.
+            device: the device of the model.
+
+        Returns:
+            Radians per position ``(pairs,)``, in the stack's dtype, and the attention scaling. A stack
+            that applies :class:`tightrope.frequencies.Linear` to positions returns unscaled frequencies.
+
+        Raises:
+            NotImplementedError: a rule that the stack does not have.
+            TypeError, ValueError: an invalid length.
+
+        >>> from tightrope import RopeSpec
+        >>> get("transformers").frequencies(RopeSpec(4))
+        (tensor([1.0000, 0.0100]), 1.0)
+        """
+        length = None if seq_len is None else checked_length(seq_len)
+        row = self._row(spec, length, torch.device(device))
+        return row.inv_freq, row.attention_scaling
+
+    @public("tables")
+    def tables(
+        self,
+        spec: Spec,
+        positions: PositionsLike,
+        dtype: torch.dtype = torch.float32,
+        *,
+        tokens: int | None = None,
+        seq_len: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, one entry per pair, as the stack's rotation reads them.
+
+        Args:
+            spec: a :class:`tightrope.RopeSpec`.
+            positions: see :meth:`tightrope.RopeSpec.at`.
+            dtype: the dtype of the tensors to rotate.
+            tokens: number of tokens, if the positions do not determine it (None or an int).
+            seq_len: length of the sequence, for rules that depend on it; by default the largest position
+                of all rows, plus 1.
+            device: the device of the tables; by default that of the positions, else the CPU.
+
+        Returns:
+            Cosines and sines ``(rows, 1, tokens, pairs)``, attention scaling included, in
+            :attr:`table_dtype`.
+
+        Raises:
+            NotImplementedError: a rule that the stack does not have.
+            TypeError, ValueError: invalid positions or lengths.
+
+        >>> from tightrope import RopeSpec
+        >>> cos, sin = get("transformers").tables(RopeSpec(64), None, torch.bfloat16, tokens=16)
+        >>> cos.shape, cos.dtype
+        (torch.Size([1, 1, 16, 32]), torch.bfloat16)
+        """
+        where = as_positions(positions)
+        check_axes(where, 1 if spec.axes is None else spec.axes.count)
+        if device is None:
+            device = torch.device("cpu") if where.ids is None else where.ids.device
+        if tokens is None:
+            if where.add_index:
+                raise bad_value(
+                    "tokens must be given, as the positions do not determine their number"
+                )
+            tokens = 1 if where.ids is None else where.ids.shape[2]
+        length = None if seq_len is None else checked_length(seq_len)
+        return self.tables_at(spec, where, tokens, length, dtype, torch.device(device))
+
+    def check(self, spec: Spec, seq_len: int | None) -> None:
+        """Raise an error if the stack does not have the frequency rule of a spec."""
+        rule = spec.scaling
+        if rule is None or not rule.by_length or seq_len is not None:
+            self._row(spec, seq_len, torch.device("cpu"))
+        else:
+            self._formula(rule)
+
+    def tables_at(
+        self,
+        spec: Spec,
+        where: Positions,
+        tokens: int,
+        seq_len: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do :meth:`tables` with checked arguments; errors get the name of the calling function."""
+        ids = torch.zeros(1, 1, 1, dtype=torch.int64) if where.ids is None else where.ids.detach()
+        ids = ids.to(device) + where.offset
+        if where.add_index:
+            ids = ids + torch.arange(tokens, device=device)
+        if seq_len is None and spec.scaling is not None and spec.scaling.by_length and ids.numel():
+            seq_len = math.ceil(ids.max()) + 1
+        row = self._row(spec, seq_len, device)
+        at = ids.to(row.inv_freq.dtype)
+        if row.divisor is not None:
+            at = at / row.divisor
+        if row.multiplier is not None:
+            at = at * row.multiplier
+        if spec.axes is not None:
+            at = at[[axis for axis, _, _ in spec.axes.pairs]].movedim(0, -1)
+        else:
+            at = at[0, :, :, None]
+        angle = at * row.inv_freq.to(device)
+        if self.polar:
+            cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)
+        else:
+            cos, sin = angle.cos(), angle.sin()
+        if row.attention_scaling != 1.0:
+            cos, sin = cos * row.attention_scaling, sin * row.attention_scaling
+        kept = self.table_dtype or dtype
+        return cos[:, None].to(kept), sin[:, None].to(kept)
+
+    def _row(self, spec: Spec, seq_len: int | None, device: torch.device) -> Row:
+        rule, formula = spec.scaling, self._formula(spec.scaling)
+        where = torch.device("cpu") if self.on_cpu else device
+
+        def row_of(dim: int) -> Row:
+            if dim == 0:
+                return Row(torch.zeros(0, dtype=self.dtype, device=where))
+            return formula(Problem(rule, dim, spec.base, seq_len, self.dtype, where))
+
+        if spec.axes is None:
+            found = row_of(spec.rotary_dim)
+        else:
+            rows = {dim: row_of(dim) for _, _, dim in spec.axes.pairs}
+            found = next(iter(rows.values()), row_of(0))
+            picked = [rows[dim].inv_freq[k] for _, k, dim in spec.axes.pairs]
+            found = found._replace(inv_freq=torch.stack(picked) if picked else found.inv_freq)
+        if self.cast_to is not None:
+            found = found._replace(inv_freq=found.inv_freq.to(self.cast_to).to(self.dtype))
+        return found
+
+    def _formula(self, rule: Rule | None) -> Formula:
+        if isinstance(rule, Given):
+            return _given
+        formula = self.rules.get(None if rule is None else type(rule))
+        if formula is None:
+            known = ", ".join(sorted(each.__name__ for each in self.rules if each is not None))
+            raise unsupported(
+                f"scaling must be None or a rule that stack {self.name!r} has ({known or 'none'}) but got "
+                f"{rule!r}"
+            )
+        return formula
+
+
+_META_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+_TRANSFORMERS: dict[type[Rule] | None, Formula] = {
+    None: _default,
+    Linear: _linear,
+    DynamicNTK: _dynamic,
+    YaRN: _yarn(_both_mscales),
+    LongRoPE: _longrope,
+    Llama3: _llama3,
+    Proportional: _proportional,
+}
+_SERVING: dict[type[Rule] | None, Formula] = {
+    None: _default,
+    Linear: _linear_by_dividing,
+    YaRN: _yarn(_both_mscales),
+    Llama3: _llama3,
+    LongRoPE: _longrope_with_mscales,
+}
+_VLLM = {
+    **_SERVING,
+    DynamicNTK: _dynamic_once,
+    Proportional: _fixed(_proportional, factor=1.0),
+}
+_ENGINE: dict[type[Rule] | None, Formula] = {None: _default, Linear: _linear_by_multiplying}
+_ROTARY = "model_executor/layers/rotary_embedding"
+
+_ALL = [
+    Stack(
+        "transformers",
+        "transformers, eager, as in Llama",
+        "transformers 5.23: modeling_rope_utils.py; models/llama/modeling_llama.py",
+        RUN,
+        _TRANSFORMERS,
+        on_cpu=True,
+        casts=True,
+    ),
+    Stack(
+        "transformers-compiled",
+        "transformers, whole model in one graph of torch.compile, which does not round tables",
+        "transformers 5.23 and torch 2.13 (Inductor, CPU)",
+        GIVEN_TABLES,
+        _TRANSFORMERS,
+        ("wide", "wide"),
+        torch.float32,
+        on_cpu=True,
+        casts=True,
+    ),
+    Stack(
+        "meta",
+        "Meta's Llama: complex64",
+        "llama-models 0.3.0: llama3/model.py",
+        RUN,
+        {None: _default, Llama3: _fixed(_llama3, factor=8.0, **_META_LLAMA3)},
+        ("wide", "wide"),
+        torch.float32,
+        polar=True,
+    ),
+    Stack(
+        "gpt-oss",
+        "OpenAI's reference in PyTorch",
+        "gpt-oss at 7b58334: gpt_oss/torch/model.py",
+        RUN,
+        {None: _default, YaRN: _yarn_of_gpt_oss},
+    ),
+    Stack(
+        "torchtune",
+        "torchtune",
+        "torchtune 0.6.1: modules/position_embeddings.py; models/llama3_1/_position_embeddings.py",
+        RUN,
+        {None: _default, Llama3: _llama3},
+        ("wide", "wide"),
+        torch.float32,
+        casts=True,
+    ),
+    Stack(
+        "litgpt",
+        "LitGPT, with tables in float32",
+        "litgpt 0.5.13: model.py",
+        RUN,
+        {
+            None: _default,
+            Linear: _linear,
+            Llama3: _llama3_clamped,
+            YaRN: _yarn_of_litgpt,
+        },
+        ("wide", "each"),
+        torch.float32,
+        casts=True,
+    ),
+    Stack(
+        "diffusers",
+        "diffusers' shared function, frequencies in float32",
+        "diffusers 0.42.1: models/embeddings.py (get_1d_rotary_pos_embed, apply_rotary_emb)",
+        RUN,
+        {None: _default, Linear: _linear},
+        ("wide", "each"),
+        torch.float32,
+    ),
+    Stack(
+        "diffusers-float64",
+        "diffusers' shared function, frequencies in float64, as in Flux and Wan",
+        "diffusers 0.42.1: models/embeddings.py (freqs_dtype=torch.float64)",
+        RUN,
+        {None: _default, Linear: _linear},
+        ("wide", "each"),
+        torch.float32,
+        torch.float64,
+    ),
+    Stack(
+        "megatron",
+        "Megatron-LM without fusion",
+        "megatron-core 0.16.1: models/common/embeddings/rotary_pos_embedding.py, "
+        "yarn_rotary_pos_embedding.py, rope_utils.py",
+        RUN,
+        {
+            **_ENGINE,
+            Llama3: _fixed(_llama3, **_META_LLAMA3),
+            YaRN: _yarn(_mscales_if_given),
+        },
+    ),
+    Stack(
+        "flash-attention-reference",
+        "flash-attention's reference in PyTorch",
+        "flash-attn 2.8.3: layers/rotary.py (apply_rotary_emb_torch)",
+        RUN,
+        {None: _default},
+    ),
+    Stack(
+        "flash-attention",
+        "flash-attention's layer and Triton kernel",
+        "flash-attn 2.8.3: layers/rotary.py, ops/triton/rotary.py",
+        READ,
+        {None: _default},
+        ("once", "once"),
+    ),
+    Stack(
+        "vllm-native",
+        "vLLM, forward_native",
+        f"vllm 0.33.0: {_ROTARY}/",
+        RUN,
+        _VLLM,
+    ),
+    Stack(
+        "vllm",
+        "vLLM's CUDA kernel",
+        f"vllm 0.33.0: {_ROTARY}/; csrc/pos_encoding_kernels.cu",
+        READ,
+        _VLLM,
+        ("once", "once"),
+    ),
+    Stack(
+        "sglang-native",
+        "SGLang, forward_native",
+        "sglang 0.5.23: srt/layers/rotary_embedding/",
+        RUN,
+        {**_SERVING, YaRN: _yarn(_mscales_if_given)},
+    ),
+    Stack(
+        "sglang",
+        "SGLang's CUDA kernel, with its cache in float32",
+        "sglang 0.5.23: srt/layers/rotary_embedding/",
+        READ,
+        {**_SERVING, YaRN: _yarn(_mscales_if_given)},
+        ("once", "once"),
+        torch.float32,
+    ),
+    Stack(
+        "flashinfer",
+        "FlashInfer with a cache of cosines and sines, which must be float32",
+        "flashinfer-python 0.7.2: rope.py (apply_rope_with_cos_sin_cache)",
+        READ,
+        _SERVING,
+        ("once", "once"),
+        torch.float32,
+    ),
+    Stack(
+        "transformer-engine-unfused",
+        "TransformerEngine without fusion",
+        "TransformerEngine at d0067d0: pytorch/attention/rope.py (_apply_rotary_pos_emb_base)",
+        RUN,
+        _ENGINE,
+        casts=True,
+    ),
+    Stack(
+        "transformer-engine",
+        "TransformerEngine's fused kernel, which takes angles in float32",
+        "TransformerEngine at d0067d0: pytorch/attention/rope.py; common/fused_rope/fused_rope.cu",
+        READ,
+        _ENGINE,
+        ("once", "once"),
+        torch.float32,
+        casts=True,
+    ),
+]
+_BY_NAME = {stack.name: stack for stack in _ALL}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all stacks.
+
+    >>> "vllm" in names()
+    True
+    """
+    return tuple(_BY_NAME)
+
+
+@public("stacks.get")
+def get(name: str) -> Stack:
+    """Return the stack of that name.
+
+    Raises:
+        ValueError: an unknown name; the message lists all.
+
+    >>> get("meta").rounding
+    ('wide', 'wide')
+    """
+    return named(name)
+
+
+def named(stack: object) -> Stack:
+    """Return a stack given by name or as a :class:`Stack`; errors get the name of the calling function."""
+    if isinstance(stack, Stack):
+        return stack
+    found = _BY_NAME.get(stack) if isinstance(stack, str) else None
+    if found is None:
+        raise bad_value(f"stack must be one of {', '.join(_BY_NAME)} but got {stack!r}")
+    return found

@@ -1,0 +1,442 @@
+"""`tightrope.stacks`: the bits of other libraries, from the configuration to the rotated tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import noise
+from matrix import every_backend
+from tightrope import Axes, RopeSpec, frequencies, functional, gates, positions, stacks
+from tightrope.frequencies import (
+    NTK,
+    DynamicNTK,
+    Given,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    Rule,
+    YaRN,
+)
+from tightrope.functional import rotate, rotate_, rotate_qk
+from tolerances import assert_same_bits
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+DIM, TOKENS = 64, 37
+SHORT, LONG = [1 + k / 32 for k in range(32)], [2 + k / 3 for k in range(32)]
+# Positions within and beyond the original length of the rules below.
+NEAR, FAR = torch.arange(TOKENS)[None], torch.tensor([[0], [5]]) + torch.arange(TOKENS) * 97
+
+# Rule, its parameters in a configuration of transformers, and max_position_embeddings.
+RULES: dict[str, tuple[Rule | None, dict[str, Any]]] = {
+    "default": (None, {}),
+    "linear": (Linear(3.0), {"factor": 3.0}),
+    "dynamic": (DynamicNTK(2.5, 512), {"factor": 2.5}),
+    "yarn": (YaRN(4.0, 128), {"factor": 4.0, "original_max_position_embeddings": 128}),
+    "yarn, mscales": (
+        YaRN(4.0, 128, mscale=0.7, mscale_all_dim=1.1, beta_fast=16.0, beta_slow=2.0),
+        {
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.1,
+        }
+        | {"beta_fast": 16.0, "beta_slow": 2.0},
+    ),
+    "yarn, untruncated": (
+        YaRN(4.0, 128, truncate=False, attention_factor=1.25),
+        {"factor": 4.0, "original_max_position_embeddings": 128, "truncate": False}
+        | {"attention_factor": 1.25},
+    ),
+    "llama3": (
+        Llama3(8.0, 1.0, 4.0, 128),
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 128},
+    ),
+    "longrope": (
+        LongRoPE(tuple(SHORT), tuple(LONG), 128, factor=4.0),
+        {"factor": 4.0, "original_max_position_embeddings": 128}
+        | {"short_factor": SHORT, "long_factor": LONG},
+    ),
+    "proportional": (
+        Proportional(0.25, 2.0),
+        {"partial_rotary_factor": 0.25, "factor": 2.0},
+    ),
+}
+
+
+def qk(dtype: torch.dtype, seed: int = 1, dims: int = DIM) -> list[torch.Tensor]:
+    """Return queries and keys (batch, heads, seq, dim) as transposed views, which require grad."""
+    draws = (noise(2, TOKENS, heads, dims, seed=seed + heads).to(dtype) for heads in (3, 2))
+    return [x.transpose(1, 2).requires_grad_() for x in draws]
+
+
+def assert_rotates_like(
+    theirs: Callable[..., Any], ours: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    """Assert that two rotations of q and k have the same results and gradients, bit for bit."""
+    found = []
+    for rotation in (theirs, ours):
+        xs = qk(dtype)
+        ys = rotation(*xs)
+        found.append((*ys, *torch.autograd.grad(ys, xs, qk(dtype, seed=9))))
+    for want, got in zip(*found, strict=True):
+        assert_same_bits(got, want)
+
+
+# --- transformers ----------------------------------------------------------------------
+
+
+def rotary_module(rule: str) -> torch.nn.Module:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    kind = rule.partition(",")[0]
+    parameters = {"rope_type": kind, "rope_theta": 50000.0, **RULES[rule][1]}
+    config = LlamaConfig(
+        hidden_size=2 * DIM, num_attention_heads=2, max_position_embeddings=512, rope_parameters=parameters
+    )  # fmt: skip
+    return LlamaRotaryEmbedding(config)
+
+
+def spec_of(rule: str) -> RopeSpec:
+    return RopeSpec(DIM, 50000.0, scaling=RULES[rule][0])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_of_transformers(rule: str, dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    for ids in (NEAR, FAR):
+        module = rotary_module(rule)
+        rope = spec_of(rule).at(ids, stack="transformers")
+        assert_rotates_like(
+            lambda q, k, module=module, ids=ids: apply_rotary_pos_emb(q, k, *module(q, ids)),
+            lambda q, k, rope=rope: rotate_qk(q, k, rope),
+            dtype,
+        )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_frequencies_of_transformers(rule: str) -> None:
+    module: Any = rotary_module(rule)
+    found, scaling = stacks.get("transformers").frequencies(spec_of(rule))
+    assert_same_bits(found, module.inv_freq)
+    assert scaling == module.attention_scaling
+
+
+def test_a_model_that_was_cast() -> None:
+    """Casting a model of transformers rounds its frequencies; the stack says so and `cast` follows."""
+    stack = stacks.get("transformers")
+    assert stack.casts
+    module: Any = rotary_module("default").bfloat16()
+    assert module.inv_freq.dtype == torch.bfloat16
+    found, _ = stack.cast(torch.bfloat16).frequencies(spec_of("default"))
+    assert_same_bits(found, module.inv_freq.float())
+    q, _ = qk(torch.bfloat16)
+    cos, sin = stack.cast(torch.bfloat16).tables(spec_of("default"), FAR, torch.bfloat16)
+    for table, want in zip((cos, sin), module(q, FAR), strict=True):
+        assert_same_bits(torch.cat((table, table), -1)[:, 0], want)
+    assert not torch.equal(cos, stack.tables(spec_of("default"), FAR, torch.bfloat16)[0])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_several_axes(dtype: torch.dtype) -> None:
+    """M-RoPE: each pair follows its own axis, as in Qwen2-VL."""
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+        Qwen2VLRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
+
+    sections = [8, 12, 12]
+    config = Qwen2VLTextConfig(
+        hidden_size=2 * DIM,
+        num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections},
+    )
+    module = Qwen2VLRotaryEmbedding(config)
+    ids = torch.stack((FAR, FAR // 3, FAR % 17))
+    rope = RopeSpec(DIM, axes=Axes.sections(sections)).at(
+        positions.multi_axis(ids), stack="transformers"
+    )
+    assert_rotates_like(
+        lambda q, k: apply_rotary_pos_emb(q, k, *module(q, ids)),
+        lambda q, k: rotate_qk(q, k, rope),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_compiled_model(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """In one compiled graph tables stay float32, and nothing but the result is rounded.
+
+    Cosines are taken from compiled code too, as they may differ from eager ones in the last bit.
+    """
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    module: Any = rotary_module("default")
+    stack, spec = stacks.get("transformers-compiled"), spec_of("default")
+    compiled = torch.compile(lambda q, k: apply_rotary_pos_emb(q, k, *module(q, FAR)))
+    angles = torch.compile(lambda at: ((at * module.inv_freq).cos(), (at * module.inv_freq).sin()))
+    tables = angles(FAR[:, :, None].float())
+    assert_rotates_like(
+        compiled,
+        lambda q, k: functional.apply_rotary_pos_emb(
+            q, k, *tables, tables="half", rounding=stack.rounding
+        ),
+        dtype,
+    )
+    for table, want in zip(stack.tables(spec, FAR, dtype), tables, strict=True):
+        assert table.dtype == torch.float32
+        assert (table[:, 0] - want).abs().max() <= torch.finfo(torch.float32).eps
+    torch._dynamo.reset()
+
+
+# --- diffusers and others ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("factor", [None, 2.5])
+@pytest.mark.parametrize("name", ["diffusers", "diffusers-float64"])
+def test_diffusers(name: str, factor: float | None, dtype: torch.dtype) -> None:
+    from diffusers.models.embeddings import apply_rotary_emb, get_1d_rotary_pos_embed
+
+    ids = FAR[1]
+    tables = get_1d_rotary_pos_embed(
+        DIM,
+        ids,
+        theta=50000.0,
+        use_real=True,
+        linear_factor=factor or 1.0,
+        freqs_dtype=torch.float64 if "64" in name else torch.float32,
+    )
+    spec = RopeSpec(DIM, 50000.0, interleaved=True, scaling=factor and Linear(factor))
+    rope = spec.at(ids, stack=name)
+    assert_rotates_like(
+        lambda q, k: (apply_rotary_emb(q, tables), apply_rotary_emb(k, tables)),
+        lambda q, k: rotate_qk(q, k, rope),
+        dtype,
+    )
+
+
+def test_stacks_that_claim_to_have_run_did() -> None:
+    """The stored comparisons cover every stack that is marked as run, and none differs."""
+    file = Path(__file__).parents[1] / "benchmarks" / "results" / "stacks.json"
+    stored = json.loads(file.read_text())
+    here = {"transformers", "diffusers", "diffusers-float64"}  # the tests above
+    ran = {name for name in stacks.names() if stacks.get(name).verified == stacks.RUN}
+    assert ran == here | stored.keys()
+    for name, entry in stored.items():
+        assert entry["source"] == stacks.get(name).source
+        assert entry["cases"]
+        for counts in entry["cases"].values():
+            assert counts["numbers"] > 0
+            assert counts["results differ"] == counts["gradients differ"] == 0
+
+
+def test_litgpt_does_not_compute_yarn() -> None:
+    """LitGPT exchanges the ends of YaRN's blend: fast pairs are divided and slow ones kept."""
+    rule = YaRN(4.0, 1024)
+    spec = RopeSpec(64, scaling=rule)
+    theirs, scaling = stacks.get("litgpt").frequencies(spec)
+    right, _ = stacks.get("transformers").frequencies(spec)
+    plain = RopeSpec(64).frequencies().inv_freq.float()
+    assert theirs[0] == plain[0] / 4
+    assert torch.allclose(theirs[-1], plain[-1])
+    assert right[0] == plain[0]
+    assert scaling == 1.0
+
+
+# --- behaviour ----------------------------------------------------------------------------
+
+SPEC = RopeSpec(DIM, 50000.0)
+
+
+@pytest.mark.parametrize("name", stacks.names())
+def test_stacks_stay_close_to_the_exact_rotation(name: str) -> None:
+    """At small positions a stack is the exact rotation but for rounding."""
+    rope = SPEC.at(NEAR, stack=name)
+    for x in qk(torch.float32):
+        found, exact = rotate(x, rope), rotate(x, SPEC, NEAR)
+        assert float((found - exact).detach().abs().max()) < 1e-4
+
+
+@every_backend
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
+def test_layouts_and_positions(backend: str, layout: str) -> None:
+    """Offsets, ids of one or several rows, and prepared rotations that are used again agree."""
+    order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}[layout]
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k = (x.detach().permute(order) for x in qk(dtype))
+        cos, sin = stacks.get("transformers").tables(SPEC, 7, dtype, tokens=TOKENS)
+        want = functional.apply_rotary_pos_emb(
+            *(x.permute(torch.argsort(torch.tensor(order)).tolist()) for x in (q, k)),
+            cos,
+            sin,
+            tables="half",
+            rounding="each",
+        )
+        for where in (7, NEAR[0] + 7, NEAR + 7):
+            rope = SPEC.at(where, stack="transformers")
+            for _ in range(2):
+                got = rotate_qk(q, k, rope, layout=layout, backend=backend)
+                for y, expected in zip(got, want, strict=True):
+                    assert_same_bits(y, expected.permute(order))
+            inside = q.clone()
+            assert_same_bits(rotate_(inside, rope, layout=layout), want[0].permute(order))
+            back = rotate(inside, rope, layout=layout, inverse=True)
+            assert torch.allclose(back.float(), q.float(), atol=0.05)
+
+
+def test_rounding_can_be_overridden() -> None:
+    """`rounding=` of a call replaces that of the stack."""
+    q = qk(torch.bfloat16)[0].detach()
+    rope = SPEC.at(FAR, stack="transformers")
+    tables = stacks.get("transformers").tables(SPEC, FAR, torch.bfloat16)
+    for rounding in ("once", "wide", "each"):
+        want = functional.apply_rotary_pos_emb(q, None, *tables, tables="half", rounding=rounding)
+        assert_same_bits(rotate(q, rope, rounding=rounding), want[0])
+    assert_same_bits(rotate(q, rope), rotate(q, rope, rounding="each"))
+    assert not torch.equal(rotate(q, rope), rotate(q, rope, rounding="once"))
+    # Without a stack the default is "once", also on the fast path of a prepared rotation.
+    exact = SPEC.at(FAR)
+    for _ in range(2):
+        assert_same_bits(rotate(q, exact), rotate(q, exact, rounding="once"))
+
+
+def test_partial_rotation_and_interleaved_pairs() -> None:
+    q = qk(torch.bfloat16)[0].detach()
+    for interleaved in (False, True):
+        spec = RopeSpec(DIM, rotary_dim=32, start=16, interleaved=interleaved)
+        cos, sin = stacks.get("meta").tables(spec, FAR)
+        want = functional.apply_rotary_pos_emb(
+            q, None, cos, sin, tables="half", start=16, interleaved=interleaved, rounding="wide"
+        )
+        assert_same_bits(rotate(q, spec.at(FAR, stack="meta")), want[0])
+
+
+def test_rules_by_length() -> None:
+    """The length is the largest position of all rows plus 1, or the one given."""
+    spec = RopeSpec(DIM, scaling=LongRoPE(tuple(SHORT), tuple(LONG), 128, 1.0))
+    stack = stacks.get("transformers")
+    short, _ = stack.frequencies(spec)
+    long, _ = stack.frequencies(spec, 129)
+    assert not torch.equal(short, long)
+    q = qk(torch.float32)[0].detach()
+    cases: list[tuple[Any, Any, torch.Tensor]] = [
+        (NEAR, None, short),
+        (NEAR, 1000, long),
+        (torch.cat((NEAR, FAR[:1])), None, long),
+        (120, None, long),
+        (20, None, short),
+    ]
+    for where, seq_len, inv_freq in cases:
+        given = RopeSpec(DIM, scaling=Given.of(inv_freq))
+        want = rotate(q, given.at(where, stack=stack))
+        assert_same_bits(rotate(q, spec.at(where, stack=stack, seq_len=seq_len)), want)
+    # vLLM has one set of frequencies for the longest context.
+    dynamic = RopeSpec(DIM, scaling=DynamicNTK(2.0, 128))
+    assert_same_bits(
+        stacks.get("vllm").frequencies(dynamic, 128)[0],
+        stacks.get("vllm").frequencies(RopeSpec(DIM))[0],
+    )
+
+
+def test_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotation prepared outside or inside compiled code has the bits of the eager one."""
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    q = qk(torch.bfloat16)[0].detach()
+    rope = SPEC.at(FAR, stack="vllm-native")
+    want = rotate(q, rope)
+    assert_same_bits(torch.compile(lambda x: rotate(x, rope), fullgraph=True)(q), want)
+    # Cosines of compiled code may differ in the last bit, which the cast to bfloat16 rarely shows.
+    inside = torch.compile(
+        lambda x, ids: rotate(x, SPEC.at(ids, stack="vllm-native")), fullgraph=True
+    )
+    assert float((inside(q, FAR) != want).float().mean()) < 0.01
+    torch._dynamo.reset()
+
+
+def test_stack_values() -> None:
+    assert stacks.get("vllm") == stacks.get("vllm")
+    assert stacks.get("vllm") != stacks.get("vllm-native")
+    assert len({*map(stacks.get, stacks.names())}) == len(stacks.names())
+    for stack in map(stacks.get, stacks.names()):
+        assert stack.source
+        assert stack.verified in (stacks.RUN, stacks.GIVEN_TABLES, stacks.READ)
+    cast = stacks.get("transformers").cast(torch.float16)
+    assert cast != stacks.get("transformers")
+    assert repr(cast) == (
+        "<Stack 'transformers'.cast(torch.float16): transformers, eager, as in Llama>"
+    )
+
+
+# --- errors -------------------------------------------------------------------------------
+
+
+def test_errors() -> None:
+    q = qk(torch.float32)[0].detach()
+    rope = SPEC.at(FAR, stack="vllm")
+    get = stacks.get
+    changed = FAR.clone()
+    stale = SPEC.at(changed, stack="vllm")
+    rotate(q, stale)
+    changed += 1
+    calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, r"\[at\] stack must be one of transformers, .* but got 'vlm'", lambda: SPEC.at(0, stack="vlm")),
+        (ValueError, r"\[stacks.get\] stack must be one of .* but got 3", lambda: get(3)),  # type: ignore[arg-type]
+        (ValueError, r"\[rotate\] act and gate must be None with a rotation made for stack 'vllm'",
+         lambda: rotate(q, rope, act="silu")),
+        (ValueError, r"\[rotate\] inv_freq must be None with a rotation made for stack 'vllm'",
+         lambda: rotate(q, rope, inv_freq=torch.ones(32))),
+        (ValueError, r"\[rotate\] act and gate must be None", lambda: rotate(q, rope, gate=gates.XPos(8))),
+        (ValueError, r"\[polar_scan\] spec must have exact angles but was made for stack 'vllm'",
+         lambda: functional.polar_scan(q, q, q, rope)),
+        (ValueError, r"\[rotate\] positions must not change after spec.at", lambda: rotate(q, stale)),
+        (ValueError, r"\[at\] positions must not require a gradient with a stack",
+         lambda: SPEC.at(torch.ones(3, requires_grad=True), stack="vllm")),
+        (ValueError, r"\[at\] seq_len must be at least 3594", lambda: SPEC.at(FAR, stack="vllm", seq_len=9)),
+        (ValueError, r"\[at\] positions must have 1 axis", lambda: SPEC.at(positions.text(1, axes=3), stack="vllm")),
+        (NotImplementedError, r"\[at\] scaling must be None or a rule that stack 'meta' has \(Llama3\) but got NTK",
+         lambda: RopeSpec(64, scaling=NTK(2.0)).at(0, stack="meta")),
+        (NotImplementedError, r"\[frequencies\] scaling must be .* 'flash-attention' has \(none\)",
+         lambda: get("flash-attention").frequencies(RopeSpec(64, scaling=Linear(2.0)))),
+        (NotImplementedError, r"\[at\] factor must be 8.0 for this stack, which has no other, but got 4.0",
+         lambda: RopeSpec(64, scaling=Llama3(4.0, 1.0, 4.0, 8192)).at(0, stack="meta")),
+        (NotImplementedError, r"\[at\] frequencies per head or axis must not be used with a stack",
+         lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm")),
+        (NotImplementedError, r"\[frequencies\] seq_len must be given for a DynamicNTK rule",
+         lambda: get("vllm").frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)))),
+        (ValueError, r"\[tables\] tokens must be given", lambda: get("vllm").tables(SPEC, 3)),
+        (TypeError, r"\[cast\] dtype must be a floating dtype but got torch.int64",
+         lambda: get("transformers").cast(torch.int64)),
+        (ValueError, r"\[cast\] stack 'meta' keeps its frequencies when a model is cast",
+         lambda: get("meta").cast(torch.bfloat16)),
+    ]  # fmt: skip
+    for kind, sentence, call in calls:
+        with pytest.raises(kind, match=sentence):
+            call()
+
+
+def test_no_stack_field_is_forgotten() -> None:
+    """Two stacks that differ in any field but the formulas are unequal."""
+    stack = stacks.get("vllm")
+    other: dict[str, Any] = {
+        "name": "x", "about": "x", "source": "x", "verified": "x", "rounding": ("wide", "wide"),
+        "table_dtype": torch.float64, "dtype": torch.float64, "on_cpu": True, "casts": True,
+        "polar": True, "cast_to": torch.float16,
+    }  # fmt: skip
+    assert other.keys() == {f.name for f in dataclasses.fields(stack)} - {"rules"}
+    for name, value in other.items():
+        assert dataclasses.replace(stack, **{name: value}) != stack
+    assert set(frequencies.RULES.values()) >= {rule for rule in stack.rules if rule is not None}
