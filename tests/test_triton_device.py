@@ -73,7 +73,7 @@ def test_gradients(act: str | None, dtype: torch.dtype) -> None:
 
 
 def test_memory() -> None:
-    """Rotation in place, into `out`, of projection slices and token by token has the same bits."""
+    """Views of a projection get the same bits in place, into `out` and token by token."""
     qkv = noise(2, 1000 if HAS_GPU else 5, 12, 64, seed=1).bfloat16()
 
     def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
