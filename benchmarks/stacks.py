@@ -385,7 +385,12 @@ STACKS: dict[str, Callable[[Source], Iterator[Case]]] = {
 
 
 def compared(name: str, spec: RopeSpec, rotation: Rotation, dtype: torch.dtype) -> dict[str, int]:
-    """Return how many numbers of the results and of the gradients were compared, and how many differ."""
+    """Compare `rotation`, another library's, with `rotate_qk` under the stack `name`.
+
+    Returns:
+        The number of elements of the results, which is also that of the gradients; how many
+        elements of the results differ, and how many of the gradients.
+    """
     generator = torch.Generator().manual_seed(7)
     draws = [
         torch.randn(2, TOKENS, heads, 64, generator=generator).to(dtype) for heads in (HEADS, 1) * 2

@@ -188,7 +188,7 @@ def test_the_original_runs_where_what_it_reads_was_assigned(
 
 
 def test_a_class_of_longrope_given_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a dynamic NTK object that the report listed as left used LongRoPE's angles."""
+    """Regression: the report called a dynamic NTK object unchanged; it got LongRoPE's angles."""
     monkeypatch.setitem(sys.modules, modeling_phi3.__name__, modeling_phi3)
     settings = {**TEXT, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
     long = Phi3Config(**settings, original_max_position_embeddings=32)

@@ -141,10 +141,10 @@ class Axes:
     @classmethod
     @public("Axes.strided")
     def strided(cls, count: int, pairs: int) -> Axes:
-        """Strided axial RoPE: each axis takes every ``count``-th frequency of one row.
+        """Strided axial RoPE: each axis takes every ``count``-th of the same frequencies.
 
         Axis ``a`` rotates the ``a``-th block of ``pairs / count`` pairs, with frequencies ``a``,
-        ``a + count``, ``a + 2 · count``, … of the row.
+        ``a + count``, ``a + 2 · count``, … of the ``pairs`` that the spec's rule gives.
 
         Args:
             count: number of axes.

@@ -6,7 +6,7 @@ from . import autograd, fake, vmap
 
 
 def register() -> None:
-    """Register everything except the kernels; called once, at import."""
+    """Register the fake kernels, the gradients and the vmap rules; called once, at import."""
     fake.register()
     autograd.register()
     vmap.register()

@@ -178,7 +178,8 @@ class Kind(NamedTuple):
         REST: whether to also write the channels outside the slice.
         TOGETHER: number of heads that are loaded at a time.
         VECTOR: unit of the strides of x and results, in elements.
-        GATE_VECTOR, INPUT_VECTOR: the same for gates and inputs; 0 as for TABLE_VECTOR.
+        GATE_VECTOR, INPUT_VECTOR: the same for gates and for the forward call's x; 0 if 16-byte
+            accesses are impossible: strides are then in elements.
         ONE_SUM: whether heads share one sum for the gradient of the norm weights.
         BITS: whether to round to bfloat16 with integer operations.
         ROUNDING: index into ROUNDINGS of tightrope.ops.schema.
