@@ -4,6 +4,7 @@ The checks, the codes of findings and the limits of an audit are in docs/audit.m
 """
 
 from ._audit import audit as audit
+from ._compare import Comparison as Comparison, Difference as Difference, compare as compare
 from ._report import (
     SEVERITIES as SEVERITIES,
     AngleError as AngleError,

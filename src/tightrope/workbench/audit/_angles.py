@@ -12,6 +12,7 @@ import torch
 from ._declared import is_rounded
 from ._exact import cos_sin, decimals
 from ._guard import CallFailed
+from ._impulse import responses
 from ._log import Log
 from ._report import AngleError
 from ._rotation import angle_body, direction, omegas_of
@@ -108,12 +109,7 @@ def measure(
     """
     if log.shape is None:
         raise CallFailed("its pairs of channels are unknown")
-    firsts = [pair.first for pair in log.shape.pairs]
-    ends = [[log.shape.comes_out(channel) for channel in each] for each in zip(*log.shape.channels)]
-    x = torch.zeros(1, subject.heads(2), len(positions), subject.head_dim, dtype=dtype)
-    x[..., firsts] = 1.0
-    y = subject.rotate(subject.laid_out(x), list(positions))[0, 0].detach().cpu().double()
-    seen = torch.stack((y[:, ends[0]], y[:, ends[1]]))
+    seen = responses(subject, log.shape, positions, dtype)
     if log.found("amplitude-varies"):
         return seen / torch.hypot(seen[0], seen[1])
     return seen / log.amplitude

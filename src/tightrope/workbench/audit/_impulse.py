@@ -51,6 +51,22 @@ def matrices(
     return y[:, 0].detach().cpu().double().permute(1, 2, 0)
 
 
+def responses(
+    subject: Subject, shape: Shape, positions: Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Measure the cosine and sine of each pair, amplitude included, float64 ``[2, positions, pairs]``.
+
+    Raises:
+        CallFailed, Hangs: as in :meth:`Subject.rotate`.
+    """
+    firsts = [pair.first for pair in shape.pairs]
+    ends = [[shape.comes_out(channel) for channel in each] for each in zip(*shape.channels)]
+    x = torch.zeros(1, subject.heads(2), len(positions), subject.head_dim, dtype=dtype)
+    x[..., firsts] = 1.0
+    y = subject.rotate(subject.laid_out(x), list(positions))[0, 0].detach().cpu().double()
+    return torch.stack((y[:, ends[0]], y[:, ends[1]]))
+
+
 @dataclass(frozen=True)
 class MeasuredPair:
     """Two channels that turn together, measured at each position.

@@ -1,4 +1,4 @@
-"""Resolve the target of an audit: a function, ``MODULE:FUNCTION``, or a model of transformers."""
+"""Resolve the target of an audit: a function, ``MODULE:FUNCTION``, a model of transformers, or a stack."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from ..._errors import Refusal, bad_type, bad_value
+from ... import stacks
 from ...config import LayerSpecs, from_config
 from ...forms import calls_of
+from ...functional import rotate
 from ...spec import RopeSpec
 from ._guard import describe_error
 
@@ -51,12 +53,27 @@ class Target:
     unread: str = ""
 
 
-def resolve(target: object, *, make: bool, layer_type: str | None) -> Target:
+_STACK = "stack:"
+
+
+def names_stack(target: object) -> bool:
+    """Return True for ``"stack:NAME"``."""
+    return isinstance(target, str) and target.startswith(_STACK)
+
+
+def resolve(
+    target: object, *, make: bool, layer_type: str | None, spec: RopeSpec | None = None
+) -> Target:
     """Resolve the ``target`` argument of an audit.
+
+    Args:
+        spec: the rotation of a stack.
 
     Raises:
         ValueError, TypeError: the target does not exist or cannot be called.
     """
+    if isinstance(target, str) and names_stack(target):
+        return from_stack(target.removeprefix(_STACK), spec)
     if isinstance(target, str) and _NAME.match(target):
         found = from_name(target)
     elif isinstance(target, str | Path):
@@ -86,6 +103,27 @@ def from_object(target: object) -> Target:
         if owner is target:
             header = _import(module, name)
     return Target(name, target, header=header)
+
+
+def from_stack(name: str, spec: RopeSpec | None) -> Target:
+    """Return the rotation of a spec by the arithmetic of a stack; by exact angles for "exact"."""
+    if spec is None:
+        raise bad_value(
+            f"{_STACK}{name} must have a spec: give spec= (--meant, or --base and --head-dim), or compare "
+            "it with a configuration"
+        )
+    stack = None if name == "exact" else stacks.named(name)
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rotate(x, spec.at(positions, stack=stack))
+
+    header = (
+        "import torch\nfrom tightrope import RopeSpec, functional\n\n"
+        f"spec = RopeSpec.from_dict({spec.to_dict()!r})\n\n\n"
+        "def fn(x, positions):\n"
+        f"    return functional.rotate(x, spec.at(positions, stack={None if stack is None else name!r}))"
+    )
+    return Target(f"{_STACK}{name}", fn, None, header, spec, "x, positions", "bhsd", spec.head_dim)
 
 
 def _import(module: str, name: str) -> str:

@@ -1,0 +1,658 @@
+"""Compare two rotary functions: whether they agree to the bit, and if not, where they part.
+
+Each function is measured by itself, in the order in which a rotation is computed: channels, frequencies,
+angles, tables, roundings. The first step that differs is where the two part; later steps are compared
+too, because each is measured with the function's own earlier ones.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field
+from textwrap import indent
+from typing import Any
+
+import torch
+
+from ..._errors import public
+from ...spec import RopeSpec
+from . import _declared
+from ._guard import CallFailed, Guard, Hangs
+from ._impulse import Line, Shape, lines_of, measure_shape, responses
+from ._probe import Hints, NoCallFound, find_call
+from ._subject import Subject
+from ._targets import Target, names_stack, resolve
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of
+# two; the other positions show how positions and angles are rounded.
+_POWERS = tuple(2**n for n in range(21))
+_ODD = (3, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999, 65537, 1_048_573)
+_REACHES = (2**20 + 1, 2**16 + 2, 10_000, 4096, 1024, 512, 257)
+_NO_TABLE = 2**12
+"""The largest position to test if the function numbers tokens itself."""
+_EPS = 2.0**-24
+_SAME = 6e-7
+"""Largest difference of angles, in radians, whose cosines and sines are equal but for their last bit."""
+_SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One step in which two functions differ.
+
+    Attributes:
+        code: a stable short name, such as ``"frequencies"``.
+        sentence: the difference in one sentence.
+        evidence: the numbers behind it.
+    """
+
+    code: str
+    sentence: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`tightrope.workbench.audit.compare`.
+
+    Attributes:
+        first, second: names of the functions.
+        facts: measured properties; name -> (of the first, of the second).
+        differences: the steps that differ, in the order in which a rotation is computed.
+        shares: dtype -> shares of the results and of the gradients that differ in a bit; None for
+            gradients that a function does not have.
+        snippet: a program that raises an error while the functions differ; empty if they agree.
+    """
+
+    first: str
+    second: str
+    facts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    differences: tuple[Difference, ...] = ()
+    shares: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    snippet: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if the functions agree to the bit."""
+        return not self.differences
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the differences; the first one is where the functions part."""
+        return tuple(each.code for each in self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison in JSON types, with a format version."""
+        return {"version": 1, "ok": self.ok} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Comparison:
+        """Restore a comparison from :meth:`to_dict`."""
+        return cls(
+            first=saved["first"],
+            second=saved["second"],
+            facts={name: (values[0], values[1]) for name, values in saved["facts"].items()},
+            differences=tuple(Difference(**each) for each in saved["differences"]),
+            shares={name: (values[0], values[1]) for name, values in saved["shares"].items()},
+            snippet=saved["snippet"],
+        )
+
+
+@public("compare")
+def compare(  # noqa: PLR0913  (one argument for each option)
+    first: object,
+    second: object,
+    *,
+    spec: RopeSpec | None = None,
+    form: str | None = None,
+    layout: str | None = None,
+    tables: str | None = None,
+    head_dim: int | None = None,
+    make: bool = False,
+    layer_type: str | None = None,
+    timeout: float = 20.0,
+    device: str = "cpu",
+) -> Comparison:
+    """Compare two rotary functions bit by bit, and name the steps in which they differ.
+
+    Args:
+        first, second: targets as in :func:`tightrope.workbench.audit.audit`; or ``"stack:NAME"`` for a
+            library in :mod:`tightrope.stacks`, or ``"stack:exact"`` for exact angles, both with ``spec``
+            or with the spec of the other target's configuration.
+        spec: the rotation of stacks; otherwise it only gives the head dimension.
+        form, layout, tables, make: how to call ``first``, as in
+            :func:`tightrope.workbench.audit.audit`; the call of ``second`` is found by trying.
+        head_dim: channels of one head, for both.
+        layer_type: the layer type of models, if their layers differ.
+        timeout: seconds after which one call counts as hanging.
+        device: the device of the tensors passed to the functions.
+
+    Returns:
+        A :class:`Comparison`; ``ok`` is True if results and gradients agree to the bit in float32,
+        bfloat16 and float16.
+
+    Raises:
+        ValueError, TypeError: a target does not exist or is not callable, no call was found, a call
+            failed or did not return, or an option is wrong.
+
+    >>> found = compare("stack:litgpt", "stack:diffusers", spec=RopeSpec(64))
+    >>> found.ok, found.facts["rounding, bfloat16"]
+    (True, ('wide', 'wide'))
+    """
+    targets = _targets(first, second, spec, make, layer_type)
+    spec = spec or targets[0].spec or targets[1].spec
+    _declared.check_spec(spec, head_dim)
+    with (
+        redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),
+        Guard(timeout) as guard,
+    ):
+        warnings.simplefilter("ignore")
+        subjects: list[Subject] = []
+        for target, hints in zip(
+            targets, (Hints(form, layout, tables, None), Hints(None, None, None, None)), strict=True
+        ):
+            subjects.append(_subject(target, hints, head_dim, spec, guard, device, subjects))
+        try:
+            return _compared(targets, *[subject.fresh() for subject in subjects])
+        except CallFailed as error:
+            raise ValueError(f"A call that worked at first raised an error: {error}") from None
+        except Hangs:
+            raise ValueError(f"A call did not return within {timeout:g} s.") from None
+
+
+def _targets(
+    first: object, second: object, spec: RopeSpec | None, make: bool, layer_type: str | None
+) -> list[Target]:
+    """Resolve both targets; a stack gets the spec of the other target if none is given."""
+
+    def found(target: object, make: bool, spec: RopeSpec | None) -> Target:
+        return resolve(target, make=make, layer_type=layer_type, spec=spec)
+
+    if names_stack(first):
+        other = found(second, False, spec)
+        return [found(first, make, spec or other.spec), other]
+    own = found(first, make, None)
+    return [own, found(second, False, spec or own.spec)]
+
+
+def _subject(
+    target: Target,
+    hints: Hints,
+    head_dim: int | None,
+    spec: RopeSpec | None,
+    guard: Guard,
+    device: str,
+    others: Sequence[Subject],
+) -> Subject:
+    dim = head_dim or target.head_dim or (None if spec is None else spec.head_dim)
+    if dim is None and others:
+        dim = others[0].head_dim
+    form, layout, tables, _ = hints
+    if target.form is not None and form is None:
+        form, layout = target.form, target.layout
+    width, base = (None, 10000.0) if spec is None else (spec.rotary_dim, spec.base)
+    try:
+        return find_call(
+            target.fn,
+            guard,
+            Hints(form, layout, tables, dim),
+            inv_freq=lambda d: (
+                f"{base!r} ** (-torch.arange(0, {width or d}, 2, dtype=torch.float64) / {width or d})"
+            ),
+            header=target.header,
+            make=target.make,
+            device=device,
+        )
+    except NoCallFound as error:
+        tried = "; ".join(f"fn({call}), {why}" for call, why in error.tried[:3])
+        raise ValueError(
+            f"{target.name} must return a rotated x of the same shape but no call was found that does: "
+            f"{tried or 'the names of its arguments do not show their roles'}."
+        ) from None
+    except Hangs:
+        raise ValueError(f"A call of {target.name} did not return in time.") from None
+
+
+# --- one function --------------------------------------------------------------------------
+
+
+@dataclass
+class _Profile:
+    """What one function computes.
+
+    Attributes:
+        subject: the function.
+        shape: its pairs of channels.
+        lines: the angle of each pair as a line in the position.
+        omegas: the frequency of each pair, signed, to about 1e-13 radians per position.
+        amplitude: the factor on the rotated channels.
+        reach: the first position that the function does not accept, or that is not tested.
+    """
+
+    subject: Subject
+    shape: Shape
+    lines: tuple[Line, ...]
+    omegas: torch.Tensor
+    amplitude: float
+    reach: int
+
+    def tables(self, positions: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return cosines and sines, float64 ``[2, positions, pairs]``."""
+        return responses(self.subject, self.shape, positions, dtype)
+
+
+def _profile(subject: Subject) -> _Profile:
+    shape = measure_shape(subject)
+    if not shape.pairs or shape.tangled:
+        raise CallFailed("it does not rotate pairs of channels")
+    lines = lines_of(shape)
+    reach = _reach(subject, shape)
+    omegas = torch.tensor([line.slope for line in lines], dtype=torch.float64)
+    start = torch.tensor([line.intercept for line in lines], dtype=torch.float64)
+    start = torch.where(start.abs() < 1e-4, 0.0, start)
+    powers = [p for p in _POWERS if 64 <= p < reach]
+    if powers:
+        cos, sin = responses(subject, shape, powers)
+        for p, angle in zip(powers, torch.atan2(sin, cos), strict=True):
+            rest = _wrapped(angle - start - omegas * p)
+            if float(rest.abs().max()) > 0.5:
+                break
+            omegas = omegas + rest / p
+    amplitude = float(
+        torch.tensor([pair.amplitude[:4] for pair in shape.pairs], dtype=torch.float64).median()
+    )
+    return _Profile(subject, shape, lines, omegas, amplitude, reach)
+
+
+def _reach(subject: Subject, shape: Shape) -> int:
+    most = max(_REACHES) if subject.call.takes_ids else _NO_TABLE
+    for reach in _REACHES:
+        if reach > most:
+            continue
+        try:
+            if bool(responses(subject, shape, [reach - 1]).isfinite().all()):
+                return reach
+        except CallFailed:
+            continue
+    return max(shape.positions) + 1
+
+
+def _wrapped(angle: torch.Tensor) -> torch.Tensor:
+    return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
+
+
+# How positions, frequencies and their product may be rounded: name -> function of (position, frequency).
+_ANGLES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "float32": lambda p, w: (p.float() * w.float()).double(),
+    "more exact than float32": lambda p, w: p * w,
+    "float32, of positions in bfloat16": lambda p, w: (p.bfloat16().float() * w.float()).double(),
+    "float32, of positions in float16": lambda p, w: (p.half().float() * w.float()).double(),
+    "bfloat16": lambda p, w: (p.float() * w.float()).bfloat16().double(),
+    "bfloat16, of positions in bfloat16": lambda p, w: (p.bfloat16() * w.bfloat16()).double(),
+    "float16": lambda p, w: (p.float() * w.float()).half().double(),
+}
+
+
+def _angles_of(profile: _Profile, odd: Sequence[int], seen: torch.Tensor) -> str:
+    """Return the name of the arithmetic that gives the angles at odd positions."""
+    where = torch.tensor(odd, dtype=torch.float64)[:, None]
+    start = torch.tensor([line.intercept for line in profile.lines], dtype=torch.float64)
+    start = torch.where(start.abs() < 1e-4, 0.0, start)
+    best, found = math.inf, "unknown"
+    for name, compute in _ANGLES.items():
+        angle = compute(where, profile.omegas) + start
+        wanted = profile.amplitude * torch.stack((angle.cos(), angle.sin()))
+        error = float((wanted - seen).abs().nan_to_num(math.inf).max())
+        # Another arithmetic must fit clearly better than one named before it.
+        if error < 0.5 * best:
+            best, found = error, name
+    return found if best < 1e-3 else "unknown"
+
+
+def _roundings(
+    x: torch.Tensor, y: torch.Tensor, shape: Shape, cos: torch.Tensor, sin: torch.Tensor
+) -> dict[str, bool]:
+    """Return for each rounding whether it reproduces y from x, bit for bit.
+
+    Args:
+        x: ``(tokens, channels)``.
+        y: the function's result, of the same shape and dtype.
+        cos, sin: float32 ``(tokens, pairs)``.
+    """
+    firsts, seconds = (list(each) for each in zip(*shape.channels, strict=True))
+    ends = [[shape.comes_out(c) for c in each] for each in (firsts, seconds)]
+    u, v = x[:, firsts].float(), x[:, seconds].float()
+    dtype = x.dtype
+
+    def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+        same = (y[:, ends[0]] == one.to(dtype)) & (y[:, ends[1]] == other.to(dtype))
+        return bool(same.all())
+
+    def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        """a·b + c·d in float32, with the first product not rounded."""
+        return (a.double() * b.double() + (c * d).double()).float()
+
+    def narrow(product: torch.Tensor) -> torch.Tensor:
+        return product.to(dtype).float()
+
+    return {
+        "each": is_equal(narrow(u * cos) - narrow(v * sin), narrow(v * cos) + narrow(u * sin)),
+        "wide": is_equal(u * cos - v * sin, v * cos + u * sin),
+        "once": any(
+            is_equal(one, other)
+            for one in (fused(u, cos, -v, sin), fused(-v, sin, u, cos))
+            for other in (fused(v, cos, u, sin), fused(u, sin, v, cos))
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """The arithmetic that reproduces the results of a function for one dtype.
+
+    Attributes:
+        table: the dtype of cosines and sines, or "unknown".
+        forward: the roundings that give the results; none if no rounding does.
+        back: those that give the gradients; None if there are no gradients.
+    """
+
+    table: str = "unknown"
+    forward: tuple[str, ...] = ()
+    back: tuple[str, ...] | None = ()
+
+
+def _arithmetic(
+    profile: _Profile, dtype: torch.dtype, positions: Sequence[int], tables: torch.Tensor
+) -> _Arithmetic:
+    """Find the table dtype and the roundings that reproduce the function's results and gradients.
+
+    Args:
+        tables: its float32 cosines and sines at the positions.
+    """
+    subject, shape = profile.subject, profile.shape
+    x = subject.random(1, 1, len(positions), dtype=dtype, seed=3).requires_grad_()
+    out = subject.random(1, 1, len(positions), dtype=dtype, seed=4)
+    y = subject.rotate(x * 1.0, positions)
+    back = None
+    if y.requires_grad:
+        (back,) = torch.autograd.grad(y, x, out)
+    cos, sin = tables.float()
+    kinds = {"float32": (cos, sin)}
+    if dtype != torch.float32:
+        kinds = {_SHORT[dtype]: (cos.to(dtype).float(), sin.to(dtype).float()), **kinds}
+    names = ("wide", "once") if dtype == torch.float32 else ("each", "wide", "once")
+    rows = [t.detach().cpu()[0, 0] for t in (x, y)]
+    for kind, (c, s) in kinds.items():
+        fits = _roundings(*rows, shape, c, s)
+        forward = tuple(name for name in names if fits[name])
+        if not forward:
+            continue
+        if back is None or shape.order is not None:
+            return _Arithmetic(kind, forward, None if back is None else ())
+        fits = _roundings(out.cpu()[0, 0], back.cpu()[0, 0], shape, c, -s)
+        return _Arithmetic(kind, forward, tuple(name for name in names if fits[name]))
+    return _Arithmetic(back=None if back is None else ())
+
+
+# --- two functions --------------------------------------------------------------------------
+
+
+def _compared(targets: Sequence[Target], one: Subject, other: Subject) -> Comparison:
+    a, b = _profile(one), _profile(other)
+    found: list[Difference] = []
+    facts: dict[str, tuple[str, str]] = {}
+
+    def add(code: str, sentence: str, evidence: str) -> None:
+        found.append(Difference(code, sentence, evidence))
+
+    _compare_channels(a, b, facts, add)
+    same = len(a.shape.pairs) == len(b.shape.pairs)
+    if same:
+        _compare_frequencies(a, b, facts, add)
+    tables = _compare_angles(a, b, facts, add, {each.code for each in found}) if same else None
+    if tables is not None:
+        _compare_arithmetic(a, b, tables, facts, add)
+    shares = _shares(a, b)
+    if not found and any(part for share in shares.values() for part in share):
+        add(
+            "unexplained",
+            "Results differ for a reason that the comparison does not know.",
+            "channels, frequencies, angles, tables and roundings are the same",
+        )
+    snippet = _snippet(one, other, shares) if found else ""
+    return Comparison(targets[0].name, targets[1].name, facts, tuple(found), shares, snippet)
+
+
+_Add = Callable[[str, str, str], None]
+_Facts = dict[str, tuple[str, str]]
+
+
+def _compare_channels(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> None:
+    facts["pairing"] = a.shape.pairing, b.shape.pairing
+    slices = [f"{p.shape.start} to {p.shape.start + p.shape.rotary_dim - 1}" for p in (a, b)]
+    facts["channels"] = slices[0], slices[1]
+    if a.shape.pairing != b.shape.pairing:
+        add("pairing", "Channels are paired differently.", _either(facts["pairing"]))
+    if slices[0] != slices[1]:
+        add("slice", "Other channels rotate.", _either(facts["channels"]))
+    if a.shape.order != b.shape.order:
+        add("channel-order", "Channels come out in different orders.", "of one function, reordered")
+    signs = [1.0 if float(p.omegas.sum()) >= 0 else -1.0 for p in (a, b)]
+    if signs[0] != signs[1]:
+        add("sign", "The functions rotate in opposite directions.", "angles have opposite signs")
+    starts = [
+        torch.tensor([line.intercept for line in p.lines], dtype=torch.float64) for p in (a, b)
+    ]
+    if len(starts[0]) == len(starts[1]):
+        gap = _wrapped(starts[0] * signs[0] - starts[1] * signs[1])
+        if float(gap.abs().max()) > 1e-4:
+            k = int(gap.abs().argmax())
+            shift = float(gap[k] / a.omegas[k].abs()) if float(a.omegas[k]) else math.nan
+            add(
+                "positions",
+                "Positions count from different numbers.",
+                f"at position 0, pair {k} is turned by {float(gap[k]):+.6g} rad more by the first, which is "
+                f"{shift:+.4g} positions",
+            )
+
+
+def _compare_frequencies(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> None:
+    if abs(a.amplitude - b.amplitude) > 1e-6 * abs(b.amplitude):
+        scale = a.amplitude, b.amplitude
+    else:
+        scale = None
+    first, second = a.omegas.abs(), b.omegas.abs()
+    reach = min(a.reach, b.reach) - 1
+    gap = (first - second).abs()
+    # Two angles at the last tested position that differ by less than this are equal but for the cosine.
+    limit = _SAME / max(reach, 1)
+    kinds = [_precision(p.omegas.abs(), q.omegas.abs(), limit) for p, q in ((a, b), (b, a))]
+    if float(gap.max()) > limit:
+        relative = gap / torch.maximum(first, second).clamp(min=1e-300)
+        k = int(relative.argmax())
+        evidence = (
+            f"pair {k} turns by {float(first[k]):.12g} and {float(second[k]):.12g} rad per position, "
+            f"ratio {float(first[k] / second[k]) if float(second[k]) else math.inf:.9g}; "
+            f"{int((gap > limit).sum())} of {len(gap)} pairs differ"
+        )
+        if kinds[0] != kinds[1]:
+            facts["frequencies"] = kinds[0], kinds[1]
+            add("frequency-dtype", "Frequencies are rounded to different dtypes.", evidence)
+        elif float(relative.max()) < 2.0**-21:
+            add("frequencies", "Frequencies differ in their last bits.", evidence)
+        else:
+            add("frequencies", "Frequencies differ.", evidence)
+    if scale is not None:
+        facts["attention factor"] = f"{scale[0]:.9g}", f"{scale[1]:.9g}"
+        add(
+            "attention-factor",
+            "Rotated channels are scaled by different factors.",
+            f"{scale[0]:.9g} and {scale[1]:.9g}",
+        )
+
+
+def _precision(own: torch.Tensor, other: torch.Tensor, limit: float) -> str:
+    """Return the dtype that these frequencies are rounded to, if they are the other ones rounded."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        if bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all()):
+            step = torch.finfo(dtype).eps
+            # Powers in float32 may be off by more than half a unit.
+            if bool(((own - other).abs() <= 1.5 * step * other + limit).all()):
+                return _SHORT[dtype]
+    return "more exact than float32"
+
+
+def _compare_angles(
+    a: _Profile, b: _Profile, facts: _Facts, add: _Add, before: set[str]
+) -> list[tuple[list[int], torch.Tensor]] | None:
+    """Compare angles at odd positions; return these positions and each function's float32 tables there."""
+    reach = min(a.reach, b.reach)
+    odd = [p for p in _ODD if p < reach]
+    seen = [p.tables(odd) for p in (a, b)]
+    names = [_angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True)]
+    facts["angles"] = names[0], names[1]
+    if names[0] != names[1]:
+        gap = (seen[0] - seen[1]).abs().amax((0, 2))
+        worst = int(gap.argmax())
+        code = "position-dtype" if any("positions" in name for name in names) else "angle-dtype"
+        add(
+            code,
+            "Positions are rounded to different dtypes."
+            if code == "position-dtype"
+            else "Angles are rounded to different dtypes.",
+            f"{_either((names[0], names[1]))}; at position {odd[worst]:,} a cosine or sine differs by "
+            f"{float(gap[worst]):.3g}",
+        )
+    elif not before and not torch.equal(*seen):
+        count = int((seen[0] != seen[1]).sum())
+        add(
+            "cosines",
+            "Cosines and sines of the same angles differ in the last bit.",
+            f"{count} of {seen[0].numel()}, by up to {float((seen[0] - seen[1]).abs().max()):.3g}",
+        )
+    return [(odd, table) for table in seen]
+
+
+def _compare_arithmetic(
+    a: _Profile, b: _Profile, tables: list[tuple[list[int], torch.Tensor]], facts: _Facts, add: _Add
+) -> None:
+    reported: set[str] = set()
+
+    def differ(code: str, sentence: str, evidence: str) -> None:
+        if code not in reported:
+            reported.add(code)
+            add(code, sentence, evidence)
+
+    for dtype in _DTYPES:
+        name = _SHORT[dtype]
+        try:
+            one, other = (
+                _arithmetic(p, dtype, positions, table)
+                for p, (positions, table) in zip((a, b), tables, strict=True)
+            )
+            for which, p, (positions, table) in zip(("first", "second"), (a, b), tables, strict=True):
+                _compare_dtype(which, p, dtype, positions, table, differ)
+        except CallFailed:
+            continue  # the shares of differing results show that a function refuses this dtype
+        facts[f"tables, {name}"] = one.table, other.table
+        if one.table != other.table:
+            evidence = _either(facts[f"tables, {name}"])
+            differ("table-dtype", f"Cosines and sines have different dtypes, for {name} x.", evidence)
+        for code, fact, sentence, first, second in (
+            ("rounding", "rounding", "Results", one.forward, other.forward),
+            ("gradient-rounding", "rounding of gradients", "Gradients", one.back, other.back),
+        ):
+            shown = facts[f"{fact}, {name}"] = _named(first), _named(second)
+            alike = first == second or (first and second and not {*first}.isdisjoint(second))
+            if not alike:
+                differ(code, f"{sentence} are rounded at different places, for {name} x.", _either(shown))
+
+
+def _named(roundings: tuple[str, ...] | None) -> str:
+    return "no gradients" if roundings is None else " or ".join(roundings) or "unknown"
+
+
+def _compare_dtype(
+    which: str, p: _Profile, dtype: torch.dtype, positions: list[int], table: torch.Tensor, differ: _Add
+) -> None:
+    """Report a function whose angles depend on the dtype of x, as when positions take that dtype."""
+    if dtype == torch.float32:
+        return
+    off = (p.tables(positions, dtype) - table).abs().amax((0, 2))
+    if float(off.max()) > 2 * torch.finfo(dtype).eps * max(1.0, p.amplitude):
+        worst = int(off.argmax())
+        differ(
+            "position-dtype",
+            f"One function computes other angles for {_SHORT[dtype]} x than for float32 x.",
+            f"the {which}: at position {positions[worst]:,} a cosine or sine changes by "
+            f"{float(off[worst]):.3g}",
+        )
+
+
+def _either(values: tuple[str, str]) -> str:
+    return f"the first: {values[0]}; the second: {values[1]}"
+
+
+def _shares(a: _Profile, b: _Profile) -> dict[str, tuple[float, float | None]]:
+    """Return the shares of results and of gradients that differ, by dtype; 1 if one function refuses it."""
+    reach = min(a.reach, b.reach)
+    generator = torch.Generator().manual_seed(5)
+    far = torch.randint(0, reach, (32,), generator=generator).tolist()
+    positions = [*range(min(96, reach)), *far]
+    found: dict[str, tuple[float, float | None]] = {}
+    for dtype in _DTYPES:
+        results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        try:
+            for profile in (a, b):
+                subject = profile.subject
+                x = a.subject.random(1, 2, len(positions), dtype=dtype, seed=8)
+                x = subject.laid_out(x).requires_grad_()
+                out = subject.laid_out(a.subject.random(1, 2, len(positions), dtype=dtype, seed=9))
+                y = subject.rotate(x * 1.0, positions)
+                by_x = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
+                results.append((y.detach(), by_x))
+        except CallFailed:
+            found[_SHORT[dtype]] = (1.0, None)
+            continue
+        (y, by_x), (z, by_z) = results
+        gradients = None if by_x is None or by_z is None else _share(by_x, by_z)
+        found[_SHORT[dtype]] = _share(y, z), gradients
+    return found
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> float:
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((~same).double().mean()) if one.dtype == other.dtype else 1.0
+
+
+def _snippet(
+    one: Subject, other: Subject, shares: dict[str, tuple[float, float | None]]
+) -> str:
+    """Return a program with both functions and their adapters that fails where they differ."""
+    parts = []
+    for name, subject in (("first", one), ("second", other)):
+        header = subject.header or f"import torch\n\n# fn is the {name} function"
+        body = indent(f"{header}\n\n{subject.source}\n\nreturn rotate", "    ")
+        parts.append(f"def make_{name}():\n{body}")
+    dtype = next((key for key, (share, _) in shares.items() if share), "")
+    of_gradients = next((key for key, (_, share) in shares.items() if share), "float32")
+    check = (
+        "first, second = make_first(), make_second()\n"
+        "where = torch.tensor([[0, 1, 5, 100, 257, 1003]])\n"
+        f"x = torch.randn(1, {one.heads(2)}, 6, {one.head_dim}, dtype=torch.{dtype or of_gradients})\n"
+    )
+    if dtype:
+        check += "assert torch.equal(first(x, where), second(x, where))"
+    else:
+        check += (
+            "out = torch.randn_like(x)\nby_x = [torch.func.vjp(lambda x: f(x, where), x)[1](out)[0] "
+            "for f in (first, second)]\nassert torch.equal(*by_x)"
+        )
+    return "\n\n\n".join(["import torch", *parts, check]) + "\n"

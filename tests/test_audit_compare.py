@@ -1,0 +1,221 @@
+"""`compare` of the audit: planted differences of each kind are found and named; equal functions agree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tightrope import RopeSpec
+from tightrope.cli.app import app
+from tightrope.frequencies import Linear, YaRN
+from tightrope.workbench.audit import Comparison, compare
+
+DIM = 64
+Rope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def rope(  # noqa: PLR0913  (one argument for each planted difference)
+    *,
+    interleaved: bool = False,
+    width: int = DIM,
+    shift: float = 0.0,
+    sign: float = 1.0,
+    base: float = 10000.0,
+    slowed: int | None = None,
+    frequency: torch.dtype = torch.float32,
+    factor: float = 1.0,
+    position: torch.dtype | str = torch.float32,
+    angle: torch.dtype = torch.float32,
+    table: torch.dtype | str = "x",
+    rounding: str = "each",
+    detach: bool = False,
+) -> Rope:
+    """Return a rotation in plain PyTorch; each argument changes one step of it."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float64 if angle == torch.float64 else None)
+    inv_freq = (1.0 / base ** (exponent / width)).to(frequency).to(angle)
+    if slowed is not None:
+        inv_freq[slowed] *= 0.5
+
+    def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        where = positions.to(x.dtype if position == "x" else position).to(angle) + shift
+        angles = sign * where[:, None, :, None] * inv_freq
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        cos, sin = (t.to(x.dtype if table == "x" else table) for t in (cos, sin))
+        turned, rest = x[..., :width], x[..., width:]
+        if interleaved:
+            u, v = turned[..., 0::2], turned[..., 1::2]
+        else:
+            u, v = turned.chunk(2, -1)
+        if rounding == "wide":
+            u, v, cos, sin = u.float(), v.float(), cos.float(), sin.float()
+        first, second = u * cos - v * sin, v * cos + u * sin
+        if interleaved:
+            y = torch.stack((first, second), -1).flatten(-2)
+        else:
+            y = torch.cat((first, second), -1)
+        y = torch.cat((y.to(x.dtype), rest), -1)
+        return y + (y.detach() - y) if detach else y
+
+    return rotate
+
+
+PLANTED: dict[str, tuple[Rope, Rope, str, str]] = {
+    "pairing": (rope(interleaved=True), rope(), "pairing", "interleaved"),
+    "slice": (rope(width=32), rope(), "slice", "0 to 31"),
+    "direction": (rope(sign=-1.0), rope(), "sign", "opposite"),
+    "first position": (rope(shift=1.0), rope(), "positions", "+1 positions"),
+    "base": (rope(base=500000.0), rope(), "frequencies", "31 of 32 pairs differ"),
+    "one pair": (rope(slowed=7), rope(), "frequencies", "pair 7 turns by"),
+    "frequencies in bfloat16": (rope(frequency=torch.bfloat16), rope(), "frequency-dtype", "pair"),
+    "frequencies in float16": (rope(), rope(frequency=torch.float16), "frequency-dtype", "pair"),
+    "frequencies in float64": (
+        rope(angle=torch.float64, frequency=torch.float64), rope(), "frequency-dtype", "pair",
+    ),
+    "angles in float64": (
+        rope(angle=torch.float64), rope(angle=torch.float64, frequency=torch.float64),
+        "frequency-dtype", "pair",
+    ),
+    "attention factor": (rope(factor=1.2), rope(), "attention-factor", "1.2"),
+    "positions in bfloat16": (rope(position=torch.bfloat16), rope(), "position-dtype", "bfloat16"),
+    "positions in float16": (rope(), rope(position=torch.float16), "position-dtype", "float16"),
+    "positions in the dtype of x": (rope(position="x"), rope(), "position-dtype", "the first: at"),
+    "tables in float32": (
+        rope(table=torch.float32, rounding="wide"), rope(rounding="wide"), "table-dtype", "float32",
+    ),
+    "tables in bfloat16": (rope(table=torch.bfloat16), rope(), "cosines", "of 768"),
+    "roundings": (rope(rounding="wide"), rope(), "rounding", "the first: wide"),
+    "gradients": (rope(detach=True), rope(), "gradient-rounding", "the first: unknown"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_differences_are_named_first(name: str) -> None:
+    """The first difference is the planted one, in both orders of the functions."""
+    first, second, code, evidence = PLANTED[name]
+    for a, b in ((first, second), (second, first)):
+        found = compare(a, b, head_dim=DIM)
+        assert found.codes[0] == code, found
+        if a is first:
+            assert evidence in found.differences[0].evidence
+        assert any(part for share in found.shares.values() for part in share)
+        assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_equal_functions_agree() -> None:
+    for options in ({}, {"interleaved": True, "rounding": "wide"}, {"width": 32, "factor": 1.1}):
+        found = compare(rope(**options), rope(**options), head_dim=DIM)  # type: ignore[arg-type]
+        assert found.ok, found
+        assert found.snippet == ""
+        assert found.shares == dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    "stack, options",
+    [
+        ("transformers", {}),
+        ("diffusers", {"table": torch.float32, "rounding": "wide"}),
+    ],
+)
+def test_functions_and_stacks(stack: str, options: dict[str, Any]) -> None:
+    """The arithmetic of a stack, written out, agrees with it; in the backward pass too."""
+    found = compare(rope(**options), f"stack:{stack}", spec=RopeSpec(DIM))
+    assert found.codes in ((), ("gradient-rounding",))
+    assert all(share[0] == 0.0 for share in found.shares.values())
+
+
+def test_yarn_of_litgpt_differs_from_that_of_transformers() -> None:
+    """LitGPT keeps the slow pairs and divides the fast ones; YaRN does the opposite."""
+    spec = RopeSpec(DIM, scaling=YaRN(4.0, 1024))
+    found = compare("stack:litgpt", "stack:transformers", spec=spec)
+    assert found.codes[:2] == ("frequencies", "attention-factor")
+    assert "ratio 4" in found.differences[0].evidence
+    alike = compare("stack:vllm-native", "stack:transformers", spec=spec)
+    assert alike.ok, alike
+
+
+def test_linear_scaling_of_positions_differs_in_last_bits() -> None:
+    """vLLM divides positions, transformers frequencies: the same but for roundings."""
+    spec = RopeSpec(DIM, scaling=Linear(3.0))
+    found = compare("stack:vllm-native", "stack:transformers", spec=spec)
+    assert not found.ok
+    assert found.codes[0] in ("frequencies", "frequency-dtype", "angle-dtype", "cosines")
+    assert found.shares["float32"][0] > 0.1
+
+
+def test_models_and_configurations(tmp_path: Path) -> None:
+    assert compare("llama", "stack:transformers").ok
+    config = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = compare(str(tmp_path), "stack:transformers")
+    assert found.ok, found
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(config | {"rope_theta": 5e5}))
+    assert compare(str(tmp_path), str(other)).codes == ("frequencies",)
+
+
+def test_snippet_shows_the_difference(tmp_path: Path) -> None:
+    """The program fails while the functions differ and passes when they agree."""
+    found = compare("stack:meta", "stack:transformers", spec=RopeSpec(DIM))
+    program = tmp_path / "program.py"
+    program.write_text(found.snippet)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "AssertionError" in done.stderr
+    program.write_text(found.snippet.replace("'transformers'", "'meta'"))
+    subprocess.run([sys.executable, program], check=True)
+
+
+def test_snippet_of_gradients(tmp_path: Path) -> None:
+    spec = RopeSpec(DIM)
+    found = compare("stack:torchtune", "stack:diffusers", spec=spec)
+    assert found.codes == ("gradient-rounding",)
+    program = tmp_path / "program.py"
+    program.write_text(found.snippet)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert "AssertionError" in done.stderr
+    program.write_text(found.snippet.replace("'torchtune'", "'diffusers'"))
+    subprocess.run([sys.executable, program], check=True)
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["audit", *arguments])
+
+
+def test_command() -> None:
+    spec = ("--head-dim", "64", "--base", "10000")
+    done = run("stack:litgpt", "--against", "stack:transformers", *spec)
+    assert done.exit_code == 1
+    for words in ("table-dtype", "rounding", "32 % of results", "the first: wide; the second: each"):
+        assert words in " ".join(done.output.split()), done.output
+    done = run("stack:litgpt", "--against", "stack:diffusers", *spec, "--no-isolate")
+    assert done.exit_code == 0
+    assert "They agree to the bit" in done.output
+    done = run("llama", "--against", "stack:vllm", "--json")
+    assert done.exit_code == 1
+    saved = json.loads(done.output)
+    assert Comparison.from_dict(saved).codes[0] == "rounding"
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"\[compare\] stack:vllm must have a spec: give spec="):
+        compare("stack:vllm", rope())
+    with pytest.raises(ValueError, match=r"\[compare\] stack must be one of .* but got 'vlm'"):
+        compare("stack:vlm", rope(), spec=RopeSpec(8))
+    with pytest.raises(ValueError, match=r"must return a rotated x of the same shape but no call"):
+        compare(lambda: 3, rope())
+    with pytest.raises(ValueError, match="does not rotate pairs of channels"):
+        compare(lambda x, positions: x, rope(), head_dim=DIM)
+    done = run("stack:vllm", "--against", "stack:meta")
+    assert done.exit_code == 2
+    assert "must have a spec" in " ".join(done.output.split())
