@@ -543,7 +543,7 @@ ERRORS = {
     "[rotate] the gate Slope must have 1 or 2 heads for x but got 3": lambda: rotate(
         X, RopeSpec(8), gate=gates.Slope(torch.zeros(3, 8))
     ),
-    "[rotate] out has no gradient, and act or gate require one": lambda: rotate(
+    "[rotate] a result written to out has no gradient, but act or gate require one": lambda: rotate(
         X, RopeSpec(8), gate=gates.Exp(torch.zeros(8, requires_grad=True)), out=torch.empty_like(X)
     ),
 }

@@ -708,14 +708,14 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "out of learned frequencies": (
         lambda: rotate(X, SPEC, inv_freq=torch.ones(3, requires_grad=True), out=torch.empty(X.shape)),
         ValueError,
-        "[rotate] out has no gradient, and positions or inv_freq require one; use "
-        "torch.no_grad(), or omit out.",
+        "[rotate] a result written to out has no gradient, but positions or inv_freq require one; "
+        "use torch.no_grad(), or omit out.",
     ),
     "out of learned positions": (
         lambda: rotate(X, SPEC, torch.ones(5, requires_grad=True), out=torch.empty(X.shape)),
         ValueError,
-        "[rotate] out has no gradient, and positions or inv_freq require one; use "
-        "torch.no_grad(), or omit out.",
+        "[rotate] a result written to out has no gradient, but positions or inv_freq require one; "
+        "use torch.no_grad(), or omit out.",
     ),
     "a leaf in place": (
         lambda: rotate_(torch.zeros(2, 4, 5, 8, requires_grad=True), SPEC,

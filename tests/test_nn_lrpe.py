@@ -197,7 +197,9 @@ def test_what_is_refused(error: type[Exception], message: str, options: dict[str
 
 def test_what_the_call_refuses() -> None:
     module = LrpeRotate1d(12, 3)
-    message = "x must have shape (batch, tokens, 3, 12) or, without heads, (batch, tokens, 12)"
+    message = (
+        "x must have shape (batch, tokens, 3, 12) or, if num_heads is None, (batch, tokens, 12)"
+    )
     with pytest.raises(
         ValueError, match=re.escape(f"[LrpeRotate1d] {message} (x: float32[2, 5, 3, 8])")
     ):

@@ -159,8 +159,8 @@ ERRORS = {
     "grad": (
         lambda: rotate(X.clone().requires_grad_(), SPEC, out=X.clone()),
         ValueError,
-        "[rotate] out has no gradient, and x or out requires one; use torch.no_grad(), "
-        "or omit out " + FACTS.format("float32[2, 3, 5, 12]"),
+        "[rotate] a result written to out has no gradient, but x or out requires one; "
+        "use torch.no_grad(), or omit out " + FACTS.format("float32[2, 3, 5, 12]"),
     ),
     "itself": (
         lambda: rotate(X, SPEC, out=X),

@@ -185,7 +185,7 @@ def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, floa
 def assert_ways(
     got: torch.Tensor, wanted: torch.Tensor, lengths: torch.Tensor, rotations: int, reach: float
 ) -> None:
-    """Assert that two computations of one result agree; one of them rounds once more."""
+    """Assert that two computations of one result agree, with up to three roundings in all."""
     assert got.dtype == wanted.dtype
     if got.dtype in (torch.float32, torch.float64):
         assert_rotations(got, wanted, lengths, rotations, reach)

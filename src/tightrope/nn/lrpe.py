@@ -121,8 +121,8 @@ class LrpeRotate1d(torch.nn.Module):
         if x.dim() not in (3, 4) or x.shape[-1] != self.head_dim:
             heads = "heads" if self.num_heads is None else self.num_heads
             raise bad_value(
-                f"x must have shape (batch, tokens, {heads}, {self.head_dim}) or, without heads, "
-                f"(batch, tokens, {self.head_dim})",
+                f"x must have shape (batch, tokens, {heads}, {self.head_dim}) or, if num_heads "
+                f"is None, (batch, tokens, {self.head_dim})",
                 x=x,
             )
         return functional.lrpe_rotate_1d(

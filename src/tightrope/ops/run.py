@@ -294,11 +294,12 @@ def _check_out_grad(call: Call, way: Way) -> None:
     if not way.needs_grad:
         return
     found, without = wanted(call), "use torch.no_grad(), or omit out"
+    lost = "a result written to out has no gradient"
     if found:
-        raise bad_value(f"out has no gradient, and {found[0]} require one; {without}")
+        raise bad_value(f"{lost}, but {found[0]} require one; {without}")
     for name, x, out in zip(call.names, call.xs(), call.outs):
         if x.requires_grad or out.requires_grad:
-            rule = f"out has no gradient, and {name} or out requires one; {without}"
+            rule = f"{lost}, but {name} or out requires one; {without}"
             raise bad_value(rule, **{name: x, "out": out})
 
 
