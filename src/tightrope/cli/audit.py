@@ -18,7 +18,16 @@ from rich.text import Text
 
 from .. import RopeSpec
 from ..config.files import load
-from ..workbench.audit import SEVERITIES, Finding, Report, audit as run_audit, verdict
+from ..workbench.audit import (
+    SEVERITIES,
+    Comparison,
+    Difference,
+    Finding,
+    Report,
+    audit as run_audit,
+    compare,
+    verdict,
+)
 from ._console import make_console
 from ._mistakes import as_mistakes, stop
 from ._tables import StackedTable, facts
@@ -34,6 +43,10 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 from tightrope.cli._audit_apart import main
 main()
 """
+
+
+# The options that a comparison has too.
+_SHARED = ("form", "layout", "tables", "head_dim", "make", "layer_type", "device", "timeout")
 
 
 class Severity(str, Enum):
@@ -53,6 +66,13 @@ def audit(
             show_default=False,
         ),
     ],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="A second target: report whether both agree to the bit, and where they part. "
+            "For both targets, stack:NAME is a library of tightrope.stacks and stack:exact exact angles.",
+        ),
+    ] = None,
     form: Annotated[
         str | None,
         typer.Option(
@@ -117,7 +137,7 @@ def audit(
 
     The audit calls it with impulses and random vectors and does not read its source. Findings come
     with programs that reproduce them. Exit codes: 0 no finding as severe as --fail-on, 1 such
-    findings, 2 invalid arguments.
+    findings (with --against: any difference), 2 invalid arguments.
 
     Examples:
 
@@ -126,6 +146,8 @@ def audit(
     `tightrope audit ./Llama-3.1-8B/config.json`
 
     `tightrope audit mymodel:make_rope --make --head-dim 64 --json`
+
+    `tightrope audit ./Llama-3.1-8B --against stack:vllm`
     """
     options: dict[str, Any] = {
         "form": form,
@@ -141,13 +163,19 @@ def audit(
         + (["float16"] if float16 else []),
         "spec": None,
     }
+    if against is not None:
+        options = {name: options[name] for name in _SHARED} | {"against": against}
     with as_mistakes():
         options["spec"] = _declared(meant, head_dim, base, rotary_dim, interleaved)
         report = _apart(target, options) if isolate else here(target, options)
     if as_json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
+    elif isinstance(report, Comparison):
+        print_comparison(make_console(), report)
     else:
         print_report(make_console(), report)
+    if isinstance(report, Comparison):
+        raise typer.Exit(0 if report.ok else 1)
     worst = SEVERITIES.index(fail_on.value)
     if any(SEVERITIES.index(finding.severity) <= worst for finding in report.findings):
         raise typer.Exit(1)
@@ -188,23 +216,23 @@ def _read(path: Path) -> RopeSpec:
     return spec
 
 
-def here(target: str, options: dict[str, Any]) -> Report:
-    """Run the audit in this process.
+def here(target: str, options: dict[str, Any]) -> Report | Comparison:
+    """Run the audit, or the comparison if the options name a second target, in this process.
 
     Raises:
         ValueError, TypeError: the target or an option cannot be used.
     """
     spec = options["spec"]
-    chosen = options | {
-        "dtypes": [getattr(torch, name) for name in options["dtypes"]],
-        "spec": None if spec is None else RopeSpec.from_dict(spec),
-    }
+    chosen = options | {"spec": None if spec is None else RopeSpec.from_dict(spec)}
     # The function's module may print on import; keep that out of the JSON.
     with redirect_stdout(sys.stderr):
+        if "against" in chosen:
+            return compare(target, chosen.pop("against"), **chosen)
+        chosen["dtypes"] = [getattr(torch, name) for name in options["dtypes"]]
         return run_audit(target, **chosen)
 
 
-def _apart(target: str, options: dict[str, Any]) -> Report:
+def _apart(target: str, options: dict[str, Any]) -> Report | Comparison:
     """Run the audit in a child process, which may crash."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
@@ -216,23 +244,54 @@ def _apart(target: str, options: dict[str, Any]) -> Report:
                 command, input=work, text=True, timeout=seconds, stdout=2, check=False
             )
         except subprocess.TimeoutExpired:
-            return _lost(target, "hangs", f"The audit did not end within {seconds:g} s.")
+            return _lost(target, options, "hangs", f"The audit did not end within {seconds:g} s.")
         if not out.is_file():
             end = (
                 f"was ended by signal {-done.returncode}"
                 if done.returncode < 0
                 else f"ended with exit code {done.returncode}"
             )
-            return _lost(target, "crashes", f"The audit process {end}.")
+            return _lost(target, options, "crashes", f"The audit process {end}.")
         saved = json.loads(out.read_text(encoding="utf-8"))
     if "invalid arguments" in saved:
         stop(saved["invalid arguments"])
-    return Report.from_dict(saved)
+    return (Comparison if "against" in options else Report).from_dict(saved)
 
 
-def _lost(target: str, code: str, sentence: str) -> Report:
+def _lost(target: str, options: dict[str, Any], code: str, sentence: str) -> Report | Comparison:
     evidence = "run with --no-isolate under a debugger to see where"
+    if "against" in options:
+        return Comparison(
+            target, options["against"], differences=(Difference(code, sentence, evidence),)
+        )
     return Report(target, {}, (Finding(code, "error", sentence, evidence),))
+
+
+def print_comparison(console: Console, found: Comparison) -> None:
+    """Print the comparison as text, with a program that can be copied."""
+    console.print(Text(f"{found.first} against {found.second}", style="bold"))
+    table = StackedTable(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("", "first", "second"):
+        table.add_column(name)
+    for fact, (one, other) in found.facts.items():
+        table.add_row(Text(fact, style="dim"), one, other if other != one else "the same")
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    for each in found.differences:
+        console.print()
+        console.print(Text(each.code, style="bold red"))
+        for line, style in ((each.sentence, ""), (each.evidence, "dim")):
+            console.print(Padding(Text(line, style=style), (0, 0, 0, 2), expand=False))
+    console.print()
+    for dtype, (results, gradients) in found.shares.items():
+        parts = [f"{results:.2g} of results"]
+        if gradients is not None:
+            parts.append(f"{gradients:.2g} of gradients")
+        console.print(Text(f"  {dtype:<9} differing: {', '.join(parts)}", style="dim"))
+    for line in found.snippet.splitlines():
+        console.print(f"    {line}".rstrip(), markup=False, soft_wrap=True)
+    style = "green" if found.ok else "bold"
+    parted = "" if found.ok else f"They part first at: {found.codes[0]}."
+    console.print(Text(parted or "They agree to the bit.", style=style))
 
 
 def print_report(console: Console, report: Report) -> None:

@@ -35,9 +35,8 @@ _ODD = (3, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999, 65537, 1_048_573)
 _REACHES = (2**20 + 1, 2**16 + 2, 10_000, 4096, 1024, 512, 257)
 _NO_TABLE = 2**12
 """The largest position to test if the function numbers tokens itself."""
-_EPS = 2.0**-24
-_SAME = 6e-7
-"""Largest difference of angles, in radians, whose cosines and sines are equal but for their last bit."""
+_UNITS = 5
+"""Angles whose cosines and sines are equal but for their last bit differ by at most so many units of it."""
 _SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -225,7 +224,7 @@ def _subject(
 
 @dataclass
 class _Profile:
-    """What one function computes.
+    """The measured steps of one function.
 
     Attributes:
         subject: the function.
@@ -233,6 +232,7 @@ class _Profile:
         lines: the angle of each pair as a line in the position.
         omegas: the frequency of each pair, signed, to about 1e-13 radians per position.
         amplitude: the factor on the rotated channels.
+        table: the narrowest dtype that holds its cosines and sines for float32 x.
         reach: the first position that the function does not accept, or that is not tested.
     """
 
@@ -241,7 +241,19 @@ class _Profile:
     lines: tuple[Line, ...]
     omegas: torch.Tensor
     amplitude: float
+    table: torch.dtype
     reach: int
+
+    @property
+    def noise(self) -> float:
+        """The largest error of a measured angle, in radians."""
+        return _UNITS * torch.finfo(self.table).eps
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """The angle of each pair at position 0, in radians; 0 if it is not clearly another."""
+        start = torch.tensor([line.intercept for line in self.lines], dtype=torch.float64)
+        return torch.where(start.abs() < max(1e-4, 2 * self.noise), 0.0, start)
 
     def tables(self, positions: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return cosines and sines, float64 ``[2, positions, pairs]``."""
@@ -254,21 +266,23 @@ def _profile(subject: Subject) -> _Profile:
         raise CallFailed("it does not rotate pairs of channels")
     lines = lines_of(shape)
     reach = _reach(subject, shape)
-    omegas = torch.tensor([line.slope for line in lines], dtype=torch.float64)
-    start = torch.tensor([line.intercept for line in lines], dtype=torch.float64)
-    start = torch.where(start.abs() < 1e-4, 0.0, start)
-    powers = [p for p in _POWERS if 64 <= p < reach]
-    if powers:
-        cos, sin = responses(subject, shape, powers)
-        for p, angle in zip(powers, torch.atan2(sin, cos), strict=True):
-            rest = _wrapped(angle - start - omegas * p)
-            if float(rest.abs().max()) > 0.5:
-                break
-            omegas = omegas + rest / p
-    amplitude = float(
-        torch.tensor([pair.amplitude[:4] for pair in shape.pairs], dtype=torch.float64).median()
+    amplitudes = torch.tensor([pair.amplitude[:4] for pair in shape.pairs], dtype=torch.float64)
+    slopes = torch.tensor([line.slope for line in lines], dtype=torch.float64)
+    powers = [p for p in _POWERS if 64 <= p < reach] or [2]
+    seen = responses(subject, shape, powers)
+    narrow = (
+        each
+        for each in (torch.bfloat16, torch.float16)
+        if torch.equal(seen.to(each).double(), seen)
     )
-    return _Profile(subject, shape, lines, omegas, amplitude, reach)
+    table = next(narrow, torch.float32)
+    found = _Profile(subject, shape, lines, slopes, float(amplitudes.median()), table, reach)
+    for p, angle in zip(powers, torch.atan2(seen[1], seen[0]), strict=True):
+        rest = _wrapped(angle - found.starts - found.omegas * p)
+        if float(rest.abs().max()) > 0.5:
+            break
+        found.omegas = found.omegas + rest / p
+    return found
 
 
 def _reach(subject: Subject, shape: Shape) -> int:
@@ -303,17 +317,15 @@ _ANGLES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def _angles_of(profile: _Profile, odd: Sequence[int], seen: torch.Tensor) -> str:
     """Return the name of the arithmetic that gives the angles at odd positions."""
     where = torch.tensor(odd, dtype=torch.float64)[:, None]
-    start = torch.tensor([line.intercept for line in profile.lines], dtype=torch.float64)
-    start = torch.where(start.abs() < 1e-4, 0.0, start)
     best, found = math.inf, "unknown"
     for name, compute in _ANGLES.items():
-        angle = compute(where, profile.omegas) + start
+        angle = compute(where, profile.omegas) + profile.starts
         wanted = profile.amplitude * torch.stack((angle.cos(), angle.sin()))
         error = float((wanted - seen).abs().nan_to_num(math.inf).max())
         # Another arithmetic must fit clearly better than one named before it.
         if error < 0.5 * best:
             best, found = error, name
-    return found if best < 1e-3 else "unknown"
+    return found if best < max(1e-3, 2 * profile.noise) else "unknown"
 
 
 def _roundings(
@@ -384,13 +396,13 @@ def _arithmetic(
     if y.requires_grad:
         (back,) = torch.autograd.grad(y, x, out)
     cos, sin = tables.float()
-    kinds = {"float32": (cos, sin)}
+    kinds = {_SHORT[profile.table if dtype == torch.float32 else torch.float32]: (cos, sin)}
     if dtype != torch.float32:
         kinds = {_SHORT[dtype]: (cos.to(dtype).float(), sin.to(dtype).float()), **kinds}
     names = ("wide", "once") if dtype == torch.float32 else ("each", "wide", "once")
-    rows = [t.detach().cpu()[0, 0] for t in (x, y)]
+    given, result = (t.detach().cpu()[0, 0] for t in (x, y))
     for kind, (c, s) in kinds.items():
-        fits = _roundings(*rows, shape, c, s)
+        fits = _roundings(given, result, shape, c, s)
         forward = tuple(name for name in names if fits[name])
         if not forward:
             continue
@@ -447,11 +459,8 @@ def _compare_channels(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> Non
     signs = [1.0 if float(p.omegas.sum()) >= 0 else -1.0 for p in (a, b)]
     if signs[0] != signs[1]:
         add("sign", "The functions rotate in opposite directions.", "angles have opposite signs")
-    starts = [
-        torch.tensor([line.intercept for line in p.lines], dtype=torch.float64) for p in (a, b)
-    ]
-    if len(starts[0]) == len(starts[1]):
-        gap = _wrapped(starts[0] * signs[0] - starts[1] * signs[1])
+    if len(a.lines) == len(b.lines):
+        gap = _wrapped(a.starts * signs[0] - b.starts * signs[1])
         if float(gap.abs().max()) > 1e-4:
             k = int(gap.abs().argmax())
             shift = float(gap[k] / a.omegas[k].abs()) if float(a.omegas[k]) else math.nan
@@ -464,15 +473,11 @@ def _compare_channels(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> Non
 
 
 def _compare_frequencies(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> None:
-    if abs(a.amplitude - b.amplitude) > 1e-6 * abs(b.amplitude):
-        scale = a.amplitude, b.amplitude
-    else:
-        scale = None
     first, second = a.omegas.abs(), b.omegas.abs()
     reach = min(a.reach, b.reach) - 1
     gap = (first - second).abs()
     # Two angles at the last tested position that differ by less than this are equal but for the cosine.
-    limit = _SAME / max(reach, 1)
+    limit = max(a.noise, b.noise) / max(reach, 1)
     kinds = [_precision(p.omegas.abs(), q.omegas.abs(), limit) for p, q in ((a, b), (b, a))]
     if float(gap.max()) > limit:
         relative = gap / torch.maximum(first, second).clamp(min=1e-300)
@@ -489,7 +494,8 @@ def _compare_frequencies(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> 
             add("frequencies", "Frequencies differ in their last bits.", evidence)
         else:
             add("frequencies", "Frequencies differ.", evidence)
-    if scale is not None:
+    scale = a.amplitude, b.amplitude
+    if abs(scale[0] - scale[1]) > max(a.noise, b.noise) * max(scale):
         facts["attention factor"] = f"{scale[0]:.9g}", f"{scale[1]:.9g}"
         add(
             "attention-factor",
@@ -500,7 +506,7 @@ def _compare_frequencies(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> 
 
 def _precision(own: torch.Tensor, other: torch.Tensor, limit: float) -> str:
     """Return the dtype that these frequencies are rounded to, if they are the other ones rounded."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all()):
             step = torch.finfo(dtype).eps
             # Powers in float32 may be off by more than half a unit.
@@ -530,7 +536,7 @@ def _compare_angles(
             f"{_either((names[0], names[1]))}; at position {odd[worst]:,} a cosine or sine differs by "
             f"{float(gap[worst]):.3g}",
         )
-    elif not before and not torch.equal(*seen):
+    elif not before and a.table == b.table and not torch.equal(*seen):
         count = int((seen[0] != seen[1]).sum())
         add(
             "cosines",
@@ -557,14 +563,18 @@ def _compare_arithmetic(
                 _arithmetic(p, dtype, positions, table)
                 for p, (positions, table) in zip((a, b), tables, strict=True)
             )
-            for which, p, (positions, table) in zip(("first", "second"), (a, b), tables, strict=True):
+            for which, p, (positions, table) in zip(
+                ("first", "second"), (a, b), tables, strict=True
+            ):
                 _compare_dtype(which, p, dtype, positions, table, differ)
         except CallFailed:
             continue  # the shares of differing results show that a function refuses this dtype
         facts[f"tables, {name}"] = one.table, other.table
         if one.table != other.table:
             evidence = _either(facts[f"tables, {name}"])
-            differ("table-dtype", f"Cosines and sines have different dtypes, for {name} x.", evidence)
+            differ(
+                "table-dtype", f"Cosines and sines have different dtypes, for {name} x.", evidence
+            )
         for code, fact, sentence, first, second in (
             ("rounding", "rounding", "Results", one.forward, other.forward),
             ("gradient-rounding", "rounding of gradients", "Gradients", one.back, other.back),
@@ -572,7 +582,11 @@ def _compare_arithmetic(
             shown = facts[f"{fact}, {name}"] = _named(first), _named(second)
             alike = first == second or (first and second and not {*first}.isdisjoint(second))
             if not alike:
-                differ(code, f"{sentence} are rounded at different places, for {name} x.", _either(shown))
+                differ(
+                    code,
+                    f"{sentence} are rounded at different places, for {name} x.",
+                    _either(shown),
+                )
 
 
 def _named(roundings: tuple[str, ...] | None) -> str:
@@ -580,7 +594,12 @@ def _named(roundings: tuple[str, ...] | None) -> str:
 
 
 def _compare_dtype(
-    which: str, p: _Profile, dtype: torch.dtype, positions: list[int], table: torch.Tensor, differ: _Add
+    which: str,
+    p: _Profile,
+    dtype: torch.dtype,
+    positions: list[int],
+    table: torch.Tensor,
+    differ: _Add,
 ) -> None:
     """Report a function whose angles depend on the dtype of x, as when positions take that dtype."""
     if dtype == torch.float32:
@@ -632,9 +651,7 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((~same).double().mean()) if one.dtype == other.dtype else 1.0
 
 
-def _snippet(
-    one: Subject, other: Subject, shares: dict[str, tuple[float, float | None]]
-) -> str:
+def _snippet(one: Subject, other: Subject, shares: dict[str, tuple[float, float | None]]) -> str:
     """Return a program with both functions and their adapters that fails where they differ."""
     parts = []
     for name, subject in (("first", one), ("second", other)):
@@ -643,16 +660,9 @@ def _snippet(
         parts.append(f"def make_{name}():\n{body}")
     dtype = next((key for key, (share, _) in shares.items() if share), "")
     of_gradients = next((key for key, (_, share) in shares.items() if share), "float32")
-    check = (
-        "first, second = make_first(), make_second()\n"
-        "where = torch.tensor([[0, 1, 5, 100, 257, 1003]])\n"
-        f"x = torch.randn(1, {one.heads(2)}, 6, {one.head_dim}, dtype=torch.{dtype or of_gradients})\n"
-    )
-    if dtype:
-        check += "assert torch.equal(first(x, where), second(x, where))"
-    else:
-        check += (
-            "out = torch.randn_like(x)\nby_x = [torch.func.vjp(lambda x: f(x, where), x)[1](out)[0] "
-            "for f in (first, second)]\nassert torch.equal(*by_x)"
-        )
+    shape = f"1, {one.heads(2)}, 6, {one.head_dim}, dtype=torch.{dtype or of_gradients}"
+    where = "torch.tensor([[0, 1, 5, 100, 257, 1003]])"
+    result = "f(x, where)" if dtype else "torch.func.vjp(lambda x: f(x, where), x)[1](out)[0]"
+    check = f"x, out, where = torch.randn({shape}), torch.randn({shape}), {where}\n"
+    check += f"assert torch.equal(*[{result} for f in (make_first(), make_second())])"
     return "\n\n\n".join(["import torch", *parts, check]) + "\n"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._errors import Refusal, bad_type, bad_value
 from ... import stacks
+from ..._errors import Refusal, bad_type, bad_value
 from ...config import LayerSpecs, from_config
 from ...forms import calls_of
 from ...functional import rotate
