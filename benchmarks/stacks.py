@@ -26,6 +26,9 @@ import torch
 from tightrope import RopeSpec, frequencies, stacks
 from tightrope.functional import rotate_qk
 
+from . import pages
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "stacks.md"
 RESULTS = Path(__file__).resolve().parent / "results" / "stacks.json"
 TOKENS, HEADS, BASE = 60, 3, 10000.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,7 +74,10 @@ class Source:
             raise FileNotFoundError(f"{self.folder} has no {pattern}")
         tree = ast.parse(found[0].read_text(encoding="utf-8"))
         nodes = {node.name: node for node in tree.body if hasattr(node, "name")}
+        longest = types.SimpleNamespace(max_model_len=4096)
         scope: dict[str, Any] = {
+            "logger": types.SimpleNamespace(warning_once=lambda *_: None),
+            "get_current_vllm_config": lambda: types.SimpleNamespace(model_config=longest),
             "torch": torch, "nn": torch.nn, "Tensor": torch.Tensor, "math": math, "lru_cache": functools.lru_cache,
             "internal_api": lambda f: f, "CustomOp": CustomOp, "BaseFusedOp": CustomOp, **vars(typing), **given,
         }  # fmt: skip
@@ -99,6 +105,7 @@ RULES = {
         short_mscale=1.1,
         long_mscale=1.3,
     ),
+    "proportional": frequencies.Proportional(0.25),
 }
 
 
@@ -286,7 +293,7 @@ def _serving(
                 source.cut(f"{folder}/{file}", kind, RotaryEmbedding=base, **scope), kind
             )
         scaling: Any = RULES[rule]
-        for interleaved in (False, True):
+        for interleaved in (False, True)[: 1 if rule in ("longrope", "proportional") else 2]:
 
             def made(
                 dtype: Any,
@@ -304,6 +311,12 @@ def _serving(
                     return make(*sizes, *rest, dtype, 8.0, 1.0, 4.0, 8192)
                 if rule == "dynamic":
                     return make(*sizes, 1024, *rest, scaling.factor, dtype)
+                if rule == "proportional":
+                    return make(64, 16, 4096, *rest, dtype)
+                if rule == "longrope":
+                    factors = [*scaling.short_factor], [*scaling.long_factor]
+                    mscales = scaling.short_mscale, scaling.long_mscale
+                    return make(*sizes, 64, *rest, dtype, *factors, *mscales)
                 both = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
                 return make(
                     64, 64, 1024, *rest, scaling.factor, dtype, **(both if scaling.mscale else {})
@@ -312,7 +325,7 @@ def _serving(
             def rotation(q: Any, k: Any, ids: Any, made: Any = made) -> Any:
                 module = made(q.dtype)
                 rows = [
-                    module.forward_native(at, one.flatten(1), other.flatten(1))
+                    getattr(module, "forward_native", module)(at, one.flatten(1), other.flatten(1))
                     for at, one, other in zip(ids, q, k, strict=True)
                 ]
                 both = zip(zip(*rows, strict=True), (q, k), strict=True)
@@ -327,6 +340,7 @@ _YARN = (
     "yarn_linear_ramp_mask",
     "yarn_get_mscale",
 )
+_LONGROPE = "Phi3LongRoPEScaledRotaryEmbedding"
 
 
 def vllm(source: Source) -> Iterator[Case]:
@@ -347,6 +361,8 @@ def vllm(source: Source) -> Iterator[Case]:
         "yarn": yarn,
         "yarn, mscales": yarn,
         "llama3": ("", "llama3_rope.py", "Llama3RotaryEmbedding"),
+        "longrope": ("common.py", "rotate_neox", "phi3_long_rope_scaled_rope.py", _LONGROPE),
+        "proportional": ("", "gemma4_rope.py", "Gemma4RotaryEmbedding"),
     }
     yield from _serving(source, folder, code.RotaryEmbedding, files)
 
@@ -364,9 +380,11 @@ def sglang(source: Source) -> Iterator[Case]:
     yarn = ("yarn.py", *_YARN, "yarn_get_mscale_simple", "yarn.py", "YaRNScalingRotaryEmbedding")
     files = {
         "default": ("", "base.py", "RotaryEmbedding"),
+        "linear": ("", "base.py", "LinearScalingRotaryEmbedding"),
         "yarn": yarn,
         "yarn, mscales": yarn,
         "llama3": ("", "rope_variant.py", "Llama3RotaryEmbedding"),
+        "longrope": ("utils.py", "rotate_neox", "rope_variant.py", _LONGROPE),
     }
     yield from _serving(source, folder, code.RotaryEmbedding, files)
 
@@ -419,12 +437,48 @@ def compared(name: str, spec: RopeSpec, rotation: Rotation, dtype: torch.dtype) 
     }
 
 
+def table() -> str:
+    """Return the table of all stacks for docs/stacks.md."""
+    rows = []
+    for stack in map(stacks.get, stacks.names()):
+        rules = ", ".join(sorted(each.__name__ for each in stack.rules if each is not None))
+        kept = "the dtype of x" if stack.table_dtype is None else "float32"
+        same = stack.rounding[0] == stack.rounding[1]
+        rounding = stack.rounding[0] if same else ", ".join(stack.rounding)
+        rows.append(
+            (
+                f"`{stack.name}`",
+                stack.about,
+                rules or "none",
+                kept,
+                rounding,
+                stack.source,
+                stack.verified,
+            )
+        )
+    headings = (
+        "name",
+        "library",
+        "rules besides the default",
+        "tables",
+        "rounding",
+        "source",
+        "verified",
+    )
+    return "\n".join(pages.table(headings, rows))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stacks", description=__doc__)
-    parser.add_argument("folder", type=Path, help="the libraries' source")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", help="the libraries' source; none to write the page only"
+    )
     parser.add_argument("--only", choices=STACKS, help="one stack")
     options = parser.parse_args(arguments)
+    pages.between_marks(PAGE, "stacks", table())
+    if options.folder is None:
+        return
     found: dict[str, Any] = {} if not RESULTS.exists() else json.loads(RESULTS.read_text())
     for name in [options.only] if options.only else STACKS:
         stack = stacks.get(name)

@@ -244,6 +244,12 @@ def test_stacks_that_claim_to_have_run_did() -> None:
             assert counts["results differ"] == counts["gradients differ"] == 0
 
 
+def test_the_page_lists_all_stacks() -> None:
+    from benchmarks.stacks import PAGE, table
+
+    assert table() in PAGE.read_text(encoding="utf-8")
+
+
 def test_litgpt_does_not_compute_yarn() -> None:
     """LitGPT exchanges the ends of YaRN's blend: fast pairs are divided and slow ones kept."""
     rule = YaRN(4.0, 1024)

@@ -38,6 +38,17 @@ TABLE = {
         "of the largest output, at positions below 2^7",
         "float32 angles of the original are off by 2^-24 of an angle of up to 128",
     ),
+    # --- conformance vectors ---
+    "conformance": Tolerance(
+        2.5,
+        "units in the last place of the longer channel of a pair",
+        "half a unit for the store; for float32, cosine and sine off by 1.2e-7, one unit of 1, add up to 2",
+    ),
+    "conformance, differing": Tolerance(
+        0.02,
+        "of results in 16 bits",
+        "an error of 1e-7 crosses the midpoint of two bfloat16 numbers in 2^-14, of float16 in 2^-11 of cases",
+    ),
     # --- angles ---
     "float32 angle": Tolerance(
         1.2e-7,

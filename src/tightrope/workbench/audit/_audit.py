@@ -51,7 +51,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
 
     Args:
         target: a function or module; ``"MODULE:FUNCTION"``, imported from the current directory or an
-            installed package; or a config of transformers, its file or folder, or a model type such as
+            installed package; ``"stack:NAME"``, a library of :mod:`tightrope.stacks`, with ``spec``; or a
+            config of transformers, its file or folder, or a model type such as
             ``"llama"``. For a config or a model type, the rotary module and the apply function of
             the installed transformers are audited together, against the spec of the config.
         spec: the intended rotation. Without it the audit identifies the rotation and reports what
@@ -93,7 +94,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     >>> print(report.codes, report.facts["frequencies"])
     ('sign',) geometric, base 10000
     """
-    found = resolve(target, make=make, layer_type=layer_type)
+    found = resolve(target, make=make, layer_type=layer_type, spec=spec)
     spec = found.spec if spec is None else spec
     _declared.check_spec(spec, head_dim)
     check_layout(layout)
