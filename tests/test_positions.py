@@ -1005,7 +1005,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: grid(4, 3, span=(-1, 1), step=2),
         ValueError,
-        "[grid] span must be None with start or step but got (-1, 1).",
+        "[grid] span must be None if start or step is given but got (-1, 1).",
     ),
     (
         lambda: grid(4, 3, span=2.0),  # type: ignore[arg-type]

@@ -428,12 +428,12 @@ CASES = {
     "an invalid memory": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(None, 1)),
         TypeError,
-        "[polar_scan] state must be one that polar_scan returned but got PolarState(memory=None, tokens=1).",
+        "[polar_scan] state must be None or a state returned by polar_scan but got PolarState(memory=None, tokens=1).",
     ),
     "invalid tokens": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 5), 1.5)),
         TypeError,
-        "[polar_scan] state must be one that polar_scan returned but got a PolarState.",
+        "[polar_scan] state must be None or a state returned by polar_scan but got a PolarState.",
     ),
     "form": (
         lambda: polar_scan(Q, K, V, SPEC, form="parallel"),
@@ -554,7 +554,7 @@ CASES = {
     "state of something": (
         lambda: polar_scan(Q, K, V, SPEC, state=3),
         TypeError,
-        "[polar_scan] state must be one that polar_scan returned but got 3.",
+        "[polar_scan] state must be None or a state returned by polar_scan but got 3.",
     ),
     "state of another shape": (
         lambda: polar_scan(Q, K, V, SPEC, state=PolarState(torch.zeros(2, 2, 8, 4), 1)),

@@ -417,7 +417,7 @@ def test_errors() -> None:
          lambda: RopeSpec(64, scaling=NTK(2.0)).at(0, stack="meta")),
         (NotImplementedError, r"\[frequencies\] scaling must be .* 'flash-attention' has \(none\)",
          lambda: get("flash-attention").frequencies(RopeSpec(64, scaling=Linear(2.0)))),
-        (NotImplementedError, r"\[at\] factor must be 8.0 for this stack, which has no other, but got 4.0",
+        (NotImplementedError, r"\[at\] factor must be 8.0, the only value that this stack supports, but got 4.0",
          lambda: RopeSpec(64, scaling=Llama3(4.0, 1.0, 4.0, 8192)).at(0, stack="meta")),
         (NotImplementedError, r"\[at\] frequencies per head or axis must not be used with a stack",
          lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm")),

@@ -90,7 +90,8 @@ def public(
     If one decorated function calls another, an error raised in the inner one has the inner name.
 
     Args:
-        operation: name of the function, without its module; by default the name of the class of ``self``.
+        operation: the name to show, usually that of the function; by default the name of the class
+            of ``self``.
 
     >>> @public("halve")
     ... def halve(x):

@@ -17,8 +17,8 @@ def is_tracing() -> bool:
 def broadcasts(own: int, size: int) -> bool:
     """Return True if a dimension is 1 or ``size``.
 
-    The two comparisons are written out: in ``own in (1, size)`` Dynamo does not notice that a parameter's
-    size equals a symbol of the same value.
+    The two comparisons are written out: in ``own in (1, size)`` Dynamo does not recognise that a
+    size equals a symbolic size of the same value.
 
     >>> broadcasts(1, 8), broadcasts(8, 8), broadcasts(4, 8)
     (True, True, False)

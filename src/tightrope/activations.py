@@ -42,7 +42,7 @@ class RMSNorm:
     becomes 0, as in ``torch.nn.functional.rms_norm``.
 
     Args:
-        weight: floating ``(head_dim,)`` or ``(heads, head_dim)``, learnable; None for ones.
+        weight: floating ``(head_dim,)`` or ``(heads|1, head_dim)``, learnable; None for ones.
         eps: added to the mean of squares.
         unit_offset: whether to multiply by 1 + weight, as in Gemma.
 

@@ -210,7 +210,7 @@ def put_back(
     offset: int,
     add_index: bool,
 ) -> torch.Tensor:
-    """Return the gradient of a table, given that of the rows looked up: transpose of :func:`look_up`.
+    """Return the gradient of a table, given that of the result of :func:`look_up`.
 
     Args:
         grad: ``[rows, heads|1, tokens, pairs or channels]``; if :func:`is_whole`, with as many rows as
@@ -253,7 +253,10 @@ def is_whole(
 def _rows_of(
     table: torch.Tensor, positions: torch.Tensor | None, offset: int, add_index: bool, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the table row of each token, ``[rows|1, tokens]``, and a mask of those inside the table."""
+    """Return the table row of each token and a mask of rows that exist, ``[rows|1, tokens]``.
+
+    Row 0 stands for rows outside the table.
+    """
     whole, _ = _split(positions, table.device)
     at = whole[0] + offset
     if add_index:

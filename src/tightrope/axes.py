@@ -30,7 +30,7 @@ class Axes:
     Raises:
         ValueError: a count below 1, an entry without exactly three values, an axis or index out of
             range, or a dim that is odd or below 2.
-        TypeError: values that are not ints, or pairs that are not sequences.
+        TypeError: values that are not ints, or ``pairs`` or an entry that is not a sequence.
 
     Source: each constructor names the paper and the models.
 
@@ -81,7 +81,7 @@ class Axes:
             interleaved: false: the first ``sizes[0]`` pairs belong to axis 0, the next ``sizes[1]``
                 to axis 1, and so on. True: pair ``k`` belongs to axis ``a = k % count`` if
                 ``a >= 1`` and ``k < count · sizes[a]``, and to axis 0 otherwise. So axes alternate
-                (t h w t h w …), and once another axis has all of its pairs, axis 0 takes its turns.
+                (t h w t h w …), and pairs that another axis no longer needs belong to axis 0.
 
         Raises:
             ValueError: no sizes or a negative one; or sizes that cannot be interleaved, as an axis

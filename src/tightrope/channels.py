@@ -33,7 +33,8 @@ class Channels:
             head_dim, rotary_dim, start, interleaved: see :class:`tightrope.RopeSpec`.
 
         Raises:
-            ValueError: a negative ``head_dim``, an odd number of channels, or channels outside the head.
+            ValueError: a negative ``head_dim``, an odd ``rotary_dim``, or channels outside the
+                head.
             TypeError: a size that is not an int, or ``interleaved`` not a bool.
 
         >>> Channels.checked(64, None, 16, False).rotary_dim

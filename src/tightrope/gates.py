@@ -128,7 +128,7 @@ class Scalar(Gate):
         return onto(self._log(x.dtype, x.device), x.device)
 
     def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the logarithm: of a number on ``device``, of a tensor on the device of the tensor."""
+        """Return the logarithm on the device of ``value`` if it is a tensor, else on ``device``."""
         inside = _compute_dtype(dtype)
         if isinstance(self.value, torch.Tensor):
             return self.value.to(inside).log().reshape(1, 1, 1, 1)
@@ -247,11 +247,11 @@ class Given(Gate):
 
 @dataclass(frozen=True)
 class XPos(Gate):
-    """xPos: queries shrink and keys grow with their position, so scores decay with the distance.
+    """xPos: queries shrink and keys grow with position, so scores decay with distance to past keys.
 
     The factor of pair k at position p is ζ_k^((p − centre) / scale_base), with
     ζ_k = (2k / rotary_dim + smoothing) / (1 + smoothing), and its inverse for keys. Scores do not
-    depend on the centre, but cached keys do, so it is fixed and has no default.
+    depend on the centre, but cached keys do, so the centre is fixed and has no default.
 
     Args:
         centre: the position where the factor is 1. Give the middle of the positions in use, to keep
@@ -379,7 +379,8 @@ def total(
         channels, positions: see :meth:`Gate.log_factor`.
 
     Raises:
-        ValueError: a gate whose shape or device does not fit x.
+        ValueError: a gate whose shape or device does not fit x; no positions for a gate that needs
+            them; a factor of :class:`XPos` that overflows.
         TypeError: a gate that holds a DTensor.
     """
     sum_: torch.Tensor | None = None
@@ -436,7 +437,7 @@ def apply(
     channels: Channels,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply x by gates, rounding to its dtype once, at the end; arguments as in :func:`total`.
+    """Multiply x by gates and round once, to the dtype of x; arguments as in :func:`total`.
 
     >>> half = Scalar(0.5)
     >>> apply("x", torch.ones(1, 1, 1, 2), [half, half], Channels(2, 0, 2, True)).tolist()

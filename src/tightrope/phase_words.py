@@ -73,7 +73,7 @@ def made(
 
 
 def inv_freq(rule: Constant[Rule | None], dim: int, base: float) -> list[float]:
-    """Return one row of a rule's frequencies, for lengths up to its original one."""
+    """Return one row of a rule's frequencies, for lengths up to its ``original_max_position``."""
     rule = _value_of(rule)
     row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
     return [float(omega) for omega in row.exact]

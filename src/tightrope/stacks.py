@@ -1,9 +1,9 @@
 """The arithmetic of other libraries: their frequencies, tables of cosines and sines, and roundings.
 
-A rotation here is exact, so its bits differ from those of code that computes frequencies and angles in
-float32. To compare with such code, or to continue what it started, make the rotation with its
-arithmetic: ``spec.at(positions, stack="vllm")``. :func:`names` lists the stacks, and :func:`get` returns
-one with the file and version that it follows.
+The angles of this library are exact, so the bits of a rotation differ from those of code that
+computes frequencies and angles in float32. To compare with such code, or to extend a KV cache that
+it wrote, use the arithmetic of that code: ``spec.at(positions, stack="vllm")``. :func:`names` lists
+the stacks; :func:`get` returns a stack, with the files and the version that it follows.
 
 Frequencies and tables are computed by the torch functions that the stack itself calls, in the same
 order, so their bits are those of the stack on the same device. On another device ``pow``, ``cos`` and
@@ -73,7 +73,7 @@ class Problem(NamedTuple):
         rule: the frequency rule; None for the unscaled geometric row.
         dim: number of channels that the row is made for.
         base: base of the geometric row.
-        seq_len: length of the sequence; None for any length up to the rule's original one.
+        seq_len: length of the sequence; None for any length up to ``original_max_position``.
         dtype: the dtype to compute in.
         device: the device to compute on.
     """
@@ -90,8 +90,9 @@ class Problem(NamedTuple):
 
         Args:
             base: replaces the base of the problem.
-            channels: number of channels that get a power; by default all. It matters to the bits, as
-                ``pow`` of a vector and of its last elements may differ.
+            channels: number of channels that get a power; by default all. The number affects the
+                bits, as the vectorised ``pow`` of torch may round the last elements of a vector
+                differently.
         """
         end = self.dim if channels is None else channels
         index = torch.arange(0, end, 2, dtype=self.dtype, device=self.device)
@@ -297,11 +298,11 @@ def _proportional(problem: Problem) -> Row:
 
 
 def _refuse(rule: Rule, **only: object) -> None:
-    """Raise an error for a field of a rule that the stack ignores or lacks."""
+    """Raise an error if a field of a rule differs from the only value that the stack supports."""
     for field, value in only.items():
         if getattr(rule, field) != value:
             raise unsupported(
-                f"{field} must be {value!r} for this stack, which has no other, but got "
+                f"{field} must be {value!r}, the only value that this stack supports, but got "
                 f"{getattr(rule, field)!r}"
             )
 
@@ -316,10 +317,11 @@ def _fixed(formula: Formula, **only: object) -> Formula:
     return checked
 
 
-#: How a stack was verified. RUN: its own code, run on the CPU, gave the same bits. GIVEN_TABLES: it gave
-#: them when its own cosines and sines were used, which may differ from these in the last bit. READ: its
-#: code was only read, because it runs on a GPU; its compiler chooses which products it fuses with a sum,
-#: so single results may differ in the last bit.
+#: How a stack was verified. RUN: the library's own code, run on the CPU, gave the same bits.
+#: GIVEN_TABLES: it gave the same bits when this module used the library's cosines and sines, which
+#: may differ from those computed here in the last bit. READ: the code was only read, because it
+#: runs on a GPU; the compiler chooses which products are fused with a sum, so single results may
+#: differ in the last bit.
 RUN, GIVEN_TABLES, READ = "run", "run, given its tables", "read"
 
 # --- stacks -----------------------------------------------------------------------------
@@ -397,7 +399,7 @@ class Stack:
             that applies :class:`tightrope.frequencies.Linear` to positions returns unscaled frequencies.
 
         Raises:
-            NotImplementedError: a rule that the stack does not have.
+            NotImplementedError: a rule, or a parameter of a rule, that the stack does not have.
             TypeError, ValueError: an invalid length.
 
         >>> from tightrope import RopeSpec
@@ -431,11 +433,11 @@ class Stack:
             device: the device of the tables; by default that of the positions, else the CPU.
 
         Returns:
-            Cosines and sines ``(rows, 1, tokens, pairs)``, attention scaling included, in
-            :attr:`table_dtype`.
+            Cosines and sines ``(rows|1, 1, tokens, pairs)``, attention scaling included, in
+            :attr:`table_dtype`, or in ``dtype`` if that is None.
 
         Raises:
-            NotImplementedError: a rule that the stack does not have.
+            NotImplementedError: a rule, or a parameter of a rule, that the stack does not have.
             TypeError, ValueError: invalid positions or lengths.
 
         >>> from tightrope import RopeSpec
@@ -473,7 +475,7 @@ class Stack:
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do :meth:`tables` with checked arguments; errors get the name of the calling function."""
+        """Return :meth:`tables` for checked arguments; errors name the function that was called."""
         ids = torch.zeros(1, 1, 1, dtype=torch.int64) if where.ids is None else where.ids.detach()
         ids = ids.to(device) + where.offset
         if where.add_index:

@@ -222,7 +222,9 @@ FAMILIES: dict[str, Family] = {
     "mamba": _none("it has no attention"),
     "mllama_vision_model": _none("it adds learned positions"),
     "mpt": _none("it uses ALiBi"),
-    "nanochat": _none("it rotates by negative angles; negate the positions of its Llama-like spec"),
+    "nanochat": _none(
+        "it rotates by negative angles; make a RopeSpec as for Llama and negate the positions"
+    ),
     "nemotron_h": _none("its attention layers use no positions"),
     "opt": _none("it adds learned positions"),
     "qwen": _none("its scaling by logarithms of the length is not one of the rules here"),

@@ -118,7 +118,7 @@ _GGUF_LAYERS = {
 # Latent attention: the channels without RoPE come first.
 _GGUF_LATENT = frozenset({"deepseek2", "minicpm3", "plm"})
 # Architectures that rotate a part of a head (_GGUF_PART), or whose head_dim is not hidden size / heads
-# (_GGUF_HEAD). Their files always have the key for it; if it is missing, the file is damaged.
+# (_GGUF_HEAD). Their files always have the key for this number; a file without the key is damaged.
 _GGUF_PART = frozenset(
     {
         "chatglm",

@@ -48,7 +48,7 @@ def read(path: Path) -> Mapping[str, Any]:
     Lists of more than 65,536 entries (the tokens of a tokenizer) are left out.
 
     Raises:
-        ValueError: the file is truncated, or not GGUF version 2 or 3.
+        ValueError: the file is truncated or invalid, or not GGUF version 2 or 3.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:

@@ -118,7 +118,7 @@ def _wants_ratio(part: Part, one: dataclasses.Field[Any], spelled: tuple[str, ..
 
 
 def _ratio(source: Source, part: Part) -> Found | None:
-    """The longest length divided by the original one, as transformers computes a missing factor."""
+    """The longest length / the original length, as transformers computes a missing factor."""
     original, longest = _original(source, part, []), source.outer(keys.MAX_POSITION)
     if original is None or not longest:
         return None

@@ -67,7 +67,7 @@ class Call:
 
     @cached_property
     def rotated(self) -> tuple[str, ...]:
-        """The names of the parameters that are rotated."""
+        """The names of the parameters whose tensors rotate."""
         return tuple(str(each.name) for each in self.arguments if each.role in ROTATED)
 
     @cached_property
@@ -148,7 +148,7 @@ def calls_of(function: Any, *, method: bool = False) -> list[Call]:
 
 
 def _bound(form: Form, parameters: Sequence[inspect.Parameter], method: bool) -> Iterator[Call]:
-    """The calls of a function under one form; none if its parameters do not fit."""
+    """The calls of one form that fit a function's parameters, if any."""
     tables = [
         each.name
         for each in parameters
@@ -236,7 +236,7 @@ _USUAL = {
 def usual_calls(function: Any) -> list[Call]:
     """The usual ways to call a function, by its number of required parameters.
 
-    All usual ways if the signature cannot be read or has ``*args``.
+    If the signature cannot be read or has ``*args``, all usual ways are returned.
     """
     seen = signature(function)
     parameters = None if seen is None else list(seen.parameters.values())

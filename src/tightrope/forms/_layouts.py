@@ -42,7 +42,7 @@ class Arrangement:
         x, table: the dimensions by letter.
         unsqueeze_dim: the dimension at which the function unsqueezes tables, if that is an argument.
         broadcasts: whether tables of rank three broadcast against x of rank four without unsqueezing.
-            A call with such tables does not show whether the function unsqueezes tables that need it.
+            A call with such tables does not show whether the function can unsqueeze other tables.
     """
 
     x: str

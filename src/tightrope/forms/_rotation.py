@@ -57,7 +57,7 @@ class Rotation:
 
     @property
     def aligned(self) -> bool:
-        """True if full tables have the entry for a channel at the channel's own index."""
+        """True if full-width tables have the entry for a channel at the channel's own index."""
         return self.reading == ("cat" if self.pairs == HALF else "repeat")
 
     def fits(self, channels: int, width: int) -> bool:

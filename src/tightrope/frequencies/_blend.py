@@ -24,7 +24,7 @@ class YaRN(Rule):
         t = clamp((k − low) / (high − low), 0, 1)
         ω' = (1 − t) · ω + t · ω / factor
 
-    So pairs up to ``low`` keep their exact phase word, and pairs from ``high`` on have that of
+    So pairs up to ``low`` keep their exact phase words, and pairs from ``high`` on have those of
     :class:`Linear`.
 
     Details that implementations get wrong:

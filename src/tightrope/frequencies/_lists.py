@@ -32,7 +32,7 @@ class LongRoPE(Rule):
     Details that implementations get wrong: the length of the row itself selects the set, not the
     capacity of a cache or the longest row of the batch, and the switch is at L > L0: a sequence of
     exactly L0 tokens is short. Keys cached before the switch must be re-rotated after it. ``factor``
-    is the ratio of the longest length to L0; many configurations omit it, and it must be computed from
+    is the ratio of the longest length to L0; if a configuration omits it, compute it from
     ``max_position_embeddings``. The factor on the channels is never guessed: give ``factor``,
     ``attention_factor`` or both mscales. Mscales may differ between short and long (PhiMoE).
 
@@ -45,8 +45,8 @@ class LongRoPE(Rule):
             longer ones.
 
     Raises:
-        ValueError, TypeError: parameters out of range; lists that are not one number per pair;
-            no source, or conflicting ones, for the factor on the channels.
+        ValueError, TypeError: parameters out of range; lists of different lengths; no parameter, or
+            conflicting ones, for the factor on the channels.
 
     Source: Ding et al., LongRoPE (arXiv 2402.13753), section 3; Phi-3 (arXiv 2404.14219) and its
     modelling code.

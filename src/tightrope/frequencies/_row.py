@@ -36,7 +36,8 @@ def default(rotary_dim: int, base: float) -> Frequencies:
 def _row(pairs: int, step: Decimal) -> tuple[Decimal, ...]:
     """Return the geometric row ``exp(k · step)``.
 
-    It needs one exponential; each product adds an error of at most one unit in the sixtieth digit.
+    Only one exponential is computed; each product adds an error of at most one unit in the 60th
+    digit.
     """
     ratio, omega = step.exp(), Decimal(1)
     row = []
@@ -127,15 +128,14 @@ def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, .
 class DynamicNTK(Rule):
     """Dynamic NTK-aware scaling: the scale grows with the length of the sequence.
 
-    Up to ``original_max_position`` = L0 the frequencies are the default ones. For a length L above it
-    they are those of :class:`NTK` with the scale ``factor · L / L0 − (factor − 1)``, which grows from
-    1 at L0. With ``factor=1`` that is L / L0, the rule of the paper.
+    Up to ``original_max_position`` = L0 the frequencies are the default ones. For a length L above
+    L0 the frequencies are those of :class:`NTK` with the scale ``factor · L / L0 − (factor − 1)``,
+    which grows from 1 at L0. With ``factor=1`` the scale is L / L0, the rule of the paper.
 
     Details that implementations get wrong: L is the length of the row itself, so the result for a row
     does not depend on the other rows of a batch or on earlier calls (transformers 5.23 keeps the
-    frequencies of the longest sequence seen until one below L0 comes); the switch is at L > L0, not
-    at L >= L0; and keys cached under another length must be re-rotated before queries of this length
-    attend to them.
+    frequencies of the longest sequence seen until one below L0 comes); and keys cached under
+    another length must be re-rotated before queries of this length attend to them.
 
     Args:
         factor: growth of the scale per L0 tokens.

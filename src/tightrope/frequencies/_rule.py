@@ -22,11 +22,12 @@ TWO_PI = Decimal(
     "6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
 )
 
-#: The longest context; docs/numerics.md states an error bound for positions below it.
+#: The longest context that rules and configurations may state; docs/numerics.md states an error
+#: bound for positions below it.
 LONGEST = 2**31
 
-# In radians per position. Up to this, whole turns fit in int64, and CONTEXT also has
-# digits for the 64-bit fraction.
+# Every frequency is below this, in radians per position. So its whole turns fit in int64, and
+# CONTEXT also has digits for the 64-bit fraction.
 _FASTEST = 1e18
 
 Keys: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -89,8 +90,9 @@ class Rule:
             field ``original_max_position``, up to which the frequencies are the same.
         ntk_by_length: whether longer sequences have the frequencies of NTK-aware scaling by
             ``1 + factor · (length / original_max_position − 1)``, and attention scaling 1. Phase words
-            of many lengths are then computed together. A subclass that overrides :meth:`make`,
-            :meth:`regime` or :meth:`frequencies` resets this to False unless it sets it too.
+            of many lengths are then computed together. False for a subclass that overrides
+            :meth:`make`, :meth:`regime` or :meth:`frequencies`, unless the subclass sets this
+            attribute too.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -126,10 +128,11 @@ class Rule:
             rotary_dim: number of channels that rotate; even.
             base: base of the geometric row of frequencies.
             seq_len: length of the sequence, for a rule with ``by_length``; None for any length up
-                to the original one.
+                to ``original_max_position``.
 
         Raises:
-            ValueError: parameters that do not fit the number of pairs or the base, a negative length.
+            ValueError: parameters that do not fit the number of pairs or the base; a frequency of
+                1e18 radians per position or more; a negative length.
             TypeError: a length that is not an int, whether or not the rule depends on it.
         """
         regime = None if seq_len is None else self.regime(length(seq_len))
@@ -153,7 +156,7 @@ class Rule:
         Args:
             rotary_dim: even; 0 if no channel rotates.
             base: positive.
-            seq_len: None, or a length above the original one.
+            seq_len: None, or a length above ``original_max_position``.
         """
         raise NotImplementedError
 
@@ -167,16 +170,16 @@ class Rule:
 
         Args:
             within: the frequencies up to the original length, float64 ``[pairs]``.
-            lengths: whole numbers as float64 ``[rows]``, at least the original length, on the same device;
-                may be traced.
+            lengths: whole numbers as float64 ``[rows]``, at least ``original_max_position``, on the
+                same device; may be traced.
 
         Returns:
             float64 ``[rows, pairs]``, none above those in ``within``; None for a rule with one set of
-            frequencies for all lengths above the original one. The attention scaling must be that of
-            the first length above the original one.
+            frequencies for all lengths above ``original_max_position``. For all these lengths the
+            attention scaling must be the same.
 
         Raises:
-            NotImplementedError: a rule that does not define it.
+            NotImplementedError: the rule does not define this method.
         """
         raise unsupported(
             "seq_len must be Python or CPU integers for this rule but got a tensor that is traced or "
@@ -209,7 +212,8 @@ class Rule:
         """Make a rule from the result of :meth:`to_dict`.
 
         Raises:
-            ValueError: an unknown rule, an unknown field, or a missing one.
+            ValueError: an unknown rule, an unknown or missing field, or a value out of range.
+            TypeError: a value of the wrong type.
 
         >>> Rule.from_dict({"rule": "linear", "factor": 4.0})
         Linear(factor=4.0)
@@ -267,7 +271,7 @@ class Rule:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    # Each of these checks a field and returns its value in the normal type, or raises an error.
+    # Each method below checks a field and returns its value in the normal type, or raises an error.
 
     @public()
     def _positive(self, field: str) -> float:

@@ -52,7 +52,7 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
         positions: the current positions, see :func:`rotate`.
         new_positions: the new positions; unchanged if None.
         from_seq_len, to_seq_len: the old and the new sequence length, for rules that depend on it;
-            see :meth:`RopeSpec.at`. By default the last position + 1.
+            see :meth:`RopeSpec.at`. By default each row's largest position + 1.
         layout, out, backend: see :func:`rotate`.
 
     Returns:
@@ -60,6 +60,7 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
 
     Raises:
         TypeError, ValueError: invalid arguments; the message names the argument.
+        NotImplementedError: see :func:`rotate`.
 
     >>> from tightrope import RopeSpec
     >>> from tightrope.functional import rotate
@@ -183,7 +184,7 @@ def _shift(
 def _side_by_side(
     after: PreparedRotation, before: PreparedRotation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Concatenate the phase words and turns of both along the axes."""
+    """Concatenate the phase words and turns of both rotations along the axes."""
     shape = torch.broadcast_shapes(after.words.shape[1:], before.words.shape[1:])
     both = (after, before)
     words = torch.cat([each.words.expand(-1, *shape) for each in both])

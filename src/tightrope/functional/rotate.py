@@ -61,7 +61,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
             :class:`tightrope.activations.RMSNorm`.
         gate: the epilogue P, a gate of :mod:`tightrope.gates` that multiplies the whole head vector
             after the rotation.
-        inverse: undo the rotation and the gate instead. An activation cannot be undone.
+        inverse: undo the rotation and the gate instead; no act, which could not be undone.
         out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides (a
             slot of a key cache, for example), no memory shared with x. It gets no gradient.
         rounding: where 16-bit and float32 results round, to equal another implementation bit for
@@ -74,12 +74,14 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
 
     Returns:
         ``out`` if given, else a new tensor of the shape, dtype and (if x is dense) strides of x.
-        Channels outside the rotated slice are copied. Differentiable with respect to x, floating
-        positions, inv_freq and the tensors of act and gate, to any order.
+        Channels outside the slice do not rotate; without act and gate they are copied.
+        Differentiable with respect to x, floating positions, inv_freq and the tensors of act and
+        gate, to any order.
 
     Raises:
         TypeError, ValueError: invalid arguments; the message names the argument.
-        NotImplementedError: the forced backend cannot run this call; the message gives the reason.
+        NotImplementedError: the forced backend cannot run this call, or rows would need different
+            attention scalings (see :meth:`RopeSpec.at`); the message gives the reason.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
@@ -173,7 +175,8 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
         spec, positions, layout, inv_freq, seq_len, inverse, rounding, backend: see :func:`rotate`. With
             frequencies per head, q and k must have the same number of heads.
         act, gate: see :func:`rotate`; or a pair, one for q and one for k. Given as one gate for
-            both, xPos is inverted for k. If the two differ in kind, this takes two launches.
+            both, xPos is inverted for k. If q and k have different kinds of act or gate, this takes
+            two launches.
         out: a pair of tensors for q and k, see :func:`rotate`; None for k if k is None.
 
     Returns:

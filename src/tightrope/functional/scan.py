@@ -89,7 +89,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     Args:
         q, k: see :func:`rotate_qk`; the number of heads of q is a multiple of that of k.
         v: like k, with any number of channels per head.
-        spec, positions, seq_len: see :func:`rotate`. By default positions continue from ``state``.
+        spec, positions, seq_len: see :func:`rotate`. If spec is a :class:`RopeSpec`, positions
+            continue from ``state`` by default; a prepared rotation has its own.
         log_decay: logarithms <= 0 of the factor on the memory at each token: None, a number, or a
             floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1, tokens|1,
             channels|1)``, in this order for every layout. −∞ erases everything before the token.
@@ -399,7 +400,9 @@ def check_state(state: object) -> None:
         or not isinstance(state.memory, torch.Tensor)
         or not isinstance(state.tokens, (int, torch.SymInt))
     ):
-        raise bad_type(f"state must be one that {OPERATION} returned but got {describe(state)}")
+        raise bad_type(
+            f"state must be None or a state returned by {OPERATION} but got {describe(state)}"
+        )
     _check_plain("the memory of state", state.memory)
 
 

@@ -71,7 +71,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
         interleaved: pair channels (0, 1), (2, 3), … instead of halves.
         tables: the format of the last dimension: "half", one entry per pair; "cat", all these
             entries and then all again; "repeat", each entry twice in a row; "full", one entry per
-            channel, in the order of the channels, and those of a pair may differ. For "cat" and
+            channel, in the order of the channels; the two of a pair may differ. For "cat" and
             "repeat" only the first of two duplicates is read; tables whose last row contradicts the
             format raise an error, unless they require grad, are on a GPU or are being traced.
         start: the first channel that rotates.
@@ -84,7 +84,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
         backend: see :func:`rotate`.
 
     Returns:
-        Rotated q and k. Differentiable with respect to q, k, cos and sin.
+        Rotated q and k; None for k if k is None. Differentiable with respect to q, k, cos and sin.
 
     Raises:
         IndexError: ids outside the tables, on the CPU. On a GPU, where the check would synchronise,

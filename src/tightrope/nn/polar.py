@@ -53,7 +53,7 @@ class KVCache:
 
 
 class _QueryHead(torch.nn.Module):
-    """Parameters of a head that uses the keys and values of another head."""
+    """Query parameters of a head: all that a head needs if it uses the keys of another head."""
 
     gamma: torch.Tensor
     slope: torch.Tensor
@@ -255,7 +255,8 @@ class PolarRoPEAttention(torch.nn.Module):
                 output of a token that may not attend to any key is 0.
             gate: an additional gate for this call, such as a :class:`tightrope.gates.Given` for its
                 tokens.
-            cache: the preceding tokens; the call appends those of x. Needs ``causal``.
+            cache: the preceding tokens; the call appends those of x. Needs ``causal``, and a spec
+                whose frequencies do not depend on the length.
 
         Returns:
             ``(batch, tokens, d_model)``.

@@ -143,7 +143,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
     def inv_freq(self) -> torch.Tensor:
         """Frequencies in radians per position, float32 ``(dim / 2,)``, made on each read.
 
-        The rotation uses more exact ones: see :meth:`tightrope.RopeSpec.frequencies`.
+        The rotation uses more exact frequencies: see :meth:`tightrope.RopeSpec.frequencies`.
         """
         return self.spec.frequencies().inv_freq.to(torch.float32)
 

@@ -62,7 +62,7 @@ PositionsLike: TypeAlias = "Positions | torch.Tensor | int | None"
 
 
 def as_positions(positions: PositionsLike) -> Positions:
-    """Do the work of :func:`canonical`; its errors get the name of the calling public function."""
+    """Convert positions like :func:`canonical`; errors name the function that the user called."""
     if positions is None:
         return ZERO
     if isinstance(positions, Positions):

@@ -23,8 +23,8 @@ def per_row(offsets: torch.Tensor) -> Positions:
     """Return positions with one offset per batch row: token ``t`` of row ``r`` is at ``offsets[r] + t``.
 
     Args:
-        offsets: int32, int64, float32 or float64, shape ``(rows,)``; may be negative. On a device
-            the kernel reads them, without a synchronisation.
+        offsets: int32, int64, float32 or float64, shape ``(rows,)``; may be negative. Offsets on a
+            GPU are read by the kernel, without a synchronisation.
 
     >>> per_row(torch.tensor([0, 100])).ids.shape
     torch.Size([1, 2, 1])
@@ -57,8 +57,10 @@ def packed(
         Positions of ``total`` tokens in one row, on the device of ``cu_seqlens``.
 
     Raises:
-        ValueError: on the CPU, if ``cu_seqlens`` does not start with 0, decreases, or does not end with
+        ValueError: a wrong shape; no ``total`` where ``cu_seqlens`` cannot be read; where it can be
+            read, also ``cu_seqlens`` that does not start with 0, decreases, or does not end with
             ``total``.
+        TypeError: ``cu_seqlens`` or offsets of the wrong type.
 
     >>> packed(torch.tensor([0, 3, 5])).ids.flatten().tolist()
     [0, 1, 2, 0, 1]

@@ -42,7 +42,7 @@ def text(
         positions: positions with one axis: None, an int offset, ids or a :class:`Positions`. Ids are
             not copied.
         axes: number of coordinates.
-        device: device of the rotated tensors, used if ``positions`` is None or an int. Without it,
+        device: device of the rotated tensors, used if ``positions`` is None or an int. By default
             the ids are on the CPU, and each rotation on another device copies them there.
 
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
@@ -115,7 +115,7 @@ def grid(
         steps = [number("step", value) for value in _each("step", step, axes)]
     else:
         if start != 0 or step != 1:
-            raise bad_value(f"span must be None with start or step but got {span}")
+            raise bad_value(f"span must be None if start or step is given but got {span}")
         starts, steps = [], []
         for (low, high), size in zip(_spans(span, axes), counts, strict=True):
             parts = max(size - 1, 1) if ends else max(size, 1)
@@ -163,9 +163,9 @@ def mrope(
 ) -> Positions:
     """Return M-RoPE positions (time, height, width) of text mixed with images and video.
 
-    Text advances all three coordinates together. An image or a video starts at the same position on
-    each axis and numbers its cells from there, row-major. By default, the next segment starts one
-    past the largest coordinate so far; see ``next_from``.
+    Text advances all three coordinates together. An image or a video starts at one position, which
+    is added to all three coordinates of its cells; the cells are in row-major order. By default,
+    the next segment starts one past the largest coordinate so far; see ``next_from``.
 
     Args:
         segments: content of the row, in order: an int for that many text tokens; ``(t, h, w)`` for

@@ -1,7 +1,7 @@
 """Lengths of sequences: given by the caller, or derived from positions.
 
 Rules that depend on the length use the length of each row. A length whose value can be read becomes an
-int and gives exact phase words. A length on a device, or one that is traced, stays a tensor: nothing
+int and gives exact phase words. A length on a GPU, or one that is traced, stays a tensor: nothing
 here synchronises with a device or breaks a graph.
 """
 
@@ -174,7 +174,7 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
                 back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)
             )
     else:
-        # Lengths that cannot be read may exceed the original one, so packed rows are refused.
+        # Lengths that cannot be read may exceed the original length, so packed rows are refused.
         fits = not where.packed
     if fits:
         return lengths
@@ -228,9 +228,10 @@ def _found(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _starts_again(ids: torch.Tensor) -> list[bool]:
-    """Return for each row whether some token steps back: one coordinate is lower than before, none higher.
+    """Return for each row whether some token steps back.
 
-    Within an image, one coordinate decreases only when another increases.
+    A token steps back if a coordinate is lower than that of the token before it, and none is
+    higher. Within an image, one coordinate decreases only when another increases.
     """
     ids = _found(ids)
     before, after = ids[..., :-1], ids[..., 1:]

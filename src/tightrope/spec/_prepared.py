@@ -47,7 +47,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(eq=False)
 class Memo:
-    """Facts about one prepared rotation, cached by its calls. Results are never cached.
+    """Facts about one prepared rotation, cached by its calls. Rotated tensors are never cached.
 
     Attributes:
         packed: the arguments of the operator, by layout, direction and rounding.
@@ -85,11 +85,13 @@ class PreparedRotation:
         memo: see :class:`Memo`.
         amplitude_hex: :attr:`amplitude` as a hexadecimal string, since the compiler would turn a
             float into a symbol.
-        rows: number of rows that have lengths of their own; 1 if all rows share one.
+        rows: number of rows that have lengths of their own; 1 if all rows share one length.
         awaits: the source of phase words if they depend on the number of tokens, which is not known
             yet; else None. See :meth:`for_tokens`.
-        made_from: the spec, or None if there is not exactly one; for comparisons.
-        snapshot: the state of the ids when row lengths were read from them; None if they were not.
+        made_from: the spec, or None if there is not exactly one; for comparisons and for
+            :attr:`stack`.
+        snapshot: the state of the ids when they were prepared, if row lengths or the tables of a
+            stack depend on their values; else None.
         limit: the lengths that the caller stated, if positions can be compared with them.
         stack: the library whose arithmetic makes the tables of this rotation, which it uses instead of
             ``words``; None for exact angles.
@@ -228,7 +230,7 @@ class PreparedRotation:
 
     @property
     def is_stale(self) -> bool:
-        """True if ids changed in place after lengths were read from them."""
+        """True if ids changed in place after :attr:`snapshot` was taken."""
         if self.snapshot is None or is_tracing():
             return False
         return not self.snapshot.is_of(self.ids)
@@ -323,7 +325,7 @@ def prepare_for_stack(
     Args:
         channels, tables, where, device, made_from: see :func:`prepare`.
         seq_len: length of the sequence, for rules that depend on it.
-        stack: the library to equal.
+        stack: the stack whose bits the rotation must equal.
     """
     ids = _ids_on(where, tables, device)
     if ids is not None and ids.requires_grad:

@@ -29,7 +29,7 @@ class RopeSpec:
 
     Two specs are equal when all their fields are, after the constructor has normalised them
     (``rotary_dim=None`` is resolved, numbers are floats or ints). Equal specs give bitwise equal
-    results. Unequal ones may too: ``scaling=Linear(1.0)`` is the same as None, and
+    results. Unequal specs may do so too: ``scaling=Linear(1.0)`` rotates like None, and
     :class:`tightrope.frequencies.Given` ignores ``base``.
 
     A spec holds no tensor that a module could cast, move or save. It hashes in constant time and can
@@ -135,7 +135,7 @@ class RopeSpec:
         """Make a spec from the result of :meth:`to_dict`. For model configurations use :meth:`from_config`.
 
         Raises:
-            ValueError: another version, unknown or missing keys, or values out of range.
+            ValueError: an unsupported version, unknown or missing keys, or values out of range.
             TypeError: values of the wrong type.
         """
         values = _dictionary("a spec", saved)
@@ -184,8 +184,8 @@ class RopeSpec:
 
         Raises:
             OSError: the file is missing or cannot be read.
-            ValueError: frequencies are missing, keys conflict or are unknown, the family is unknown or
-                has no RoPE.
+            ValueError: a field of the spec cannot be determined, keys conflict or are unknown, the
+                family has no RoPE or none that a spec can express, or the file is invalid.
             TypeError: not a configuration, or values of the wrong type.
 
         >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
@@ -235,12 +235,12 @@ class RopeSpec:
 
         Args:
             seq_len: length of the sequence, for rules that depend on it; None for any length up
-                to the original one.
+                to ``original_max_position``.
 
         Returns:
-            One frequency per pair, in radians per position, whichever axis the pair belongs to. If the
-            rule is a :class:`tightrope.frequencies.Given` with frequencies per head, or per axis and
-            head, these in the same shape.
+            One frequency per pair, in radians per position, whichever axis the pair belongs to; for
+            a :class:`tightrope.frequencies.Given` with frequencies per head, or per axis and head,
+            one for each pair of each head, or of each axis and head.
 
         >>> RopeSpec(8, axes=Axes.blocks((2, 2))).frequencies().inv_freq.tolist()
         [1.0, 0.01, 1.0, 0.01]
@@ -275,8 +275,8 @@ class RopeSpec:
             seq_len: None or an int for all rows; one int per row; or a tensor ``(rows,)`` or ``()``
                 of int32, int64 or float64, with fractions rounded up. A tensor that is not on the
                 CPU, or is being traced, is not read, so nothing synchronises. While compiling, an int
-                is not read either, so that one graph serves all lengths. If the rule ignores the
-                length, this is validated and has no effect.
+                is not read either, so that one graph serves all lengths, unless the attention
+                scaling depends on it. If the rule ignores the length, ``seq_len`` is only checked.
             device: device of the result.
 
         Returns:
@@ -304,39 +304,40 @@ class RopeSpec:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
                 :class:`tightrope.positions.Positions`. Ids are not copied: do not change them. If
                 frequencies depend on the length, later calls raise an error if ids were changed,
-                also through numpy; on a device this relies on torch's version counter.
+                also through numpy; on a GPU this relies on torch's version counter.
             device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
-                an int, one per row, or a tensor of them. The default is each row's largest position
+                an int, one int per row, or a tensor. The default is each row's largest position
                 on any axis, plus 1. A rank that holds a part of a sequence must give the length of the
                 whole. Re-rotate keys that were cached under another length with
                 :func:`tightrope.functional.rerotate` before queries of this length attend to them;
                 see docs/rerotate.md. ``seq_len`` must be at least the row's length. This is not checked
-                if positions or lengths are on a device or traced, as that would synchronise: such
+                if positions or lengths are on a GPU or traced, as that would synchronise: such
                 rows get the frequencies of the given length. To use the frequencies of a shorter
                 sequence on purpose, make them a rule:
                 ``Given.of(spec.frequencies(seq_len).inv_freq)``.
             stack: the library whose bits the rotation must equal, by its name in
-                :func:`tightrope.stacks.names` or as a :class:`tightrope.stacks.Stack`: it computes
-                frequencies and tables in that library's arithmetic and rounds where the library
-                does. ``seq_len`` is then one int, by default the largest position of all rows, plus 1.
-                Such a rotation takes no act, gate or ``inv_freq``, and positions get no gradient. None
-                for exact angles.
+                :func:`tightrope.stacks.names` or as a :class:`tightrope.stacks.Stack`. Frequencies
+                and tables are computed in that library's arithmetic, and results are rounded where
+                the library rounds. ``seq_len`` is then one int, by default the largest position of
+                all rows, plus 1. Such a rotation takes no act, gate or ``inv_freq``, and its
+                positions must not require a gradient. None for exact angles.
 
         Raises:
             ValueError: positions that do not fit the spec; positions beyond ``seq_len``; a negative
                 length. For a rule that depends on the length, without ``seq_len``: positions that start
                 again within a row longer than the original length, as no single length is right for
-                that row, and all packed sequences whose ids cannot be read (on a device, while
+                that row, and all packed sequences whose ids cannot be read (on a GPU, while
                 compiling).
             TypeError: positions or lengths of the wrong type, lengths also if the rule ignores them.
             NotImplementedError: the attention scaling of the rows differs, or may differ because the
                 lengths cannot be read. Of the rules here, only a
-                :class:`tightrope.frequencies.LongRoPE` with unequal mscales raises this. With a stack:
-                it does not have the frequency rule or one of its parameters.
+                :class:`tightrope.frequencies.LongRoPE` with unequal mscales raises this. With
+                ``stack``, also a frequency rule or a parameter that the stack does not have.
 
         Returns:
-            A prepared rotation, which every function takes in place of a spec and positions.
+            A prepared rotation. The ``rotate`` functions and ``polar_scan`` take it in place of a
+            spec and positions.
 
         >>> rope = RopeSpec(64).at(5)
         """
@@ -369,7 +370,7 @@ class RopeSpec:
         device: torch.device,
         seq_len: SeqLen = None,
     ) -> PreparedRotation:
-        """Do :meth:`at` with canonical positions; errors get the name of the calling public function."""
+        """Prepare a rotation like :meth:`at`; errors name the function that the user called."""
         return prepare(self.channels, self._words, where, device, seq_len, self)
 
 

@@ -1,4 +1,4 @@
-"""Phase words for rows whose lengths cannot be read, because they are on a device or traced."""
+"""Phase words for rows whose lengths cannot be read, because they are on a GPU or traced."""
 
 from __future__ import annotations
 
