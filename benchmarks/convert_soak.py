@@ -9,7 +9,7 @@ It makes a checkpoint of many shards (a random Llama in bfloat16), then checks t
 2. restores the original bytes when it converts back, for safetensors shards and for a torch file;
 3. loses nothing when it is killed (signal 9) at random moments: the checkpoint keeps its bytes, and
    the output folder is complete, or missing if it was missing before. In the second half of the
-   kills it holds an older result.
+   kills that folder holds an older result.
 
 The exit code is 1 if a check fails.
 """
@@ -238,7 +238,7 @@ def soak(
 
 
 def main() -> int:
-    """Run the soak; return 0 if all checks pass."""
+    """Run the soak test; return 0 if all checks pass, else 1."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

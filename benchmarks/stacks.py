@@ -2,9 +2,9 @@
 
 FOLDER holds the libraries' source, unpacked: wheels or source distributions, each in a folder of its
 own. Only the functions and classes that rotate are executed, cut out of their files, because most of
-these libraries import far more than they need here. Each stack rotates the same queries and keys by its
-own code and by Tightrope with that stack; results and, where its code is differentiable, gradients are
-compared bit for bit. The counts are stored with the versions in benchmarks/results/stacks.json.
+these libraries import far more than they need here. For each stack, the library's own code and
+Tightrope with that stack rotate the same queries and keys; results and gradients are compared bit
+for bit. The counts are stored with the versions in benchmarks/results/stacks.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Case = tuple[str, RopeSpec, Rotation]
 
 
 class CustomOp(torch.nn.Module):
-    """Stands for vLLM's and SGLang's base classes of operators: a module that runs native code."""
+    """Replaces the base classes of operators in vLLM and SGLang; has no custom kernels."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -65,7 +65,8 @@ class Source:
         """Execute the named functions and classes of one file.
 
         Args:
-            pattern: the end of the file's path; exactly one file must match.
+            pattern: the end of the file's path, as a glob pattern; of several matching files, one
+                with the fewest parent folders is read.
             wanted: names, in the order of their dependencies.
             given: values of other names that the code uses.
         """
@@ -115,7 +116,7 @@ def spec_of(rule: str, interleaved: bool = False, base: float = BASE) -> RopeSpe
 
 
 def meta(source: Source) -> Iterator[Case]:
-    """Yield Meta's functions."""
+    """Yield cases with Meta's functions."""
     code = source.cut(
         "llama_models/llama3/model.py",
         "apply_scaling",
@@ -132,7 +133,7 @@ def meta(source: Source) -> Iterator[Case]:
 
 
 def gpt_oss(source: Source) -> Iterator[Case]:
-    """Yield OpenAI's reference."""
+    """Yield cases with OpenAI's reference for gpt-oss."""
     code = source.cut("gpt_oss*model.py", "_apply_rotary_emb", "RotaryEmbedding")
     for rule in ("default", "yarn, truncate=False"):
         base = 10000.0 if rule == "default" else 150000.0
@@ -149,7 +150,7 @@ def gpt_oss(source: Source) -> Iterator[Case]:
 
 
 def torchtune(source: Source) -> Iterator[Case]:
-    """Yield torchtune's modules."""
+    """Yield cases with torchtune's modules."""
     plain = source.cut("torchtune/modules/position_embeddings.py", "RotaryPositionalEmbeddings")
     scaled = source.cut("torchtune/models/llama3_1/_position_embeddings.py", "Llama3ScaledRoPE")
     for rule, kind in (
@@ -164,7 +165,7 @@ def torchtune(source: Source) -> Iterator[Case]:
 
 
 def litgpt(source: Source) -> Iterator[Case]:
-    """Yield LitGPT's functions."""
+    """Yield cases with LitGPT's functions."""
     code = source.cut("litgpt/model.py", "yarn_get_mscale", "build_rope_cache", "apply_rope")
     yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 1024}
     extra: dict[str, Any] = {
@@ -185,7 +186,7 @@ def litgpt(source: Source) -> Iterator[Case]:
 
 
 def megatron(source: Source) -> Iterator[Case]:
-    """Yield Megatron-LM's embeddings and unfused rotation."""
+    """Yield cases with Megatron-LM's embeddings and unfused rotation."""
     folder = "megatron/core/models/common/embeddings/"
     plain = source.cut(folder + "rotary_pos_embedding.py", "RotaryEmbedding", parallel_state=None)
     yarn = source.cut(
@@ -232,7 +233,7 @@ def megatron(source: Source) -> Iterator[Case]:
 
 
 def flash_attention(source: Source) -> Iterator[Case]:
-    """Yield flash-attention's layer with its reference rotation."""
+    """Yield cases with flash-attention's layer and its reference rotation."""
 
     def repeat(x: torch.Tensor, pattern: str) -> torch.Tensor:
         return (x.repeat_interleave(2, -1) if "(d 2)" in pattern else torch.cat((x, x), -1))[
@@ -259,7 +260,7 @@ def flash_attention(source: Source) -> Iterator[Case]:
 
 
 def transformer_engine(source: Source) -> Iterator[Case]:
-    """Yield TransformerEngine's embedding and unfused rotation."""
+    """Yield cases with TransformerEngine's embedding and unfused rotation."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     code = source.cut(
         "*rope.py", "_rotate_half", "_apply_rotary_pos_emb_base", "RotaryPositionEmbedding"
@@ -344,7 +345,7 @@ _LONGROPE = "Phi3LongRoPEScaledRotaryEmbedding"
 
 
 def vllm(source: Source) -> Iterator[Case]:
-    """Yield vLLM's `forward_native`."""
+    """Yield cases with vLLM's `forward_native`."""
     folder = "vllm/model_executor/layers/rotary_embedding"
     common = source.cut(
         f"{folder}/common.py", "ApplyRotaryEmb", current_platform=types.SimpleNamespace(is_cpu=lambda: True)
@@ -368,7 +369,7 @@ def vllm(source: Source) -> Iterator[Case]:
 
 
 def sglang(source: Source) -> Iterator[Case]:
-    """Yield SGLang's `forward_native`."""
+    """Yield cases with SGLang's `forward_native`."""
     folder = "sglang/srt/layers/rotary_embedding"
     names = "_is_cuda _is_hip _is_xpu _is_npu _is_musa _is_mps _use_aiter _is_cpu_amx_available"
     code = source.cut(

@@ -3,9 +3,9 @@
 // For a rotated pair (y, z) with gradient (dy, dz), the gradient of its angle is g = y·dz − z·dy. The
 // gradient of a position is Σ ω·g over heads and pairs; that of a frequency is Σ position·g over tokens,
 // and over heads that share it. The order of every sum does not depend on the number of threads: pairs
-// and heads in the order of the tensor, tokens within runs that only the shapes determine. Only a few
-// products are accumulated in float before widening to double, so the error does not grow with the
-// number of heads.
+// and heads are added in the order of the tensor, tokens within runs that only the shapes
+// determine. Only a few products are accumulated in float before widening to double, so the error does
+// not grow with the number of heads.
 #pragma once
 
 #include "heads.h"

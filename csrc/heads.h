@@ -1,4 +1,4 @@
-// Rotates one head of one token, in plain loops that the compiler vectorises.
+// Rotates the heads of one token, in plain loops that the compiler vectorises.
 #pragma once
 
 #include "angles.h"

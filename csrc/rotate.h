@@ -60,7 +60,7 @@ struct Problem {
   const int64_t* turns;
   int64_t axes, word_rows, word_heads;
 
-  // Tables instead, if their data is not null: a position is then a row number.
+  // Tables instead, if their data is not null: a position is then an index along `length`.
   Table cosine, sine;
   Dtype table_dtype;
   int64_t table_length;
@@ -143,7 +143,7 @@ using StagesLoop = void (*)(const Problem& p, const Stages& stages, void* scratc
 using Exponentials = void (*)(Dtype dtype, void* values, int64_t n);
 
 // Output of the gradient of one gate, of a problem with one operand. A work item is the tokens that
-// share an entry: a run of a sequence, as in AngleSums; or, by token, one token of one row or of all
+// share an entry: a run of a sequence, as in AngleSums; or, if `by_token`, one token of one row or of all
 // rows. Each item has its own sums.
 struct GateSums {
   double* to;  // [items, heads|1, channels|1]; the caller sets it to zero

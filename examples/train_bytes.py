@@ -2,7 +2,7 @@
 
     python examples/train_bytes.py --steps 300
 
-The model is a causal transformer over bytes. It trains on text that every Python includes: the
+The model is a causal transformer over bytes. It trains on text that comes with Python: the
 sources of the standard library. Positions enter only through the rotation in :class:`Attention`. The file
 needs only torch and tightrope; copy from it freely. `tightrope demo` trains the model twice, with this
 rotation and with eager rotation, to compare the two.
@@ -153,7 +153,7 @@ _SKIPPED = frozenset(
 
 
 class NoTextError(Exception):
-    """The sources of the standard library are missing on this machine."""
+    """The folder to read holds too few Python files."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Text:
 
 
 def load_text(folder: Path | None = None) -> Text:
-    """Read about 4 MB of Python files in a fixed random order, every tenth for validation.
+    """Read at most about 4 MB of Python files in a fixed random order, every tenth for validation.
 
     Args:
         folder: the folder to read; by default the standard library.

@@ -9,9 +9,9 @@ It runs pytest over the files of this folder, in three phases:
     times     all contenders with right results, in turns; then other block shapes (one worker)
 
 A contender is an implementation that is timed: this library, a copy, or another library. Each test
-is a unit. Units that time contenders first compare every element of their results with
-float64. The result of a unit is written as soon as it ends, so a crash or a hang loses one unit only.
-Units that were not started have the outcome "no time".
+is a unit. A unit that times contenders first compares every element of the contenders' results
+with float64. The result of a unit is written as soon as the unit ends, so a crash or a hang loses
+one unit only. Units that were not started have the outcome "no time".
 
 --dry-run runs tiny sizes under Triton's interpreter, without compiled contenders unless --against selects
 them; its times mean nothing.

@@ -93,7 +93,10 @@ class Draw:
 
 
 def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the values of x with other strides; "expanded" repeats the first token instead."""
+    """Return the values of x, placed in memory as `kind` states.
+
+    "expanded" repeats the first entry of the second to last dimension instead.
+    """
     if kind == "permuted" and x.dim() > 2:
         return x.movedim(0, -2).clone(memory_format=torch.contiguous_format).movedim(-2, 0)
     if kind == "inside":

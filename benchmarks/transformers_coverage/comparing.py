@@ -168,7 +168,7 @@ def difference(before: Run, after: Run) -> Difference:
 
 
 def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an error: to each channel of a result it adds FAULT times the previous."""
+    """The function with an error: FAULT times the previous channel is added to each one."""
 
     def wrong(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -9,8 +9,8 @@ import torch
 from ..ops.registry import Backend, add
 from . import cpu, reference, triton
 
-#: Every backend by name, fastest first. A backend module defines the members of
-#: :class:`tightrope.ops.registry.Backend` and ``register()``.
+#: Every backend by name, in order of preference. A backend module defines ``DEVICES``,
+#: ``register()`` and the functions of :class:`tightrope.ops.registry.Backend`.
 BY_NAME: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "reference": reference}
 
 
@@ -26,7 +26,7 @@ def backends() -> dict[str, str | None]:
     """Return which backends are available.
 
     Returns:
-        For each backend, fastest first, None if it is usable, otherwise the reason why it is not.
+        For each backend, None if it is usable, otherwise the reason why it is not.
 
     >>> backends()["reference"] is None
     True
@@ -35,15 +35,15 @@ def backends() -> dict[str, str | None]:
 
 
 def which(x: torch.Tensor) -> tuple[str, str | None]:
-    """Return the backend that would rotate a tensor, and why faster ones would not.
+    """Return the backend that would rotate a tensor, and why no preferred one would.
 
     Args:
         x: a tensor; only its device is used.
 
     Returns:
-        The name of the backend; and for each faster backend the reason why it is not used, or None
-        if there is no faster one. If a backend serves the device type of x, those that serve only
-        other types are left out.
+        The name of the backend; and the reasons why the backends preferred to it are not used, as
+        one string, or None if there are none. If a backend serves the device type of x, those that
+        serve only other types are left out.
 
     >>> name, reason = which(torch.zeros(1, 1, 4, 8))
     """

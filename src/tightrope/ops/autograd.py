@@ -63,7 +63,7 @@ class OutOfPlace(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """The operator in place on one tensor x. With an activation, q of the call is a copy of the old x."""
+    """The operator in place on one tensor x; q of the call is None, or with f a copy of x."""
 
     @staticmethod
     def forward(ctx: Any, template: Template, x: torch.Tensor, *tensors: Any) -> torch.Tensor:
@@ -78,7 +78,7 @@ class InPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         found = _gradients(ctx, [grad], [ctx.needs_input_grad[1], False])
-        # The gradient of the copy is that of x itself.
+        # Returned for x only: a gradient of its copy as well would count twice.
         return (None, found.q, *found._replace(q=None).tensors())
 
 

@@ -66,7 +66,8 @@ class Request(NamedTuple):
         outs: the result tensors, for the verb "out".
         stages: f and P; None if both are the identity.
         wider: whether the tensors may have more channels than the spec; the extra ones are copied.
-        rounding: None for that of the rotation: "once", or that of its stack.
+        rounding: None for the rounding of the stack that the rotation was made for, or "once" if
+            there is none.
     """
 
     names: Sequence[str]

@@ -37,11 +37,13 @@ VERBS = ("new", "in place", "out")
 
 
 class Extras(NamedTuple):
-    """Extra tensors of a call. A field is empty, or holds one for q and then, if given, one for k.
+    """Extra tensors of a call.
+
+    A field is empty, or holds a tensor for q and then, if k is given, one for k; ``frequencies``
+    holds one tensor for both.
 
     Attributes:
-        frequencies: learned frequencies that the phase words were computed from; one tensor, shared
-            by q and k.
+        frequencies: learned frequencies, from which the phase words were computed.
         weights: RMSNorm weights.
         gates: logarithms or slopes of P.
         inputs: q and k of the forward call; the transpose of an activation needs them.

@@ -64,7 +64,7 @@ def prepare(
         wider: whether the tensors may have more channels than the spec.
 
     Returns:
-        A rotation on the device of the tensors that fits their shapes.
+        A rotation that fits the shapes of the tensors and is on their device.
     """
     names, xs, layout = place
     x = xs[0]
@@ -90,7 +90,7 @@ def check_rotation(
     """Refuse a rotation whose rows, tokens, heads or lengths do not fit the tensors.
 
     Args:
-        arguments: names of its spec, positions and lengths in error messages.
+        arguments: names of the spec, positions and sequence lengths in error messages.
     """
     names, xs, layout = place
     spec, positions, seq_len = arguments

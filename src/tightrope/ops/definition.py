@@ -35,8 +35,8 @@ from .schema import (
 def define(call: Call) -> list[torch.Tensor]:
     """Compute the operator with ordinary torch functions.
 
-    Differentiable to any order, backward and forward, with respect to q, k, floating positions,
-    tables and extra tensors.
+    The results are differentiable to any order, backward and forward, with respect to q, k,
+    floating positions, tables and extra tensors.
 
     Returns:
         The same list as the operator ``rotate``; see :mod:`tightrope.ops.schema`.
@@ -165,7 +165,7 @@ def _rotate_pairs(
 
     PyTorch's own derivative of this function rounds like the transposed call. The gradient of a
     conversion from a 16-bit dtype rounds; so if the transposed call rounds each product, every product
-    here converts x for itself.
+    here converts x separately.
     """
     narrow = x.dtype
     if options.back != EACH:

@@ -69,7 +69,8 @@ def ready(
         layout: name of the layout.
 
     Returns:
-        The gate's code in the schema and one tensor per input; None if :func:`lower` is needed.
+        The gate's code in the schema and one tensor for each of q and k; None if
+        :func:`lower` is needed.
     """
     logs: list[torch.Tensor] = []
     code, before = NO_GATE, None
@@ -108,7 +109,7 @@ def _ready(
 def _cached_log(
     gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
 ) -> torch.Tensor:
-    """Return the logarithm of a gate that has no tensors, from a cache that all layers share."""
+    """Return the logarithm of an xPos gate; unless ids are on a GPU, all layers share a cache."""
     ids, key = rotation.ids, (gate, x.dtype)
     if ids is not None and not ids.is_cpu:
         # Comparing ids on a device would synchronise, and a CUDA graph must read them on each replay.

@@ -209,7 +209,7 @@ def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torc
 def _stages(
     call: Call, which: int, x: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the input of the rotation itself, after f, and the gradient of its output, before P."""
+    """Return the input of the rotation alone, without f and P, and the gradient of its output."""
     parts, layout = call.extras, call.layout()
     if call.options.act != NONE:
         weight = parts.weights[which] if parts.weights else None

@@ -23,20 +23,20 @@ class Backend(NamedTuple):
     is_ready: Callable[[], bool]
 
 
-#: Every backend by name, fastest first.
+#: Every backend by name, in order of preference; the definition last.
 BACKENDS: dict[str, Backend] = {}
 
 _ready_on: dict[str, Callable[[], bool]] = {}
 
 
 def add(name: str, backend: Backend) -> None:
-    """Register a backend; the fastest one must be registered first."""
+    """Register a backend, after those that are preferred to it."""
     BACKENDS[name] = backend
     _ready_on.update(dict.fromkeys(backend.devices, backend.is_ready))
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Return whether a kernel, rather than the definition, would rotate x.
+    """Return whether kernels are registered for the device of x.
 
     >>> takes(torch.zeros(1, device="meta"))
     False

@@ -89,7 +89,7 @@ def route_prepared(
     stages: Stages | None,
     rounding: RoundingLike | None = None,
 ) -> Packed | None:
-    """Return the cached arguments of a prepared rotation if its kernel may be called directly.
+    """Return the cached arguments of a prepared rotation if the kernel may be called directly.
 
     Rotating one decoded token takes a few microseconds, and full checks in Python would take most of
     the time. This function therefore checks only what the kernel cannot check. The kernel
@@ -137,7 +137,7 @@ def route_prepared(
 def mode() -> str:
     """Return the active mode: "compiled", "transformed" (functorch), "forward" (forward-mode AD) or "eager".
 
-    For callers of the operator that have an alternative to it, such as a model's original function.
+    Used by code that has an alternative to the operator, such as the original function of a model.
     """
     if torch.compiler.is_compiling():
         return "compiled"
@@ -180,8 +180,7 @@ def _with_stages(
     """Add f and P to packed arguments; None if the call must be built, for example because the tensors
     of f and P cannot be passed on unchanged.
 
-    No tensor is copied or cached: the kernel reads the user's own tensors, in any floating dtype, so
-    it sees every change of their values.
+    Nothing computed from a tensor of f or P is cached, so each call sees the current values.
     """
     count = 1 if k is None else 2
     first, eps, act, gate = stages.acts[0], 0.0, NONE, NO_GATE

@@ -118,8 +118,8 @@ def options_of(packed: int) -> Options:
 # out_q, out_k
 #             the results: same shapes, dtype and device, any strides
 # primary, secondary
-#             the source of the angles: phase words and, if some |ω| >= π, turns (see
-#             tightrope.angles.phases); or cosine and sine tables, of any floating dtype,
+#             the source of the angles: phase words and, if some |ω| >= π or frequencies are
+#             learned, turns (see tightrope.angles.phases); or tables of any floating dtype,
 #             [rows|1, heads|1, length, width], indexed by position along length
 # positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros
 # offset      added to every position

@@ -30,7 +30,7 @@ _missing: str | None = "the native library is not loaded yet"
 
 
 def register() -> None:
-    """Load the library unless it is switched off; if loading fails, warn and explain why."""
+    """Load the library unless it is switched off; warn if it is missing or does not load."""
     global _library, _missing
     if os.environ.get("TIGHTROPE_NATIVE") == "0":
         _missing = "the native library is switched off by TIGHTROPE_NATIVE=0"
@@ -76,7 +76,7 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """Return the instruction sets that this processor supports, best first."""
+    """Return the supported instruction sets, best first; an empty list without the library."""
     names: list[str] = []
     while _library is not None and (name := _library.tightrope_supported_set(len(names))):
         names.append(name.decode())

@@ -54,7 +54,7 @@ class Source:
 
 
 def require(condition: bool, rule: str) -> None:
-    """Raise an error for a direct call of the operator that breaks a rule."""
+    """Raise a RuntimeError that states the rule, unless the condition holds."""
     if not condition:
         raise RuntimeError(f"tightrope: {rule}")
 

@@ -117,7 +117,7 @@ def power_of_two(n: int) -> int:
 
 
 def tokens_of(blocks: Blocks, pairs: int, rest: int = 0) -> int:
-    """Return the tokens of a tile, a power of two.
+    """Return the number of tokens of a tile, a power of two.
 
     Args:
         pairs: padded number of pairs of a head.

@@ -15,11 +15,13 @@ from .views import View, broadcast_strides, vector_of
 
 
 class Read(NamedTuple):
-    """Dtypes and strides of the extra tensors of a call.
+    """Dtypes and strides of the tensors of f and P of a call.
 
     Attributes:
         types: dtypes, by the field names of :class:`Carries`.
-        norms, gates, inputs: strides for q and for k; empty if the call has none.
+        norms: for q and for k, 1 if each head has its own norm weights, 0 if they share them;
+            empty if the call has none.
+        gates, inputs: strides for q and for k; empty if the call has none.
         gate_vector, input_vector: elements per 16-byte access, the unit of the strides; 0 if such
             accesses are impossible and strides are in elements.
     """
@@ -32,7 +34,7 @@ class Read(NamedTuple):
     input_vector: int
 
     def steps(self, which: int) -> dict[str, Any]:
-        """Return the strides for q (0) or k (1), by the field names of :class:`OperandSteps`."""
+        """Return the fields of :class:`OperandSteps` for the tensors of q (0) or k (1), by name."""
         every = {"norm": self.norms, "gate": self.gates, "input": self.inputs}
         return {name: found[which] for name, found in every.items() if found}
 

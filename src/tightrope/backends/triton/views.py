@@ -15,7 +15,9 @@ ACCESS = 16
 
 
 class View(NamedTuple):
-    """A tensor as [rows, heads, tokens, channels]; the stride of a dimension of size 1 is 0.
+    """A tensor as [rows, heads, tokens, channels].
+
+    The stride of a dimension of size 1 is 0, but that of a single channel is 1.
 
     Attributes:
         rows, heads, tokens, channels: sizes.

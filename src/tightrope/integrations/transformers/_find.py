@@ -76,7 +76,10 @@ def layers(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
-    """Yield (defining class, name, attribute, plain function) of each method in MRO order."""
+    """Yield (defining class, name, attribute, plain function) of each method, in MRO order.
+
+    Methods of classes of torch, Python's builtins and this library are left out.
+    """
     seen: set[str] = set()
     for owner in cls.__mro__:
         if owner.__module__.partition(".")[0] in ("torch", "builtins", "tightrope"):

@@ -33,7 +33,7 @@ def patch(
             patches all models: every modeling file that is already imported or will be. Exact
             angles then apply only to models made after this call.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
-            which are exact at any position and computed in float32 for every dtype of the model.
+            which are exact at any position and computed in float32 (float64 for a float64 model).
         rounding: "model" keeps every bit of results and gradients: each function's own roundings are
             found by comparing bits, and calls whose bits cannot be equalled run the original. "once"
             rounds results only when they are stored, which is more exact. With exact angles, which

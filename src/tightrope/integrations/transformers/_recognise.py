@@ -399,8 +399,8 @@ def _all_bits(
         if every[0] is not None and every.count(every[0]) == len(every):
             found.append((dtype, table_dtype, every[0]))
         elif dtype == table_dtype == f32:
-            # Then equal bits in 16-bit dtypes prove nothing: the more precise arithmetic of the
-            # operator changes too few 16-bit results for a probe to notice.
+            # If float32 differs, equal bits in 16-bit dtypes prove nothing: the more precise
+            # arithmetic of the operator changes too few 16-bit results for a probe to notice.
             return ()
     return tuple(found)
 

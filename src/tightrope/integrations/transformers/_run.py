@@ -31,8 +31,8 @@ def replacement(
     Args:
         original: the function, called for every kind of call that recognition did not try.
         candidate: what the original was recognised as.
-        narrow: whether results have the dtype of x even if the original promotes: exact angles make
-            tables float32 that had the dtype of x before.
+        narrow: whether results have the dtype of x even if the original promotes: with exact
+            angles, tables are float32 where the model's had the dtype of x.
         rounding: "model" for the bits of the original, which then also runs every call whose bits
             the operator cannot equal; "once" for the most exact results.
     """
@@ -89,7 +89,7 @@ class _Call:
         return Bits() if self.once else self.candidate.bits_of(dtype, table_dtype, needs_grad)
 
     def _has_bits(self, x: torch.Tensor, cos: torch.Tensor, learned: bool) -> bool:
-        """Return whether the bits that recognition compared hold for this call."""
+        """Return whether the equality of bits that recognition found also holds for this call."""
         if learned and (cos.dim() != x.dim() or cos.shape[0] != x.shape[0]):
             return False  # the sum over rows would have another order
         lanes = self.candidate.call.form.lanes
@@ -111,7 +111,7 @@ class _Call:
         return values
 
     def short(self, values: Mapping[str, Any]) -> Any:
-        """Call the operator by the memoised plan of this kind of call; None if there is no plan."""
+        """Call the operator by the cached plan for this kind of call; None if `long` must run."""
         if not self.straight or route.mode() != "eager":
             return None
         q = values[self.rotated[0]]
@@ -184,7 +184,7 @@ class _Call:
         return place, heads, options.pack()
 
     def long(self, values: Mapping[str, Any]) -> Any:
-        """Serve any kind of call that recognition tried, also compiled; None for the original."""
+        """Serve any call that recognition tried, also compiled; None if the original must run."""
         candidate = self.candidate
         flat = candidate.call.form.flat
         xs = [values[name] for name in self.rotated]

@@ -45,7 +45,7 @@ def entry_of(module: str, name: str, recognition: Recognition) -> Entry:
 
 @dataclass
 class Report:
-    """One entry for each rotary function and class that makes cos/sin that :func:`patch` found."""
+    """The entries of a patch: one per rotary function and per class that makes cos/sin."""
 
     entries: list[Entry] = field(default_factory=list)
 
