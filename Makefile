@@ -1,16 +1,16 @@
-# Every target sets up all that it needs, also in a fresh clone.
+# Every target sets up what it needs, also in a fresh clone.
 #
 #   make demo     train small models on real text, and compare the speed with eager rotation
-#   make test     the tests, except slow ones that are rarely the only ones to fail
-#   make test-all all tests
-#   make check    formatting, lint, types, wording, spelling, documentation
+#   make test     the tests, except slow ones, which rarely fail if the others pass
+#   make test-all the tests, including the slow ones
+#   make check    formatting, lint, types, wording, spelling, documentation and the code in it
 #   make wheel    dist/tightrope-*.whl
 #   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
 #   make clean    remove what the other targets made, except the results in tightrope-demo/
 #
-#   PYTHON=python3.12   the Python of .venv (3.10 or later)
+#   PYTHON=python3.12   the Python that creates .venv (3.10 or later)
 #   WORKERS=4           number of test processes
-#   ARGS='-k half'      more arguments for pytest (make test, test-all) or the demo (make demo)
+#   ARGS='-k half'      more arguments for pytest (make test, test-all, oldest) or the demo
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -34,7 +34,7 @@ demo: $(READY)
 	$(BIN)/tightrope demo $(ARGS)
 
 # One thread per process: more would only compete for the cores. Tests of threading set their own
-# number of threads. `make check` runs tests/test_docs.py, the code blocks of the documents.
+# number of threads. tests/test_docs.py runs the code blocks of the documents, in `make check`.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	--ignore=tests/test_docs.py
 
@@ -71,11 +71,11 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. torch and the build tools come first: the package is built without isolation,
-# against this torch. The kernel compiles in the background while pip installs the rest;
-# the next rule links its object files, or reports why there are none.
+# against this torch. The kernel compiles in the background while pip installs the rest; the next
+# rule installs the compiled library, or reports why there is none.
 $(TOOLS): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "tightrope needs Python 3.10 or later, but '$(PYTHON)' is not. Choose one: make PYTHON=python3.12" >&2; \
+		echo "tightrope needs Python 3.10 or later, but '$(PYTHON)' is older or missing. Choose one: make PYTHON=python3.12" >&2; \
 		exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { \
 		echo "'$(PYTHON)' cannot create environments: it lacks venv or ensurepip. On Debian and Ubuntu" >&2; \
@@ -89,8 +89,8 @@ $(TOOLS): pyproject.toml setup.py constraints.txt
 		-e '.[cli,dev]'; status=$$?; wait; exit $$status
 	@touch $@
 
-# pip hides the output of a build, so run the build once more, visibly. It compiles nothing twice; if it
-# fails, the reason appears here.
+# The background build prints nothing, so run the build once more, visibly: it reuses all files that
+# are compiled already, and prints the reason if it fails.
 $(READY): $(TOOLS) $(wildcard csrc/*)
 	$(BIN)/python setup.py --quiet build_native --inplace
 	@touch $@

@@ -145,7 +145,7 @@ def build_library() -> Path:
     name = sysconfig.get_platform()
     machine = platform.machine() if name.endswith("universal2") else name.split("-")[-1]
     torch_flags = ["-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    # -isystem: torch's headers do not compile without warnings under our flags.
+    # -isystem: torch's headers cause warnings under our flags.
     torch_flags += [part for folder in includes for part in ("-isystem", folder)]
     units = {
         "bind_torch.cpp": torch_flags,
@@ -159,7 +159,7 @@ def build_library() -> Path:
     if missing:
         raise NotBuilt(f"csrc/ lacks {', '.join(missing)}")
 
-    # Any other file may be included by a unit.
+    # Any file of csrc/ that is not .cpp may be included by a unit.
     headers = [p.read_bytes() for p in sorted(CSRC.glob("*")) if p.suffix != ".cpp"]
 
     def compile_unit(source: str) -> Path:
@@ -172,7 +172,7 @@ def build_library() -> Path:
     with ThreadPoolExecutor(JOBS) as pool:
         objects = list(pool.map(compile_unit, reversed(units)))
 
-    # No rpath: `import torch` has loaded libtorch_cpu before tightrope loads this.
+    # No rpath: `import torch` has loaded libtorch_cpu before tightrope loads this library.
     link = [*compiler, "-shared", *map(str, objects)]
     link += [f"-L{folder}" for folder in libraries] + ["-ltorch_cpu"]
     if sys.platform == "linux":
@@ -246,11 +246,11 @@ class build_native(Command):
 
 
 class wheel_of_any_python(bdist_wheel):
-    """A wheel tagged py3-none-<platform> with the native library, py3-none-any without."""
+    """Build a wheel, tagged py3-none-<platform> with the native library, py3-none-any without."""
 
     def run(self) -> None:
-        # setuptools never empties this folder, so the wheel would include files that were renamed or
-        # deleted since the last build.
+        # setuptools never empties its build folder, so the wheel would include files whose sources
+        # were renamed or deleted since the last build.
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         # Build the library first: the tag of the wheel depends on whether that succeeds.
         self.run_command("build_native")

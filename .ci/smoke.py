@@ -1,6 +1,7 @@
 """Smoke test of the installed wheel: kernel, values and command line.
 
-Run `python smoke.py NAME-OF-THE-WHEEL` in a clean environment, in a folder outside the source tree.
+Run `python smoke.py NAME-OF-THE-WHEEL` outside the source tree, in an environment that has only
+that wheel, without extras.
 """
 
 from __future__ import annotations

@@ -507,7 +507,10 @@ def test_wrong_statements_of_the_user(tmp_path: Path, stated: dict[str, Any], ma
 
 def test_a_checkpoint_without_configuration(tmp_path: Path) -> None:
     source = write(tmp_path / "a", llama_tensors(), None)
-    with refused("no config.json beside the checkpoint: pass --config, or --head-dim and --naming"):
+    with refused(
+        "no config.json or params.json beside the checkpoint: pass --config, or --head-dim and "
+        "--naming"
+    ):
         convert(source, tmp_path / "b", to="interleaved")
     stated = Stated(head_dim=8, naming="llama")
     with refused(

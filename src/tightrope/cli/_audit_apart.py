@@ -9,7 +9,7 @@ from .audit import here
 
 
 def main() -> None:
-    """Read target and options from standard input; write the report to the file given as argument."""
+    """Read target and options from standard input; write report or error to the file `argv[1]`."""
     out = Path(sys.argv[1])
     target, options = json.load(sys.stdin)
     try:

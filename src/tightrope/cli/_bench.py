@@ -14,7 +14,7 @@ from ..workbench.environment import Environment
 from ..workbench.text import duration
 from ._tables import titled
 
-# If a contender was absent for several reasons, one that begins like this is reported.
+# If a contender was absent for several reasons, one that begins with one of these is reported.
 _FAULTS = ("its result is off", "it failed")
 
 # Names that are too long for a column heading -> their short forms.
@@ -43,7 +43,7 @@ def copies_of(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def print_list(console: Console, cases: Sequence[Case], wanted: re.Pattern[str]) -> None:
-    """Print the cases, and each contender with the number of cases or the reason why it has none."""
+    """Print the cases, and in how many each contender takes part, or why it takes part in none."""
     console.print(Text("Cases", style="bold"))
     for case in cases:
         console.print(Text(f"  {case.name}"))

@@ -1,4 +1,7 @@
-"""Command-line options for facts that a checkpoint's configuration does not state."""
+"""The command-line arguments of `tightrope convert` and `tightrope detect`.
+
+Most of them state facts that the checkpoint's configuration may lack.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +14,7 @@ Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A safetensors or torch file, the index of several, or a folder with them.",
+        help="A safetensors or torch file, an index of shards, or a folder with one of these.",
     ),
 ]
 Config = Annotated[
@@ -35,7 +38,7 @@ Naming = Annotated[
     typer.Option("--naming", help="Naming scheme of the projections: llama, meta, gpt_neox, …"),
 ]
 Prefix = Annotated[
-    str | None, typer.Option("--prefix", help="Name prefix of the layers to convert.")
+    str | None, typer.Option("--prefix", help="Name prefix of the layers, if they have several.")
 ]
 Packing = Annotated[
     str | None,

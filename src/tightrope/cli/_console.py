@@ -15,7 +15,7 @@ _SIZE = re.compile(r"0*[1-9][0-9]{0,3}")
 
 
 def settle_terminal() -> None:
-    """Ignore impossible terminal sizes, and print help without colour if `NO_COLOR` is set."""
+    """Unset `COLUMNS` and `LINES` if impossible; print help without colour if `NO_COLOR` is set."""
     for name in ("COLUMNS", "LINES"):
         if not _SIZE.fullmatch(os.environ.get(name, "")):
             os.environ.pop(name, None)
@@ -23,7 +23,10 @@ def settle_terminal() -> None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console without automatic highlighting; its width is 110 if nothing sets it."""
+    """Return a console without automatic highlighting.
+
+    Its width is 110 if the output is not a terminal and `COLUMNS` is not set.
+    """
     plain = _is_plain()
     console = Console(
         stderr=stderr,

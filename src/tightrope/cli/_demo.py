@@ -19,8 +19,8 @@ from ._tables import facts, titled
 _METHOD = (
     f"Medians over {RUNS} runs; calls alternate in random order. q and k are transposed views, as in "
     "models. For 1024 tokens and more, caches are flushed before each call. Eager writes new tensors "
-    "and has tables in the dtype of x. The floor reads and writes each byte once: neg_ in place, "
-    "otherwise clone."
+    "and has tables in the dtype of x. The floor reads and writes each byte once per pass: neg_ in "
+    "place, otherwise clone."
 )
 
 
@@ -186,8 +186,8 @@ def print_contest(console: Console, contest: Contest) -> None:
     past = {run.name: contest.past_length(run.name) for run in race.runs}
     if past[ours.name] is not None and past[plain.name] is not None:
         lines["past training"] = (
-            f"windows are {TIMES_LONGER} times as long as in training; the loss per byte "
-            f"after the first {context} bytes differs from that of these bytes by {past[plain.name]:+.3f} nats "
+            f"windows are {TIMES_LONGER} times as long as in training; from their first {context} "
+            f"bytes to the others, the loss per byte changes by {past[plain.name]:+.3f} nats "
             f"({plain.name}) and {past[ours.name]:+.3f} ({ours.name})"
         )
     halves = sorted(distance for pair in contest.half_distances for distance in pair)
@@ -204,7 +204,7 @@ def _stretches(context: int) -> list[str]:
 
 
 def caption(results: Results) -> str:
-    """Return the lines below the picture: models, versions, machine."""
+    """Return the lines below the picture: models, versions, number of threads."""
     here, race, contest = results.environment, results.race, results.contest
     first = [_of(results.size, race), f"seed {results.seed}"]
     if race.steps:

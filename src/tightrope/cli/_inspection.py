@@ -117,7 +117,10 @@ def _print_pairs(console: Console, part: PartReport, *, every: bool) -> None:
 
 
 def _chosen(pairs: tuple[PairRow, ...]) -> list[PairRow]:
-    """Choose the pairs to show: the first and last, those at each change, and some in between."""
+    """Choose the pairs to show: the first, the last, both sides of each change, some in between.
+
+    If a property changes more than three times, its changes are not considered.
+    """
     if len(pairs) <= _SHOWN:
         return list(pairs)
     keep = {0, len(pairs) - 1}

@@ -5,7 +5,7 @@ from types import FrameType, TracebackType
 
 
 class Interrupt:
-    """Context in which the first Ctrl-C sets `requested` and the second interrupts at once."""
+    """Context in which the first Ctrl-C sets `requested`; the next raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -1,11 +1,13 @@
-"""Short forms of tensor name lists and byte counts for output."""
+"""Short texts for lists of tensor names and for byte counts."""
 
 import re
 from collections.abc import Iterable
 
 
 def grouped(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Merge names that differ in one number into one entry with a count: ``layers.{0-31}.q_proj``.
+    """Merge names that differ only in their first number between dots: ``layers.{0-31}.q_proj``.
+
+    Each entry has the number of names that it stands for.
 
     >>> grouped(["a.0.w", "a.1.w", "a.3.w", "b"])
     [('a.{0-1,3}.w', 3), ('b', 1)]

@@ -16,7 +16,9 @@ _READABLE = 20
 class StackedTable(Table):
     """A table that is printed as a list if the terminal is too narrow for its columns.
 
-    In the list, a row is its first cell in bold, then one indented line ``heading: cell`` per other cell.
+    In the list, each cell that is not empty has a line: ``heading: cell``, or the cell alone if its
+    column has no heading. A row's first line has the column's style or is bold; others are
+    indented.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -87,9 +87,9 @@ def demo(
         Extent, typer.Option(hidden=True, help="`tiny` runs every part in seconds, for the tests.")
     ] = Extent.FULL,
 ) -> None:
-    """Compare training and speed with eager rotation, and polar attention with plain RoPE attention.
+    """Compare tightrope with eager rotation, and polar attention with plain RoPE attention.
 
-    It trains two pairs of small transformers, times rotations alone, and draws one picture.
+    Trains two pairs of small transformers, times rotations alone, and draws one picture.
 
     Takes under three minutes on two cores; Ctrl-C stops early and keeps the results so far.
 

@@ -73,7 +73,7 @@ def inspect(
 ) -> None:
     """Show a model's rotary embedding, with warnings about it.
 
-    Shows the spec and the keys it was read from, wavelengths, the effect of scaling, and the
+    Shows the spec, the keys that state its fields, wavelengths, the effect of scaling, and the
     largest context with exact angles.
 
     With several configurations, shows how they differ and by how much their angles disagree.

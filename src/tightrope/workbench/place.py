@@ -53,7 +53,11 @@ def placed_file(target: Path, force: bool) -> Iterator[IO[bytes]]:
     """Open a temporary file that is renamed to `target` if the block succeeds, else removed.
 
     Args:
-        force: whether to replace an existing target; if not, it raises FileExistsError.
+        force: whether to replace an existing target.
+
+    Raises:
+        FileExistsError: the target exists at the end of the block, and `force` is False.
+        BlockingIOError: another process is writing the target.
     """
     with _partial(target) as temporary, open(temporary, "x+b") as stream:
         yield stream
@@ -70,8 +74,11 @@ def placed_folder(target: Path, force: bool) -> Iterator[Path]:
     """Make a temporary folder that is renamed to `target` if the block succeeds, else removed.
 
     Args:
-        force: whether to replace a folder that is not empty, instead of raising FileExistsError; an
-            empty one is always replaced.
+        force: whether to replace a folder that is not empty; an empty one is always replaced.
+
+    Raises:
+        FileExistsError: the target is not empty at the end of the block, and `force` is False.
+        BlockingIOError: another process is writing the target.
     """
     with _partial(target) as temporary:
         temporary.mkdir()

@@ -272,5 +272,5 @@ def check_identity(log: Log) -> None:
                 f"The base is {identity.spec.base:g}; or it is {identity.by_head_dim:g}, and the "
                 f"exponents are divided by head_dim, {log.subject.head_dim}, not by rotary_dim, "
                 f"{shape.rotary_dim}.",
-                "declare the intended one with spec=",
+                "declare the intended rotation with spec=",
             )

@@ -1,4 +1,4 @@
-"""Check that the gradient of x is the transposed matrix times the incoming gradient."""
+"""Check that the gradient of x is the transposed rotation matrix times the incoming gradient."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def check_ids(log: Log) -> bool:
             log.add(
                 "positions-ignored",
                 "error",
-                "Positions are ignored: tokens are rotated as if they were 0 to n − 1.",
+                "Positions are ignored: tokens are rotated as if at positions 0 to n − 1.",
                 "tokens at 0, 1, 2 and at 7, 3, 11 and at 40, 50, 3 come out the same",
                 f"x = torch.randn(1, {fresh.heads(2)}, 3, {fresh.head_dim})\n"
                 "first = rotate(x.clone(), torch.tensor([[0, 1, 2]]))\n"

@@ -67,7 +67,7 @@ def resolve(
     """Resolve the ``target`` argument of an audit.
 
     Args:
-        spec: the rotation of a stack.
+        spec: the rotation of ``"stack:NAME"``; other targets do not use it.
 
     Raises:
         ValueError, TypeError: the target does not exist or cannot be called.
@@ -106,7 +106,7 @@ def from_object(target: object) -> Target:
 
 
 def from_stack(name: str, spec: RopeSpec | None) -> Target:
-    """Return the rotation of a spec by the arithmetic of a stack; by exact angles for "exact"."""
+    """Return a target that rotates with a stack's arithmetic, or with exact angles for "exact"."""
     if spec is None:
         raise bad_value(
             f"{_STACK}{name} must have a spec: give spec= (--meant, or --base and --head-dim), or compare "
@@ -265,7 +265,7 @@ class RotaryAndApply(nn.Module):
 
 
 def one_at_a_time(apply: Callable[..., Any]) -> bool:
-    """True if an apply function takes (x, cos, sin), like Gemma's newer one, not (q, k, cos, sin)."""
+    """True if an apply function takes (x, cos, sin), like Gemma 3n's, not (q, k, cos, sin)."""
     return not any("k" in call.roles for call in calls_of(apply))
 
 

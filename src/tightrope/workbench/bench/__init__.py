@@ -1,5 +1,6 @@
 """Benchmark rotations against memory traffic and other installed libraries.
 
+    import re
     from tightrope.workbench.bench import CONTENDERS, SUITES, measure
 
     measure(SUITES["short"][0], CONTENDERS, runs=1, rounds=7, wanted=re.compile("neg_|^eager"))

@@ -29,7 +29,7 @@ class Case:
             code also rounds as "wide"; otherwise as "each".
         tables: format of given tables, rotary_dim wide and in the dtype of q; None to rotate by the
             angles of the spec.
-        compiled: whether contenders that compile our rotation and its definition take part.
+        compiled: whether contenders that compile our rotation or its definition take part.
         threads: number of threads of every contender; 0 for torch's current number.
         device: the device of q and k: "cpu" or "cuda".
         neighbours: whether q and k are scaled before and after the rotation, for a compiler to fuse.

@@ -77,7 +77,7 @@ def spec_of(case: Case) -> RopeSpec:
 
 
 def positions_of(case: Case, ids: torch.Tensor) -> PositionsLike:
-    """Return the positions of a case.
+    """Return the positions of a case; None for 0..n-1.
 
     Args:
         ids: ``(rows, tokens)``, or ``(axes, rows, tokens)`` for M-RoPE.
@@ -97,7 +97,7 @@ def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
 
 
 def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> QK:
-    """Return cos and sin as model files make them: in the dtype of x, with the pairs duplicated."""
+    """Return cos and sin as model files make them: in `dtype`, with an entry for each channel."""
     angle = angles_of(case, ids.unsqueeze(-2))
     if case.interleaved:
         angle = angle.repeat_interleave(2, -1)
@@ -114,7 +114,7 @@ def cotangents(q: torch.Tensor, k: torch.Tensor) -> QK:
 
 
 def between(case: Case, rotate: Rotate) -> Rotate:
-    """Return the rotation between its neighbouring operations, if the case has them."""
+    """Return the rotation, with elementwise operations around it if the case has neighbours."""
     if not case.neighbours:
         return rotate
 

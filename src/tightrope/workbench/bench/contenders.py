@@ -1,8 +1,9 @@
 """The contenders: this library, memory floors, the eager code of model files, and other libraries.
 
-A contender is made for a case from its own copies of q and k. It returns a call to time, and the rotated
-q and k of one call, which are compared with the definition in float64. A contender that does not apply
-to a case gives the reason.
+Each contender is made for a case with its own copies of q and k. It consists of a call to time and
+the results of one call, which are compared with the definition in float64. Contenders that do not
+compute the case's rotation (floors, "copy_", "0..n-1", "rotation") have no results to compare. If a
+contender does not apply to a case, its `why_not` returns the reason.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ WAKE_SECONDS = 0.005
 # Most calls per turn; fewer if successive calls in place change the values more and more.
 BATCH, BATCH_RENEWED = 200, 10
 
-# Seconds that a warm turn lasts at least, unless it reaches the most calls.
+# Approximate seconds of a warm turn; it is shorter if it reaches the most calls.
 TURN_SECONDS = {"cpu": 2e-4, "cuda": 2e-3}
 
 #: Number of calls in one CUDA graph.

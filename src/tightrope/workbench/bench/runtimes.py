@@ -31,7 +31,7 @@ def no_onnxruntime(case: Case) -> str | None:
     if case.positions == "M-RoPE":
         return "its operator takes only positions of one axis"
     if case.dtype not in ("float32", "float16"):
-        # The older operator in the domain com.microsoft does not take it either.
+        # The older operator in the domain com.microsoft does not take this dtype either.
         return f"its operator does not take {case.dtype} on the CPU"
     return alone(case) or missing("onnxruntime") or missing("onnx")
 

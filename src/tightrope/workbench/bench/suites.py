@@ -76,8 +76,8 @@ _WITH = _in_both(
     )
 )
 
-# Compared with the same rotation rounded once. If it has tables, they are "cat", or "repeat" for
-# interleaved pairs.
+# Compared with the same rotation rounded once. For cases with tables, that rotation has "cat"
+# tables, or "repeat" tables if pairs are interleaved.
 _ROUNDINGS = _in_both(
     (
         *(

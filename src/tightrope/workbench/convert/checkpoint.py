@@ -43,13 +43,14 @@ class Checkpoint:
     """A checkpoint and its tensors.
 
     Attributes:
-        path: the path that the user gave.
+        path: the path that the user gave; for an index, its folder.
         files: its files of weights.
         folder: its folder, or None if the path is a single file.
         index: the index of its shards, if it has one.
         others: files of the folder that are not weights, as relative paths.
         ignored: files that a conversion leaves out: path -> reason.
-        ranks: the number of files that each tensor is split over: 1, except for Meta's consolidated files.
+        ranks: the number of files over which each projection is split: 1, except for Meta's
+            consolidated files.
     """
 
     path: Path

@@ -12,8 +12,8 @@ half and negative if it is interleaved. In weights without structure, each head'
 likely as their negatives, so their mean is about normal, with the heads' own second moments.
 :func:`_chance` bounds the probability that the form then reaches the observed value (Chernoff's bound for a
 weighted sum of squares). No distribution of weights is assumed, and a few heads never suffice. No pairing is
-reported if this chance is above :data:`NEEDED`, as for fresh weights and models without RoPE, or if two kinds
-of evidence favour different pairings.
+reported if this chance is above :data:`NEEDED`, as for fresh weights and models without RoPE, or if
+another kind of evidence favours the other pairing with a chance below 1 %.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def detect(
         report: called with the fraction done and a short text.
 
     Raises:
-        ValueError, OSError: as in :func:`tightrope.workbench.convert.convert`.
+        ValueError: the checkpoint is of an unknown kind, damaged, quantised, or partly outside its
+            folder, or a fact about its model is missing or contradictory.
+        OSError: a file cannot be read.
     """
     found = open_checkpoint(Path(checkpoint))
     model = read_model(found, stated or Stated(), pairing=False)

@@ -34,7 +34,7 @@ class Stated:
         config: a configuration, its file or folder; by default the one beside the weights.
         section: the part of a nested configuration to read.
         source: the pairing of the checkpoint: ``"half"`` or ``"interleaved"``.
-        naming: a key of :data:`tightrope.workbench.convert.naming.NAMINGS`.
+        naming: a key of NAMINGS or FAMILY_NAMING in :mod:`tightrope.workbench.convert.naming`.
         prefix: the name prefix of the layers to convert, if layers have several prefixes.
         packing: the order of heads in a fused projection: ``"blocks"``, ``"grouped"`` or
             ``"quarters"``.
@@ -205,7 +205,8 @@ def _from_flags(stated: Stated) -> Model:
     ]
     if missing:
         fail(
-            f"there is no config.json beside the checkpoint: pass --config, or {' and '.join(missing)}"
+            "there is no config.json or params.json beside the checkpoint: pass --config, or "
+            f"{' and '.join(missing)}"
         )
     spec = RopeSpec(stated.head_dim, rotary_dim=stated.rotary_dim, start=stated.start or 0)  # type: ignore[arg-type]
     return Model(

@@ -153,7 +153,7 @@ _BY_NAMING: dict[str, str] = {
     "moonshine": "moonshine",
 }
 
-# model_type, or the name of another format -> the key of NAMINGS.
+# model_type, or "meta" or "megatron" for their formats -> the key of NAMINGS.
 FAMILY_NAMING: dict[str, str] = {
     family: naming for naming, families in _BY_NAMING.items() for family in families.split()
 }

@@ -84,10 +84,11 @@ def convert(
     """Rewrite the query and key projections of a checkpoint for the other pairing of channels.
 
     The rows of projection weights and biases, of query and key norms, and of per-row scales are
-    reordered; all other bytes are copied unchanged. A record states the new pairing: for a folder, in a
-    file beside the weights; for a single file, in its safetensors metadata or zip comment. Converting
-    back removes the record and gives the original file. Memory does not grow with the checkpoint.
-    ``out`` appears only once it is complete.
+    reordered; all other tensors are copied unchanged. A record states the new pairing: for a
+    folder, in a file beside the weights; for a single file, in its safetensors metadata or zip
+    comment. If the family's code reads the pairing from a key of config.json, that key is set as
+    well. Converting back removes the record and gives the original files of weights. Memory does
+    not grow with the checkpoint. ``out`` appears only once it is complete.
 
     Args:
         checkpoint: a safetensors or torch file, an index of shards, or a folder with one of these.

@@ -9,13 +9,16 @@ from ._fail import fail, shown
 
 
 def check_target(target: Path, *, folder: bool, force: bool, writes: set[str]) -> None:
-    """Refuse a target where the user would lose data.
+    """Refuse an invalid target, or one where the user would lose data.
 
     Args:
         target: path of the result.
         folder: whether the result is a folder.
         force: whether an older result may be replaced.
         writes: for a folder, the files of the result.
+
+    Raises:
+        ValueError: the target is refused.
     """
     if not target.name:
         fail(f"OUT must have a name but got {str(target)!r}")

@@ -27,7 +27,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its bytes are ``[offset, offset + nbytes)`` of ``file``, in row-major order."""
+    """One tensor: its bytes are ``[offset, offset + nbytes)`` of ``file``, in row-major order.
+
+    If ``contiguous`` is False, the tensor is a strided view, and the bytes are its whole storage.
+    """
 
     name: str
     dtype: str

@@ -26,8 +26,9 @@ _WINDOWS, _BATCH = 384, 16
 class PolarAttention(nn.Module):
     """Polar attention as the demo's model calls it; without gates it is plain RoPE attention.
 
-    The gates are exp(γ) and, at position p, exp(−rate · p) on queries and exp(rate · p) on keys, with one
-    γ and one rate per pair: a pair's contribution to a score shrinks by exp(−rate) per token of distance.
+    The gates are exp(γ) and, at position p, exp(−rate · p) on queries and exp(rate · p) on keys.
+    Each pair of each head has its own γ and rate: with every token of distance, its contribution to
+    a score is multiplied by exp(−rate).
     """
 
     def __init__(self, size: Size, *, gated: bool) -> None:
@@ -60,7 +61,7 @@ class Contest:
     size: Size
     race: Race
     by_position: dict[str, list[float]] = field(default_factory=dict)
-    """Mean loss in nats at each position of the long windows; empty if not reached."""
+    """Name of a run -> mean loss in nats by position in the long windows; empty if not reached."""
 
     @property
     def parameters(self) -> int:
@@ -72,7 +73,7 @@ class Contest:
         return fmean(run.losses[-max(1, self.race.steps // 10) :])
 
     def stretches(self, name: str) -> list[float]:
-        """Return the mean nats per byte in successive stretches of the training length."""
+        """Return the mean nats per byte in stretches as long as in training; [] if not reached."""
         return means(self.by_position.get(name, []), self.size.context)
 
     def past_length(self, name: str) -> float | None:
@@ -112,7 +113,11 @@ def set_up(size: Size, seed: int) -> Contest:
 
 @torch.no_grad()
 def read_longer(contest: Contest, text: Text, stop: Stop) -> None:
-    """Evaluate both models on windows of `TIMES_LONGER` training lengths; set `by_position`."""
+    """Evaluate both models on windows of `TIMES_LONGER` training lengths; set `by_position`.
+
+    Args:
+        stop: called before each batch; True ends the evaluation, and `by_position` stays empty.
+    """
     length = TIMES_LONGER * contest.size.context
     count = min(_WINDOWS, text.validation.numel() // length)
     windows = even_windows(text.validation, count, length + 1)
@@ -128,5 +133,5 @@ def read_longer(contest: Contest, text: Text, stop: Stop) -> None:
 
 
 def means(losses: Sequence[float], size: int) -> list[float]:
-    """Return the means of successive groups of `size` losses."""
+    """Return the means of successive groups of `size` losses; the last group may be smaller."""
     return [fmean(losses[at : at + size]) for at in range(0, len(losses), size)]

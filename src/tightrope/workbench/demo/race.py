@@ -55,7 +55,8 @@ class Race:
 
     Attributes:
         rates: the learning rate of each step.
-        first_gradient_difference: |g1 − g2| / |g2| for the clipped gradients of the first step.
+        first_gradient_difference: |g1 − g2| / |g2| for the clipped gradients of the first step;
+            None before that step, or if the models have different parameters.
     """
 
     runs: tuple[Run, Run]
@@ -95,14 +96,14 @@ def train(
     peak_rate: float = PEAK_RATE,
     alike: bool = True,
 ) -> None:
-    """Train both models until the limit.
+    """Train both models until a limit is reached or `stop` returns True.
 
     The learning rate follows the fraction done, so it ends low whichever limit is reached first.
 
     Args:
         limit: the largest number of steps and of seconds; None for no limit.
         stop: called before each step; True ends the training early.
-        report: called before each step with the fraction done.
+        report: called before each step, and at the limit, with the fraction done.
         alike: whether both models have the same parameters, so that their gradients can be compared.
     """
     size = race.runs[0].model.size
@@ -129,7 +130,7 @@ def train(
 def wrong_rotation_difference(
     size: Size, right: MakeAttention, wrong: MakeAttention, text: Text, seed: int
 ) -> float:
-    """Return |g1 − g2| / |g2| in the first step, for gradients with a right and with a wrong rotation.
+    """Return |g1 − g2| / |g2| for the first, unclipped gradients of a right and a wrong rotation.
 
     A right rotation's `Race.first_gradient_difference` must be far smaller.
     """

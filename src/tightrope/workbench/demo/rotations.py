@@ -44,7 +44,7 @@ def _tables(head_dim: int, base: float, start: int, stop: int) -> tuple[Tensor, 
 
 
 def cases(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> list[Case]:
-    """Return the cases: a long prompt and decoding one token, in float32 and bfloat16."""
+    """Return the cases: a long prompt, also in training, and one token; in float32 and bfloat16."""
 
     works = ("in place", "out of place", "training")
     prompt = Case(
@@ -78,5 +78,5 @@ def seconds(timing: Timing, name: str) -> float:
 
 
 def is_steady(timing: Timing) -> bool:
-    """Return whether the runs agree, which they do on a quiet machine."""
+    """Return whether each contender's slowest run took at most 1.5 times as long as its fastest."""
     return all(max(runs) <= _QUIET * min(runs) for runs in timing["seconds"].values())

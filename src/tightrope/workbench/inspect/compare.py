@@ -29,7 +29,8 @@ class Disagreement:
         largest: the largest difference of any pair, at most π. For a pair whose difference exceeds
             half a turn within the context: the value at the position nearest to its first half turn.
         position, pair: where the largest difference is.
-        noticed, lost: the first positions with 0.01 and with 1 radian of difference; None if none.
+        noticed, lost: the first positions with a difference of at least 0.01 and 1 radian; None if
+            there is no such position.
     """
 
     context: int
@@ -55,8 +56,9 @@ class PartComparison:
 
     Attributes:
         one, other: the two rotations.
-        differences: fields whose values differ, even if no angle does.
-        alike: whether both rotate equally, to the last bit, at the compared length.
+        differences: fields whose values differ, even if no angle differs.
+        alike: whether both rotate equally, to the last bit, at the compared length, and multiply
+            the softmax scale equally.
         disagreement: the difference of the angles; None if the numbers of pairs differ.
         why: the reasons why they are not alike, as phrases; empty if they are alike.
     """
@@ -124,6 +126,10 @@ def compare(one: Inspection, other: Inspection) -> Comparison:
     """Compare the rotations of two models.
 
     Parts are matched by name; a model with a single part is compared with all parts of the other.
+    Angles are compared over the larger of the two contexts, or over 131,072 positions without any.
+
+    Raises:
+        ValueError: one of the models has no RoPE.
 
     >>> from tightrope import RopeSpec
     >>> from .report import inspect

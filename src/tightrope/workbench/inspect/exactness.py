@@ -68,7 +68,7 @@ class Exactness:
 
 
 def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) -> Exactness:
-    """Measure errors of a spec's cosines and sines, against float64 ones of 64-bit phases.
+    """Measure errors of a spec's cosines and sines, against those of 64-bit phases in float64.
 
     Positions are sampled, 192 per octave, so the largest errors are found to a few per cent.
 

@@ -297,7 +297,7 @@ def _phases(curve: _Curve, positions: torch.Tensor, context: int) -> torch.Tenso
 
 
 def _scores(curve: _Curve, distances: torch.Tensor) -> torch.Tensor:
-    """Return q·k for q = k at each distance, divided by that at 0, if all pairs have the same length."""
+    """Return q·k of equal q and k by distance, relative to distance 0, if pairs are equally long."""
     cos, _ = angles.cos_sin(_phases(curve, distances, curve.context), torch.float64)
     return cos.mean(-1)
 

@@ -24,10 +24,11 @@ class PartReport:
 
     Attributes:
         part: the spec, and the sources of its fields.
-        context: the length that all numbers are for; None if neither the caller nor a key gives one.
+        context: the length for which frequencies, turns and scalings are given; None if neither the
+            caller nor a key states one.
         trained: the scaling rule's original length, else the stated context, else ``context``.
         pairs: all pairs of channels.
-        attention_scaling: factor on the rotated channels at that length.
+        attention_scaling: factor on the rotated channels at the length ``context``.
         softmax_scaling: factor on the model's softmax scale, apart from the rotation.
         exactness: errors of cosines and sines, for several ways to compute angles.
         notes: notes, warnings first.

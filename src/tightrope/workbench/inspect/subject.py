@@ -66,8 +66,9 @@ def read(
 
     Args:
         config: a spec, any input of :meth:`tightrope.RopeSpec.from_config`, or the JSON of
-            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. If `tightrope convert` wrote
-            the folder, the pairing is read from its conversion record.
+            :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. If the configuration
+            lies in a folder that `tightrope convert` wrote, and ``interleaved`` is None, the
+            pairing is read from the conversion record.
         layer_type, section, strict, interleaved: as in :meth:`tightrope.RopeSpec.from_config`.
             Without a section, every part that rotates is read.
 
