@@ -1,4 +1,4 @@
-"""Fixtures for all test files. Helpers to import are in helpers.py, matrix.py and tolerances.py."""
+"""Fixtures, and the mark `one_in`, for all test files. Helpers to import are in other files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tightrope.backends import cpu
 
 @pytest.fixture(autouse=True)
 def _process_settings() -> Iterator[None]:
-    """Restore thread count, instruction set and torch's default dtype and device after each test."""
+    """Restore threads, instruction set and torch's defaults (dtype, device) after each test."""
     threads, instruction_set = torch.get_num_threads(), cpu.instruction_set()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     yield
@@ -29,7 +29,7 @@ def _process_settings() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Forget compiled functions before and after a test."""
+    """Clear the caches of torch.compile before and after a test."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -26,7 +26,7 @@ LLAMA: dict[str, Any] = {
 
 
 def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> list[Any]:
-    """Reorder blocks of `width` rows, one block at each of `starts`, from half to interleaved pairing."""
+    """Reorder blocks of `width` rows from half to interleaved pairing, one at each of `starts`."""
     made = list(rows)
     for start in starts:
         for i in range(width // 2):

@@ -10,7 +10,7 @@ import torch
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Return normal random numbers: for one shape and seed, the same in every dtype up to rounding."""
+    """Return normal random numbers; equal shapes and seeds give equal numbers in each dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 

@@ -6,7 +6,7 @@ import torch
 import tightrope
 from tightrope.backends import BY_NAME
 
-# Backends for CPU tensors; GPU backends have tests of their own.
+# Backends for CPU tensors. GPU backends have their own test files.
 BACKENDS = [
     pytest.param(
         name,

@@ -4,7 +4,7 @@ The data is in `data/model_configs.json`. Each entry names the repository of the
 format: ``v4`` for the flat keys that transformers wrote until 2025, ``v5`` for ``rope_parameters``,
 ``hub`` for custom code in the repository, or the name of another program's format. Keys unrelated to
 attention are left out; all keys about RoPE are unchanged, even those without effect. The expected specs
-were written from papers, model cards and modeling code, never from the reader under test.
+were written from papers, model cards and modeling code, never with `from_config`.
 """
 
 from __future__ import annotations

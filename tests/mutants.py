@@ -1,7 +1,7 @@
 """Choose the mutants of mutation.py, and build a copy of the source with one of them.
 
-Changes are found in the syntax tree of Python, and by regular expressions in C++; messages, types and
-comments are left alone. The mutants of a file depend only on its name and text.
+Python files are changed by their syntax tree, C++ files by regular expressions. Error messages,
+types and comments stay unchanged. The mutants of a file depend only on its name and text.
 """
 
 import ast
@@ -36,7 +36,7 @@ NUMBERS = ("float", "int", "Tensor", "torch.Tensor")
 def changes(node, returns):
     """Yield (kind, new text) for each change to a node.
 
-    `returns` is the return annotation of the function that contains it.
+    `returns` is the return annotation of the function that contains the node.
     """
 
     def spelled(kind, **fields):
@@ -73,7 +73,7 @@ def changes(node, returns):
 
 
 def candidates(node, returns=None, inside=False):
-    """Yield (node, kind, text) for each possible change below a node, except in messages and types."""
+    """Yield (node, kind, text) for each change below a node, except in error messages and types."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "bases"):
             continue
@@ -124,9 +124,9 @@ _SKIPPED = (
 
 
 def loop_lines(text):
-    """Yield (line number, kind, changed line) for C++.
+    """Yield (line number, kind, changed line) for each change to a line of C++.
 
-    Lines after `#else`, or after a condition on `__AVX512F__`, are left out.
+    Lines between `#else`, or a condition on `__AVX512F__`, and the next directive are left out.
     """
     elsewhere = False
     for number, line in enumerate(text.splitlines(), 1):
@@ -179,7 +179,8 @@ def changed(text, mutant):
 def build(mutant, text, folder, isa):
     """Build the library with one changed file of csrc/, and return whether it compiles.
 
-    Only the units that include the file are compiled.
+    Only units that include the file are compiled; of the loops, only those for instruction set
+    `isa`.
     """
     spec = importlib.util.spec_from_file_location("tightrope_setup", ROOT / "setup.py")
     setup = importlib.util.module_from_spec(spec)

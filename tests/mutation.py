@@ -6,10 +6,11 @@
     python tests/mutation.py compare RESULTS RESULTS          faults that only the first run noticed
 
 A mutant is one changed line. It is identified by the line's text, so a list stays valid after other
-changes; a mutant whose line no longer exists is reported as gone. For each mutant, tests run on a copy
-of src/ until one fails: for Python the tests that run its line, for C++ those of all files in NEAREST;
-the nearest files first. The loops in csrc/ are built for one instruction set. `run` continues an
-earlier run with the same RESULTS. Linux only: it forks.
+changes; a mutant whose line no longer exists is reported as gone. For each mutant, tests run on a
+copy of src/ until a test fails: for Python the tests that run the changed line, for C++ those of
+all files in NEAREST. The test files that NEAREST lists for the changed file run first. The loops in
+csrc/ are built for one instruction set. `run` continues an earlier run with the same RESULTS;
+it works only on Linux, because it forks.
 """
 
 import collections
@@ -52,7 +53,7 @@ LIMIT = 240.0  # seconds for all tests of a mutant; each test has its own limit 
 
 
 class Tracer:
-    """A pytest plugin: records the seconds of each passing test, and the lines that it runs."""
+    """A pytest plugin that records, for each passing test, its seconds and the lines it runs."""
 
     def __init__(self):
         self.tests, self.lines, self.seen, self.failed = {}, {}, set(), False
@@ -82,7 +83,7 @@ class Tracer:
 
 
 class Chosen:
-    """A pytest plugin: runs the chosen tests, quickest first; writes the current test to a file."""
+    """A pytest plugin that runs the chosen tests, quickest first, and notes the running one."""
 
     def __init__(self, seconds, until, note):
         self.seconds, self.until, self.note = seconds, until, note

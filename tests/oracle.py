@@ -59,7 +59,10 @@ def phase(omega: Real) -> Phase:
 
 @cache
 def cos_sin_at(positions: tuple[Number, ...], omegas: tuple[Real, ...]) -> tuple[float, float]:
-    """Return cosine and sine of Σ position · ω over the axes, each correctly rounded to float64."""
+    """Return cosine and sine of Σ position · ω over the axes, each correctly rounded to float64.
+
+    Both are NaN if a position is not finite.
+    """
     if not all(math.isfinite(position) for position in positions):
         return math.nan, math.nan
     angle = MP.fsum(MP.mpf(p) * omega for p, omega in zip(positions, omegas, strict=True))
@@ -111,7 +114,7 @@ def channels(
 
 
 def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """View x as [rows, heads, tokens, channels], with size 1 for dimensions that the layout lacks."""
+    """View x as [rows, heads, tokens, channels], of size 1 in dimensions that the layout lacks."""
     letters = layout.replace("t", "s")
     view = x.permute([letters.index(letter) for letter in "bhsd" if letter in letters])
     for dim, letter in enumerate("bhsd"):

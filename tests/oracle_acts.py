@@ -1,6 +1,7 @@
-"""Reference formulas of prologues and epilogues (f and P) in float64, independent of the library.
+"""Reference formulas of prologues f (activations, RMSNorm) and the rotation, in float64.
 
-Derivatives come from autograd, so there are no formulas for them here.
+They are independent of the library. Derivatives come from autograd, so this file has no formulas
+for derivatives.
 """
 
 import math
@@ -45,7 +46,10 @@ def act(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
-    """Apply RMSNorm to x (rows, heads, tokens, channels); weight (channels,) or (heads, channels)."""
+    """Apply RMSNorm to x (rows, heads, tokens, channels).
+
+    The weight is None, or of shape (channels,) or (heads, channels).
+    """
     length = torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
     if weight is None:
         return x / length

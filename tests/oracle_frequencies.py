@@ -1,8 +1,8 @@
 """Reference frequencies of every rule, from the papers' formulas at 80 digits.
 
 The functions are written from the papers and their authors' code, which the docstrings cite; nothing
-comes from the library under test. Floats are taken as exact numbers. Each function returns ω of
-every pair in radians per position. If a rule has an amplitude, a second function returns it.
+comes from the library under test. Floats are taken as exact numbers. The function of a rule returns
+ω of every pair in radians per position. If a rule has an amplitude, a second function returns it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ntk(d: int, base: float, factor: float) -> list[Real]:
 
 
 def dynamic_ntk(d: int, base: float, factor: float, trained: int, length: int | None) -> list[Real]:
-    """YaRN, section 3.3, with s = factor · l'/L − (factor − 1), as in implementations.
+    """YaRN, section 3.3, with s = factor · l'/L − (factor − 1), as implementations compute it.
 
     The paper itself has s = max(1, l'/L).
     """
@@ -99,7 +99,10 @@ def yarn_attention(
     mscale_all_dim: float | None = None,
     **_: Any,
 ) -> Real:
-    """DeepSeek's code: mscale = 1 and mscale_all_dim = 0 unless given."""
+    """DeepSeek's code: a quotient of mscales, with mscale = 1 and mscale_all_dim = 0 by default.
+
+    `attention_factor` overrides it, as in transformers.
+    """
     if attention_factor is not None:
         return MP.mpf(attention_factor)
     above = yarn_mscale(factor, 1.0 if mscale is None else mscale)
@@ -145,7 +148,7 @@ def llama3(d: int, base: float, factor: float, low: float, high: float, trained:
 def proportional(d: int, base: float, fraction: float, factor: float = 1.0) -> list[Real]:
     """Round and Round We Go (arXiv 2410.06205), section 6.
 
-    Only the fastest pairs rotate: a `fraction` of all.
+    Only the fastest pairs rotate: `fraction` of all pairs, rounded down.
     """
     turning = int(fraction * d // 2)
     row = plain(d, base)

@@ -195,7 +195,7 @@ def angle_sums(
     pairs: int,
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of θ and the sum to which its error is relative.
+    """Return the gradient of θ, and the sum that its error is compared with.
 
     For the pairs (u, v) of y and (du, dv) of grad, the gradient is Σ position · (u · dv − v · du), and
     the sum is Σ |position| · |(u, v)| · |(du, dv)|.
@@ -216,7 +216,7 @@ def angle_sums(
 
 
 def pair_lengths(x: torch.Tensor, pairs: int, start: int = 0) -> torch.Tensor:
-    """Return for each element the length of its pair, or its own modulus if it has no pair."""
+    """Return for each element the length of its pair, or its absolute value if it has no pair."""
     first = slice(start, start + pairs)
     second = slice(start + pairs, start + 2 * pairs)
     lengths = x.double().abs()

@@ -1,4 +1,7 @@
-"""The roundings of a rotation, written out with PyTorch's elementwise functions; imports nothing from the package."""
+"""The roundings of a rotation, written out with PyTorch's elementwise functions.
+
+Nothing here is imported from the library under test.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,6 @@ def rotate(
 
 
 def eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate like the code of most models: x·cos + rotate_half(x)·sin, which PyTorch differentiates."""
+    """Rotate like most models, by x·cos + rotate_half(x)·sin, which PyTorch differentiates."""
     first, second = split(x, interleaved)
     return x * cos + join(-second, first, interleaved) * sin

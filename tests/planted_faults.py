@@ -20,7 +20,7 @@ DIM = 64
 
 
 def inv_freq(dim: int = DIM, base: float = 10000.0, over: int | None = None) -> torch.Tensor:
-    """Return base^(−2k / over), computed in float64, rounded to float32; `over` defaults to `dim`."""
+    """Return base^(−2k / over), computed in float64 and rounded to float32; over = dim if None."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / (over or dim)
     return (base**-exponents).float()
 
@@ -146,9 +146,10 @@ def table_of(size: int, past: str) -> Fn:
 def dynamic_ntk(
     *, original: int = 1024, remembers: bool = False, by_batch: bool = True, fixed: bool = False
 ) -> Fn:
-    """Return dynamic NTK by the largest position of the batch, or of each row if not `by_batch`.
+    """Return a rotation with dynamic NTK by the largest position of the batch.
 
-    `remembers`: earlier calls count too. `fixed`: the base never changes.
+    If not `by_batch`, each row has its own base. If `remembers`, positions of earlier calls count
+    too. If `fixed`, the base never changes.
     """
     longest = [original]
 
@@ -206,7 +207,7 @@ def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
 def with_tables(
     *, swap: bool = False, interleaved: bool = False, in_place: bool = False, **rest: Any
 ) -> Fn:
-    """Return a function of q, k and tables (rows, tokens, channels), which hold each value twice."""
+    """Return a rotation of q and k by tables (rows, tokens, channels) with each value twice."""
 
     def fn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if swap:
@@ -297,7 +298,7 @@ class ForwardAgain(torch.autograd.Function):
 
 
 def by_sizes(bug: bool) -> Fn:
-    """Return a rotation; with `bug`, it gives positions to heads if there are as many as tokens."""
+    """Return a rotation; with `bug`, it confuses heads and tokens if their numbers are equal."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -315,9 +316,9 @@ def by_id_type(bug: bool) -> Fn:
 
 
 def grouped(how: str) -> Fn:
-    """Return a rotation of q and k with a fault if k has fewer heads.
+    """Return a rotation of q and k; `how` names its fault for q and k of unequal head counts.
 
-    "refuse" raises an error, "behind" rotates k by the previous position.
+    "refuse" raises an error, "behind" rotates k by the previous position, and "" has no fault.
     """
     plain = rope()
 
@@ -331,7 +332,7 @@ def grouped(how: str) -> Fn:
 
 
 def xpos() -> Fn:
-    """Return a rotation that also multiplies by factors that fall with the position."""
+    """Return a rotation that also multiplies channels by factors that fall with the position."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -405,12 +406,12 @@ SPEC: dict[str, Any] = {"head_dim": DIM}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, the code of its finding, and the function without it.
+    """A fault, the code of its finding, and functions with and without the fault.
 
     Attributes:
         code: the code of the finding.
         bad, good: factories of the function with and without the fault.
-        also: codes of other findings that are correct as well.
+        also: codes of further findings that the audit may report for the fault.
         spec: fields of the declared spec, with "linear" for the factor of linear scaling; if None,
             no spec is declared.
         options: options of the audit.

@@ -1,8 +1,8 @@
 """An evaluator in numpy for the PTX of small element-wise kernels, for all threads at once.
 
-Triton's interpreter runs the source of a kernel; this runs the PTX that a GPU gets, with the rounding
-that PTX prescribes for each instruction. Instructions whose result PTX does not define exactly
-(approximations, flushed subnormals other than in floor) are not supported.
+Triton's interpreter runs the source of a kernel; this evaluator runs the PTX that a GPU gets, with
+the rounding that PTX prescribes for each instruction. Approximate arithmetic is not supported, nor
+arithmetic that flushes subnormal numbers, except in floor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _TYPES = {**_INTEGERS, "f32": "f4", "f64": "f8", "pred": "?"}
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """a · b + c in float32, rounded once: computed in float64, where the product is exact and the sum is
-    rounded to odd."""
+    """Return a · b + c in float32, rounded once.
+
+    It is computed in float64, where the product is exact and the sum is rounded to odd.
+    """
     product = a.astype("f8") * b.astype("f8")
     wide = c.astype("f8")
     total = product + wide
@@ -73,7 +75,7 @@ class Threads:
 
     Args:
         ptx: the PTX of a kernel without loops, shared memory or barriers.
-        tensors: the tensors of its pointer parameters, in order; written in place.
+        tensors: the tensors of the kernel's pointer parameters, in order; stores change them.
         threads: number of threads.
     """
 

@@ -103,7 +103,7 @@ def small_model(family: str, **settings: Any) -> PreTrainedModel:
 
 
 def small_inputs(family: str) -> dict[str, torch.Tensor]:
-    """Make two rows of tokens; for Qwen2-VL with an image, so that a token's coordinates differ."""
+    """Make two rows of tokens; for Qwen2-VL with an image, whose tokens' coordinates differ."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 80, (2, TOKENS), generator=generator)
     if family != "Qwen2-VL":

@@ -1,4 +1,4 @@
-"""Prologues and epilogues (f and P) of the operator, forward and backward, against float64 formulas."""
+"""Prologues and epilogues (f and P), forward and backward, compared with float64 formulas."""
 
 import math
 
@@ -78,7 +78,7 @@ def test_each_act_and_its_gradient(name, interleaved, dtype, backend) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [*NAMES, "rms_norm", "gate"])
 def test_results_are_rounded_once(name, dtype) -> None:
-    """All but one in a thousand 16-bit results are the exact value correctly rounded."""
+    """At least 99.9 % of 16-bit results are the exact value correctly rounded."""
     spec, x = RopeSpec(128), noise(1, 8, 128, 128, dtype=dtype)
     weight, gamma = noise(128, seed=3).float(), (0.1 * noise(8, 128, seed=4)).float()
     act = RMSNorm(weight) if name == "rms_norm" else None if name == "gate" else name
@@ -114,7 +114,7 @@ def test_far_values(name) -> None:
     want = oracle_acts.act(name, exact.clamp(-300, 300) if name == "tanh" else exact)
     want.sum().backward()
     tail = tolerances.value("f, float32")
-    # Position 0 does not rotate, so every element is independent.
+    # The only token is at position 0, which does not rotate, so y is f(x).
     assert bool(((y.double() - want).abs() <= tail * want.abs() + 1e-30).all()), name
     assert bool(leaf.grad.isfinite().all())
 
@@ -183,7 +183,7 @@ def test_a_norm_without_a_weight_and_with_nothing_to_sum() -> None:
 
 
 def gate_cases():
-    """Return name -> (values, their gate's class, a function from values to the factor's logarithm).
+    """Return name -> (values, the gate's class, a function from values to log of the factor).
 
     The logarithm broadcasts to (rows, heads, tokens, channels).
     """
@@ -237,7 +237,7 @@ def test_gates_with_their_gradients(name, dtype, backend) -> None:
 
 
 def by_slopes(slopes, ids, dtype, backend="cpu"):
-    """Return a slope gate's factors, (tokens, heads, channels), as the result for unrotated 1s."""
+    """Return a slope gate's factors, (tokens, heads, channels): apply it to unrotated ones."""
     width = slopes.shape[1]
     x = torch.ones(1, len(ids), len(slopes), width, dtype=dtype)
     still = torch.zeros(width // 2, dtype=torch.float64)
@@ -279,7 +279,7 @@ def test_slopes_of_heads_lose_no_digit_of_the_position(dtype, position, heads, h
 @every_backend
 @every_dtype
 def test_slopes_without_end(dtype, backend) -> None:
-    """Slopes that overflow, infinite ones and NaN give the result of torch.exp."""
+    """Infinite slopes, NaN, and slopes whose factor overflows give the result of torch.exp."""
     edges = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 1e20, -1e20, 3e38, -3e38]
     several = torch.tensor(edges, dtype=torch.float64).repeat(4)
     for strange in ([], [math.inf], [-math.inf], [math.nan]):
@@ -329,7 +329,7 @@ def test_an_overflow_that_a_gate_undoes_has_gradients_by_angles(backend) -> None
 def test_gradcheck_of_all_together(act, kind) -> None:
     """Gradients of x, weight, gate, frequencies and positions together pass gradcheck.
 
-    Both modes are checked. Second derivatives are checked without positions.
+    Forward and reverse mode are checked. Second derivatives are checked without positions.
     """
     spec = RopeSpec(6, rotary_dim=4)
     x, weight = noise(1, 2, 3, 6).requires_grad_(), noise(6, seed=1).requires_grad_()
@@ -559,7 +559,7 @@ def test_errors(text: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_prepared_call_sees_every_change_of_a_weight(dtype) -> None:
-    """The fast path of a prepared rotation caches nothing of a weight, so changes take effect."""
+    """The fast path of a prepared rotation uses the current values of norm weights."""
     spec = RopeSpec(8)
     q, k = torch.randn(2, 3, 1, 8).to(dtype), torch.randn(2, 1, 1, 8).to(dtype)
     rope = spec.at(9)

@@ -75,7 +75,10 @@ def test_in_place_leaves_channels_outside_the_slice() -> None:
 
 
 def test_in_place_calls_bump_the_version_counter() -> None:
-    """Autograd needs the counter to refuse a backward pass that uses an overwritten value."""
+    """rotate_ and rotate_qk_ increase the version counter of x.
+
+    Autograd needs the counter to refuse a backward pass that uses an overwritten value.
+    """
     x = noise(2, 3, 5, 8)
     version = x._version
     rotate_(x, SPEC)
@@ -88,8 +91,9 @@ def test_in_place_calls_bump_the_version_counter() -> None:
 
 
 def test_the_raw_operator_refuses_a_tensor_that_requires_grad() -> None:
-    """The raw operator raises an error: without an autograd kernel, torch would silently use the
-    gradient of the identity.
+    """The raw operator raises an error for a tensor that requires grad, except under no_grad.
+
+    Without an autograd kernel, torch would silently use the gradient of the identity.
     """
     x = noise(2, 3, 5, 8).requires_grad_() * 1
     with pytest.raises(RuntimeError, match=r"the raw operator has no gradient"):
@@ -197,7 +201,10 @@ def test_inference_mode() -> None:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
-    """Writing to an inference tensor, which has no version counter, raises an error as in torch."""
+    """Writing to an inference tensor outside inference mode raises an error, as in torch.
+
+    Such a tensor has no version counter.
+    """
     with torch.inference_mode():
         frozen = noise(1, 2, 5, 8)
     x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)

@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return frequencies [axes, rows|1, heads|1, pairs] and positions [axes, rows, tokens] in float64."""
+    """Return frequencies [axes, rows|1, heads|1, pairs] and positions [axes, rows, tokens]."""
     omega = call.words.double() * (2 * math.pi * 2.0**-64)
     if call.turns is not None:
         omega = omega + call.turns.double() * (2 * math.pi)
@@ -62,7 +62,10 @@ def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def formula(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Return the gradients of positions and of frequencies, each with the sum of its terms' absolute values."""
+    """Return the gradients of positions and of frequencies, each with a sum for its error bound.
+
+    That sum adds the absolute values of the gradient's terms.
+    """
     layout = schema.LAYOUTS[call.options.layout]
     rows, _, tokens, _ = oracle.as_bhsd(call.ys[0], layout).shape
     pairs = call.words.shape[3]
@@ -100,7 +103,7 @@ def check(call: Call, operator: Operator) -> None:
 
 
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Convert [rows, heads, tokens, channels] to a layout; dimensions that it lacks must have size 1."""
+    """Convert [rows, heads, tokens, channels] to a layout; dimensions it lacks must have size 1."""
     letters = layout.replace("t", "s")
     dims = [at for at, letter in enumerate("bhsd") if letter not in letters]
     for dim in dims:
@@ -304,7 +307,7 @@ def test_gradients_that_are_not_needed_are_empty(operator: Operator) -> None:
 def test_an_invalid_position_makes_frequency_gradients_nan(
     at: torch.dtype, lost: float, operator: Operator
 ) -> None:
-    """Frequency gradients that sum over an invalid position are NaN; those of other rows are not."""
+    """Frequency gradients that sum over an invalid position are NaN; other rows' are not."""
     call = make(at=at, axes=2, word_rows=True)
     assert call.positions is not None
     call.positions[1, 1, 3] = lost
@@ -419,7 +422,10 @@ def test_strides_and_calls_change_no_bit(dtype: torch.dtype, interleaved: bool) 
 @needs_kernel
 @every_dtype
 def test_sets_with_fused_arithmetic_give_the_same_bits(dtype: torch.dtype) -> None:
-    """AVX2 and AVX-512 do the same operations in the same order; the baseline has no FMA."""
+    """AVX2 and AVX-512 give the same bits, as both do the same operations in the same order.
+
+    The baseline has no FMA, so it is only compared with the formula.
+    """
     before = cpu.instruction_set()
     assert before is not None
     try:
@@ -532,7 +538,7 @@ def test_no_gradient_is_lost_through_the_raw_operator() -> None:
 def test_devices_are_not_mixed() -> None:
     """A call with one meta tensor raises an error.
 
-    It is dispatched to the fake kernel, which must not return uninitialised memory.
+    The call is dispatched to the fake kernel, which must not return uninitialised memory.
     """
     call = make(at=torch.float64, turns=True)
     for change in (

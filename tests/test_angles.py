@@ -1,6 +1,6 @@
-"""Angles compared with exact ones.
+"""Angles compared with exact angles.
 
-The definition returns cosines and sines; those of a kernel are read from rotated pairs (1, 0).
+Cosines and sines come from tightrope.angles and, for each backend, from rotated pairs (1, 0).
 """
 
 import math
@@ -42,7 +42,11 @@ def from_definition(
     add_index: bool = False,
     tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute cosine and sine [rows, tokens, pairs] of ids [axes, rows, tokens] by tightrope.angles."""
+    """Return the cosines and sines [rows, tokens, pairs] that tightrope.angles computes.
+
+    Args:
+        ids: positions [axes, rows, tokens].
+    """
     tokens = ids.shape[2] if tokens is None else tokens
     phase = angles.phases(words, turns, ids, offset, add_index, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
@@ -138,10 +142,7 @@ def test_integer_positions(base: float, dim: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
-    """Angles are within the bound at 40 consecutive positions of each magnitude.
-
-    They include every remainder of the kernel's tiles.
-    """
+    """Angles are within the bound at 40 consecutive positions of each magnitude."""
     spec = RopeSpec(20, interleaved=interleaved)
     for start in (0, -20, 8192 - 20, 131072 - 20, 2**20 - 20, TOP - 39, -TOP - 1):
         run = range(start, start + 40)
@@ -153,7 +154,7 @@ def test_a_dense_run_of_positions(dtype: torch.dtype, backend: str, interleaved:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_beyond_32_bits_do_not_wrap_early(backend: str) -> None:
-    """Beyond 32 bits only float64 has a bound, that of phase words."""
+    """Float64 angles stay within the bound of phase words at positions beyond 32 bits."""
     ids = [2**31, -(2**31) - 1, 2**32 + 1, 2**40 + 3, -(2**44) - 1]
     exact = oracle.cos_sin(ids, oracle.frequencies(10000.0, 16))
     got = from_rotation(RopeSpec(16), torch.tensor(ids), (1, len(ids)), torch.float64, backend)
@@ -184,7 +185,10 @@ LARGE = [8191.3, -131071.7, 1048575.9, 16383.499999, 2.0**22 + 0.25]
 @pytest.mark.parametrize("position_dtype", DTYPES)
 @pytest.mark.parametrize("base", [1e-9, 1e-3, 0.03, 1.0, 1e4])
 def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
-    """Angles are within the bound; with a base below 1, pairs with ω > π also need whole turns."""
+    """Angles at fractional positions are within the bound.
+
+    With a base below 1, pairs with ω > π also need whole turns.
+    """
     dim = 16
     omegas = oracle.frequencies(base, dim)
     turns = float(max(omegas)) / (2 * math.pi)
@@ -210,7 +214,10 @@ def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("whole", [1, 2, -1, 5])
 def test_whole_turns_per_position_are_not_lost(whole: int, backend: str) -> None:
-    """ω = 2π · whole: the phase word is 0, so fractional positions use turns alone (DINOv3)."""
+    """Angles are within the bound for frequencies of whole turns, as in DINOv3.
+
+    Their phase word is 0, so that fractional positions use the turns alone.
+    """
     words = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     turns = torch.full_like(words, whole)
     ids = torch.tensor([0.25, 0.5, 1.0, -3.125, 7.0625], dtype=torch.float64)
@@ -365,7 +372,10 @@ def test_words_from_a_tensor_are_within_the_bound() -> None:
 @pytest.mark.parametrize("half", [0.5, -0.5, 1.5, -1.5, 2.5, 7.5, 1e6 + 0.5])
 @pytest.mark.parametrize("step", [-2, -1, 0, 1, 2])
 def test_words_from_a_tensor_near_half_a_turn(half: float, step: int) -> None:
-    """Half a turn is 2^63 units, one more than a phase word can hold."""
+    """Frequencies near an odd number of half turns are converted without saturation.
+
+    Half a turn is 2^63 units, one more than a phase word can hold.
+    """
     omega = half * 2 * math.pi
     for _ in range(abs(step)):
         omega = math.nextafter(omega, math.copysign(math.inf, step))

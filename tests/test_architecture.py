@@ -18,7 +18,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "tightrope"
 
-# A module belongs to the group with the longest matching prefix. A group may import from groups of a
+# A module belongs to the group with the longest matching prefix. A group may import from groups of
 # lower rank and within itself; two groups of one rank never import each other. "*" matches one name,
 # and each match is a group of its own.
 RANKS: dict[str, tuple[int, int]] = {
@@ -84,13 +84,13 @@ def read_files(folder: Path) -> dict[str, str]:
 
 
 def module_of(path: str) -> str:
-    """Return a file's module: ops/autograd.py -> ops.autograd; ops/__init__.py -> ops; __init__.py -> ""."""
+    """Return a file's module: ops/run.py -> ops.run, ops/__init__.py -> ops, __init__.py -> ""."""
     parts = path.removesuffix(".py").split("/")
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def ancestors(module: str) -> list[str]:
-    """Return the packages that Python imports before a module, innermost first, without tightrope."""
+    """Return the packages that Python imports before a module, innermost first, not tightrope."""
     parts = module.split(".")
     return [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
 
@@ -139,7 +139,7 @@ def called_name(call: ast.Call) -> str:
 
 
 def group_of(module: str, ranks: Mapping[str, tuple[int, int]]) -> str | None:
-    """Return the group of a module: its longest prefix in the table, with `*` filled in, or None."""
+    """Return the group of a module, its longest prefix in the table with `*` filled in, or None."""
     if module == "":
         return "" if "" in ranks else None
     for prefix in [module, *ancestors(module)]:
@@ -161,8 +161,11 @@ def find_problems(
     lazy_allowed: Mapping[tuple[str, str], str] | None = None,
     dynamic_allowed: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return one line per problem: a forbidden import, an import of a missing module, a cycle, a module
-    without a rank, or an exception that is no longer needed."""
+    """Return one line per problem.
+
+    Problems are forbidden imports, imports by a computed name, imports of a missing module, cycles,
+    modules without a rank, and exceptions that are no longer needed.
+    """
     unused_lazy = dict(lazy_allowed or {})
     unused_dynamic = dict(dynamic_allowed or {})
     modules = {module_of(path): path for path in files}
@@ -356,7 +359,7 @@ print(json.dumps([sorted(set(sys.modules) - before), asked]))
 
 
 def cost_of(statement: str) -> tuple[set[str], set[str]]:
-    """Return the heavy packages that a statement imports, and the device functions that it calls."""
+    """Return the heavy packages that a statement imports, and the device functions it calls."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE.replace("{statement}", statement)],
         capture_output=True,
@@ -408,7 +411,10 @@ def properties_of_named_tuples(source: str) -> list[str]:
 
 
 def test_no_named_tuple_that_is_traced_has_a_property() -> None:
-    """Torch 2.10 cannot trace a property of a named tuple; the folders left out are not traced."""
+    """No named tuple outside four folders has a property, which torch 2.10 cannot trace.
+
+    Code in these four folders is not traced.
+    """
     found = [
         f"{path}: {name}"
         for path, source in read_files(SOURCE).items()
@@ -421,8 +427,12 @@ def test_no_named_tuple_that_is_traced_has_a_property() -> None:
 
 
 def test_only_the_binding_includes_torch() -> None:
-    """The loops are compiled once per instruction set. The linker keeps one copy of each function of
-    torch's headers, which could then use instructions that the machine lacks."""
+    """Only bind_problem.h includes torch, and only two units include it.
+
+    The loops are compiled once per instruction set. If they included torch's headers, the linker
+    would keep one copy of each function in them, which could use instructions that the machine
+    lacks.
+    """
     folder = SOURCE.parent.parent / "csrc"
     aware = {path.name for path in folder.iterdir() if "<torch/" in path.read_text()}
     assert aware == {"bind_problem.h"}

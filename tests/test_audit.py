@@ -1,4 +1,4 @@
-"""The audit names every planted fault, and reports nothing about correct functions."""
+"""The audit names every planted fault, and finds no error or warning in correct functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tightrope.workbench.audit._exact import cos_sin
 from tightrope.workbench.audit._guard import Guard
 from tightrope.workbench.audit._identify import identify
 
-# Codes of findings about calls that the function refuses -> the error that their programs raise.
+# Code of a finding about a refused call -> the error that the finding's program raises.
 REFUSED = {
     "strides-refused": RuntimeError,
     "grouped": (AssertionError, ValueError),
@@ -100,7 +100,7 @@ def test_dynamic_ntk_of_transformers_remembers() -> None:
     assert report.codes == ("history", "batch"), str(report)
     history, batch = report.findings[:2]
     assert "longer one" in history.sentence
-    # Their programs run without `fn`, as they include the imports.
+    # The programs of both findings run without `fn`, as they include the imports.
     for finding in (history, batch):
         with pytest.raises(AssertionError):
             run(finding.snippet)
@@ -609,7 +609,7 @@ def test_a_config_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", [False, True])
 def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The audit calls functions in the wrapper that transformers adds for the kernels package."""
+    """The audit calls a function that transformers wraps in a module for the kernels package."""
     pytest.importorskip("transformers")
     from transformers.models.llama import modeling_llama
 

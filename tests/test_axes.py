@@ -1,7 +1,7 @@
 """Axes: the assignment of pairs to coordinates, compared with the published code of each family.
 
 The families' own modules (transformers 5.23) compute cosines and sines, or rotate, at coordinates that
-differ on every axis. The expected angles are plain float64 products of a coordinate and
+differ from axis to axis. The expected angles are plain float64 products of a coordinate and
 base^(−2·index/dim), as the assignment defines them.
 """
 

@@ -1,4 +1,4 @@
-"""The choice of a backend, and the reasons why a faster one does not run."""
+"""The choice of a backend, and the reasons why a faster backend does not run."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_a_forced_backend_runs(backend: str | None) -> None:
 
 
 def test_the_choice_is_real() -> None:
-    """The dispatcher calls the kernel of the backend that `which` returns."""
+    """The dispatcher has a CPU kernel if and only if `which` returns "cpu"."""
     x = torch.randn(2, 3, 5, 8)
     own = torch._C._dispatch_has_kernel_for_dispatch_key("tightrope::rotate", "CPU")
     assert own == (tightrope.which(x)[0] == "cpu")

@@ -94,7 +94,10 @@ def test_cases_with_factors_are_against_the_rotation_alone() -> None:
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
 def test_numbers_are_made_new_before_each_turn(cold: bool) -> None:
-    """Inputs are restored: repeated halving would end in subnormal numbers, which are slower."""
+    """Inputs are restored before each turn of a contender.
+
+    Otherwise repeated halving would end in subnormal numbers, which are slower.
+    """
     x = torch.ones(4)
     seen = []
 
@@ -230,7 +233,7 @@ def test_medians_take_every_contender_equally_often() -> None:
 
 
 class FakeEvent:
-    """A CUDA event of a device that always takes 3 ms between two events."""
+    """A stand-in for a CUDA event that reports 3 ms between any two events."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -257,7 +260,8 @@ def test_events_of_a_gpu_are_the_clock_there(cold: bool, monkeypatch) -> None:
         device="cuda",
         each=4,
     )
-    # A cold turn is a flush and one call; a warm one is a warm-up call and ten calls, each counted as 4.
+    # A cold turn is a flush and one call; a warm turn is a warm-up call and ten calls. With each=4,
+    # every call counts as 4.
     assert found == {"a": pytest.approx(3e-3 / (1 if cold else 10) / 4)}
     assert calls == (["a"] + ["cuda", "a"] * 2 if cold else ["a"] * (2 + 2 * 11))
 
@@ -303,7 +307,7 @@ def test_turns_wait_only_where_threads_differ(cold: bool, own_threads: bool, mon
     case = replace(VARIANTS["plain"], cold=cold)
     result = measure(case, (ours, other), runs=1, rounds=3, wanted=re.compile(""))
     assert set(result["seconds"]) == {"tightrope", "other"}
-    # For both contenders: once to warm up, and in each of three rounds.
+    # Both contenders rest once before they warm up, and in each of three rounds.
     assert len(rests) == (8 if own_threads else 0)
 
 

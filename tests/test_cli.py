@@ -77,8 +77,8 @@ def test_demo_trains_both_models(demo: tuple[dict[str, Any], str]) -> None:
 
 def test_demo_curves_coincide(demo: tuple[dict[str, Any], str]) -> None:
     # The loss of a toy model hardly depends on positions: after twelve steps, losses differ by about
-    # 5e-7, even with a base 1 % too low. First gradients differ by 1e-7; by 2e-6 with that base, and
-    # by 1e-3 with the other pairing.
+    # 5e-7, even with a base 1 % too low. The gradients of the first step differ by 1e-7, with that
+    # base by 2e-6, and with the other pairing by 1e-3.
     training = demo[0]["training"]
     assert training["max_loss_difference"] < 1e-5
     difference = training["first_gradient_relative_difference"]
@@ -140,7 +140,8 @@ def test_a_pair_decays_by_its_rate() -> None:
     attention = polar.PolarAttention(size, gated=True)
     assert attention.log_rate is not None
     with torch.no_grad():
-        # x is rotated back first, so all rotated queries and keys are (2, 2) and scores differ only by decay.
+        # x is rotated back first, so all rotated queries and keys are (2, 2), and scores differ
+        # only by decay.
         attention.log_rate.fill_(0.0)
         for name, weight in attention.attention.named_parameters():
             if name.endswith("weight"):

@@ -35,7 +35,7 @@ def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """Numbers, output and picture of one small run of every case."""
+    """Numbers, output and picture of one run of the suite "short" with 3 tokens."""
     folder = tmp_path_factory.mktemp("bench")
     numbers, picture = folder / "bench.json", folder / "bench.png"
     code, output, _ = run("bench", *SMALL, "--threads", 1, "--out", numbers, "--plot", picture)

@@ -35,7 +35,7 @@ MAGIC = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with two models, as downloaded."""
+    """A folder with two models, each a folder with a config.json."""
     for name, config in (("llama-3.1", LLAMA31), ("llama-3", LLAMA3)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -527,7 +527,8 @@ def test_no_color_prints_no_escape_codes(folder: Path, no_colour: str, plain: bo
     with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         screen = b""
-        # After its last writer closes, reading a terminal fails on Linux and returns nothing elsewhere.
+        # After the last writer closes a terminal, reading it fails on Linux, and elsewhere returns
+        # nothing.
         with contextlib.suppress(OSError):
             while part := os.read(ours, 4096):
                 screen += part
@@ -588,7 +589,7 @@ def test_help_has_an_example_and_the_exit_codes() -> None:
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # Completion detects the shell that started the process; under make it finds no shell that it supports.
+    # Completion detects the shell that started the process; under make it finds no supported shell.
     monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "/bin/bash"))
     monkeypatch.setattr(sys, "argv", ["tightrope", "--show-completion", "bash"])
     with pytest.raises(SystemExit, match="0"):

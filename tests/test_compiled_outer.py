@@ -1,4 +1,4 @@
-"""Prologue f and epilogue P under the compiler: symbolic shapes, and calls in place with gradients."""
+"""Prologue f and epilogue P in compiled calls: symbolic shapes, and gradients of in-place calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Holder(torch.nn.Module):
-    """A module that calls a function of x and its parameter.
+    """A module that calls a function with x and the module's parameter.
 
     The compiler treats the sizes of a module's parameter as constants.
     """
@@ -102,7 +102,7 @@ IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_gradients_in_place(name: str) -> None:
-    """Tensors that the backward pass needs are saved before they are overwritten."""
+    """Compiled in-place calls save tensors for the backward pass before overwriting them."""
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x * 1
@@ -140,7 +140,7 @@ def in_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) ->
 
 
 def into(kind: str, source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, **more: Any) -> Any:
-    """Rotate k and a copy of q; `out` writes the result of the copy over q."""
+    """Rotate k and a copy of q; with `out`, the result for the copy is written over q."""
     outs = q, torch.empty_like(k)
     return rotate_qk(q * 1, k, SPEC, out=outs, **OF_K[kind](source), **more)
 
@@ -187,7 +187,7 @@ def test_extra_tensors_of_k_in_the_memory_of_q(
 def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: str) -> None:
     """Calls under autograd or a transform use q's old values, or the backward pass raises an error.
 
-    Transforms hide data pointers.
+    Transforms hide data pointers, so the library cannot see which tensors share memory.
     """
     x, k = X / 4, X.flip(-1)
     derived = way.endswith("eager")
@@ -216,7 +216,7 @@ def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: st
         return [(*y, *torch.autograd.grad(y[2], (x, k))) if derived else y for y in ys]
 
     if way == "aot_eager" and kind not in ("a weight", "a gate", "a slope"):
-        # The backward pass of q also reads positions or frequencies that the result has overwritten.
+        # q's backward pass also reads positions or frequencies, which the result has overwritten.
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             both()
         return

@@ -1,4 +1,7 @@
-"""Test `from_config`: real configurations give the expected spec, wrong ones an error, never a silent default."""
+"""Test `from_config`: real configurations give the expected spec, and wrong ones an error.
+
+No wrong or missing key silently gives a default.
+"""
 
 import argparse
 import copy
@@ -111,8 +114,8 @@ def test_both_forms_of_transformers_read_alike(model: Model) -> None:
 
 # --- no silent default ----------------------------------------------------------------------------
 
-# The last part of a key's path -> the default if the key is absent. Without one of these keys, a file
-# describes another valid model.
+# The last part of a key's path -> the default if the key is absent. A file without one of these
+# keys describes another valid model.
 ABSENCE: dict[str, str] = {
     "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
     "rope_parameters": "as for rope_scaling, if the base is outside the section",
@@ -179,7 +182,7 @@ SUFFIXES = ["x", "_", "s", "_old", "2"]
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_key_turns_into_a_default(data: st.DataObject) -> None:
-    """Dropping or renaming a key gives an error, the same spec, or the spec of its documented default."""
+    """Dropping or renaming a key gives an error, the same spec, or a documented default."""
     model = data.draw(st.sampled_from(MODELS))
     path = data.draw(st.sampled_from(sorted(paths(model.config))))
     name = data.draw(

@@ -1,8 +1,9 @@
 """Check the table of families and `from_config` against transformers itself.
 
-Three checks: the rotary functions of transformers pair channels as in the table; its configuration
-objects give the same specs as dictionaries with the same keys; its rotary modules, built from these
-objects, have the frequencies of the specs.
+The rotary functions of transformers pair channels as in the table. Its configuration objects give
+the same specs as dictionaries with the same keys. Its rotary modules, built from these objects,
+have the frequencies of the specs. Sections that only its modeling code states equal those in the
+table.
 """
 
 import ast
@@ -93,7 +94,7 @@ def partner_of_first(function: Callable[..., Any]) -> int:
 
 
 def _partner(rotated: torch.Tensor) -> int:
-    """Return the other row of a rotated identity matrix that is nonzero in the channels of row 0."""
+    """Return the row of a rotated identity matrix that is nonzero where row 0 is."""
     touched = rotated.reshape(WIDTH, WIDTH).abs() > 1e-6
     assert (touched.sum(1) == 2).all(), touched
     (other,) = [row for row in range(1, WIDTH) if (touched[row] == touched[0]).all()]
@@ -163,7 +164,7 @@ def test_an_object_of_transformers_reads_as_its_file(model: Model) -> None:
 
 
 def specs_of(specs: Any) -> set[RopeSpec | None]:
-    """Return the specs as a set, without the names of layer types: config objects use other names."""
+    """Return the specs as a set, without the layer types, whose names differ in config objects."""
     return set(specs.values()) if not isinstance(specs, RopeSpec) else {specs}
 
 
@@ -210,10 +211,10 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
         made = spec.frequencies()
         wanted = torch.tensor([float(omega) for omega in made.exact], dtype=torch.float64)
         if model.config["model_type"] == "ernie4_5_vl_moe_text":
-            # Its module stores frequencies of rows, then of columns, and interleaves them in calls.
+            # ERNIE's module stores frequencies of rows, then of columns; calls interleave them.
             inv_freq = torch.cat((inv_freq[:44].reshape(2, 22).T.reshape(-1), inv_freq[44:]))
         torch.testing.assert_close(inv_freq, wanted, rtol=1e-5, atol=1e-12)
-        if model.config["model_type"] != "phimoe":  # its factor is chosen in each call
+        if model.config["model_type"] != "phimoe":  # chooses its scaling in each call
             scaling = getattr(module, f"{prefix}attention_scaling")
             assert scaling == pytest.approx(made.attention_scaling, rel=1e-6)
 
@@ -243,7 +244,7 @@ def test_a_configuration_of_defaults_is_read_as_its_code_reads_it(name: str) -> 
     assert module is not None
     omega = spec.frequencies().inv_freq
     found = module.inv_freq.double()
-    if name.startswith("ernie"):  # which stores the frequencies of rows before those of columns
+    if name.startswith("ernie"):  # stores the frequencies of rows before those of columns
         found, omega = found.sort().values, omega.sort().values
     torch.testing.assert_close(found, omega, rtol=1e-6, atol=0.0)
     assert spec.axes is None or spec.axes.count == 3

@@ -1039,9 +1039,9 @@ def test_fused_projections_are_read(tmp_path: Path) -> None:
 
 
 def _one(path: Path, kind: str, metadata: str) -> Path:
-    """Write a safetensors file with metadata ("own"), with "empty" metadata, or with "none".
+    """Write a checkpoint of one file, with metadata of its "own", with "empty" metadata or "none".
 
-    For `kind` "torch", write a torch file, whose zip archive has a comment if `metadata` is "own".
+    A torch file has no metadata: instead, its zip archive has a comment if `metadata` is "own".
     """
     tensors = llama_tensors()
     if kind == "torch":

@@ -1,9 +1,9 @@
 """Test the table of names and packings with the models of transformers.
 
-A small random model of each family is saved, its checkpoint converted, and the converted weights run
-in the same model with its rotary function switched to the other pairing: the same hidden states must
-come out. The switch only reorders channels before and after the family's own function, so a row that
-was forgotten, or taken from the wrong head, is detected.
+A small random model of a family is saved, and its checkpoint converted. The converted weights run
+in the same model with its rotary function switched to the other pairing, and must give the same
+hidden states. The switch only reorders channels before and after the family's own function, so a
+row that was forgotten, or taken from the wrong head, is detected.
 """
 
 from __future__ import annotations
@@ -124,8 +124,10 @@ def small(family: str) -> Any:
 
 
 def reordered(spec: RopeSpec, neighbours: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that reorders rotated channels from half to interleaved pairing if `neighbours`,
-    else back."""
+    """Return a function that reorders the rotated channels of a tensor to the other pairing.
+
+    If `neighbours`, it reorders from half to interleaved pairing, else from interleaved to half.
+    """
 
     def back(x: torch.Tensor) -> torch.Tensor:
         width = spec.rotary_dim
@@ -175,13 +177,13 @@ def switched(family: str, spec: RopeSpec) -> Iterator[None]:
 
 
 def check(before: torch.Tensor, after: torch.Tensor, forgotten: torch.Tensor) -> None:
-    """Check that `after` (pairing switched) equals `before`, and `forgotten` (not switched) does not."""
+    """Check that `before` equals `after` (pairing switched) but not `forgotten` (not switched)."""
     wrong = (before - forgotten).abs().max()
     assert wrong > TABLE["other pairing"].value * before.abs().max()
     assert (before - after).abs().max() <= TABLE["channels reordered"].value * wrong
 
 
-# Families without a model in transformers, or without a small one; their packings are tested elsewhere.
+# Families without a (small) model in transformers; their packings are tested elsewhere.
 ELSEWHERE = {"meta", "megatron", "internlm2", "kimi_k2", "minicpm", "solar", "mllama_text_model"}
 ELSEWHERE |= {"qwen2_vl", "qwen2_5_vl"}  # their text models are tested
 

@@ -48,7 +48,10 @@ def glm5_tensors() -> dict[str, torch.Tensor]:
 
 
 def test_an_indexer_moves_with_its_attention_where_it_is_paired_like_it(tmp_path: Path) -> None:
-    """GLM-5's indexer is paired like its attention; DeepSeek V3.2's always has half pairing."""
+    """GLM-5's indexer is converted with its attention; DeepSeek V3.2's stays as it is.
+
+    GLM-5 pairs both in the same way; the indexer of DeepSeek V3.2 always has half pairing.
+    """
     tensors = glm5_tensors()
     own = {
         "indexer.wq_b.weight": [0, 14, 28], "indexer.wk.weight": [0],

@@ -1,8 +1,9 @@
-"""First and second derivatives of every public function, for every pair of values of any two options.
+"""First and second derivatives of the public functions.
 
-They are compared with finite differences of the function itself in float64, so this file contains no
-derivative formula. Narrow dtypes are compared with the float64 call on the same values, which takes
-another path.
+For rotate, rotate_qk and their in-place forms, the cases contain every valid pair of values of any
+two options. Derivatives are compared with finite differences of the function itself in float64, so
+this file contains no derivative formula. Gradients in float32 and bfloat16 are compared with those
+of the float64 call on the same values.
 """
 
 from __future__ import annotations
@@ -213,10 +214,10 @@ class Call:
 
 
 def check(call: Callable[..., Any], leaves: Mapping[str, torch.Tensor]) -> None:
-    """Check first and second derivatives of a function of named float64 tensors by finite differences.
+    """Check first and second derivatives of a function of named tensors by finite differences.
 
-    They are compared along random directions; first derivatives in backward, batched backward and
-    forward mode.
+    The tensors are converted to float64. Derivatives are compared along random directions; first
+    derivatives in reverse mode, batched reverse mode and forward mode.
     """
     names = list(leaves)
     tensors = [leaves[name].detach().double().requires_grad_() for name in names]
@@ -257,7 +258,7 @@ def test_every_pair_of_axes(number: int) -> None:
     bound = tolerances.value(f"f and P, {str(case['dtype'])[6:]}")
     for name, slope in found.items():
         assert slope.dtype == call.leaves[name].dtype
-        # Gradients of other tensors sum products of results and their gradients, times at most REACH.
+        # Gradients of other tensors sum products of results, their gradients and at most REACH.
         reach = float(wanted[name].abs().max()) if name in ("q", "k") else REACH * size
         assert (slope.double() - wanted[name]).abs().max() <= bound * reach, (name, case)
 

@@ -1,7 +1,7 @@
-"""A repeated call on a device copies nothing from the host: a copy would synchronise and prevent the
-capture of CUDA graphs.
+"""A repeated call on a device copies nothing from the host.
 
-Meta tensors stand in for tensors on a device: they have no data, so reading them fails too.
+A copy would synchronise host and device, and prevent the capture of a CUDA graph. Meta tensors
+stand in for tensors on a device: they have no data, so reading them fails too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Extra tensors that are not plain: negated views, wrappers, DTensors, sparse tensors.
 
-The dispatcher inspects tensors in a list only if the list is not an optional argument.
+The operator takes its extra tensors as a list. The dispatcher inspects the tensors in a list only
+if the list is not an optional argument.
 """
 
 from __future__ import annotations
@@ -144,7 +145,10 @@ def test_a_gate_in_the_memory_that_is_written(dtype: torch.dtype, prepared: bool
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
 @pytest.mark.parametrize("what", ["weight", "gate", "positions"])
 def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
-    """Options that differ for q and k make two calls: the second must not read results of the first."""
+    """Extra tensors of k keep their values although the call first writes q.
+
+    Options that differ for q and k make two calls; the second must not read results of the first.
+    """
 
     def call(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         more: dict[str, Any] = {"act": ("silu", None)}
@@ -166,7 +170,8 @@ def test_extra_tensors_of_k_in_the_memory_of_q(what: str, into: bool) -> None:
         assert_same_bits(got, want)
 
 
-# Options that read `source`, which has q's shape. q and k need one call, or two for gradients.
+# Options that read `source`, which has q's shape. One call of the operator rotates q and k, or
+# usually two if autograd records.
 OF_BOTH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a weight": lambda source: {"act": (RMSNorm(VALUES[0]), RMSNorm(source[0, 0, 0]))},
     "a gate": lambda source: {"gate": (gates.Exp(VALUES), gates.Given(source.transpose(1, 2)))},
@@ -272,7 +277,7 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], object], text:
         make(VALUES.to_sparse())
 
 
-# Kind of extra tensor -> (the options that declare it, a function that brings values (3, 8) to its shape).
+# Kind of extra tensor -> (the options that declare it, a function from values (3, 8) to its shape).
 RAW: dict[str, tuple[schema.Options, Callable[[torch.Tensor], torch.Tensor]]] = {
     "a weight": (schema.Options(act=ACTS.index("rms_norm")), lambda values: values),
     "a gate": (schema.Options(gate=schema.LOG), lambda values: values[None, :, None]),
@@ -382,7 +387,7 @@ class Counted(TorchDispatchMode):
 
 
 def test_only_calls_that_carry_tensors_have_a_list() -> None:
-    """Calls without extra tensors have no list argument: even empty, it costs 0.5 microseconds."""
+    """Calls without extra tensors pass no list: even an empty list costs 0.5 microseconds."""
     with Counted() as mode:
         rotate(X, SPEC)
         rotate_(X.clone(), SPEC.at(3), act="silu")
@@ -402,7 +407,7 @@ def test_only_calls_that_carry_tensors_have_a_list() -> None:
 
 
 def test_a_list_may_be_empty() -> None:
-    """The overload with a list takes an empty one too, so a caller may use it for every call."""
+    """The overload with a list accepts an empty list, so a caller may use it for every call."""
     end = (SPEC.at().words, None, None, 3, schema.Options().pack(), 1.0)
     x = X.clone().requires_grad_()
     (wanted,), (got,) = schema.rotate(x, None, *end), schema.rotate_extras(x, None, *end, [], 0.0)
@@ -419,9 +424,9 @@ def test_a_list_may_be_empty() -> None:
 @needs_kernel
 @pytest.mark.parametrize("kind", ["a weight", "a gate", "a slope", "an input"])
 def test_a_kernel_refuses_extra_tensors_without_memory(kind: str) -> None:
-    """A tensor whose memory was freed, as FSDP does with parameters, raises an error.
+    """A tensor whose memory was freed, as FSDP frees that of parameters, raises an error.
 
-    A kernel would read from address 0.
+    Otherwise a kernel would read from address 0.
     """
     freed = RAW[kind][1](VALUES.clone())
     freed.untyped_storage().resize_(0)

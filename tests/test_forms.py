@@ -231,7 +231,7 @@ def apply_rotary_of_angles(t: Any, freqs: Any) -> Any:
     return (t * freqs.cos() + half(t) * freqs.sin()).to(t.dtype)
 
 
-#: Each new form is one registry entry.
+#: Name -> (a new form, a function that takes tables in this form, the function's pairing).
 NEW: dict[str, tuple[Form, Function, str]] = {
     "tuple": (
         Form("a tuple of tables", ("cos_sin",), ("(cos, sin)",), lambda both: both),

@@ -89,7 +89,7 @@ def test_frequencies_are_values() -> None:
 
 @pytest.mark.parametrize("rule", [None, YaRN(4.0, 4096), DynamicNTK(2.0, 4096)])
 def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
-    """The context's precision, rounding and traps affect neither frequencies nor the softmax scale."""
+    """The context's precision, rounding and traps affect no frequency and no softmax scale."""
 
     def make() -> Frequencies:
         if rule is None:
@@ -116,7 +116,10 @@ def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
 
 
 def assert_exact(made: Frequencies, wanted: Sequence[Any]) -> None:
-    """Assert that phase words are equal and 54 of 60 digits agree, more than a word or a float64 has."""
+    """Assert that phase words are equal, and that 54 of 60 digits of each frequency agree.
+
+    A phase word or a float64 has fewer digits.
+    """
     assert len(made.exact) == len(wanted)
     for mine, omega in zip(made.exact, wanted, strict=True):
         if omega == 0:
@@ -174,7 +177,8 @@ def test_dynamic_ntk(d: int, base: float, factor: float, length: int | None) -> 
     assert made.attention_scaling == 1.0
 
 
-# With 64 channels and base 1e4, this number of turns puts pair 20 in the middle of a ramp 0.001 wide.
+# With 64 channels and base 1e4, this number of turns puts pair 20 in the middle of a ramp of width
+# 0.001.
 NARROW = 4096 / (2 * math.pi) * 1e4 ** (-2 * 19.9995 / 64)
 
 YARNS: dict[str, dict[str, Any]] = {
@@ -222,7 +226,7 @@ def test_the_ends_of_yarns_ramp_are_exact() -> None:
     """Kept pairs have exactly the phase words of the default rule, divided ones those of Linear."""
     kept, divided = words(frequencies.default(128, 1e4)), words(Linear(4.0).frequencies(128, 1e4))
     made = words(YaRN(4.0, 4096).frequencies(128, 1e4))
-    # A pair with 32 turns in 4096 positions would have number 20.9 (of 64), one with a single turn 45.03.
+    # A pair with 32 turns in 4096 positions would have number 20.9 (of 64), one with 1 turn 45.03.
     assert made[:21] == kept[:21]
     assert made[46:] == divided[46:]
     assert not any(made[k] in (kept[k], divided[k]) for k in range(21, 46))
@@ -351,7 +355,7 @@ def test_the_switch_is_above_the_original_length(rule: Rule) -> None:
 def test_no_history(rule: Rule) -> None:
     """Frequencies do not depend on earlier calls.
 
-    In transformers 5.23 they do, for 3,000 tokens after 6,000.
+    In transformers 5.23, those of dynamic NTK do: for 3,000 tokens after 6,000.
     """
     lengths = [3000, 6000, 3000, 4097, 100000, 5000, 6000]
     alone = []

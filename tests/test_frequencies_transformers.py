@@ -1,4 +1,4 @@
-"""Frequency rules, compared with transformers, which most models run.
+"""Frequency rules, compared with those of transformers.
 
 transformers computes in float32, so the tolerance is 1e-6 relative; test_frequencies.py checks more
 digits. Where transformers differs from the papers or contradicts itself, the test explains this and
@@ -189,8 +189,11 @@ def test_rule(
 
 
 def test_dynamic_ntk_without_history() -> None:
-    """transformers keeps the frequencies of the longest sequence until one is shorter than the
-    original length: 3,000 tokens after 6,000 get those of 6,000. Ours always follow the formula."""
+    """Frequencies of dynamic NTK always follow the formula; those of transformers do not.
+
+    transformers keeps the frequencies of the longest sequence until a sequence is shorter than the
+    original length: 3,000 tokens after 6,000 get the frequencies of 6,000.
+    """
     section = {"rope_type": "dynamic", "factor": 2.0}
     module = LlamaRotaryEmbedding(config_of(64, 1e4, section, longest=2048))
     spec = RopeSpec(64, 1e4, scaling=DynamicNTK(2.0, 2048))
@@ -215,8 +218,10 @@ def test_dynamic_ntk_without_history() -> None:
 
 
 def test_truncate_in_nested_configurations() -> None:
-    """transformers reads `truncate` next to the layer types, so it ignores `"truncate": False`
-    inside a layer type and truncates the ramp. Ours follows the formula."""
+    """`truncate=False` follows the formula; transformers ignores it inside a layer type.
+
+    transformers reads `truncate` next to the layer types, so it truncates the ramp.
+    """
     section = {
         "rope_type": "yarn",
         "rope_theta": 150000.0,
@@ -242,8 +247,10 @@ def test_truncate_in_nested_configurations() -> None:
     "given", [{"mscale": 0.5}, {"mscale_all_dim": 1.0}, {"mscale": 0.0, "mscale_all_dim": 1.0}]
 )
 def test_one_mscale_alone(given: dict[str, float]) -> None:
-    """transformers uses mscale and mscale_all_dim only if both are given and neither is 0. DeepSeek's
-    own code, which defines these keys, uses 1 and 0 for a missing one. Ours follows DeepSeek."""
+    """A missing mscale counts as 1 and a missing mscale_all_dim as 0, as in DeepSeek's own code.
+
+    That code defines these keys. transformers uses them only if both are given and neither is 0.
+    """
     section = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     inv_freq, scaling = theirs(config_of(64, 1e4, section | given))
     rule = YaRN(40.0, 4096, **given)  # type: ignore[arg-type]
@@ -255,7 +262,10 @@ def test_one_mscale_alone(given: dict[str, float]) -> None:
 
 
 def test_deepseeks_softmax_scale() -> None:
-    """DeepSeek-V3 attention in transformers multiplies the softmax scale by yarn_get_mscale squared."""
+    """softmax_scaling is the square of transformers' yarn_get_mscale.
+
+    DeepSeek-V3 attention in transformers multiplies its softmax scale by this square.
+    """
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
     for weight in (0.707, 1.0):

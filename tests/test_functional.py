@@ -10,7 +10,7 @@ from tolerances import assert_near
 
 
 def turned(x: torch.Tensor, ids: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate the last dimension by RoFormer's formulas: float64, base 10000, tokens at -2."""
+    """Rotate x (…, tokens, channels) by RoFormer's formulas with base 10000, in float64."""
     width = x.shape[-1]
     theta = 10000.0 ** (-2.0 * torch.arange(width // 2, dtype=torch.float64) / width)
     angle = ids.double()[:, None] * theta

@@ -119,9 +119,10 @@ def test_xpos_has_all_digits_of_a_position(kind: torch.dtype, centre: float) -> 
 
 
 def test_xpos_does_not_depend_on_other_tokens() -> None:
-    """All calls share one centre, so that cached and new keys agree.
+    """The factor of a token does not depend on the other tokens of the call.
 
-    Other implementations use the middle of each call.
+    All calls share one centre, so that cached and new keys agree. Other implementations use the
+    middle of each call as the centre.
     """
     gate = XPos(centre=0)
     alone = gate.factor(CHANNELS, torch.tensor([[9]]))

@@ -1,5 +1,7 @@
-"""Gates with prepared rotations: the fast path passes the same values to the operator as the slow one,
-and never stale ones."""
+"""Gates with prepared rotations, whose fast path gives the same results as the slow path.
+
+It never uses stale values of a gate.
+"""
 
 import re
 import sys

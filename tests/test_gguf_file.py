@@ -16,7 +16,7 @@ from tightrope.config import gguf_file
 from tightrope.frequencies import Given, LongRoPE
 from tightrope.workbench.inspect import inspect
 
-# Divisors in the form that the converter of Llama 3.1 stores: one per pair, in float32.
+# Divisors as llama.cpp's converter stores them for Llama 3.1: one per pair, in float32.
 DIVISORS = np.linspace(1.0, 8.0, 64, dtype=np.float32)
 
 

@@ -73,7 +73,7 @@ def run(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
 
 
 def test_a_failure_costs_its_unit(tmp_path: Path) -> None:
-    """Despite a crash, a hang, a wrong result and a lost device, all other units have their results."""
+    """After a crash, a hang, a wrong result or a lost device, all other units still get results."""
     found = run(tmp_path, limit=1.5)
     outcomes = {name: unit["outcome"] for name, unit in found.items()}
     assert outcomes == {
@@ -337,7 +337,7 @@ def unit(test: str, case: Any = None, result: Any = None, **more: Any) -> dict[s
 
 
 def timed(test: str, case: Any, ours: float, **others: list[float]) -> dict[str, Any]:
-    """Return a unit with our time in seconds, and its ratios to the times of others."""
+    """Return a unit with our time in seconds, and the ratios of our time to the times of others."""
     others = {name.replace("_", " "): ratios for name, ratios in others.items()}
     seconds = {"tightrope": [ours], **{name: [1.0] for name in others}}
     return unit(test, case, {"case": asdict(case), "seconds": seconds, "ratios": others})
