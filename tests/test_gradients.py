@@ -1,4 +1,4 @@
-"""Gradients by x and positions: backward, double backward, forward mode, functorch, in place."""
+"""First and second derivatives by x, positions and tables, in every mode of differentiation."""
 
 from collections.abc import Callable
 
@@ -91,7 +91,7 @@ def test_the_gradient_of_positions_is_the_same_for_any_thread_count() -> None:
 
 
 def test_one_offset_of_one_row_sums_the_same_for_any_thread_count() -> None:
-    """The offset's gradient, one number, has the same bits for 1 to 3 threads, unlike torch.sum."""
+    """The gradient of a single offset has the same bits for 1 to 3 threads, unlike torch.sum."""
     x = noise(1, 8, 5000, 64, dtype=torch.float32)
     grads = []
     for threads in (1, 2, 3):
@@ -245,7 +245,7 @@ def test_checkpoint_and_accumulation() -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (1, 1)])
 def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int]) -> None:
-    """Positions mapped by vmap get gradients, although their requires_grad is unreliable there."""
+    """Positions mapped by vmap get gradients, although requires_grad is unreliable within vmap."""
     spec = RopeSpec(8)
     x, p = noise(4, 4, 3, 8), 10 * noise(4, 4, seed=1)
 
@@ -267,7 +267,7 @@ def test_by_position_when_vmap_maps_the_positions(in_dims: tuple[int | None, int
 
 
 def test_by_position_in_place_on_slices_of_one_projection() -> None:
-    """A second rotation and later changes leave the tensors saved by the first one unchanged."""
+    """Gradients are correct if q and k, slices of one tensor, are rotated in place, and q twice."""
     spec = RopeSpec(8)
     base = noise(1, 6, 4, 8).requires_grad_()
     p = (10 * noise(4, seed=1)).requires_grad_()
@@ -284,7 +284,7 @@ def test_by_position_in_place_on_slices_of_one_projection() -> None:
 
 @every_backend
 def test_by_position_in_place_on_every_backend(backend: str) -> None:
-    """Positions get correct gradients, although these depend on values that are overwritten."""
+    """Positions get correct gradients, although they depend on values of x that are overwritten."""
     x, p = noise(2, 2, 3, 8).requires_grad_(), (10 * noise(3, seed=1)).requires_grad_()
 
     def function(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -351,7 +351,10 @@ def test_results_require_grad_only_if_their_tensor_does() -> None:
 
 
 def test_one_token_of_many_heads_sums_the_same_for_any_thread_count() -> None:
-    """A sum of more values than torch sums on one thread has the same bits for 1 to 4 threads."""
+    """The position of one token has a gradient with the same bits for 1 to 4 threads.
+
+    It is a sum of 81,920 values, which torch.sum would divide among the threads.
+    """
     x = noise(1, 1280, 1, 128, dtype=torch.float32)
     grads = []
     for threads in (1, 2, 3, 4):

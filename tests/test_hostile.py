@@ -1,6 +1,6 @@
-"""The raw operators with arbitrary sizes, strides and options: correct results, or errors before writing.
+"""Raw operators give correct results, or fail before writing, for any sizes, strides and options.
 
-Each random call is compared with the same call on contiguous tensors.
+An accepted call is compared with the same call on contiguous copies, unless they are too large.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ pytestmark = needs_kernel
 HUGE = (2**50, 2**62, 2**63 - 1)
 # Strides of dimensions of size 1 or 0, which are never used.
 ANY_STRIDE = (0, 1, 7, 2**31, 2**52, *HUGE)
-# Only tensors of at most this many elements are compared.
+# A tensor of more elements is a view of one element, and the results of a call with it are not
+# compared.
 FEW = 2**16
 MARGIN = 64
 
@@ -61,7 +62,8 @@ class Draw(random.Random):
     ) -> torch.Tensor:
         """Return a tensor with unused memory on both sides, often permuted, sometimes expanded.
 
-        Dimensions of size 1 may have any stride. Empty and huge tensors are views of one element.
+        Dimensions of size 1 may have any stride. A tensor that is empty, or has more than FEW
+        elements, is a view of one element; any other tensor is not expanded if `written`.
         """
         sizes, count = list(sizes), prod(sizes)
         if count == 0 or count > FEW:
@@ -103,7 +105,7 @@ def numbers(count: int, dtype: torch.dtype, draw: Draw, low: int = -(2**62)) -> 
 
 
 def tame(value: Any) -> Any:
-    """Copy a tensor, or each tensor in a list, to contiguous memory."""
+    """Copy a tensor, or each tensor of a list, to contiguous memory; return any other value."""
     if isinstance(value, list):
         return [tame(one) for one in value]
     if not isinstance(value, torch.Tensor):
@@ -123,7 +125,7 @@ def memory_of(x: torch.Tensor) -> torch.Tensor:
 
 # --- calls ----------------------------------------------------------------------------------------
 
-# Operator, its arguments, and the indices of those that it writes.
+# An operator, its arguments, and the indices of the arguments that it writes.
 Call = tuple[Callable[..., Any], list[Any], list[int]]
 
 

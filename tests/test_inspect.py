@@ -1,4 +1,4 @@
-"""`inspect` and `compare`, checked by 40- or 60-digit arithmetic and a search of all positions."""
+"""Test `inspect` and `compare` against 40- or 60-digit arithmetic and a search of all positions."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def exact_tables(omegas: list[Any], position: int) -> tuple[torch.Tensor, torch.
 
 
 def test_errors_are_those_of_the_way_itself() -> None:
-    # Implement each method again and compare it with 60 digits at a few positions.
+    # Implement each method other than phase words again and compare it with 60 digits at a few
+    # positions.
     where = torch.tensor(POSITIONS_SEEN)
     got = errors_at(RopeSpec(64), where, None)
     with mp.workdps(60):
@@ -354,7 +355,7 @@ def test_warnings(config: dict[str, Any], wanted: set[str]) -> None:
 
 
 def test_a_rule_that_quickens() -> None:
-    """A factor below 1 gives a warning; only rules built in code accept such a factor."""
+    """A linear factor below 1 gives a warning; a configuration with such a factor is refused."""
     assert codes(RopeSpec(128, scaling=Linear(0.5)), warning=True) == {"factor"}
 
 
@@ -406,8 +407,8 @@ def test_notes(spec: RopeSpec, context: int, code: str, about: str) -> None:
 
 
 def test_angles_that_training_has_not_shown() -> None:
-    # Llama 3.1 divides frequencies by 8 and extends the context 16 times. YaRN(4) reaches no new angles
-    # in a context 4 times as long, but does in one 8 times as long.
+    # Llama 3.1 divides its lowest frequencies by 8 and extends the context 16 times. YaRN(4)
+    # reaches no new angles in a context 4 times as long, but does in one 8 times as long.
     (note,) = [note for note in only(LLAMA31).notes if note.code == "unseen-angles"]
     assert "up to 2 times as far" in note.text
     yarn = RopeSpec(128, scaling=YaRN(4, 4096))
@@ -554,7 +555,7 @@ def test_the_record_of_a_conversion_states_the_pairing(
     (part,) = inspect(target).parts
     assert part.spec.interleaved
     assert {row.name: row.source for row in part.part.fields}["interleaved"] == who
-    # The user's choice has priority; without a record, or without weights, the family decides.
+    # The user's choice has priority; without a record, the family decides.
     assert not inspect(target, interleaved=False).parts[0].spec.interleaved
     (there / "model.safetensors").unlink()
     (there / "tightrope_convert.json").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Run the operator's tests with each instruction set that this machine supports."""
+"""Test the choice of an instruction set; run the operator's tests with each set of this machine."""
 
 import itertools
 import os

@@ -350,7 +350,10 @@ def test_cached_steps_equal_the_whole(llama: Any, cache: Any) -> None:
 
 
 def test_meta_construction(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """A model is patched on the meta device, where from_pretrained builds it, then materialised."""
+    """A model that is patched on the meta device and then materialised gives the usual outputs.
+
+    from_pretrained builds models on the meta device.
+    """
     with torch.no_grad():
         want = outputs(llama, inputs)
     with torch.device("meta"):
@@ -470,9 +473,9 @@ def test_a_module_with_changed_frequencies_is_left_or_exact(llama: Any) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
-    """Exact tables are float32 only if every function that reads them is replaced.
+    """Exact tables for a bfloat16 x are float32 only if all functions that read them are replaced.
 
-    Any other function would return float32 for a bfloat16 x.
+    A function that is not replaced would return float32.
     """
 
     class Reader(torch.nn.Module):

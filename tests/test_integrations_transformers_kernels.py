@@ -1,6 +1,7 @@
 """Test `register` with the real kernels package: `use_kernels` and `kernelize`, without a network.
 
-Each test runs in a new process, because transformers looks for the package only during its own import.
+A test that needs the package runs in a new process, because transformers looks for the package only
+during its own import.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ needs_kernels = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the kernels package is not installed"
 )
 
-# transformers 5.23 requires kernels 0.18, but the newest release is 0.17. Its layers, mapping and
-# kernelize are the same, so the tests lower the required version.
+# transformers 5.23 requires kernels 0.18, but the newest release is 0.17. The layers, mapping and
+# kernelize of 0.17 are the same, so the tests lower the required version.
 START = """
 import torch
 from transformers.utils import import_utils

@@ -1,4 +1,4 @@
-"""Test `patch()` without a model: functions are rebound in modeling files, imported now or later."""
+"""Test `patch()` without a model, which changes modeling files imported before or after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATE = "transformers.models.stablelm.modeling_stablelm"
 
 @pytest.fixture
 def only_llama(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hide imported modeling files other than Llama's; undo `patch()` afterwards."""
+    """Hide imported modeling files without "llama" in their names; undo `patch()` afterwards."""
     for name in list(sys.modules):
         if ".modeling_" in name and name.startswith("transformers.models.") and "llama" not in name:
             monkeypatch.delitem(sys.modules, name)

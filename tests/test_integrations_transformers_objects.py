@@ -85,7 +85,7 @@ def assert_tables(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 
 def patched(mode: str, make: Callable[[], Any]) -> tuple[Any, Report]:
-    """Make a model and patch it in one of MODES."""
+    """Make a model and patch it, or patch the library and make a model, depending on the mode."""
     angles = "exact" if "exact" in mode else "model"
     if mode.startswith("library"):
         report = patch(angles=angles)
@@ -132,7 +132,7 @@ def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str
 
 @pytest.mark.parametrize("mode", MODES)
 def test_objects_made_of_one_config_that_changes(mode: str) -> None:
-    """Each module made from one changing config gets the angles of the config at that time.
+    """If a config changes, a module made from it afterwards has the angles of its new values.
 
     transformers' test_model_rope_scaling_frequencies changes a config in this way.
     """
@@ -151,7 +151,7 @@ def test_objects_made_of_one_config_that_changes(mode: str) -> None:
     model, _ = patched(mode, lambda: llama("default"))
     cls = type(model.model.rotary_emb)
     made = make(cls, lambda name, module: assert_tables(tables(module), want[name]))
-    # A module that reads its config only in __init__ keeps the values of that time.
+    # A module that reads its config only in __init__ keeps the values from then.
     for name in set(made) - {"dynamic", "longrope"}:
         assert_tables(tables(made[name]), want[name])
 
@@ -188,7 +188,10 @@ def test_the_original_runs_where_what_it_reads_was_assigned(
 
 
 def test_a_class_of_longrope_given_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the report called a dynamic NTK object unchanged; it got LongRoPE's angles."""
+    """A second object of a patched class computes the angles of its own rule.
+
+    Regression: an object with dynamic NTK got LongRoPE's angles, but the report listed it as left.
+    """
     monkeypatch.setitem(sys.modules, modeling_phi3.__name__, modeling_phi3)
     settings = {**TEXT, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
     long = Phi3Config(**settings, original_max_position_embeddings=32)

@@ -188,7 +188,7 @@ def tables_swapped_halves(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int
 
 
 def tiled_tables_of_pairs(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-    """Adjacent pairs with tables for rotate_half: not a rotation."""
+    """Combine adjacent pairs with tables for rotate_half, which is not a rotation."""
     return with_q_interleaved(q, q, cos, sin, unsqueeze_dim)[0], k
 
 
@@ -596,7 +596,7 @@ def transposed(*shape: int) -> torch.Tensor:
 
 
 def passing(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    """Rotate the first channels; the result is contiguous only if some pass through."""
+    """Rotate the first channels; for transposed x, y is contiguous only if some pass through."""
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         width = cos.shape[-1]

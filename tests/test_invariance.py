@@ -49,7 +49,7 @@ def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
 @every_backend
 @both_pairings
 def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """1 to 4 threads give the same bits; x is large enough for four, its last tile not full."""
+    """1 to 4 threads give the same bits. x is large enough for four threads."""
     spec = RopeSpec(98, rotary_dim=90, start=2, interleaved=interleaved)
     x = noise(2, 6, 667, 98, dtype=dtype)
     ids = torch.randint(-(2**31), 2**31, (2, 667), generator=torch.Generator().manual_seed(1))
@@ -88,7 +88,7 @@ def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) 
 @every_backend
 @both_pairings
 def test_concurrent_callers(interleaved: bool, backend: str) -> None:
-    """Threads that rotate at once, each its own tensors by a shared spec, get the usual results."""
+    """Threads that share a spec and rotate at the same time, each its own x, do not interfere."""
     spec = RopeSpec(66, interleaved=interleaved)
     rotation = spec.at(4000)
     xs = [noise(1, 4, 300, 66, dtype=dtype, seed=n) for n, dtype in enumerate(DTYPES)]

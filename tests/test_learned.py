@@ -142,7 +142,10 @@ def test_against_the_formula(
 
 @both_pairings
 def test_mixed_frequencies_as_published(interleaved: bool) -> None:
-    """RoPE-mixed (arXiv 2403.13298, equation 14): R = exp(i (θx · px + θy · py)), per head."""
+    """θ for each axis and head gives RoPE-mixed: R = exp(i (θx · px + θy · py)), per head.
+
+    See arXiv 2403.13298, equation 14.
+    """
     heads, pairs, height, width = 3, 8, 4, 6
     spec = RopeSpec(2 * pairs, interleaved=interleaved, axes=Axes.blocks((4, 4)))
     theta = noise(2, heads, pairs, seed=1).requires_grad_()
@@ -290,7 +293,7 @@ def test_given_frequencies_are_those_of_a_given_rule() -> None:
 def test_gradients_against_the_formula(
     spec: RopeSpec, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> None:
-    """Gradients are exact up to the rounding of the output to its dtype."""
+    """Gradients of θ and positions agree with the formula, within the error of y in its dtype."""
     x, cotangent = noise(2, 2, 40, 8, dtype=dtype), noise(2, 2, 40, 8, seed=1, dtype=dtype)
     for rows, narrow in itertools.product((1, 2), (torch.float32, torch.float64)):
         theta = leaf(*shape, seed=2, dtype=narrow)

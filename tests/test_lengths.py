@@ -752,7 +752,10 @@ def test_errors(case: str) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 @every_rule
 def test_ids_that_numpy_changes_are_refused(rule: str, inference: bool, kind: Any) -> None:
-    """A change of ids through numpy is detected, although it leaves their version counter as is."""
+    """Ids that change through numpy are refused, although their version counter stays the same.
+
+    Offsets per row that change through numpy take effect.
+    """
     spec, x = spec_of(rule), torch.randn(1, 2, TAIL, 12)
     text = (
         "positions must not change after spec.at, because the frequencies depend on the row lengths "
@@ -973,7 +976,7 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
     with refused(ValueError, f"[rerotate] to_seq_len must be at least {text}."):
         rerotate(x, spec, spec, where, from_seq_len=2**40, to_seq_len=small)
     assert_same_bits(x, kept)
-    # A rule that does not depend on the length accepts every length.
+    # A rule that does not depend on the length accepts any valid length.
     assert rotate(x, spec_of(YaRN(4.0, TRAINED)), where, seq_len=small).shape == x.shape
     rotate(x, spec, where, seq_len=enough)
     rotate(x, spec.at(where, seq_len=enough))
@@ -1043,7 +1046,7 @@ def test_lost_and_negative_positions_exceed_no_length(rule: str) -> None:
 
 @every_rule
 def test_checks_do_not_wait_for_a_device(rule: str) -> None:
-    """Positions on a device are not checked: they get the frequencies of the stated length."""
+    """Positions are not compared with seq_len if either is on a device: reading it would wait."""
     spec, x = spec_of(rule), torch.empty(2, 1, 3, 12, device="meta")
     ids = torch.tensor([9, 10, 11])
     rotate(x, spec, ids.to("meta"), seq_len=3)

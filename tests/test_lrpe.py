@@ -146,8 +146,8 @@ def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> Non
         else:
             off = off * truth.slope(act, x).abs().clamp(min=1)
         assert_within(dx, exact.dx, unit * off)
-        # For 16-bit dtypes, except with a softmax over the tokens, the operator sums over the stored
-        # result, which is checked above.
+        # For 16-bit dtypes, except with a softmax over the tokens, the gradient of θ is computed
+        # from the stored result, which is checked above.
         over_stored = narrow and dim != 1
         stored = y.detach().double() if over_stored else exact.y
         sums = truth.angle_sums(stored, grad, where(offset), PAIRS)
@@ -401,7 +401,7 @@ def test_gradcheck(kind: str, act: str, dim: int | None) -> None:
 @pytest.mark.one_in(5)
 @every_act
 def test_gradcheck_in_full(act: str, dim: int | None) -> None:
-    """Check every entry of the Jacobian, with an offset, for a slice, and under vmap."""
+    """Check every entry of the Jacobian for a slice, under vmap and, if allowed, with an offset."""
     x, theta = noise(2, 2, 2, 7).requires_grad_(), noise(2, 2, seed=1).requires_grad_()
     offset = 0 if dim == 1 else 5
 

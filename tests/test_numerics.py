@@ -225,8 +225,7 @@ def test_more_pairs_than_a_kernel_keeps_at_once(backend: str, dtype: torch.dtype
 def test_nan_and_infinity_stay_non_finite(
     interleaved: bool, backend: str, dtype: torch.dtype
 ) -> None:
-    """One NaN or infinity in either member of a pair: the pair becomes non-finite and no other pair
-    changes."""
+    """NaN or infinity in one channel of a pair makes both non-finite, and no other pair changes."""
     pairs, tokens = 19, 11
     spec = RopeSpec(2 * pairs, interleaved=interleaved)
     first, second = oracle.channels(2 * pairs, interleaved=interleaved)
@@ -282,7 +281,10 @@ def test_every_nan_stays_nan(backend: str, dtype: torch.dtype) -> None:
 @every_backend
 @both_pairings
 def test_float16_overflows_to_infinity(interleaved: bool, backend: str) -> None:
-    """Rotated by an eighth of a turn, (65504, 65504) has √2 · 65504 in one channel: an overflow."""
+    """Results beyond the range of float16 become infinite.
+
+    Rotated by an eighth of a turn, (65504, 65504) has √2 · 65504 in one channel.
+    """
     spec = RopeSpec(34, base=1.0, interleaved=interleaved)  # every pair turns by 1 rad per position
     cases = []
     tokens = 400
@@ -366,8 +368,11 @@ def test_inverse_undoes(interleaved: bool, backend: str, dtype: torch.dtype) -> 
 def test_every_16_bit_number_is_rounded_to_nearest_even(
     dtype: torch.dtype, interleaved: bool, backend: str
 ) -> None:
-    """At position 0 with an amplitude of 3/2, float32 arithmetic is exact and every second result is a
-    tie. The numbers of pairs cover full SIMD vectors and their remainders; strides are 1 and 2."""
+    """16-bit results are rounded to the nearest number, ties to even.
+
+    At position 0 with an amplitude of 3/2, float32 arithmetic is exact and many results are ties.
+    The numbers of pairs cover full SIMD vectors and their remainders; strides are 1 and 2.
+    """
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     options = Options(layout=5, interleaved=interleaved, add_index=False).pack()
@@ -411,7 +416,7 @@ def test_the_gradient_is_rotated_back(
 @every_backend
 @both_pairings
 def test_the_gradient_by_fractional_positions(interleaved: bool, backend: str) -> None:
-    """A position's gradient is the sum of ω · (u · dv − v · du) over rows, heads and pairs."""
+    """A position's gradient is Σ ω · (u · dv − v · du) over rows, heads and pairs (u, v) of y."""
     spec = RopeSpec(24, interleaved=interleaved)
     ids = torch.tensor([0.5, -3.25, 1000.75, 8191.1], requires_grad=True)
     x, cotangent = (noise(2, 3, 4, 24, dtype=torch.float32, seed=seed) for seed in (0, 1))

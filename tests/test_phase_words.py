@@ -192,7 +192,7 @@ def test_a_subclass_keeps_what_it_overrides(own: str) -> None:
 
 
 def test_an_attention_scaling_of_every_length_is_its_own() -> None:
-    """Each length has its own attention scaling, not that of the first beyond the original."""
+    """Each length beyond the original has its own attention scaling, as the rule defines it."""
 
     @dataclass(frozen=True)
     class Louder(Rule):

@@ -169,7 +169,8 @@ def test_packed_int32_offsets_do_not_overflow() -> None:
 
 
 def test_tokens_past_an_unreadable_end_continue() -> None:
-    # A graph cannot compare `total` with the end of cu_seqlens. Eager calls on the CPU raise an error.
+    # A graph cannot compare `total` with the end of cu_seqlens. An eager call on the CPU raises an
+    # error if they differ.
     function = torch.compile(
         lambda cu_seqlens: packed(cu_seqlens, total=6).ids, fullgraph=True, backend="eager"
     )
@@ -360,8 +361,8 @@ def test_mrope_with_time_steps() -> None:
     assert height == [0, 0, 1, 1] * 3 + [101, 102]
     assert width == [0, 1, 0, 1] * 3 + [101, 102]
     assert mrope_next(segments) == 103
-    # Times are rounded to float32, then down: 100 · 0.29 is 29 in float32, and in float64 just
-    # below 29.
+    # Times are rounded to float32, then down: 100 · 0.29 is 29 in float32 and just below 29 in
+    # float64.
     assert flat(mrope([(4, 1, 1, 0.5)]))[0] == [0, 0, 1, 1]
     assert int(100 * 0.29) == 28
     assert flat(mrope([(101, 1, 1, 0.29), 1]))[0][-2:] == [29, 30]
@@ -1160,7 +1161,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "[shard] cu_seqlens must end with the number of tokens 8 but got 4.",
     ),
-    # A spec with two axes refuses positions with any other number of axes.
+    # A spec refuses positions with another number of axes.
     (
         lambda: TWO.at(torch.zeros(2, 5)),
         ValueError,

@@ -1,4 +1,4 @@
-"""M-RoPE positions, compared with the published code that computes them: transformers 5.23."""
+"""M-RoPE, vision and padded positions, compared with those that transformers 5.23 computes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +36,9 @@ def ids_of(where: Positions) -> torch.Tensor:
 def published(
     model: Any, rows: list[list[Any]], mask: torch.Tensor | None = None, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call a model's own function on rows of segments; return its positions and deltas.
+    """Call the `get_rope_index` of a model on rows of segments; return its positions and deltas.
 
-    The function uses only the model's configuration and one other method, so a stub is enough.
+    The method uses only the model's configuration and one other method, so a stub is enough.
     """
     stub = type(
         "Stub",
@@ -137,7 +137,7 @@ def test_qwen2_5_vl_time_steps(row: list[Any], seconds: float) -> None:
 
 
 def test_qwen3_vl_frames_among_text() -> None:
-    # A video of three frames is three images, each after its time stamp as text.
+    # A video of three frames is given as three images, each after its time stamp as text.
     row = [4, (1, 2, 3), 2, (1, 2, 3), 2, (1, 2, 3), 1]
     wanted, delta = published_frames(row, frames=3)
     assert torch.equal(ids_of(mrope(row)), wanted)

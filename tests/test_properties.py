@@ -116,7 +116,7 @@ def test_the_norm_of_every_pair_is_kept(
 
 @holds_for(400, spec=specs(), a=small_offsets, b=small_offsets, dtype=plain_dtypes, seed=seeds)
 def test_angles_add(spec: RopeSpec, a: int, b: int, dtype: torch.dtype, seed: int) -> None:
-    """R(a) R(b) = R(a + b)."""
+    """Rotation by b, then by a, equals rotation by a + b."""
     x = noise(seed, 3, spec.head_dim, dtype=dtype)
     at_a, at_b, at_both = (torch.full((3,), p) for p in (a, b, a + b))
     twice = rotate(rotate(x, spec, at_b, layout="sd"), spec, at_a, layout="sd")
@@ -328,7 +328,7 @@ def test_how_ids_are_stored_does_not_matter(
 def test_a_power_of_two_passes_through(
     spec: RopeSpec, offset: int, scale: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Rotation is linear, and a power of two adds no rounding error, except for subnormal numbers."""
+    """Scaling x by −1 or a power of two scales the result exactly, except for subnormal numbers."""
     x = noise(seed, 2, spec.head_dim, dtype=dtype)
     y = rotate(x, spec, offset, layout="sd")
     tolerances.assert_same_bits(rotate(x * 2.0**scale, spec, offset, layout="sd"), y * 2.0**scale)

@@ -227,7 +227,7 @@ def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
 @pytest.mark.parametrize("source", schema.SOURCES[1 : schema.FULL])
 @pytest.mark.parametrize("act, gate, direction", STAGES)
 def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, source: str) -> None:
-    """Tables with f and P, which no public function combines: kernels agree with the definition."""
+    """Kernels agree with the definition for tables with f or P, which no public call combines."""
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     call = outer_call(act, gate, direction, x, k, source)
     if source != "half":  # tables of six channels for three pairs
@@ -244,7 +244,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
     got = rotated(x, k, *call)
     assert len(got) == len(right)
     for a, b in zip(got, right, strict=True):
-        # Relative to the largest channel of each head.
+        # Relative to the largest channel of each head, or to 1 if all are smaller.
         scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
         assert_near(a.double() / scale, b / scale, "f and P, float32")
     if direction != schema.FORWARD:
@@ -257,7 +257,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         return torch.autograd.grad([y.sin().sum() for y in ys], tensors)
 
     for a, b in zip(gradients(rotated, leaves), gradients(reference.compose, doubles), strict=True):
-        # Relative to the largest channel of each head.
+        # Relative to the largest channel of each head, or to 1 if all are smaller.
         scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
         assert_near(a.double() / scale, b / scale, "f and P, float32")
 
@@ -274,8 +274,12 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
 def test_vmap_of_the_operator_with_acts_and_gates(
     act: str, gate: int, direction: int, mapped: str
 ) -> None:
-    """In a transform, public functions with f or P use the definition. The operator itself, for example
-    in compiled code, has a vmap rule: one launch, or one per mapped index of norm weights or slopes."""
+    """Vmap of the operator with f or P equals a loop over the mapped index.
+
+    Public functions with f or P use the definition in a transform; the operator itself has a vmap
+    rule. A mapped call is one launch, or one per mapped index if norm weights or slopes are mapped
+    and in the backward pass of a norm.
+    """
     x, k = noise(4, 2, 3, 5, 8), noise(4, 2, 5, 5, 8)
     call = outer_call(act, gate, direction, x[0], k[0])
     extras = extras_by(call)
@@ -371,7 +375,10 @@ def test_options_are_one_integer_and_back() -> None:
 
 
 def test_several_axes_and_angles_per_row_and_head() -> None:
-    """One call with phase words [axes, rows, heads, pairs] agrees with a call for each row, head and axis."""
+    """A call with phase words [axes, rows, heads, pairs] equals one call per row and head.
+
+    It also agrees with successive calls for one axis each.
+    """
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(-(2**63), 2**63 - 1, (3, 2, 4, 3), generator=generator)
     turns = torch.randint(-3, 3, words.shape, generator=generator)
@@ -670,7 +677,10 @@ def test_vmap_in_place() -> None:
 
 
 def test_devices_are_not_mixed() -> None:
-    """One meta tensor sends a call to the fake kernel, which must not return uninitialised memory."""
+    """A call with tensors on several devices is refused.
+
+    One meta tensor selects the fake kernel, whose result would be uninitialised memory.
+    """
     x, words = noise(2, 3, 5, 8), SPEC.at().words
     rest = (None, None, 0, schema.Options(start=1).pack(), 1.0)
     for k, other in ((None, words.to("meta")), (x.to("meta"), words)):
@@ -684,7 +694,7 @@ def test_devices_are_not_mixed() -> None:
 
 
 def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
-    """Raw operators increase the version counter, which autograd checks, of all that they write."""
+    """Raw operators increase the version counter of every tensor that they write."""
     written = [noise(2, 3, 5, 8) for _ in range(6)]
     before = [x._version for x in written]
     schema.rotate_(*written[:2], *arguments())

@@ -249,7 +249,7 @@ def test_angles_wrap_as_those_of_a_rotation_do(after: RopeSpec) -> None:
 
 @every_dtype
 def test_keys_around_a_million(dtype: torch.dtype) -> None:
-    """The error is that of a fresh rotation plus one rounding for the earlier rotation."""
+    """Moved keys have the error of a fresh rotation, plus one rounding by the earlier rotation."""
     spec = RopeSpec(64, 500_000.0)
     old = [MILLION + 7 * token for token in range(8)]
     new = [position - 524_287 for position in old]
@@ -366,7 +366,7 @@ def test_layouts(layout: str) -> None:
 
 
 def test_a_slice_of_a_cache_in_place() -> None:
-    """A context shift: the first tokens stay, some after them are dropped, later ones take their place."""
+    """`rerotate_` moves the keys in a slice of a cache to the positions of dropped tokens."""
     spec = RopeSpec(16, 500_000.0)
     keys = torch.randn(1, 2, 100, 16)
     cache = rotate(keys, spec)

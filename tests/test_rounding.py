@@ -322,7 +322,7 @@ def test_gradients_of_full_tables(backend: str, interleaved: bool, rounding: str
 def test_gradients_of_full_tables_have_the_bits_of_eager_code(
     dtype: torch.dtype, interleaved: bool
 ) -> None:
-    """The sums over heads and rows are PyTorch's own, over the same products."""
+    """Gradients of tables have the bits of eager code: PyTorch sums the same products in both."""
     found = []
     for function in (
         lambda x, c, s: oracle.eager(x, c, s, interleaved),
@@ -424,7 +424,7 @@ def test_the_inverse_of_full_tables_is_refused() -> None:
 def test_the_backward_pass_reads_the_cosines_of_the_forward_pass(
     backend: str, rounding: tuple[str, str]
 ) -> None:
-    """With phase words, the forward rounding decides for both passes if cosines are rounded."""
+    """With phase words, the forward rounding determines the cosines that both passes use."""
     q, grad = qk(64, torch.bfloat16)[0], qk(64, torch.bfloat16, seed=2)[0]
     rotation = RopeSpec(64).at(7)
     leaf = q.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Every verb (new, in place, out) on every route: function called, result or error, gradients.
+"""Test every verb (new, in place, out) on every route: the function called, its result or error.
 
 The tables of verbs and routes in docs/design.md and ops/run.py must be equal. Results are compared
 with the definition in float64, which other files compare with the oracle.

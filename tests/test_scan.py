@@ -138,7 +138,10 @@ def scan_gradients(
 def test_16_bits_are_rounded_at_the_end_and_nowhere_else(
     kind: str, form: str, dtype: torch.dtype, narrow_decay: bool
 ) -> None:
-    """Sums with cancellation reveal whether an intermediate result was rounded."""
+    """16-bit results and gradients are rounded only at the end.
+
+    Sums with cancellation would reveal that an intermediate result was rounded.
+    """
     q, k, v = inputs(dtype=dtype)
     decay = DECAYS[kind].to(dtype if narrow_decay else torch.float32)  # type: ignore[union-attr]
     g = noise(2, 4, 37, 5, seed=4, dtype=dtype)
@@ -298,13 +301,15 @@ def most_bytes(tokens: int) -> int:
 
 @pytest.mark.slow
 def test_memory_grows_linearly() -> None:
-    """At 4,096 tokens, one score for each pair of tokens would take 128 times the memory of q."""
+    """Twice the tokens take about twice the memory.
+
+    At 4,096 tokens, one score for each pair of tokens would take 128 times the memory of q.
+    """
     most_bytes(64)  # allocations that are made only once
     half, whole = most_bytes(2048), most_bytes(4096)
     tensor = 2 * 4096 * 32 * 4  # bytes of q
     # q, k, v, decay, their gradients, rotated q and k, and one block: measured, 11.3 times q.
     assert 8 * tensor <= whole <= 14 * tensor, whole / tensor
-    # Twice the tokens take twice the memory, not four times.
     assert whole <= 2.1 * half, whole / half
 
 

@@ -500,7 +500,7 @@ def test_softmax_scaling_is_the_rules() -> None:
 
 
 def test_history_and_neighbours_change_nothing() -> None:
-    """Length 3,000 gets the same phase words before, after and in a batch with length 6,000."""
+    """A call or a batch with length 6,000 does not change the phase words of length 3,000."""
     for rule in (DynamicNTK(2.0, 2048), LongRoPE((1.0,) * 4, (2.0,) * 4, 2048, factor=2.0)):
         spec = RopeSpec(8, scaling=rule)
         first = spec.words_for(3000)[0].clone()

@@ -34,7 +34,7 @@ SHORT, LONG = [1 + k / 32 for k in range(32)], [2 + k / 3 for k in range(32)]
 # Positions within and beyond the original length of the rules below.
 NEAR, FAR = torch.arange(TOKENS)[None], torch.tensor([[0], [5]]) + torch.arange(TOKENS) * 97
 
-# Rule, its parameters in a configuration of transformers, and max_position_embeddings.
+# Rule, and its parameters in a configuration of transformers with max_position_embeddings 512.
 RULES: dict[str, tuple[Rule | None, dict[str, Any]]] = {
     "default": (None, {}),
     "linear": (Linear(3.0), {"factor": 3.0}),
@@ -134,7 +134,7 @@ def test_frequencies_of_transformers(rule: str) -> None:
 
 
 def test_a_model_that_was_cast() -> None:
-    """Casting a model of transformers rounds its frequencies; the stack says so and `cast` follows."""
+    """Casting a model of transformers rounds its frequencies; `Stack.cast` reproduces that."""
     stack = stacks.get("transformers")
     assert stack.casts
     module: Any = rotary_module("default").bfloat16()
@@ -150,7 +150,7 @@ def test_a_model_that_was_cast() -> None:
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_several_axes(dtype: torch.dtype) -> None:
-    """M-RoPE: each pair follows its own axis, as in Qwen2-VL."""
+    """M-RoPE with the stack of transformers has the bits of Qwen2-VL."""
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import (
         Qwen2VLRotaryEmbedding,
@@ -230,7 +230,10 @@ def test_diffusers(name: str, factor: float | None, dtype: torch.dtype) -> None:
 
 
 def test_stacks_that_claim_to_have_run_did() -> None:
-    """The stored comparisons cover every stack that is marked as run, and none differs."""
+    """The stacks marked as run are those of the tests above and of the stored comparisons.
+
+    In the stored comparisons no result and no gradient differs.
+    """
     file = Path(__file__).parents[1] / "benchmarks" / "results" / "stacks.json"
     stored = json.loads(file.read_text())
     here = {"transformers", "diffusers", "diffusers-float64"}  # the tests above
@@ -270,7 +273,7 @@ SPEC = RopeSpec(DIM, 50000.0)
 
 @pytest.mark.parametrize("name", stacks.names())
 def test_stacks_stay_close_to_the_exact_rotation(name: str) -> None:
-    """At small positions a stack is the exact rotation but for rounding."""
+    """At small positions, the rotation of a stack differs from the exact one only by rounding."""
     rope = SPEC.at(NEAR, stack=name)
     for x in qk(torch.float32):
         found, exact = rotate(x, rope), rotate(x, SPEC, NEAR)
@@ -280,7 +283,7 @@ def test_stacks_stay_close_to_the_exact_rotation(name: str) -> None:
 @every_backend
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
 def test_layouts_and_positions(backend: str, layout: str) -> None:
-    """Offsets, ids of one or several rows, and prepared rotations that are used again agree."""
+    """Offsets, ids and reused prepared rotations give the same bits, in three layouts."""
     order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}[layout]
     for dtype in (torch.float32, torch.bfloat16):
         q, k = (x.detach().permute(order) for x in qk(dtype))
@@ -332,7 +335,7 @@ def test_partial_rotation_and_interleaved_pairs() -> None:
 
 
 def test_rules_by_length() -> None:
-    """The length is the largest position of all rows plus 1, or the one given."""
+    """The length is `seq_len` if it is given, else the largest position of all rows plus 1."""
     spec = RopeSpec(DIM, scaling=LongRoPE(tuple(SHORT), tuple(LONG), 128, 1.0))
     stack = stacks.get("transformers")
     short, _ = stack.frequencies(spec)
@@ -359,7 +362,10 @@ def test_rules_by_length() -> None:
 
 
 def test_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rotation prepared outside or inside compiled code has the bits of the eager one."""
+    """A rotation prepared outside compiled code gives the bits of eager code.
+
+    If it is prepared inside, fewer than 1 % of the values differ.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     q = qk(torch.bfloat16)[0].detach()
     rope = SPEC.at(FAR, stack="vllm-native")
@@ -435,7 +441,7 @@ def test_errors() -> None:
 
 
 def test_no_stack_field_is_forgotten() -> None:
-    """Two stacks that differ in any field but the formulas are unequal."""
+    """Two stacks that differ in any field other than `rules` are unequal."""
     stack = stacks.get("vllm")
     other: dict[str, Any] = {
         "name": "x", "about": "x", "source": "x", "verified": "x", "rounding": ("wide", "wide"),

@@ -1,4 +1,4 @@
-"""Test how the coverage run compares functions: its committed rows, and that it finds wrong replacements."""
+"""Test the coverage run over functions: it finds wrong replacements; committed rows are current."""
 
 from __future__ import annotations
 

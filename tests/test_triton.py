@@ -250,7 +250,11 @@ def test_rows_outside_a_table_become_nan() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
-    """A row has the same bits alone or in a batch, token by token, in another layout, without k."""
+    """A row has the same bits in every call.
+
+    The calls rotate it alone or in a batch, token by token, without k, in another layout, with
+    other strides, in place or into `out`.
+    """
     whole = make({**PLAIN, "dtype": dtype, "channels": (24, 4, 12), "positions": "offset"})
     want, want_k = run(whole)
     alone = operators().rotate(whole.q, None, *whole.arguments)
@@ -289,7 +293,7 @@ def test_heads_shared_out_among_programs_have_the_same_bits(
 
 
 def test_an_offset_on_the_device_is_read_at_every_launch() -> None:
-    """A launch reads the offsets again, which may change as between replays of a CUDA graph."""
+    """Each launch reads the offsets anew; they may change between replays of a CUDA graph."""
     made = make({**PLAIN, "positions": "per row"})
     ids = made.arguments[2]
     assert ids is not None
@@ -360,7 +364,10 @@ def rounds_twice(self: Any, x: Any, y: Any, z: Any) -> Any:
 def test_acts_over_their_whole_range(
     act: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every activation over its range: values are accurate relative to their own size."""
+    """Elementwise activations and their derivatives are accurate relative to their own size.
+
+    The derivatives of silu and gelu, which pass through 0, have an absolute bound in addition.
+    """
     if not fused:
         from triton.runtime.interpreter import InterpreterBuilder
 
@@ -840,7 +847,7 @@ def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "of each head"])
 def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums agree if a call needs several launches, or if heads are divided among programs."""
+    """Gradients of norm weights agree for one launch and several, and for heads divided or not."""
     from tightrope.backends.triton import blocks, rotation
 
     case = {**PLAIN, "act": "rms_norm", "direction": 1, "channels": (20, 6, 14)}
@@ -868,7 +875,7 @@ def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a table asks for more heads at a time than the kernel supports, the kernel uses its maximum."""
+    """Kernels take at most two heads at a time, also if a table of `blocks` requests more."""
     from tightrope.backends.triton import blocks
 
     for table in (blocks.PLAIN, blocks.HEAVY):
@@ -878,7 +885,7 @@ def test_no_shape_loses_a_head(together: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sums_by_weights_take_little_memory() -> None:
-    """Sums by weights take at most 64 MiB, for as many heads and tokens as real models have."""
+    """Sums for gradients of norm weights take at most 64 MiB, for as many tokens as models have."""
     from tightrope.backends.triton import rotation
 
     rotation._plans.clear()

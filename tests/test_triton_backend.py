@@ -99,7 +99,7 @@ def test_switched_off_it_registers_nothing() -> None:
 def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Gradients of gates have these strides also for transposed results and gradients."""
+    """Gradients of gates have the promised strides also if results and gradients are transposed."""
     from tightrope.backends.triton import operators
 
     y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))

@@ -144,7 +144,7 @@ def test_streams() -> None:
 
 
 def test_compile() -> None:
-    """torch.compile over lengths and offsets, forward and backward: correct results, at most two graphs."""
+    """torch.compile gives correct results and gradients for several lengths, with ≤ 2 graphs."""
     import torch._dynamo.testing
 
     inner = "inductor" if HAS_GPU else "eager"
@@ -169,7 +169,10 @@ def test_compile() -> None:
 
 
 def test_far() -> None:
-    """A tensor of more than 2^31 elements: ten head vectors, eight of them chosen at random, are compared."""
+    """A tensor of more than 2^31 elements is rotated correctly.
+
+    Ten head vectors are compared, eight of them chosen at random.
+    """
     rows, n, heads, width = (2, 70_000, 128, 128) if HAS_GPU else (2, 3, 2, 16)
     x = torch.empty((rows, n, heads, width), dtype=torch.bfloat16, device=DEVICE).normal_()
     x, spec, rng = x.transpose(1, 2), RopeSpec(width), random.Random(0)

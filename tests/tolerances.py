@@ -1,6 +1,6 @@
-"""All tolerances of the tests, each with its unit and reason, and the assertions that apply them.
+"""Tolerances of the tests, each with its unit and reason, and the assertions that apply them.
 
-Tests refer to an entry by name and contain no tolerances of their own. No entry depends on the
+Most tests refer to an entry by name; a few state a bound of their own. No entry depends on the
 machine, the backend, the instruction set or the number of threads.
 """
 
@@ -408,7 +408,7 @@ def assert_angles(
 
 
 def rotation_bound(dtype: torch.dtype, reach: float, rotations: int = 1) -> float:
-    """Return the largest allowed error of a channel after several rotations, in units of |pair|.
+    """Return the largest allowed error of a channel after some rotations, in units of |pair|.
 
     Args:
         reach: the largest |position|, which matters only in float64.

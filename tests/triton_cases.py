@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 if HAS_TRITON:
-    # Import Triton before the variable changes: its own functions must all be compiled, or all
+    # Import Triton before TRITON_INTERPRET is set: its own functions must all be compiled, or all
     # interpreted.
     import triton.language  # noqa: F401
 
@@ -120,7 +120,7 @@ def allowed(case: Mapping[str, Any]) -> bool:
 
 
 class Made(NamedTuple):
-    """A call of the operator: q and k, and the arguments that follow them in the schema."""
+    """A call of the operator: q, k, the arguments after them in the schema, and the output mode."""
 
     q: torch.Tensor
     k: torch.Tensor | None
