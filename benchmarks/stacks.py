@@ -31,6 +31,7 @@ from . import pages
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "stacks.md"
 RESULTS = Path(__file__).resolve().parent / "results" / "stacks.json"
 TOKENS, HEADS, BASE = 60, 3, 10000.0
+CAST = ", cast"  # ends the name of a case whose module was cast to the dtype of q and k
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Takes q and k (batch, seq, heads, dim), and ids (batch, seq); returns both rotated.
@@ -157,11 +158,13 @@ def torchtune(source: Source) -> Iterator[Case]:
         ("default", plain.RotaryPositionalEmbeddings),
         ("llama3", scaled.Llama3ScaledRoPE),
     ):
-        made = kind(64, 8192, int(BASE))
-        yield (
-            rule, spec_of(rule, True),
-            lambda q, k, ids, made=made: (made(q, input_pos=ids), made(k, input_pos=ids)),
-        )  # fmt: skip
+        for cast in ("", CAST):
+
+            def rotation(q: Any, k: Any, ids: Any, kind: Any = kind, cast: str = cast) -> Any:
+                made = kind(64, 8192, int(BASE)).to(q.dtype if cast else None)
+                return made(q, input_pos=ids), made(k, input_pos=ids)
+
+            yield rule + cast, spec_of(rule, True), rotation
 
 
 def litgpt(source: Source) -> Iterator[Case]:
@@ -178,11 +181,17 @@ def litgpt(source: Source) -> Iterator[Case]:
     for rule, config in extra.items():
         cos, sin = code.build_rope_cache(4096, 64, base=int(BASE), extra_config=config)
 
-        def rotation(q: Any, k: Any, ids: Any, cos: Any = cos, sin: Any = sin) -> Any:
-            at = cos[ids], sin[ids]
-            return tuple(code.apply_rope(x.transpose(1, 2), *at).transpose(1, 2) for x in (q, k))
+        for cast in ("", CAST):
 
-        yield rule, spec_of(rule), rotation
+            def rotation(
+                q: Any, k: Any, ids: Any, cos: Any = cos, sin: Any = sin, cast: str = cast
+            ) -> Any:
+                at = [table[ids].to(q.dtype if cast else table.dtype) for table in (cos, sin)]
+                return tuple(
+                    code.apply_rope(x.transpose(1, 2), *at).transpose(1, 2) for x in (q, k)
+                )
+
+            yield rule + cast, spec_of(rule), rotation
 
 
 def megatron(source: Source) -> Iterator[Case]:
@@ -266,14 +275,16 @@ def transformer_engine(source: Source) -> Iterator[Case]:
         "*rope.py", "_rotate_half", "_apply_rotary_pos_emb_base", "RotaryPositionEmbedding"
     )
     for rule, factor, pretrained in (("default", None, None), ("linear", 3.0, 4096)):
-        made = code.RotaryPositionEmbedding(64, 1.0, factor, pretrained, BASE)
-        angles = made(4096)
+        for cast in ("", CAST):
 
-        def rotation(q: Any, k: Any, ids: Any, angles: Any = angles) -> Any:
-            at = angles[ids[0]]
-            return tuple(code._apply_rotary_pos_emb_base(x, at, "bshd") for x in (q, k))
+            def rotation(
+                q: Any, k: Any, ids: Any, more: Any = (factor, pretrained, BASE), cast: str = cast
+            ) -> Any:
+                made = code.RotaryPositionEmbedding(64, 1.0, *more).to(q.dtype if cast else None)
+                at = made(4096)[ids[0]]
+                return tuple(code._apply_rotary_pos_emb_base(x, at, "bshd") for x in (q, k))
 
-        yield rule, spec_of(rule), rotation
+            yield rule + cast, spec_of(rule), rotation
 
 
 def _serving(
@@ -403,8 +414,10 @@ STACKS: dict[str, Callable[[Source], Iterator[Case]]] = {
 }
 
 
-def compared(name: str, spec: RopeSpec, rotation: Rotation, dtype: torch.dtype) -> dict[str, int]:
-    """Compare `rotation`, another library's, with `rotate_qk` under the stack `name`.
+def compared(
+    stack: stacks.Stack, spec: RopeSpec, rotation: Rotation, dtype: torch.dtype
+) -> dict[str, int]:
+    """Compare `rotation`, another library's, with `rotate_qk` under a stack.
 
     Returns:
         The number of elements of the results, which is also that of the gradients; how many
@@ -419,7 +432,9 @@ def compared(name: str, spec: RopeSpec, rotation: Rotation, dtype: torch.dtype) 
     outcomes = []
     for rotate in (
         rotation,
-        lambda q, k, ids: rotate_qk(q, k, spec.at(ids, stack=name, seq_len=seq_len), layout="bshd"),
+        lambda q, k, ids: rotate_qk(
+            q, k, spec.at(ids, stack=stack, seq_len=seq_len), layout="bshd"
+        ),
     ):
         q, k = (x.clone().requires_grad_() for x in draws[:2])
         ys = rotate(q, k, ids)
@@ -484,7 +499,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in [options.only] if options.only else STACKS:
         stack = stacks.get(name)
         cases = {
-            f"{case}, {str(dtype).removeprefix('torch.')}": compared(name, spec, rotation, dtype)
+            f"{case}, {str(dtype).removeprefix('torch.')}": compared(
+                stack.cast(dtype) if CAST in case else stack, spec, rotation, dtype
+            )
             for case, spec, rotation in STACKS[name](Source(options.folder))
             for dtype in DTYPES
         }

@@ -136,7 +136,7 @@ def test_frequencies_of_transformers(rule: str) -> None:
 def test_a_model_that_was_cast() -> None:
     """Casting a model of transformers rounds its frequencies; `Stack.cast` reproduces that."""
     stack = stacks.get("transformers")
-    assert stack.casts
+    assert stack.casts == "frequencies"
     module: Any = rotary_module("default").bfloat16()
     assert module.inv_freq.dtype == torch.bfloat16
     found, _ = stack.cast(torch.bfloat16).frequencies(spec_of("default"))
@@ -146,6 +146,16 @@ def test_a_model_that_was_cast() -> None:
     for table, want in zip((cos, sin), module(q, FAR), strict=True):
         assert_same_bits(torch.cat((table, table), -1)[:, 0], want)
     assert not torch.equal(cos, stack.tables(spec_of("default"), FAR, torch.bfloat16)[0])
+
+
+def test_stacks_whose_tables_are_cast() -> None:
+    """LitGPT keeps tables as buffers: casting rounds them, and then every product."""
+    cast = stacks.get("litgpt").cast(torch.bfloat16)
+    assert cast.rounding == ("each", "each")
+    found = cast.tables(SPEC, FAR, torch.bfloat16)
+    for table, exact in zip(found, stacks.get("litgpt").tables(SPEC, FAR), strict=True):
+        assert_same_bits(table, exact.to(torch.bfloat16))
+    assert stacks.get("torchtune").cast(torch.bfloat16).rounding == ("wide", "wide")
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -432,7 +442,7 @@ def test_errors() -> None:
         (ValueError, r"\[tables\] tokens must be given", lambda: get("vllm").tables(SPEC, 3)),
         (TypeError, r"\[cast\] dtype must be a floating dtype but got torch.int64",
          lambda: get("transformers").cast(torch.int64)),
-        (ValueError, r"\[cast\] stack 'meta' keeps its frequencies when a model is cast",
+        (ValueError, r"\[cast\] stack 'meta' must not be cast",
          lambda: get("meta").cast(torch.bfloat16)),
     ]  # fmt: skip
     for kind, sentence, call in calls:
@@ -445,7 +455,7 @@ def test_no_stack_field_is_forgotten() -> None:
     stack = stacks.get("vllm")
     other: dict[str, Any] = {
         "name": "x", "about": "x", "source": "x", "verified": "x", "rounding": ("wide", "wide"),
-        "table_dtype": torch.float64, "dtype": torch.float64, "on_cpu": True, "casts": True,
+        "table_dtype": torch.float64, "dtype": torch.float64, "on_cpu": True, "casts": "tables",
         "polar": True, "cast_to": torch.float16,
     }  # fmt: skip
     assert other.keys() == {f.name for f in dataclasses.fields(stack)} - {"rules"}

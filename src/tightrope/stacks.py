@@ -342,11 +342,12 @@ class Stack:
         table_dtype: the dtype of its cosines and sines; None for the dtype of the rotated tensor.
         dtype: the dtype that frequencies and angles are computed in.
         on_cpu: whether frequencies are computed on the CPU, whatever the device of the model.
-        casts: whether casting a model, as in ``model.to(torch.bfloat16)``, rounds its frequencies or
-            tables. :meth:`cast` returns the stack of such a model.
+        casts: whether casting a model, as in ``model.to(torch.bfloat16)``, rounds "frequencies", or
+            "frequencies and positions", which then are multiplied in that dtype, or "tables"; "" if it
+            rounds none of them. :meth:`cast` returns the stack of a model that was cast.
         polar: whether cosines and sines come from ``torch.polar``, which computes them one by one: they
             may differ in the last bit from those of ``torch.cos``, which uses vector instructions.
-        cast_to: the dtype that frequencies are rounded to after they are computed, or None.
+        cast_to: the dtype that the model was cast to, or None.
     """
 
     name: str
@@ -358,7 +359,7 @@ class Stack:
     table_dtype: torch.dtype | None = None
     dtype: torch.dtype = torch.float32
     on_cpu: bool = False
-    casts: bool = False
+    casts: str = ""
     polar: bool = False
     cast_to: torch.dtype | None = None
 
@@ -368,11 +369,11 @@ class Stack:
 
     @public("cast")
     def cast(self, dtype: torch.dtype) -> Stack:
-        """Return the stack of a model whose frequencies were rounded to a dtype by casting the model.
+        """Return the stack of a model that was cast to a dtype, as by ``model.to(dtype)``.
 
         Raises:
             TypeError: not a floating dtype.
-            ValueError: a stack whose frequencies do not change when a model is cast.
+            ValueError: casting a model changes neither frequencies nor tables of this stack.
 
         >>> get("transformers").cast(torch.bfloat16)
         <Stack 'transformers'.cast(torch.bfloat16): transformers, eager, as in Llama>
@@ -380,8 +381,14 @@ class Stack:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise bad_type(f"dtype must be a floating dtype but got {dtype!r}")
         if not self.casts:
-            raise bad_value(f"stack {self.name!r} keeps its frequencies when a model is cast")
-        return dataclasses.replace(self, cast_to=dtype)
+            raise bad_value(
+                f"stack {self.name!r} must not be cast: casting a model does not change it"
+            )
+        if self.casts != "tables":
+            return dataclasses.replace(self, cast_to=dtype)
+        # Products with tables in float32 are not rounded; those of two 16-bit tensors are.
+        rounding = ("each", "each") if self.rounding == ("wide", "each") else self.rounding
+        return dataclasses.replace(self, cast_to=dtype, table_dtype=dtype, rounding=rounding)
 
     @public("frequencies")
     def frequencies(
@@ -518,8 +525,9 @@ class Stack:
             found = next(iter(rows.values()), row_of(0))
             picked = [rows[dim].inv_freq[k] for _, k, dim in spec.axes.pairs]
             found = found._replace(inv_freq=torch.stack(picked) if picked else found.inv_freq)
-        if self.cast_to is not None:
-            found = found._replace(inv_freq=found.inv_freq.to(self.cast_to).to(self.dtype))
+        if self.cast_to is not None and self.casts != "tables":
+            kept = self.cast_to if "positions" in self.casts else self.dtype
+            found = found._replace(inv_freq=found.inv_freq.to(self.cast_to).to(kept))
         return found
 
     def _formula(self, rule: Rule | None) -> Formula:
@@ -568,7 +576,7 @@ _ALL = [
         RUN,
         _TRANSFORMERS,
         on_cpu=True,
-        casts=True,
+        casts="frequencies",
     ),
     Stack(
         "transformers-compiled",
@@ -579,7 +587,7 @@ _ALL = [
         ("wide", "wide"),
         torch.float32,
         on_cpu=True,
-        casts=True,
+        casts="frequencies",
     ),
     Stack(
         "meta",
@@ -606,7 +614,7 @@ _ALL = [
         {None: _default, Llama3: _llama3},
         ("wide", "wide"),
         torch.float32,
-        casts=True,
+        casts="tables",
     ),
     Stack(
         "litgpt",
@@ -621,7 +629,7 @@ _ALL = [
         },
         ("wide", "each"),
         torch.float32,
-        casts=True,
+        casts="tables",
     ),
     Stack(
         "diffusers",
@@ -715,7 +723,7 @@ _ALL = [
         "TransformerEngine at d0067d0: pytorch/attention/rope.py (_apply_rotary_pos_emb_base)",
         RUN,
         _ENGINE,
-        casts=True,
+        casts="frequencies and positions",
     ),
     Stack(
         "transformer-engine",
@@ -725,7 +733,7 @@ _ALL = [
         _ENGINE,
         ("once", "once"),
         torch.float32,
-        casts=True,
+        casts="frequencies and positions",
     ),
 ]
 _BY_NAME = {stack.name: stack for stack in _ALL}
