@@ -188,7 +188,7 @@ FAULTS = {
     "pairs exchanged": ("start + half + np.arange(half)", "start + half + np.arange(half)[::-1]"),
     "scaling forgotten": ("np.cos(angle) * scale", "np.cos(angle)"),
     "rounded per product": ("if rounding == \"each\"", "if rounding == \"wide\""),
-    "ramp of YaRN reversed": ("plain * (1 - slowed) + plain / factor * slowed", "plain * slowed + plain / factor * (1 - slowed)"),
+    "blend of YaRN reversed": ("plain * (1 - slowed) + plain / factor * slowed", "plain * slowed + plain / factor * (1 - slowed)"),
     "truncated bfloat16": ("bits + 0x7FFF + (bits >> 16 & 1)", "bits"),
 }  # fmt: skip
 

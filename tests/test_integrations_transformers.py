@@ -506,7 +506,9 @@ def test_report_reads_well(llama: Any) -> None:
     assert entry.replaced
     assert "rotate_half on all channels" in str(entry.recognised)
     assert str(entry.recognised).endswith(", to the bit")
-    assert str(report).splitlines()[0] == "1 replaced, 0 left"
+    first, _, last = str(report).splitlines()
+    assert first == "1 replaced, 0 left"
+    assert last.startswith("compiled code keeps these bits; torch.compile of the originals rounds")
     assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"
     assert len(report) == len(report.replaced) == 1
     assert str(patch(torch.nn.Linear(2, 2))) == "no rotary function found"
@@ -529,6 +531,22 @@ def test_compiled_and_eager_calls_of_a_replacement_have_the_same_bits(
         runs.append((*ys, *torch.autograd.grad(ys, (q, k), [torch.ones_like(y) for y in ys])))
     assert all(map(torch.equal, runs[1], runs[2]))
     assert all(map(torch.equal, runs[0], runs[1])) == (rounding == "model")
+
+
+def test_the_compiled_original_differs_as_documented(
+    monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    """About a third of bfloat16 results differ from eager code, by one unit; replacements do not."""
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    original = modeling_llama.apply_rotary_pos_emb
+    q, k = (noise(2, heads, 64, 64).bfloat16() for heads in (4, 2))
+    angles = (torch.arange(64.0)[:, None] * noise(32).abs()).repeat(1, 2)[None]
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    eager, compiled = (f(q, k, cos, sin)[0] for f in (original, torch.compile(original)))
+    share = float((eager != compiled).double().mean())
+    assert 0.25 < share < 0.4
+    unit = torch.finfo(torch.bfloat16).eps * float(eager.abs().max())
+    assert float((eager - compiled).abs().max()) <= unit
 
 
 def of_float64(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

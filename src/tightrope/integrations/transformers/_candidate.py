@@ -9,6 +9,9 @@ import torch
 
 from ...forms import Call, Rotation
 
+# The end of the description of a rotation whose bits are those of the function.
+TO_THE_BIT = "to the bit"
+
 
 class Bits(NamedTuple):
     """The choices that determine the bits of a rotation by given tables.
@@ -108,7 +111,7 @@ class Candidate:
         elif self.tokens == "suffix":
             words.append("last rows of cos/sin if x is shorter")
         words.append("result in dtype of x" if self.keeps_dtype else "result in promoted dtype")
-        words.append("to the bit" if self.bits else "to rounding")
+        words.append(TO_THE_BIT if self.bits else "to rounding")
         return ", ".join(words)
 
     def _layout(self) -> str:

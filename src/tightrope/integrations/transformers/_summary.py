@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ._candidate import TO_THE_BIT
 from ._recognise import Recognition
+
+_COMPILED = "compiled code keeps these bits; torch.compile of the originals rounds less often, so its results differ"
 
 
 @dataclass(frozen=True)
@@ -73,4 +76,5 @@ class Report:
         if not self.entries:
             return "no rotary function found"
         counts = f"{len(self.replaced)} replaced, {len(self.left)} left"
-        return "\n".join([counts, *map(str, self.entries)])
+        exact = any(str(entry.recognised).endswith(TO_THE_BIT) for entry in self.replaced)
+        return "\n".join([counts, *map(str, self.entries), *([_COMPILED] if exact else [])])
