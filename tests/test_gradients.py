@@ -284,7 +284,7 @@ def test_by_position_in_place_on_slices_of_one_projection() -> None:
 
 @every_backend
 def test_by_position_in_place_on_every_backend(backend: str) -> None:
-    """Positions get correct gradients, although they depend on values of x that are overwritten."""
+    """Gradients of positions are correct, although they need values of x that are overwritten."""
     x, p = noise(2, 2, 3, 8).requires_grad_(), (10 * noise(3, seed=1)).requires_grad_()
 
     def function(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -539,7 +539,7 @@ class HalfAttention(Attention):
 
 
 def test_a_method_that_reads_its_object_is_left() -> None:
-    """A class has one replacement, so a method that rotates differently for each object is left."""
+    """A class has one replacement, so a method that differs between objects is not replaced."""
     x, angle = torch.randn(2, 3, 5, 16), torch.randn(5, 8)
     model = torch.nn.ModuleList([Attention(False), Attention(True), HalfAttention(False)])
     want = [each.apply_rotary(x, angle.cos(), angle.sin()) for each in model]

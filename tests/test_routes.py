@@ -72,7 +72,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def by(verb: str, **options: Any) -> Call:
-    """Return a function that rotates with this verb and leaves its argument unchanged."""
+    """Return a function that rotates by one of ``VERBS`` and leaves its argument unchanged."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         if verb == "new":

@@ -106,7 +106,7 @@ def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class Inputs(NamedTuple):
-    """All tensors of a case; ``gate`` is a factor for a "scalar" gate, logarithms or slopes."""
+    """All tensors of a case; ``gate`` holds a factor ("scalar"), slopes ("slope") or logarithms."""
 
     x: torch.Tensor
     grad: torch.Tensor

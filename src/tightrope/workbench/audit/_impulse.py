@@ -96,9 +96,10 @@ class Shape:
         pairs: the pairs, ordered by their first channel.
         alone: channels that change but mix with no other.
         tangled: channels that mix with more than one other.
-        rotary_dim: the number of channels that the pairing spans, including pairs that never turn.
+        rotary_dim: the number of channels that the pairing spans; with half pairing this includes
+            pairs that never turn.
         order: the output channel of each input channel at position 0; None if none moves.
-        matrices: the measured matrices.
+        matrices: the matrix at each position, ``[positions, out, in]``.
     """
 
     positions: tuple[int, ...]

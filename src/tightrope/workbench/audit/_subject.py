@@ -80,7 +80,7 @@ class Subject:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> torch.Tensor:
-        """Return a random x, contiguous in the function's own layout."""
+        """Return a random x ``[rows, heads, tokens, head_dim]``, laid out by :meth:`laid_out`."""
         generator = torch.Generator().manual_seed(seed)
         shape = (rows, self.heads(heads), tokens, self.head_dim)
         return self.laid_out(torch.randn(shape, generator=generator).to(dtype))
