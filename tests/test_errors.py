@@ -402,9 +402,11 @@ def test_bad_input_loses_nothing() -> None:
 def test_a_forced_backend_that_cannot_run_raises_with_the_reason() -> None:
     x = torch.zeros(2, 3, 5, 8, device="meta")
     missing = backends()["cpu"]
-    reason = "x is on meta" if missing is None else missing
+    reason = "the tensor is on meta" if missing is None else missing
     with pytest.raises(
         NotImplementedError,
-        match=re.escape(f"[rotate] backend 'cpu' cannot run: {reason} (x: float32[2, 3, 5, 8])."),
+        match=re.escape(
+            f"[rotate] backend 'cpu' cannot run: {reason} (tensor: float32[2, 3, 5, 8])."
+        ),
     ):
         rotate(x, SPEC, backend="cpu")

@@ -64,7 +64,7 @@ def test_an_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: "3.3.1")
     assert registration.why_not() == "triton 3.3.1 is older than 3.4; pip install -U triton"
     monkeypatch.setattr("importlib.metadata.version", lambda _: "3.10.0+git")
-    assert registration.why_not(torch.zeros(1)) == "x is on cpu"
+    assert registration.why_not(torch.zeros(1)) == "the tensor is on cpu"
 
 
 def test_which_mentions_triton_only_where_it_could_run() -> None:
@@ -78,7 +78,7 @@ def test_which_mentions_triton_only_where_it_could_run() -> None:
 
 @needs_triton
 def test_it_cannot_be_forced_on_the_cpu() -> None:
-    with pytest.raises(NotImplementedError, match="x is on cpu"):
+    with pytest.raises(NotImplementedError, match="the tensor is on cpu"):
         rotate(torch.zeros(1, 1, 2, 8), RopeSpec(8), backend="triton")
 
 

@@ -95,7 +95,7 @@ class Draw:
 def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Return the values of x, placed in memory as `kind` states.
 
-    "expanded" repeats the first entry of the second to last dimension instead.
+    The exception is "expanded": it repeats the first entry along dimension -2, with stride 0.
     """
     if kind == "permuted" and x.dim() > 2:
         return x.movedim(0, -2).clone(memory_format=torch.contiguous_format).movedim(-2, 0)

@@ -114,7 +114,7 @@ def check_backend(name: str, x: torch.Tensor) -> None:
         raise bad_value(f"backend must be one of {', '.join(BACKENDS)} but got {name!r}")
     reason = BACKENDS[name].why_not(x)
     if reason is not None:
-        raise unsupported(f"backend {name!r} cannot run: {reason}", x=x)
+        raise unsupported(f"backend {name!r} cannot run: {reason}", tensor=x)
 
 
 def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:

@@ -58,7 +58,7 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     if _missing is not None:
         return _missing
     if x is not None and x.device.type != "cpu":
-        return f"x is on {x.device}"
+        return f"the tensor is on {x.device}"
     return None
 
 

@@ -58,7 +58,7 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     if reason is not None:
         return reason
     if x is not None:
-        return None if x.device.type in DEVICES else f"x is on {x.device}"
+        return None if x.device.type in DEVICES else f"the tensor is on {x.device}"
     if not any(getattr(torch, kind).is_available() for kind in DEVICES):
         return "torch sees no GPU here"
     return None
