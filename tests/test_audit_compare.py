@@ -219,7 +219,7 @@ def test_errors() -> None:
         compare("stack:vlm", rope(), spec=RopeSpec(8))
     with pytest.raises(ValueError, match=r"must return a rotated x of the same shape but no call"):
         compare(lambda: 3, rope())
-    with pytest.raises(ValueError, match="does not rotate pairs of channels"):
+    with pytest.raises(ValueError, match="must rotate pairs of channels but does not"):
         compare(lambda x, positions: x + 0 * positions.sum(), rope(), head_dim=DIM)
     done = run("stack:vllm", "--against", "stack:meta")
     assert done.exit_code == 2

@@ -429,7 +429,7 @@ def test_errors() -> None:
          lambda: SPEC.at(torch.ones(3, requires_grad=True), stack="vllm")),
         (ValueError, r"\[at\] seq_len must be at least 3493", lambda: SPEC.at(FAR, stack="vllm", seq_len=9)),
         (ValueError, r"\[at\] positions must have 1 axis", lambda: SPEC.at(positions.text(1, axes=3), stack="vllm")),
-        (NotImplementedError, r"\[at\] scaling must be None or a rule that stack 'meta' has \(Llama3\) but got NTK",
+        (NotImplementedError, r"\[at\] scaling must be None, Given or a rule that stack 'meta' has \(Llama3\) but got NTK",
          lambda: RopeSpec(64, scaling=NTK(2.0)).at(0, stack="meta")),
         (NotImplementedError, r"\[frequencies\] scaling must be .* 'flash-attention' has \(none\)",
          lambda: get("flash-attention").frequencies(RopeSpec(64, scaling=Linear(2.0)))),

@@ -537,8 +537,8 @@ class Stack:
         if formula is None:
             known = ", ".join(sorted(each.__name__ for each in self.rules if each is not None))
             raise unsupported(
-                f"scaling must be None or a rule that stack {self.name!r} has ({known or 'none'}) but got "
-                f"{rule!r}"
+                f"scaling must be None, Given or a rule that stack {self.name!r} has "
+                f"({known or 'none'}) but got {rule!r}"
             )
         return formula
 

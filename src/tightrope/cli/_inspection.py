@@ -119,13 +119,12 @@ def _print_pairs(console: Console, part: PartReport, *, every: bool) -> None:
 def _chosen(pairs: tuple[PairRow, ...]) -> list[PairRow]:
     """Choose the pairs to show: the first, the last, both sides of each change, some in between.
 
-    If a property changes more than three times, its changes are not considered.
+    A change is where scaling begins or ends, or where pairs no longer complete a turn. If there are
+    more than three changes of one kind, those of this kind are not considered.
     """
     if len(pairs) <= _SHOWN:
         return list(pairs)
     keep = {0, len(pairs) - 1}
-    # Show both sides of each change: where scaling begins and ends, and where pairs no longer
-    # complete a turn.
     for marks in (
         [_kind(pair) for pair in pairs],
         [pair.turns is not None and pair.turns < 1 for pair in pairs],

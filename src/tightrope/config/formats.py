@@ -169,7 +169,10 @@ def _architecture(values: Mapping[str, Any]) -> str:
 
 
 def gguf(values: Mapping[str, Any]) -> Source:
-    """Read GGUF metadata: ``<arch>.rope.*``, ``<arch>.attention.*`` and factor tensors, if any."""
+    """Read GGUF metadata: keys of the architecture, and factor tensors, if any.
+
+    The keys are ``<arch>.rope.*``, ``<arch>.attention.*`` and sizes (``<arch>.context_length``, …).
+    """
     arch = _architecture(values)
     outer: dict[str, Any] = {}
     section: dict[str, Any] = {}

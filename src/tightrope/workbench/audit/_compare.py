@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..._errors import public
+from ..._errors import bad_value, public
 from ...spec import RopeSpec
 from . import _declared
 from ._guard import CallFailed, Guard, Hangs
@@ -260,10 +260,10 @@ class _Profile:
         return responses(self.subject, self.shape, positions, dtype)
 
 
-def _profile(subject: Subject) -> _Profile:
+def _profile(subject: Subject, name: str) -> _Profile:
     shape = measure_shape(subject)
     if not shape.pairs or shape.tangled:
-        raise CallFailed("it does not rotate pairs of channels")
+        raise bad_value(f"{name} must rotate pairs of channels but does not")
     lines = lines_of(shape)
     reach = _reach(subject, shape)
     amplitudes = torch.tensor([pair.amplitude[:4] for pair in shape.pairs], dtype=torch.float64)
@@ -417,7 +417,7 @@ def _arithmetic(
 
 
 def _compared(targets: Sequence[Target], one: Subject, other: Subject) -> Comparison:
-    a, b = _profile(one), _profile(other)
+    a, b = _profile(one, targets[0].name), _profile(other, targets[1].name)
     found: list[Difference] = []
     facts: dict[str, tuple[str, str]] = {}
 
