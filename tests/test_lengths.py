@@ -758,8 +758,8 @@ def test_ids_that_numpy_changes_are_refused(rule: str, inference: bool, kind: An
     """
     spec, x = spec_of(rule), torch.randn(1, 2, TAIL, 12)
     text = (
-        "positions must not change after spec.at, because the frequencies depend on the row lengths "
-        "read from them; call spec.at again"
+        "positions must not change after spec.at, because the frequencies or tables were made from "
+        "their values; call spec.at again"
     )
     with torch.inference_mode(inference):
         shared = numpy.arange(TAIL, dtype=kind)
