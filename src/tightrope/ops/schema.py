@@ -258,7 +258,7 @@ def present(q: torch.Tensor, k: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def pair(xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Undo :func:`present`."""
+    """Return q and k from a list of one or two tensors; k is None if there is one. Undoes :func:`present`."""
     return xs[0], xs[1] if len(xs) > 1 else None
 
 

@@ -251,7 +251,7 @@ class _Profile:
 
     @property
     def starts(self) -> torch.Tensor:
-        """The angle of each pair at position 0, in radians; 0 if it is not clearly another."""
+        """The angle of each pair at position 0, in radians; 0 if the measurement cannot tell it from 0."""
         start = torch.tensor([line.intercept for line in self.lines], dtype=torch.float64)
         return torch.where(start.abs() < max(1e-4, 2 * self.noise), 0.0, start)
 
