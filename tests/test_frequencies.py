@@ -792,6 +792,16 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "[Proportional] rotary_fraction must be at least 0 and finite but got -0.5.",
     ),
+    "a negative base": (
+        lambda: Linear(2.0).frequencies(8, -1.0),
+        ValueError,
+        "[frequencies] base must be positive and finite but got -1.0.",
+    ),
+    "an odd width": (
+        lambda: Linear(2.0).frequencies(7, 1e4),
+        ValueError,
+        "[frequencies] rotary_dim must be even and not negative but got 7.",
+    ),
     "given: a number": (
         lambda: Given(1.0),  # type: ignore[arg-type]
         ValueError,

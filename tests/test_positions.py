@@ -1191,6 +1191,11 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         "a token are equal (positions: float32[3, 1, 5]).",
     ),
     (
+        lambda: text(3, axes=0),
+        ValueError,
+        "[text] axes must be at least 1 but got 0.",
+    ),
+    (
         lambda: RopeSpec(8).at(grid(2, 2)),
         ValueError,
         "[at] positions must have 1 axis for this spec but got 2 (positions: int64[2, 1, 4]).",

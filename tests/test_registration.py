@@ -355,7 +355,7 @@ def test_arguments_that_the_form_does_not_declare_are_refused(operator) -> None:
         (code(gate=schema.SLOPE), [weight[0]], 0.0),
         (code(gate=schema.SLOPE), [noise(2, 8)], 0.0),
         (code(learned=True), [], 0.0),
-        (code(learned=True), [], 0.0),
+        (code(learned=True), [], 1.0),
         (code(learned=True), [x, x], 0.0),
     ):
         with pytest.raises((NotImplementedError, RuntimeError), match="tightrope"):

@@ -136,7 +136,9 @@ class Rule:
             TypeError: a length that is not an int, whether or not the rule depends on it.
         """
         regime = None if seq_len is None else self.regime(length(seq_len))
-        return _made(self, rotary_dim, float(base), regime)
+        if rotary_dim < 0 or rotary_dim % 2:
+            raise bad_value(f"rotary_dim must be even and not negative but got {rotary_dim}")
+        return _made(self, rotary_dim, number("base", base), regime)
 
     def regime(self, seq_len: int | None) -> int | None:
         """Map a length to a representative one: lengths with equal results have equal frequencies.

@@ -54,6 +54,8 @@ def text(
     """
     where = as_positions(positions)
     axes = count("axes", axes)
+    if axes < 1:
+        raise bad_value(f"axes must be at least 1 but got {axes}")
     ids = where.ids
     if ids is None:
         ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)

@@ -18,26 +18,16 @@ from typing import Any
 
 import torch
 
-from ..._errors import bad_value, public
+from ..._errors import public
 from ...spec import RopeSpec
 from . import _declared
 from ._guard import CallFailed, Guard, Hangs
-from ._impulse import Line, Shape, lines_of, measure_shape, responses
 from ._probe import Hints, NoCallFound, find_call
+from ._profile import ODD, SHORT, Profile, angles_of, arithmetic_of, profile_of, wrapped
 from ._subject import Subject
 from ._targets import Target, names_stack, resolve
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of
-# two; the other positions show how positions and angles are rounded.
-_POWERS = tuple(2**n for n in range(21))
-_ODD = (3, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999, 65537, 1_048_573)
-_REACHES = (2**20 + 1, 2**16 + 2, 10_000, 4096, 1024, 512, 257)
-_NO_TABLE = 2**12
-"""The largest position to test if the function numbers tokens itself."""
-_UNITS = 5
-"""Angles whose cosines and sines are equal but for their last bit differ by at most so many units of it."""
-_SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True)
@@ -219,205 +209,11 @@ def _subject(
         raise ValueError(f"A call of {target.name} did not return in time.") from None
 
 
-# --- one function --------------------------------------------------------------------------
-
-
-@dataclass
-class _Profile:
-    """The measured steps of one function.
-
-    Attributes:
-        subject: the function.
-        shape: its pairs of channels.
-        lines: the angle of each pair as a line in the position.
-        omegas: the frequency of each pair, signed, to about 1e-13 radians per position.
-        amplitude: the factor on the rotated channels.
-        table: the narrowest dtype that holds its cosines and sines for float32 x.
-        reach: the first position that the function does not accept, or that is not tested.
-    """
-
-    subject: Subject
-    shape: Shape
-    lines: tuple[Line, ...]
-    omegas: torch.Tensor
-    amplitude: float
-    table: torch.dtype
-    reach: int
-
-    @property
-    def noise(self) -> float:
-        """The largest error of a measured angle, in radians."""
-        return _UNITS * torch.finfo(self.table).eps
-
-    @property
-    def starts(self) -> torch.Tensor:
-        """The angle of each pair at position 0, in radians; 0 if the measurement cannot tell it from 0."""
-        start = torch.tensor([line.intercept for line in self.lines], dtype=torch.float64)
-        return torch.where(start.abs() < max(1e-4, 2 * self.noise), 0.0, start)
-
-    def tables(self, positions: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return cosines and sines, float64 ``[2, positions, pairs]``."""
-        return responses(self.subject, self.shape, positions, dtype)
-
-
-def _profile(subject: Subject, name: str) -> _Profile:
-    shape = measure_shape(subject)
-    if not shape.pairs or shape.tangled:
-        raise bad_value(f"{name} must rotate pairs of channels but does not")
-    lines = lines_of(shape)
-    reach = _reach(subject, shape)
-    amplitudes = torch.tensor([pair.amplitude[:4] for pair in shape.pairs], dtype=torch.float64)
-    slopes = torch.tensor([line.slope for line in lines], dtype=torch.float64)
-    powers = [p for p in _POWERS if 64 <= p < reach] or [2]
-    seen = responses(subject, shape, powers)
-    narrow = (
-        each
-        for each in (torch.bfloat16, torch.float16)
-        if torch.equal(seen.to(each).double(), seen)
-    )
-    table = next(narrow, torch.float32)
-    found = _Profile(subject, shape, lines, slopes, float(amplitudes.median()), table, reach)
-    for p, angle in zip(powers, torch.atan2(seen[1], seen[0]), strict=True):
-        rest = _wrapped(angle - found.starts - found.omegas * p)
-        if float(rest.abs().max()) > 0.5:
-            break
-        found.omegas = found.omegas + rest / p
-    return found
-
-
-def _reach(subject: Subject, shape: Shape) -> int:
-    most = max(_REACHES) if subject.call.takes_ids else _NO_TABLE
-    for reach in _REACHES:
-        if reach > most:
-            continue
-        try:
-            if bool(responses(subject, shape, [reach - 1]).isfinite().all()):
-                return reach
-        except CallFailed:
-            continue
-    return max(shape.positions) + 1
-
-
-def _wrapped(angle: torch.Tensor) -> torch.Tensor:
-    return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
-
-
-# How positions, frequencies and their product may be rounded: name -> function of (position, frequency).
-_ANGLES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "float32": lambda p, w: (p.float() * w.float()).double(),
-    "more exact than float32": lambda p, w: p * w,
-    "float32, of positions in bfloat16": lambda p, w: (p.bfloat16().float() * w.float()).double(),
-    "float32, of positions in float16": lambda p, w: (p.half().float() * w.float()).double(),
-    "bfloat16": lambda p, w: (p.float() * w.float()).bfloat16().double(),
-    "bfloat16, of positions in bfloat16": lambda p, w: (p.bfloat16() * w.bfloat16()).double(),
-    "float16": lambda p, w: (p.float() * w.float()).half().double(),
-}
-
-
-def _angles_of(profile: _Profile, odd: Sequence[int], seen: torch.Tensor) -> str:
-    """Return the name of the arithmetic that gives the angles at odd positions."""
-    where = torch.tensor(odd, dtype=torch.float64)[:, None]
-    best, found = math.inf, "unknown"
-    for name, compute in _ANGLES.items():
-        angle = compute(where, profile.omegas) + profile.starts
-        wanted = profile.amplitude * torch.stack((angle.cos(), angle.sin()))
-        error = float((wanted - seen).abs().nan_to_num(math.inf).max())
-        # Another arithmetic must fit clearly better than one named before it.
-        if error < 0.5 * best:
-            best, found = error, name
-    return found if best < max(1e-3, 2 * profile.noise) else "unknown"
-
-
-def _roundings(
-    x: torch.Tensor, y: torch.Tensor, shape: Shape, cos: torch.Tensor, sin: torch.Tensor
-) -> dict[str, bool]:
-    """Return for each rounding whether it reproduces y from x, bit for bit.
-
-    Args:
-        x: ``(tokens, channels)``.
-        y: the function's result, of the same shape and dtype.
-        cos, sin: float32 ``(tokens, pairs)``.
-    """
-    firsts, seconds = (list(each) for each in zip(*shape.channels, strict=True))
-    ends = [[shape.comes_out(c) for c in each] for each in (firsts, seconds)]
-    u, v = x[:, firsts].float(), x[:, seconds].float()
-    dtype = x.dtype
-
-    def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-        same = (y[:, ends[0]] == one.to(dtype)) & (y[:, ends[1]] == other.to(dtype))
-        return bool(same.all())
-
-    def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-        """a·b + c·d in float32, with the first product not rounded."""
-        return (a.double() * b.double() + (c * d).double()).float()
-
-    def narrow(product: torch.Tensor) -> torch.Tensor:
-        return product.to(dtype).float()
-
-    return {
-        "each": is_equal(narrow(u * cos) - narrow(v * sin), narrow(v * cos) + narrow(u * sin)),
-        "wide": is_equal(u * cos - v * sin, v * cos + u * sin),
-        "once": any(
-            is_equal(one, other)
-            for one in (fused(u, cos, -v, sin), fused(-v, sin, u, cos))
-            for other in (fused(v, cos, u, sin), fused(u, sin, v, cos))
-        ),
-    }
-
-
-@dataclass(frozen=True)
-class _Arithmetic:
-    """The arithmetic that reproduces the results of a function for one dtype.
-
-    Attributes:
-        table: the dtype of cosines and sines, or "unknown".
-        forward: the roundings that give the results; none if no rounding does.
-        back: those that give the gradients; None if there are no gradients.
-    """
-
-    table: str = "unknown"
-    forward: tuple[str, ...] = ()
-    back: tuple[str, ...] | None = ()
-
-
-def _arithmetic(
-    profile: _Profile, dtype: torch.dtype, positions: Sequence[int], tables: torch.Tensor
-) -> _Arithmetic:
-    """Find the table dtype and the roundings that reproduce the function's results and gradients.
-
-    Args:
-        tables: its float32 cosines and sines at the positions.
-    """
-    subject, shape = profile.subject, profile.shape
-    x = subject.random(1, 1, len(positions), dtype=dtype, seed=3).requires_grad_()
-    out = subject.random(1, 1, len(positions), dtype=dtype, seed=4)
-    y = subject.rotate(x * 1.0, positions)
-    back = None
-    if y.requires_grad:
-        (back,) = torch.autograd.grad(y, x, out)
-    cos, sin = tables.float()
-    kinds = {_SHORT[profile.table if dtype == torch.float32 else torch.float32]: (cos, sin)}
-    if dtype != torch.float32:
-        kinds = {_SHORT[dtype]: (cos.to(dtype).float(), sin.to(dtype).float()), **kinds}
-    names = ("wide", "once") if dtype == torch.float32 else ("each", "wide", "once")
-    given, result = (t.detach().cpu()[0, 0] for t in (x, y))
-    for kind, (c, s) in kinds.items():
-        fits = _roundings(given, result, shape, c, s)
-        forward = tuple(name for name in names if fits[name])
-        if not forward:
-            continue
-        if back is None or shape.order is not None:
-            return _Arithmetic(kind, forward, None if back is None else ())
-        fits = _roundings(out.cpu()[0, 0], back.cpu()[0, 0], shape, c, -s)
-        return _Arithmetic(kind, forward, tuple(name for name in names if fits[name]))
-    return _Arithmetic(back=None if back is None else ())
-
-
 # --- two functions --------------------------------------------------------------------------
 
 
 def _compared(targets: Sequence[Target], one: Subject, other: Subject) -> Comparison:
-    a, b = _profile(one, targets[0].name), _profile(other, targets[1].name)
+    a, b = profile_of(one, targets[0].name), profile_of(other, targets[1].name)
     found: list[Difference] = []
     facts: dict[str, tuple[str, str]] = {}
 
@@ -446,7 +242,7 @@ _Add = Callable[[str, str, str], None]
 _Facts = dict[str, tuple[str, str]]
 
 
-def _compare_channels(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> None:
+def _compare_channels(a: Profile, b: Profile, facts: _Facts, add: _Add) -> None:
     facts["pairing"] = a.shape.pairing, b.shape.pairing
     slices = [f"{p.shape.start} to {p.shape.start + p.shape.rotary_dim - 1}" for p in (a, b)]
     facts["channels"] = slices[0], slices[1]
@@ -460,7 +256,7 @@ def _compare_channels(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> Non
     if signs[0] != signs[1]:
         add("sign", "The functions rotate in opposite directions.", "angles have opposite signs")
     if len(a.lines) == len(b.lines):
-        gap = _wrapped(a.starts * signs[0] - b.starts * signs[1])
+        gap = wrapped(a.starts * signs[0] - b.starts * signs[1])
         if float(gap.abs().max()) > 1e-4:
             k = int(gap.abs().argmax())
             shift = float(gap[k] / a.omegas[k].abs()) if float(a.omegas[k]) else math.nan
@@ -472,7 +268,7 @@ def _compare_channels(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> Non
             )
 
 
-def _compare_frequencies(a: _Profile, b: _Profile, facts: _Facts, add: _Add) -> None:
+def _compare_frequencies(a: Profile, b: Profile, facts: _Facts, add: _Add) -> None:
     first, second = a.omegas.abs(), b.omegas.abs()
     reach = min(a.reach, b.reach) - 1
     gap = (first - second).abs()
@@ -511,18 +307,18 @@ def _precision(own: torch.Tensor, other: torch.Tensor, limit: float) -> str:
             step = torch.finfo(dtype).eps
             # Powers in float32 may be off by more than half a unit.
             if bool(((own - other).abs() <= 1.5 * step * other + limit).all()):
-                return _SHORT[dtype]
+                return SHORT[dtype]
     return "more exact than float32"
 
 
 def _compare_angles(
-    a: _Profile, b: _Profile, facts: _Facts, add: _Add, before: set[str]
+    a: Profile, b: Profile, facts: _Facts, add: _Add, before: set[str]
 ) -> list[tuple[list[int], torch.Tensor]] | None:
     """Compare angles at odd positions; return these positions and each function's float32 tables there."""
     reach = min(a.reach, b.reach)
-    odd = [p for p in _ODD if p < reach]
+    odd = [p for p in ODD if p < reach]
     seen = [p.tables(odd) for p in (a, b)]
-    names = [_angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True)]
+    names = [angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True)]
     facts["angles"] = names[0], names[1]
     if names[0] != names[1]:
         gap = (seen[0] - seen[1]).abs().amax((0, 2))
@@ -547,7 +343,7 @@ def _compare_angles(
 
 
 def _compare_arithmetic(
-    a: _Profile, b: _Profile, tables: list[tuple[list[int], torch.Tensor]], facts: _Facts, add: _Add
+    a: Profile, b: Profile, tables: list[tuple[list[int], torch.Tensor]], facts: _Facts, add: _Add
 ) -> None:
     reported: set[str] = set()
 
@@ -557,10 +353,10 @@ def _compare_arithmetic(
             add(code, sentence, evidence)
 
     for dtype in _DTYPES:
-        name = _SHORT[dtype]
+        name = SHORT[dtype]
         try:
             one, other = (
-                _arithmetic(p, dtype, positions, table)
+                arithmetic_of(p, dtype, positions, table)
                 for p, (positions, table) in zip((a, b), tables, strict=True)
             )
             for which, p, (positions, table) in zip(
@@ -595,7 +391,7 @@ def _named(roundings: tuple[str, ...] | None) -> str:
 
 def _compare_dtype(
     which: str,
-    p: _Profile,
+    p: Profile,
     dtype: torch.dtype,
     positions: list[int],
     table: torch.Tensor,
@@ -609,7 +405,7 @@ def _compare_dtype(
         worst = int(off.argmax())
         differ(
             "position-dtype",
-            f"One function computes other angles for {_SHORT[dtype]} x than for float32 x.",
+            f"One function computes other angles for {SHORT[dtype]} x than for float32 x.",
             f"the {which}: at position {positions[worst]:,} a cosine or sine changes by "
             f"{float(off[worst]):.3g}",
         )
@@ -619,7 +415,7 @@ def _either(values: tuple[str, str]) -> str:
     return f"the first: {values[0]}; the second: {values[1]}"
 
 
-def _shares(a: _Profile, b: _Profile) -> dict[str, tuple[float, float | None]]:
+def _shares(a: Profile, b: Profile) -> dict[str, tuple[float, float | None]]:
     """Return the shares of results and of gradients that differ, by dtype; 1 if one function refuses it."""
     reach = min(a.reach, b.reach)
     generator = torch.Generator().manual_seed(5)
@@ -638,11 +434,11 @@ def _shares(a: _Profile, b: _Profile) -> dict[str, tuple[float, float | None]]:
                 by_x = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
                 results.append((y.detach(), by_x))
         except CallFailed:
-            found[_SHORT[dtype]] = (1.0, None)
+            found[SHORT[dtype]] = (1.0, None)
             continue
         (y, by_x), (z, by_z) = results
         gradients = None if by_x is None or by_z is None else _share(by_x, by_z)
-        found[_SHORT[dtype]] = _share(y, z), gradients
+        found[SHORT[dtype]] = _share(y, z), gradients
     return found
 
 
