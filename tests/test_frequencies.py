@@ -795,12 +795,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a negative base": (
         lambda: Linear(2.0).frequencies(8, -1.0),
         ValueError,
-        "[frequencies] base must be positive and finite but got -1.0.",
+        "[Linear] base must be positive and finite but got -1.0.",
     ),
     "an odd width": (
         lambda: Linear(2.0).frequencies(7, 1e4),
         ValueError,
-        "[frequencies] rotary_dim must be even and not negative but got 7.",
+        "[Linear] rotary_dim must be even and not negative but got 7.",
     ),
     "given: a number": (
         lambda: Given(1.0),  # type: ignore[arg-type]
