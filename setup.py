@@ -50,18 +50,23 @@ COMMON_FLAGS = [
     "-Wextra",
 ]
 
+AVX512_FLAGS = [
+    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    *("-mavx2", "-mfma", "-mf16c"),
+    "-mprefer-vector-width=512",
+]
+
 # One translation unit per instruction set, each with its own flags.
 ISA_FLAGS = {
     "x86_64": {
         "rotate_baseline.cpp": [],
         "rotate_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-        "rotate_avx512.cpp": [
-            *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-            *("-mavx2", "-mfma", "-mf16c"),
-            "-mprefer-vector-width=512",
-        ],
+        "rotate_avx512.cpp": AVX512_FLAGS,
+        "rotate_avx512bf16.cpp": [*AVX512_FLAGS, "-mavx512bf16"],
     },
 }
+# Units that older compilers cannot compile -> the macro that tells dispatch.cpp of them.
+OPTIONAL = {"rotate_avx512bf16.cpp": "-DTIGHTROPE_AVX512BF16"}
 # Other machines get only the baseline. It uses NEON and FMA on aarch64, where every processor has them.
 ISA_FLAGS_ELSEWHERE: dict[str, list[str]] = {"rotate_baseline.cpp": []}
 
@@ -109,6 +114,15 @@ def run_compiler(command: list[str]) -> str:
     return done.stdout
 
 
+def accepts(compiler: list[str], flags: list[str]) -> bool:
+    """Return whether the compiler knows these flags."""
+    command = [*compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr, end="")
+    return done.returncode == 0
+
+
 def digest(*parts: str | bytes) -> str:
     """Return a short hash of everything that a built file depends on."""
     total = hashlib.sha256()
@@ -154,6 +168,10 @@ def build_library() -> Path:
         "stretched.cpp": ["-O3"],
     }
     for source, flags in ISA_FLAGS.get(machine, ISA_FLAGS_ELSEWHERE).items():
+        if source in OPTIONAL:
+            if not accepts(compiler, flags):
+                continue
+            units["dispatch.cpp"].append(OPTIONAL[source])
         units[source] = ["-O3", *flags]
     missing = [source for source in units if not (CSRC / source).is_file()]
     if missing:

@@ -5,6 +5,10 @@
 
 #include <atomic>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "rotate.h"
 
 namespace tightrope {
@@ -29,6 +33,11 @@ TIGHTROPE_LOOPS
 namespace avx512 {
 TIGHTROPE_LOOPS
 }
+#if defined(TIGHTROPE_AVX512BF16)
+namespace avx512bf16 {
+void loop(const Problem&, int64_t, int64_t);
+}
+#endif
 #endif
 
 namespace {
@@ -39,16 +48,31 @@ struct InstructionSet {
   bool (*supported)();
 };
 
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+
+// Conversions to bfloat16; GCC 10 does not know their name.
+bool has_avx512bf16() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+#endif
+
 // Best first.
 const InstructionSet kSets[] = {
 #if defined(__x86_64__)
-    {"avx512", TIGHTROPE_LOOPS_OF(avx512),
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-              __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
-     }},
+#if defined(TIGHTROPE_AVX512BF16)
+    {"avx512bf16",
+     {avx512bf16::loop, avx512::angle_loop, avx512::stages_loop, avx512::exponentials,
+      avx512::gate_loop},
+     has_avx512bf16},
+#endif
+    {"avx512", TIGHTROPE_LOOPS_OF(avx512), has_avx512},
     {"avx2", TIGHTROPE_LOOPS_OF(avx2),
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

@@ -147,6 +147,7 @@ struct Arithmetic {
   using Value = typename F::Value;
   static constexpr bool apart = apart_;
   static constexpr bool once = rounding == Rounding::kOnce;
+  static constexpr bool each = rounding == Rounding::kEach;
 
   template <class T>
   static inline T product(T x, T y) {

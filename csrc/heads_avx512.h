@@ -72,6 +72,69 @@ TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_REGISTER
 #undef TIGHTROPE_REGISTER_END
 
+#if defined(__AVX512BF16__)
+// The order of 16-bit lanes that brings together those of the two halves of a register.
+template <int lanes>
+struct Order {
+  constexpr Order() : lane() {
+    for (int k = 0; k < lanes; ++k) lane[2 * k] = uint16_t(k), lane[2 * k + 1] = uint16_t(lanes + k);
+  }
+  alignas(64) uint16_t lane[2 * lanes];
+};
+template <int lanes>
+inline constexpr Order<lanes> kOrder;
+
+// The processor's conversion to bfloat16. It takes subnormal numbers for zeros, so it serves only
+// numbers that cannot lead to one: if no x but 0 is below 2^-55 and no cosine or sine but 0 below 2^-40,
+// products are multiples of 2^-125, and so are their sums.
+template <int lanes>
+struct Convert;
+
+#define TIGHTROPE_CONVERT(lanes, f, i, p, si)                                                   \
+  template <>                                                                                   \
+  struct Convert<lanes> {                                                                       \
+    using R = Register<lanes>;                                                                  \
+    static bool has_tiny(i a, i b) { /* twice the magnitude, minus 2: zeros become the largest */ \
+      const i two = p##_set1_epi16(2);                                                          \
+      const i x = p##_sub_epi16(p##_add_epi16(a, a), two);                                      \
+      const i y = p##_sub_epi16(p##_add_epi16(b, b), two);                                      \
+      return p##_cmplt_epu16_mask(p##_min_epu16(x, y), p##_set1_epi16(0x4800 - 2)) != 0;        \
+    }                                                                                           \
+    static bool has_tiny(f x) {                                                                 \
+      const i a = p##_cast##ps_##si(x);                                                         \
+      const i twice = p##_sub_epi32(p##_add_epi32(a, a), p##_set1_epi32(2));                    \
+      return p##_cmplt_epu32_mask(twice, p##_set1_epi32(0x57000000 - 2)) != 0;                  \
+    }                                                                                           \
+    static i twin(f even, f odd) {                                                              \
+      const i halves = (i)p##_cvtne2ps_pbh(odd, even);                                          \
+      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.lane), halves);           \
+    }                                                                                           \
+    static void round(f& even, f& odd) {                                                        \
+      const i both = twin(even, odd);                                                           \
+      even = R::even(both), odd = R::odd(both);                                                 \
+    }                                                                                           \
+    /* a·c - b·s and a·c + b·s of two registers each. */                                        \
+    template <class A>                                                                          \
+    static i u(f a0, f b0, f c0, f s0, f a1, f b1, f c1, f s1) {                                \
+      if constexpr (!A::each) return twin(A::u(a0, b0, c0, s0), A::u(a1, b1, c1, s1));          \
+      f p0 = a0 * c0, p1 = a1 * c1, q0 = b0 * s0, q1 = b1 * s1;                                 \
+      round(p0, p1), round(q0, q1);                                                             \
+      return twin(p0 - q0, p1 - q1);                                                            \
+    }                                                                                           \
+    template <class A>                                                                          \
+    static i v(f a0, f b0, f c0, f s0, f a1, f b1, f c1, f s1) {                                \
+      if constexpr (!A::each) return twin(A::v(a0, b0, c0, s0), A::v(a1, b1, c1, s1));          \
+      f p0 = b0 * c0, p1 = b1 * c1, q0 = a0 * s0, q1 = a1 * s1;                                 \
+      round(p0, p1), round(q0, q1);                                                             \
+      return twin(p0 + q0, p1 + q1);                                                            \
+    }                                                                                           \
+  };
+TIGHTROPE_CONVERT(16, __m512, __m512i, _mm512, si512)
+TIGHTROPE_CONVERT(8, __m256, __m256i, _mm256, si256)
+TIGHTROPE_CONVERT(4, __m128, __m128i, _mm, si128)
+#undef TIGHTROPE_CONVERT
+#endif
+
 // Pairs that go through registers together, with their cosines and sines: those of the first channels
 // (c, s) and of the second (c2, s2). The format is Float or Half in the general case.
 template <class A, class F, bool interleaved, int lanes>
@@ -89,6 +152,12 @@ struct Block {
     R::write(y, A::u(a, b, c, s));
     R::write(z, A::v(a, b, c2, s2));
   }
+#if defined(__AVX512BF16__)
+  bool has_tiny() const {
+    using C = Convert<lanes>;
+    return C::has_tiny(c) || C::has_tiny(s) || (A::apart && (C::has_tiny(c2) || C::has_tiny(s2)));
+  }
+#endif
 
   typename R::Floats c, s, c2, s2;
 };
@@ -127,15 +196,27 @@ struct Block<A, BFloat16, false, lanes> {
 
   void take(const Row<float>& r, int64_t at, int64_t n) {
     even.take(r, at / 2, n), odd.take(r, (n + 1) / 2 + at / 2, n);
+#if defined(__AVX512BF16__)
+    converts = !even.has_tiny() && !odd.has_tiny();
+#endif
   }
   void turn(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z) const {
     const auto a = R::read((const Twin*)u), b = R::read((const Twin*)v);
     const auto a0 = R::even(a), b0 = R::even(b), a1 = R::odd(a), b1 = R::odd(b);
+#if defined(__AVX512BF16__)
+    using C = Convert<lanes>;
+    if (__builtin_expect(converts && !C::has_tiny(a, b), 1)) {
+      R::write((Twin*)y, C::template u<A>(a0, b0, even.c, even.s, a1, b1, odd.c, odd.s));
+      R::write((Twin*)z, C::template v<A>(a0, b0, even.c2, even.s2, a1, b1, odd.c2, odd.s2));
+      return;
+    }
+#endif
     R::write((Twin*)y, R::twin(A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s)));
     R::write((Twin*)z, R::twin(A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2)));
   }
 
   Block<A, Float, false, lanes> even, odd;
+  bool converts = false;
 };
 
 template <class A, int lanes>
@@ -143,14 +224,33 @@ struct Block<A, BFloat16, true, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
 
-  void take(const Row<float>& r, int64_t at, int64_t n) { all.take(r, at, n); }
+  void take(const Row<float>& r, int64_t at, int64_t n) {
+    all.take(r, at, n);
+#if defined(__AVX512BF16__)
+    converts = !all.has_tiny();
+#endif
+  }
   void turn(const uint16_t* x, const uint16_t*, uint16_t* y, uint16_t*) const {
     const auto pairs = R::read((const Twin*)x);
     const auto a = R::even(pairs), b = R::odd(pairs);
+#if defined(__AVX512BF16__)
+    using C = Convert<lanes>;
+    if (__builtin_expect(converts && !C::has_tiny(pairs, pairs), 1)) {
+      auto first = a * all.c, second = b * all.c2, third = b * all.s, fourth = a * all.s2;
+      if constexpr (A::each) {
+        C::round(first, second), C::round(third, fourth);
+        R::write((Twin*)y, C::twin(first - third, second + fourth));
+      } else {
+        R::write((Twin*)y, C::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
+      }
+      return;
+    }
+#endif
     R::write((Twin*)y, R::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
   }
 
   Block<A, Float, false, lanes> all;
+  bool converts = false;
 };
 
 // An integer as a type, to select a template.

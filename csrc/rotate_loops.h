@@ -3,13 +3,22 @@
 // Every element goes through the same sequence of IEEE operations in every loop, with explicit fused
 // multiply-adds and contraction switched off. So a result does not depend on where the vector body
 // ends, on strides, on the number of threads, or on whether the rotation is in place.
+#if defined(__AVX512BF16__)
+#include "heads.h"  // only the rotation of bfloat16 differs from AVX-512 without it
+#else
 #include "angle_sums.h"
 #include "gate_sums.h"
+#endif
 #if defined(__AVX512F__)
 #include "heads_avx512.h"
 #endif
 
 namespace tightrope {
+#if defined(__AVX512BF16__)
+namespace avx512 {
+void loop(const Problem&, int64_t, int64_t);
+}
+#endif
 namespace TIGHTROPE_ISA {
 namespace {
 
@@ -116,6 +125,12 @@ void turn_by(const Problem& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
+#if defined(__AVX512BF16__)
+void loop(const Problem& p, int64_t begin, int64_t end) {
+  if (p.dtype == Dtype::kBFloat16) return turn_by<BFloat16>(p, begin, end);
+  avx512::loop(p, begin, end);
+}
+#else
 void loop(const Problem& p, int64_t begin, int64_t end) {
   switch (p.dtype) {
     case Dtype::kFloat: return turn_by<Float>(p, begin, end);
@@ -124,6 +139,7 @@ void loop(const Problem& p, int64_t begin, int64_t end) {
     case Dtype::kHalf: return turn_by<Half>(p, begin, end);
   }
 }
+#endif
 
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope

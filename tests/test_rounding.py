@@ -139,6 +139,39 @@ def test_bits_depend_on_nothing_else(interleaved: bool, rounding: str) -> None:
                     assert_same_bits(one[0], want[0][:1, :1, 3:4])
 
 
+def any_magnitude(*shape: int, seed: int, least: int) -> torch.Tensor:
+    """Return float32 numbers of all magnitudes from 2^least up to 2^40, and some zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    exponent = torch.randint(least, 40, shape, generator=generator)
+    values = torch.ldexp(noise(*shape, seed=seed), exponent)
+    return torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, values)
+
+
+@needs_kernel
+@both_pairings
+@pytest.mark.parametrize("least", [-149, -60, -45])
+@pytest.mark.parametrize("rounding", oracle.ROUNDINGS)
+def test_tiny_numbers(interleaved: bool, least: int, rounding: str) -> None:
+    """Subnormal numbers, and numbers whose products are subnormal, have the same bits everywhere."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for tiny_tables in (False, True):
+            q = any_magnitude(ROWS, Q_HEADS, TOKENS, 142, seed=3, least=least).to(dtype)
+            cos, sin = tables_for(142, torch.float32)
+            if tiny_tables:
+                cos, sin = (any_magnitude(*cos.shape, seed=s, least=-149) for s in (4, 5))
+            options = {"tables": "full", "interleaved": interleaved, "rounding": rounding}
+            found = []
+            for name in cpu.instruction_sets():
+                if rounding == "once" and name == "baseline":
+                    continue  # it has no fused multiply-adds
+                cpu.use_instruction_set(name)
+                found.append(apply_rotary_pos_emb(q, None, cos, sin, **options)[0])
+            if rounding != "once":
+                found.append(oracle.rotate(q, cos, sin, interleaved, rounding))
+            for y in found[1:]:
+                assert_same_bits(y, found[0])
+
+
 @every_dtype
 @every_backend
 @both_pairings

@@ -1,0 +1,2 @@
+#define TIGHTROPE_ISA avx512bf16
+#include "rotate_loops.h"
