@@ -5,6 +5,7 @@
 
 #include "bind_stages.h"
 #include "bind_problem.h"
+#include "huge_pages.h"
 #include "overlap.h"
 
 namespace tightrope::binding {
@@ -61,6 +62,7 @@ Tensors rotate_xs(const Operands& xs, const Arguments& a) {
   for (int32_t i = 0; i < xs.count; ++i) {
     const Tensor& x = *xs.tensor[i];
     outs.push_back(a.options.dense ? torch::stable::new_empty(x, x.sizes()) : torch::stable::empty_like(x));
+    ask_for_huge_pages(outs[i].mutable_data_ptr(), outs[i].numel() * outs[i].element_size());
   }
   Operands to = xs;
   for (int32_t i = 0; i < xs.count; ++i) to.tensor[i] = &outs[i];

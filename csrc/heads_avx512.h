@@ -73,13 +73,19 @@ TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_REGISTER_END
 
 #if defined(__AVX512BF16__)
-// The order of 16-bit lanes that brings together those of the two halves of a register.
+// The order of 16-bit lanes that turns a conversion of two registers, one half after the other, into
+// twins; and the same for registers whose lanes an earlier conversion left in halves (see `round`).
 template <int lanes>
 struct Order {
-  constexpr Order() : lane() {
-    for (int k = 0; k < lanes; ++k) lane[2 * k] = uint16_t(k), lane[2 * k + 1] = uint16_t(lanes + k);
+  constexpr Order() : direct(), rounded() {
+    for (int k = 0; k < lanes; ++k) {
+      direct[2 * k] = uint16_t(k), direct[2 * k + 1] = uint16_t(lanes + k);
+      const int from = k % 2 * lanes + k / 2;
+      rounded[2 * k] = uint16_t(from), rounded[2 * k + 1] = uint16_t(from + lanes / 2);
+    }
   }
-  alignas(64) uint16_t lane[2 * lanes];
+  alignas(64) uint16_t direct[2 * lanes];
+  alignas(64) uint16_t rounded[2 * lanes];
 };
 template <int lanes>
 inline constexpr Order<lanes> kOrder;
@@ -107,11 +113,16 @@ struct Convert;
     }                                                                                           \
     static i twin(f even, f odd) {                                                              \
       const i halves = (i)p##_cvtne2ps_pbh(odd, even);                                          \
-      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.lane), halves);           \
+      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.direct), halves);         \
     }                                                                                           \
-    static void round(f& even, f& odd) {                                                        \
-      const i both = twin(even, odd);                                                           \
-      even = R::even(both), odd = R::odd(both);                                                 \
+    /* Rounds both; leaves their lanes in another order, the same for all registers. */         \
+    static void round(f& x, f& y) {                                                             \
+      const i halves = (i)p##_cvtne2ps_pbh(y, x);                                               \
+      x = R::even(halves), y = R::odd(halves);                                                  \
+    }                                                                                           \
+    static i twin_of_rounded(f x, f y) {                                                        \
+      const i halves = (i)p##_cvtne2ps_pbh(y, x);                                               \
+      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.rounded), halves);        \
     }                                                                                           \
     /* a·c - b·s and a·c + b·s of two registers each. */                                        \
     template <class A>                                                                          \
@@ -119,14 +130,14 @@ struct Convert;
       if constexpr (!A::each) return twin(A::u(a0, b0, c0, s0), A::u(a1, b1, c1, s1));          \
       f p0 = a0 * c0, p1 = a1 * c1, q0 = b0 * s0, q1 = b1 * s1;                                 \
       round(p0, p1), round(q0, q1);                                                             \
-      return twin(p0 - q0, p1 - q1);                                                            \
+      return twin_of_rounded(p0 - q0, p1 - q1);                                                 \
     }                                                                                           \
     template <class A>                                                                          \
     static i v(f a0, f b0, f c0, f s0, f a1, f b1, f c1, f s1) {                                \
       if constexpr (!A::each) return twin(A::v(a0, b0, c0, s0), A::v(a1, b1, c1, s1));          \
       f p0 = b0 * c0, p1 = b1 * c1, q0 = a0 * s0, q1 = a1 * s1;                                 \
       round(p0, p1), round(q0, q1);                                                             \
-      return twin(p0 + q0, p1 + q1);                                                            \
+      return twin_of_rounded(p0 + q0, p1 + q1);                                                 \
     }                                                                                           \
   };
 TIGHTROPE_CONVERT(16, __m512, __m512i, _mm512, si512)
@@ -236,10 +247,10 @@ struct Block<A, BFloat16, true, lanes> {
 #if defined(__AVX512BF16__)
     using C = Convert<lanes>;
     if (__builtin_expect(converts && !C::has_tiny(pairs, pairs), 1)) {
-      auto first = a * all.c, second = b * all.c2, third = b * all.s, fourth = a * all.s2;
       if constexpr (A::each) {
+        auto first = a * all.c, second = b * all.c2, third = -b * all.s, fourth = a * all.s2;
         C::round(first, second), C::round(third, fourth);
-        R::write((Twin*)y, C::twin(first - third, second + fourth));
+        R::write((Twin*)y, C::twin_of_rounded(first + third, second + fourth));
       } else {
         R::write((Twin*)y, C::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
       }
