@@ -68,7 +68,7 @@ def is_ready() -> bool:
 
 
 def instruction_set() -> str | None:
-    """Return the instruction set in use: "avx512", "avx2" or "baseline"; None without the library."""
+    """Return the instruction set in use, such as "avx2" or "baseline"; None without the library."""
     if _library is None:
         return None
     name: bytes | None = _library.tightrope_instruction_set()

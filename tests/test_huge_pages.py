@@ -1,0 +1,94 @@
+"""Huge pages for large new results: when they are asked for, and that nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrix import needs_kernel
+
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+on_request = pytest.mark.skipif(
+    not ENABLED.exists() or "[madvise]" not in ENABLED.read_text(),
+    reason="this system does not grant huge pages where a program asks for them",
+)
+# Prints the memory in huge pages (kB) after a small and after a large result, and a checksum.
+PROGRAM = """
+import json, torch
+from tightrope import RopeSpec
+from tightrope.functional import rotate
+
+def huge():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+torch.manual_seed(0)
+spec, seen, sums = RopeSpec(64), [], []
+for tokens in (1000, 50_000):
+    x = torch.randn(1, 4, tokens, 64)
+    before = huge()
+    y = rotate(x, spec)
+    seen.append(huge() - before)
+    sums.append(float(y.double().abs().sum()))
+x.requires_grad_()
+y = rotate(x, spec)
+before = huge()
+(grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+seen.append(huge() - before)
+print(json.dumps([seen, sums]))
+"""
+
+
+def run(**environment: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@needs_kernel
+@on_request
+def test_only_large_results_ask_for_huge_pages() -> None:
+    """Results and gradients of 51 MB lie in huge pages, results of 1 MB do not; the bits are the same."""
+    (small, large, gradient), sums = run()
+    assert small == 0
+    assert large > 40_000
+    assert gradient > 40_000
+    off, same = run(TIGHTROPE_HUGE_PAGES="0")
+    assert off == [0, 0, 0]
+    assert same == sums
+
+
+@needs_kernel
+def test_memory_does_not_grow() -> None:
+    """Results of changing sizes leave no memory behind."""
+    program = """
+import torch
+from tightrope import RopeSpec
+from tightrope.functional import rotate
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+spec, x = RopeSpec(64), torch.randn(1, 4, 60_000, 64)
+sizes = [(37 * i * i) % 28_000 + 32_000 for i in range(60)]
+for size in sizes:  # the allocator keeps some memory of the first results
+    rotate(x[:, :, :size], spec)
+before = resident()
+for size in 3 * sizes:
+    rotate(x[:, :, :size], spec)
+assert resident() - before < 300_000_000, (before, resident())  # the results add up to 8 GB
+"""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("this system does not report resident memory")
+    subprocess.run([sys.executable, "-c", program], check=True)
