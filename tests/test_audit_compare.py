@@ -166,6 +166,21 @@ def test_models_and_configurations(tmp_path: Path) -> None:
     assert compare(str(tmp_path), str(other)).codes == ("frequencies",)
 
 
+def test_models_as_they_are() -> None:
+    """A model that was cast is compared with its rounded frequencies."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=8
+    )  # fmt: skip
+    model = LlamaModel(config)
+    assert compare(model, "stack:transformers").ok
+    cast = LlamaModel(config).bfloat16()
+    found = compare(model, cast)
+    assert found.codes[0] == "frequency-dtype"
+    assert found.facts["frequencies"] == ("float32", "bfloat16")
+
+
 def test_snippet_shows_the_difference(tmp_path: Path) -> None:
     """The program fails while the functions differ and passes when they agree."""
     found = compare("stack:meta", "stack:transformers", spec=RopeSpec(DIM))

@@ -50,7 +50,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     output to ``sys.stdout`` is dropped.
 
     Args:
-        target: a function or module; ``"MODULE:FUNCTION"``, imported from the current directory or an
+        target: a function or module; a model of transformers; ``"MODULE:FUNCTION"``, imported from the current directory or an
             installed package; ``"stack:NAME"``, a library of :mod:`tightrope.stacks`, with ``spec``; or a
             config of transformers, its file or folder, or a model type such as
             ``"llama"``. For a config or a model type, the rotary module and the apply function of

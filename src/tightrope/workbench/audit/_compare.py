@@ -301,14 +301,16 @@ def _compare_frequencies(a: Profile, b: Profile, facts: _Facts, add: _Add) -> No
 
 
 def _precision(own: torch.Tensor, other: torch.Tensor, limit: float) -> str:
-    """Return the dtype that these frequencies are rounded to, if they are the other ones rounded."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all()):
-            step = torch.finfo(dtype).eps
-            # Powers in float32 may be off by more than half a unit.
-            if bool(((own - other).abs() <= 1.5 * step * other + limit).all()):
-                return SHORT[dtype]
-    return "more exact than float32"
+    """Return the dtype that frequencies are rounded to: 16 bits only if they are the other ones rounded."""
+
+    def is_rounded(dtype: torch.dtype) -> bool:
+        return bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all())
+
+    for dtype in (torch.bfloat16, torch.float16):
+        step = torch.finfo(dtype).eps
+        if is_rounded(dtype) and bool(((own - other).abs() <= step * other + limit).all()):
+            return SHORT[dtype]
+    return "float32" if is_rounded(torch.float32) else "more exact than float32"
 
 
 def _compare_angles(

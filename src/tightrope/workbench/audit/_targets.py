@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -80,6 +81,8 @@ def resolve(
         return from_model(_config_of(str(target)), layer_type)
     elif _is_config(target):
         return from_model(target, layer_type)
+    elif isinstance(target, nn.Module) and _is_model(target):
+        return from_model(target.config, layer_type, target)
     else:
         found = from_object(target)
     return _made(found) if make else _checked(found)
@@ -89,7 +92,7 @@ def from_object(target: object) -> Target:
     """Return the target of a callable object."""
     if not callable(target):
         raise bad_type(
-            "target must be a function, a module, 'MODULE:FUNCTION', a config of transformers, its "
+            "target must be a function, a module, 'MODULE:FUNCTION', a model or config of transformers, its "
             f"file, or the name of a model type, but got {type(target).__name__}"
         )
     name = getattr(target, "__qualname__", None) or type(target).__qualname__
@@ -196,6 +199,13 @@ def _is_config(target: object) -> bool:
     )
 
 
+def _is_model(target: nn.Module) -> bool:
+    """True for a model of transformers, with a config and a rotary module among its parts."""
+    return _is_config(getattr(target, "config", None)) and any(
+        type(each).__name__.endswith("RotaryEmbedding") for each in [*target.modules()][1:]
+    )
+
+
 def _transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise bad_value(
@@ -269,8 +279,12 @@ def one_at_a_time(apply: Callable[..., Any]) -> bool:
     return not any("k" in call.roles for call in calls_of(apply))
 
 
-def from_model(config: Any, layer_type: str | None) -> Target:
-    """Return the target of a config: its rotary module and apply function in the installed transformers."""
+def from_model(config: Any, layer_type: str | None, model: nn.Module | None = None) -> Target:
+    """Return the target of a config: its rotary module and apply function in the installed transformers.
+
+    Args:
+        model: take the rotary module of this model, as it is, instead of building one from the config.
+    """
     inner = _text_of(config)
     spec, unread = _meant(config, layer_type)
     try:
@@ -291,7 +305,7 @@ def from_model(config: Any, layer_type: str | None) -> Target:
     for chosen in types:
         # First whole heads, then the slice alone, which is all that Phi and DeepSeek pass to the function.
         for cut in (False, True):
-            make = _maker(inner, rotary, apply, chosen)
+            make = _maker(inner, rotary, apply, chosen, model)
             head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim
             try:
                 fn = make()
@@ -303,7 +317,9 @@ def from_model(config: Any, layer_type: str | None) -> Target:
             if spec is not None and (cut or spec.start):
                 head_dim = spec.rotary_dim
                 spec = replace(spec, head_dim=head_dim, start=0)
-            header = _model_header(inner, module, rotary.__name__, called, chosen)
+            header = None
+            if model is None:
+                header = _model_header(inner, module, rotary.__name__, called, chosen)
             reason = "" if unread is None else str(unread)
             form = "q, k, positions"
             return Target(name, fn, make, header, spec, form, "bhsd", head_dim, reason)
@@ -314,9 +330,18 @@ def from_model(config: Any, layer_type: str | None) -> Target:
 
 
 def _maker(
-    config: Any, rotary: Any, apply: Callable[..., Any], layer_type: str | None
+    config: Any,
+    rotary: Any,
+    apply: Callable[..., Any],
+    layer_type: str | None,
+    model: nn.Module | None,
 ) -> Callable[[], RotaryAndApply]:
-    return lambda: RotaryAndApply(rotary(config), apply, layer_type)
+    if model is None:
+        return lambda: RotaryAndApply(rotary(config), apply, layer_type)
+    own = next((each for each in model.modules() if isinstance(each, rotary)), None)
+    if own is None:
+        raise bad_value(f"the model must have a {rotary.__name__} but has none")
+    return lambda: RotaryAndApply(copy.deepcopy(own), apply, layer_type)
 
 
 def _width(fn: RotaryAndApply) -> int:
