@@ -26,6 +26,7 @@ class Form:
         arrangements: layouts of x with fitting shapes of cos/sin, likeliest first.
         widths: how cos/sin may hold the entry of each pair, likeliest first.
         narrow: whether tables may have a 16-bit dtype.
+        unit: whether cos² + sin² must be 1, because the form cannot express other values.
         lanes: the operator's result is bitwise equal to the function's only if the number of pairs
             is a multiple of this, as torch rounds complex products differently at the end of a
             vector.
@@ -40,6 +41,7 @@ class Form:
     arrangements: tuple[Arrangement, ...] = ARRANGEMENTS
     widths: tuple[str, ...] = tuple(WIDTHS)
     narrow: bool = True
+    unit: bool = False
     lanes: int = 1
     flat: bool = False
 

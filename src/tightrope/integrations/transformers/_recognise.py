@@ -199,6 +199,8 @@ class _Probe:
         size |= {"h": HEADS, "d": width}
         sizes = [size[letter] for letter in shape.table][-2 if caller.positions else 0 :]
         cos, sin = torch.randn(sizes), torch.randn(sizes)
+        if caller.call.form.unit:
+            cos, sin = cos.cos(), cos.sin()
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
 
     def tensors(self) -> list[torch.Tensor]:
