@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from matrix import DTYPES, needs_kernel
+from matrix import DISTINCT_SETS, DTYPES, needs_kernel
 from tightrope.activations import ACTS, NONE, RMS_NORM
 from tightrope.backends import cpu
 from tightrope.ops import schema
@@ -31,7 +31,7 @@ FEW = 2**16
 MARGIN = 64
 
 
-@pytest.fixture(autouse=True, params=cpu.instruction_sets())
+@pytest.fixture(autouse=True, params=DISTINCT_SETS)
 def _each_set(request: pytest.FixtureRequest) -> None:
     cpu.use_instruction_set(request.param)
 
