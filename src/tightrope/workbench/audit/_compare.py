@@ -130,8 +130,8 @@ def compare(  # noqa: PLR0913  (one argument for each option)
             failed or did not return, or an option is wrong.
 
     >>> found = compare("stack:litgpt", "stack:diffusers", spec=RopeSpec(64))
-    >>> found.ok, found.facts["rounding, bfloat16"]
-    (True, ('wide', 'wide'))
+    >>> found.ok, found.facts["rounding of gradients, bfloat16"]
+    (True, ('each', 'each'))
     """
     targets = _targets(first, second, spec, make, layer_type)
     spec = spec or targets[0].spec or targets[1].spec
