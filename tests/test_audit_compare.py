@@ -204,7 +204,7 @@ def run(*arguments: str) -> Any:
 
 def test_command() -> None:
     spec = ("--head-dim", "64", "--base", "10000")
-    done = run("stack:litgpt", "--against", "stack:transformers", *spec)
+    done = run("stack:litgpt", "--against", "stack:transformers", *spec, "--no-isolate")
     assert done.exit_code == 1
     for words in ("table-dtype", "rounding", "0.32 of results", "the second: each"):
         assert words in " ".join(done.output.split()), done.output

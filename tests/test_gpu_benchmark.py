@@ -72,6 +72,7 @@ def run(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
     return {unit["unit"].partition("::test_")[2]: unit for unit in read_units(folder)}
 
 
+@pytest.mark.slow
 def test_a_failure_costs_its_unit(tmp_path: Path) -> None:
     """After a crash, a hang, a wrong result or a lost device, all other units still get results."""
     found = run(tmp_path, limit=1.5)

@@ -12,7 +12,6 @@ import torch
 
 import tightrope
 import tolerances
-from matrix import DISTINCT_SETS
 from oracle import pair_lengths
 from tightrope import RopeSpec
 from tightrope.backends import cpu
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library:
 SETS = cpu.instruction_sets()
 # The ordinary run of the tests covers the instruction set in use.
 OTHERS = [
-    name if name in DISTINCT_SETS else pytest.param(name, marks=pytest.mark.slow)
+    name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow)
     for name in SETS
     if name != cpu.instruction_set()
 ]

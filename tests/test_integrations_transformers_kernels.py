@@ -56,6 +56,7 @@ def run(code: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_use_kernels_in_training_and_inference() -> None:
     run("""
 model, given = small_model("Llama"), small_inputs("Llama")

@@ -59,7 +59,7 @@ WHOLE = (
 )
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_accesses_are_of_16_bytes(name: str) -> None:
     facts = found()["compiled"][name]
@@ -72,7 +72,10 @@ def test_accesses_are_of_16_bytes(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["bfloat16", "bfloat16 interleaved", "float32", "float32 interleaved", "M-RoPE", "tables"],
+    [
+        pytest.param("bfloat16 interleaved", marks=pytest.mark.slow),
+        *("bfloat16", "float32", "float32 interleaved", "M-RoPE", "tables"),
+    ],
 )
 def test_two_heads_are_under_way(name: str) -> None:
     """The kernel loads both members of the pairs of two heads before it rotates the first head."""
