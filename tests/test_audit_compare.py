@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tightrope import RopeSpec
+from tightrope import Axes, RopeSpec
 from tightrope.cli.app import app
 from tightrope.frequencies import Linear, YaRN
 from tightrope.workbench.audit import Comparison, compare
@@ -177,6 +177,38 @@ def test_models_as_they_are() -> None:
     found = compare(model, cast)
     assert found.codes[0] == "frequency-dtype"
     assert found.facts["frequencies"] == ("float32", "bfloat16")
+
+
+def test_a_dtype_that_neither_function_accepts_is_left_out() -> None:
+    def narrow(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float16:
+            raise TypeError("no float16")
+        return rope()(x, positions)
+
+    found = compare(narrow, narrow, head_dim=DIM)
+    assert found.ok, found
+    assert found.shares.keys() == {"float32", "bfloat16"}
+    found = compare(narrow, rope(), head_dim=DIM)
+    assert found.codes == ("unexplained",)
+    assert found.shares["float16"] == (1.0, None)
+
+
+def test_several_axes() -> None:
+    spec = RopeSpec(DIM, axes=Axes.sections((8, 12, 12)))
+    assert compare("stack:vllm-native", "stack:transformers", spec=spec).ok
+    assert compare("stack:vllm", "stack:transformers", spec=spec).codes[0] == "rounding"
+
+
+def test_options_are_checked() -> None:
+    stacks = "stack:vllm", "stack:meta"
+    for options, sentence in (
+        ({"layout": "hsbd"}, r"\[compare\] layout must be one of bhsd, .* but got 'hsbd'"),
+        ({"tables": "whole"}, r"\[compare\] tables must be one of .* but got 'whole'"),
+        ({"timeout": 0.0}, r"\[compare\] timeout must be positive"),
+        ({"device": "cuda:99"}, r"\[compare\] device 'cuda:99' must be available"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            compare(*stacks, spec=RopeSpec(DIM), **options)  # type: ignore[arg-type]
 
 
 def test_snippet_shows_the_difference() -> None:

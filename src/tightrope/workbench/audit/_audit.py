@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 
 import torch
 
 from ..._errors import bad_value, public
-from ...forms import WIDTHS, parse
 from ...frequencies import LONGEST
 from ...spec import RopeSpec
 from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
 from ._adapter import Adapter
-from ._guard import CallFailed, Guard, Hangs, describe_error
+from ._guard import CallFailed, Guard, Hangs, check_limits, isolated
 from ._log import Log
-from ._probe import Hints, NoCallFound, check_layout, find_call
+from ._probe import Hints, NoCallFound, check_hints
 from ._report import Finding, Report
 from ._subject import Subject
-from ._targets import Target, resolve
+from ._targets import Target, resolve, subject_of
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LONGEST = 2**20
@@ -97,26 +93,16 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     found = resolve(target, make=make, layer_type=layer_type, spec=spec)
     spec = found.spec if spec is None else spec
     _declared.check_spec(spec, head_dim)
-    check_layout(layout)
-    call = None if form is None else parse(form)
-    _check_options(tables, head_dim, dtypes, longest, timeout)
-    _check_device(device)
-    if found.form is not None and call is None:
-        form, layout = found.form, layout or found.layout
-    head_dim = head_dim or found.head_dim or (None if spec is None else spec.head_dim)
-    # Drop the function's output and warnings, and protect the caller's random state.
-    with (
-        redirect_stdout(io.StringIO()),
-        warnings.catch_warnings(),
-        torch.random.fork_rng(devices=[]),
-        Guard(timeout) as guard,
-    ):
-        warnings.simplefilter("ignore")
+    hints = Hints(form, layout, tables, head_dim)
+    check_hints(hints)
+    _check_extent(dtypes, longest)
+    check_limits(timeout, device)
+    with isolated(timeout) as guard:
         return _run(
             found,
             guard,
             spec,
-            Hints(form, layout, tables, head_dim),
+            hints,
             dtypes=tuple(dtypes),
             longest=longest,
             device=device,
@@ -124,18 +110,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         )
 
 
-def _check_options(
-    tables: str | None,
-    head_dim: int | None,
-    dtypes: Sequence[torch.dtype],
-    longest: int,
-    timeout: float,
-) -> None:
+def _check_extent(dtypes: Sequence[torch.dtype], longest: int) -> None:
     allowed = (torch.float32, torch.bfloat16, torch.float16)
-    if tables is not None and tables not in WIDTHS:
-        raise bad_value(f"tables must be one of {', '.join(WIDTHS)} but got {tables!r}")
-    if head_dim is not None and (head_dim < 2 or head_dim % 2):
-        raise bad_value(f"head_dim must be even and positive but got {head_dim}")
     if any(dtype not in allowed for dtype in dtypes):
         raise bad_value(f"dtypes must be among float32, bfloat16, float16 but got {list(dtypes)}")
     if torch.float32 not in dtypes:
@@ -144,17 +120,6 @@ def _check_options(
         raise bad_value(f"longest must be at least 128 but got {longest}")
     if longest > LONGEST:
         raise bad_value(f"longest must be at most {LONGEST} but got {longest}")
-    if not 0 < timeout < 1e6:
-        raise bad_value(f"timeout must be positive and below 1e6 seconds but got {timeout}")
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise bad_value(
-            f"device {device!r} must be available but torch raised {describe_error(error)}"
-        ) from None
 
 
 def _run(
@@ -168,25 +133,11 @@ def _run(
     device: str,
     progress: Callable[[str], None] | None,
 ) -> Report:
-    def frequencies(dim: int) -> str:
-        width = dim if spec is None else spec.rotary_dim
-        base = 10000.0 if spec is None else spec.base
-        return f"{base!r} ** (-torch.arange(0, {width}, 2, dtype=torch.float64) / {width})"
-
     log: Log | None = None
     declared, axes = spec, 1 if spec is None else spec.axis_count
     spec = None if spec is None else _declared.text_of(spec)
     try:
-        subject = find_call(
-            found.fn,
-            guard,
-            hints,
-            inv_freq=frequencies,
-            header=found.header,
-            make=found.make,
-            device=device,
-            axes=axes,
-        )
+        subject = subject_of(found, hints, spec, guard, device, axes)
         log = Log(found.name, subject, spec, dtypes, longest, progress=progress)
         log.facts.update(_facts(subject.call, subject))
         if spec is not None:
@@ -232,17 +183,11 @@ def _facts(call: Adapter, subject: Subject) -> dict[str, str]:
 
 
 def _not_called(found: Target, error: NoCallFound) -> Report:
-    reasons: dict[str, str] = {}
-    for call, why in error.tried:
-        # Each reason once, with the first call that gave it.
-        reasons.setdefault(why.rpartition(": ")[2], f"fn({call}), {why}")
-    tried = "; ".join([*reasons.values()][:4])
     finding = Finding(
         "cannot-call",
         "error",
         "No call was found that returns a rotated x of the same shape.",
-        f"{tried or 'the names of its arguments do not show their roles'}; specify form=, layout= and "
-        "head_dim=",
+        f"{error.reasons}; specify form=, layout= and head_dim=",
     )
     return Report(found.name, {}, (finding,), ())
 

@@ -7,25 +7,22 @@ too, because each is measured with the function's own earlier ones.
 
 from __future__ import annotations
 
-import io
 import math
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from textwrap import indent
 from typing import Any
 
 import torch
 
-from ..._errors import public
+from ..._errors import bad_value, public
 from ...spec import RopeSpec
 from . import _declared
-from ._guard import CallFailed, Guard, Hangs
-from ._probe import Hints, NoCallFound, find_call
+from ._guard import CallFailed, Hangs, check_limits, isolated
+from ._probe import Hints, NoCallFound, check_hints
 from ._profile import ODD, SHORT, Profile, angles_of, arithmetic_of, profile_of, wrapped
 from ._subject import Subject
-from ._targets import Target, names_stack, resolve
+from ._targets import Target, names_stack, resolve, subject_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -136,24 +133,30 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     targets = _targets(first, second, spec, make, layer_type)
     spec = spec or targets[0].spec or targets[1].spec
     _declared.check_spec(spec, head_dim)
-    with (
-        redirect_stdout(io.StringIO()),
-        warnings.catch_warnings(),
-        torch.random.fork_rng(devices=[]),
-        Guard(timeout) as guard,
-    ):
-        warnings.simplefilter("ignore")
-        subjects: list[Subject] = []
-        for target, hints in zip(
-            targets, (Hints(form, layout, tables, None), Hints(None, None, None, None)), strict=True
-        ):
-            subjects.append(_subject(target, hints, head_dim, spec, guard, device, subjects))
+    hints = Hints(form, layout, tables, head_dim)
+    check_hints(hints)
+    check_limits(timeout, device)
+    axes = 1 if spec is None else spec.axis_count
+    with isolated(timeout) as guard:
+        subjects = []
+        for target in targets:
+            try:
+                subjects.append(subject_of(target, hints, spec, guard, device, axes))
+            except NoCallFound as error:
+                raise bad_value(
+                    f"{target.name} must return a rotated x of the same shape but no call was found that "
+                    f"does: {error.reasons.rstrip('.')}"
+                ) from None
+            except Hangs:
+                raise bad_value(f"{target.name} must return within {timeout:g} s") from None
+            # The call of the second is found by trying.
+            hints = Hints(None, None, None, head_dim or targets[1].head_dim or subjects[0].head_dim)
         try:
             return _compared(targets, *[subject.fresh() for subject in subjects])
         except CallFailed as error:
-            raise ValueError(f"A call that worked at first raised an error: {error}") from None
+            raise bad_value(f"every call must succeed but one failed later: {error}") from None
         except Hangs:
-            raise ValueError(f"A call did not return within {timeout:g} s.") from None
+            raise bad_value(f"every call must return within {timeout:g} s") from None
 
 
 def _targets(
@@ -171,44 +174,6 @@ def _targets(
     return [own, found(second, False, spec or own.spec)]
 
 
-def _subject(
-    target: Target,
-    hints: Hints,
-    head_dim: int | None,
-    spec: RopeSpec | None,
-    guard: Guard,
-    device: str,
-    others: Sequence[Subject],
-) -> Subject:
-    dim = head_dim or target.head_dim or (None if spec is None else spec.head_dim)
-    if dim is None and others:
-        dim = others[0].head_dim
-    form, layout, tables, _ = hints
-    if target.form is not None and form is None:
-        form, layout = target.form, target.layout
-    width, base = (None, 10000.0) if spec is None else (spec.rotary_dim, spec.base)
-    try:
-        return find_call(
-            target.fn,
-            guard,
-            Hints(form, layout, tables, dim),
-            inv_freq=lambda d: (
-                f"{base!r} ** (-torch.arange(0, {width or d}, 2, dtype=torch.float64) / {width or d})"
-            ),
-            header=target.header,
-            make=target.make,
-            device=device,
-        )
-    except NoCallFound as error:
-        tried = "; ".join(f"fn({call}), {why}" for call, why in error.tried[:3])
-        raise ValueError(
-            f"{target.name} must return a rotated x of the same shape but no call was found that does: "
-            f"{tried or 'the names of its arguments do not show their roles'}."
-        ) from None
-    except Hangs:
-        raise ValueError(f"A call of {target.name} did not return in time.") from None
-
-
 # --- two functions --------------------------------------------------------------------------
 
 
@@ -221,12 +186,10 @@ def _compared(targets: Sequence[Target], one: Subject, other: Subject) -> Compar
         found.append(Difference(code, sentence, evidence))
 
     _compare_channels(a, b, facts, add)
-    same = len(a.shape.pairs) == len(b.shape.pairs)
-    if same:
+    if len(a.shape.pairs) == len(b.shape.pairs):
         _compare_frequencies(a, b, facts, add)
-    tables = _compare_angles(a, b, facts, add, {each.code for each in found}) if same else None
-    if tables is not None:
-        _compare_arithmetic(a, b, tables, facts, add)
+        odd, tables = _compare_angles(a, b, facts, add, {each.code for each in found})
+        _compare_arithmetic(a, b, odd, tables, facts, add)
     shares = _shares(a, b)
     if not found and any(part for share in shares.values() for part in share):
         add(
@@ -315,7 +278,7 @@ def _precision(own: torch.Tensor, other: torch.Tensor, limit: float) -> str:
 
 def _compare_angles(
     a: Profile, b: Profile, facts: _Facts, add: _Add, before: set[str]
-) -> list[tuple[list[int], torch.Tensor]] | None:
+) -> tuple[list[int], list[torch.Tensor]]:
     """Compare angles at odd positions; return these positions and each function's float32 tables there."""
     reach = min(a.reach, b.reach)
     odd = [p for p in ODD if p < reach]
@@ -341,11 +304,11 @@ def _compare_angles(
             "Cosines and sines of the same angles differ in the last bit.",
             f"{count} of {seen[0].numel()}, by up to {float((seen[0] - seen[1]).abs().max()):.3g}",
         )
-    return [(odd, table) for table in seen]
+    return odd, seen
 
 
 def _compare_arithmetic(
-    a: Profile, b: Profile, tables: list[tuple[list[int], torch.Tensor]], facts: _Facts, add: _Add
+    a: Profile, b: Profile, odd: list[int], tables: list[torch.Tensor], facts: _Facts, add: _Add
 ) -> None:
     reported: set[str] = set()
 
@@ -358,13 +321,10 @@ def _compare_arithmetic(
         name = SHORT[dtype]
         try:
             one, other = (
-                arithmetic_of(p, dtype, positions, table)
-                for p, (positions, table) in zip((a, b), tables, strict=True)
+                arithmetic_of(p, dtype, odd, table) for p, table in zip((a, b), tables, strict=True)
             )
-            for which, p, (positions, table) in zip(
-                ("first", "second"), (a, b), tables, strict=True
-            ):
-                _compare_dtype(which, p, dtype, positions, table, differ)
+            for which, p, table in zip(("first", "second"), (a, b), tables, strict=True):
+                _compare_dtype(which, p, dtype, odd, table, differ)
         except CallFailed:
             continue  # the shares of differing results show that a function refuses this dtype
         facts[f"tables, {name}"] = one.table, other.table
@@ -418,25 +378,32 @@ def _either(values: tuple[str, str]) -> str:
 
 
 def _shares(a: Profile, b: Profile) -> dict[str, tuple[float, float | None]]:
-    """Return the shares of results and of gradients that differ, by dtype; 1 if one function refuses it."""
+    """Return the shares of results and of gradients that differ, for each dtype that a function accepts.
+
+    The shares are 1 and None if only one of them does.
+    """
     reach = min(a.reach, b.reach)
     generator = torch.Generator().manual_seed(5)
     far = torch.randint(0, reach, (32,), generator=generator).tolist()
     positions = [*range(min(96, reach)), *far]
     found: dict[str, tuple[float, float | None]] = {}
     for dtype in _DTYPES:
-        results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        try:
-            for profile in (a, b):
-                subject = profile.subject
-                x = a.subject.random(1, 2, len(positions), dtype=dtype, seed=8)
-                x = subject.laid_out(x).requires_grad_()
-                out = subject.laid_out(a.subject.random(1, 2, len(positions), dtype=dtype, seed=9))
+        results = []
+        for subject in (a.subject, b.subject):
+            x, out = (
+                subject.laid_out(a.subject.random(1, 2, len(positions), dtype=dtype, seed=seed))
+                for seed in (8, 9)
+            )
+            x.requires_grad_()
+            try:
                 y = subject.rotate(x * 1.0, positions)
-                by_x = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
-                results.append((y.detach(), by_x))
-        except CallFailed:
-            found[SHORT[dtype]] = (1.0, None)
+            except CallFailed:
+                continue
+            by_x = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
+            results.append((y.detach(), by_x))
+        if len(results) < 2:
+            if results:
+                found[SHORT[dtype]] = (1.0, None)
             continue
         (y, by_x), (z, by_z) = results
         gradients = None if by_x is None or by_z is None else _share(by_x, by_z)

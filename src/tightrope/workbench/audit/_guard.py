@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import queue
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, TypeVar
+
+import torch
+
+from ..._errors import bad_value
 
 _T = TypeVar("_T")
 
@@ -79,3 +86,28 @@ def describe_error(error: BaseException) -> str:
     text = lines[0] if lines else ""
     text = text if len(text) <= 200 else text[:197] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def check_limits(timeout: float, device: str) -> None:
+    """Refuse a time limit or a device that calls cannot be made with."""
+    if not 0 < timeout < 1e6:
+        raise bad_value(f"timeout must be positive and below 1e6 seconds but got {timeout}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise bad_value(
+            f"device {device!r} must be available but torch raised {describe_error(error)}"
+        ) from None
+
+
+@contextmanager
+def isolated(timeout: float) -> Iterator[Guard]:
+    """Drop the output and warnings of foreign code, protect the random state, and yield a guard."""
+    with (
+        redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),
+        Guard(timeout) as guard,
+    ):
+        warnings.simplefilter("ignore")
+        yield guard

@@ -29,6 +29,15 @@ class NoCallFound(Exception):
         super().__init__("no way to call it was found")
         self.tried = tried
 
+    @property
+    def reasons(self) -> str:
+        """Why the calls failed: each reason once, with the first call that gave it; at most four."""
+        found: dict[str, str] = {}
+        for call, why in self.tried:
+            found.setdefault(why.rpartition(": ")[2], f"fn({call}), {why}")
+        tried = "; ".join([*found.values()][:4])
+        return tried or "the names of its arguments do not show their roles"
+
 
 class Hints(NamedTuple):
     """The user's options for the call, named as in :func:`tightrope.workbench.audit.audit`.
@@ -207,7 +216,12 @@ def _dims_of(fn: Callable[..., Any]) -> list[int]:
     return list(dict.fromkeys([*hints, *_HEAD_DIMS]))
 
 
-def check_layout(layout: str | None) -> None:
-    """Refuse an unknown layout."""
-    if layout is not None and layout not in LAYOUTS:
-        raise bad_value(f"layout must be one of {', '.join(LAYOUTS)} but got {layout!r}")
+def check_hints(hints: Hints) -> None:
+    """Refuse options that no call can meet."""
+    if hints.form is not None:
+        parse(hints.form)
+    for name, value, known in (("layout", hints.layout, LAYOUTS), ("tables", hints.tables, WIDTHS)):
+        if value is not None and value not in known:
+            raise bad_value(f"{name} must be one of {', '.join(known)} but got {value!r}")
+    if hints.head_dim is not None and (hints.head_dim < 2 or hints.head_dim % 2):
+        raise bad_value(f"head_dim must be even and positive but got {hints.head_dim}")

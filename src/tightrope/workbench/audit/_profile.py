@@ -64,6 +64,7 @@ class Profile:
 
 
 def profile_of(subject: Subject, name: str) -> Profile:
+    """Measure a function; the name is for its errors."""
     shape = measure_shape(subject)
     if not shape.pairs or shape.tangled:
         raise bad_value(f"{name} must rotate pairs of channels but does not")
@@ -102,6 +103,7 @@ def _reach(subject: Subject, shape: Shape) -> int:
 
 
 def wrapped(angle: torch.Tensor) -> torch.Tensor:
+    """Reduce angles to [-π, π]."""
     return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
 
 

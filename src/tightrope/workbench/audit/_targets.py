@@ -22,9 +22,10 @@ from ... import stacks
 from ..._errors import Refusal, bad_type, bad_value
 from ...config import LayerSpecs, from_config
 from ...forms import calls_of
-from ...functional import rotate
 from ...spec import RopeSpec
-from ._guard import describe_error
+from ._guard import Guard, describe_error
+from ._probe import Hints, find_call
+from ._subject import Subject
 
 _NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
@@ -60,6 +61,46 @@ _STACK = "stack:"
 def names_stack(target: object) -> bool:
     """Return True for ``"stack:NAME"``."""
     return isinstance(target, str) and target.startswith(_STACK)
+
+
+def subject_of(
+    target: Target,
+    given: Hints,
+    spec: RopeSpec | None,
+    guard: Guard,
+    device: str,
+    axes: int = 1,
+) -> Subject:
+    """Return the subject of a target, with the call that was found for it.
+
+    Args:
+        given: the user's options; the target and the spec fill in what they leave open.
+        spec: the intended rotation, if known. Functions that take tables get those of its base.
+        axes: see :func:`._probe.find_call`.
+
+    Raises:
+        NoCallFound, Hangs: see :func:`._probe.find_call`.
+    """
+    form, layout, tables, head_dim = given
+    if target.form is not None and form is None:
+        form, layout = target.form, layout or target.layout
+    head_dim = head_dim or target.head_dim or (None if spec is None else spec.head_dim)
+
+    def inv_freq(dim: int) -> str:
+        width = dim if spec is None else spec.rotary_dim
+        base = 10000.0 if spec is None else spec.base
+        return f"{base!r} ** (-torch.arange(0, {width}, 2, dtype=torch.float64) / {width})"
+
+    return find_call(
+        target.fn,
+        guard,
+        Hints(form, layout, tables, head_dim),
+        inv_freq=inv_freq,
+        header=target.header,
+        make=target.make,
+        device=device,
+        axes=axes,
+    )
 
 
 def resolve(
@@ -115,18 +156,19 @@ def from_stack(name: str, spec: RopeSpec | None) -> Target:
             f"{_STACK}{name} must have a spec: give spec= (--meant, or --base and --head-dim), or compare "
             "it with a configuration"
         )
-    stack = None if name == "exact" else stacks.named(name)
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return rotate(x, spec.at(positions, stack=stack))
-
+    stack = None if name == "exact" else stacks.named(name).name
+    where = "positions" if spec.axis_count == 1 else "multi_axis(positions)"
     header = (
-        "import torch\nfrom tightrope import RopeSpec, functional\n\n"
+        "import torch\nfrom tightrope import RopeSpec, functional\n"
+        "from tightrope.positions import multi_axis\n\n"
         f"spec = RopeSpec.from_dict({spec.to_dict()!r})\n\n\n"
         "def fn(x, positions):\n"
-        f"    return functional.rotate(x, spec.at(positions, stack={None if stack is None else name!r}))"
+        f"    return functional.rotate(x, spec.at({where}, stack={stack!r}))"
     )
-    return Target(f"{_STACK}{name}", fn, None, header, spec, "x, positions", "bhsd", spec.head_dim)
+    space: dict[str, Any] = {}
+    exec(header, space)  # the code that snippets show is the code that runs
+    form = "x, positions"
+    return Target(f"{_STACK}{name}", space["fn"], None, header, spec, form, "bhsd", spec.head_dim)
 
 
 def _import(module: str, name: str) -> str:
