@@ -31,7 +31,6 @@ from tightrope.frequencies import (
     YaRN,
 )
 from tightrope.functional import apply_rotary_pos_emb
-from tightrope.phase_words import made
 
 FOLDER = Path(__file__).resolve().parents[1] / "conformance"
 DIM = 32
@@ -129,6 +128,17 @@ def exactly(
     return rows
 
 
+def phase_words(spec: RopeSpec, length: int | None) -> torch.Tensor:
+    """Return the nearest multiples of 2^-64 turn to the frequencies, modulo 1 turn, int64 (axes, pairs)."""
+    words = torch.zeros(spec.axis_count, spec.rotary_dim // 2, dtype=torch.int64)
+    with mpmath.workdps(60):
+        for k, omega in enumerate(spec.frequencies(length).exact):
+            word = int(mpmath.nint(mpmath.mpf(str(omega)) / (2 * mpmath.pi) * 2**64))
+            axis = 0 if spec.axes is None else spec.axes.pairs[k][0]
+            words[axis, k] = (word + 2**63) % 2**64 - 2**63
+    return words
+
+
 def _fraction(value: Any) -> Fraction:
     sign, mantissa, exponent, _ = value._mpf_
     return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
@@ -148,7 +158,6 @@ def exact_vectors(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
         positions = torch.tensor(
             [[(p * (a + 1)) // (3 * a + 1) for p in where] for a in range(axes)]
         )
-        words = made(spec.scaling, spec.rotary_dim, spec.base, spec.axes, _regime(spec, length))
         sign = -1 if inverse else 1
         result = exactly(spec, positions, length, tensors["x"], sign)
         by_x = exactly(spec, positions, length, tensors["grad_y"], -sign)
@@ -157,7 +166,7 @@ def exact_vectors(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
             result, by_x = ([[v / scale for v in row] for row in rows] for rows in (result, by_x))
         tensors |= {
             f"{name}/positions": positions,
-            f"{name}/phase_words": torch.tensor(words.words).reshape(words.shape)[:, 0],
+            f"{name}/phase_words": phase_words(spec, length),
             f"{name}/inv_freq": spec.frequencies(length).inv_freq,
         }
         for dtype in FORMATS:
@@ -170,10 +179,6 @@ def exact_vectors(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
             "inverse": inverse,
             "attention_scaling": spec.frequencies(length).attention_scaling,
         }
-
-
-def _regime(spec: RopeSpec, length: int | None) -> int | None:
-    return None if spec.scaling is None else spec.scaling.regime(length)
 
 
 def stack_vectors(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:

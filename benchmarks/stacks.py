@@ -74,8 +74,8 @@ class Source:
         found = sorted(self.folder.glob(f"**/{pattern}"), key=lambda path: len(path.parts))
         if not found:
             raise FileNotFoundError(f"{self.folder} has no {pattern}")
-        tree = ast.parse(found[0].read_text(encoding="utf-8"))
-        nodes = {node.name: node for node in tree.body if hasattr(node, "name")}
+        body = ast.parse(found[0].read_text(encoding="utf-8")).body
+        nodes = {node.name: node for node in body if hasattr(node, "name")}
         longest = types.SimpleNamespace(max_model_len=4096)
         scope: dict[str, Any] = {
             "logger": types.SimpleNamespace(warning_once=lambda *_: None),
@@ -84,11 +84,9 @@ class Source:
             "internal_api": lambda f: f, "CustomOp": CustomOp, "BaseFusedOp": CustomOp, **vars(typing), **given,
         }  # fmt: skip
         for name in wanted:
-            code = compile(
-                ast.Module(body=[nodes[name]], type_ignores=[]), str(found[0]), "exec",
-                flags=__import__("__future__").annotations.compiler_flag,
-            )  # fmt: skip
-            exec(code, scope)
+            # As this file, the code is compiled without evaluating annotations.
+            tree = ast.Module(body=[nodes[name]], type_ignores=[])
+            exec(compile(tree, str(found[0]), "exec"), scope)
         return types.SimpleNamespace(**{name: scope[name] for name in wanted})
 
 

@@ -131,26 +131,26 @@ def _linear_by_multiplying(problem: Problem) -> Row:
 
 
 def _dynamic(problem: Problem) -> Row:
-    rule: DynamicNTK = problem.rule
-    original, dim = rule.original_max_position, problem.dim
-    length: Any = original
-    if problem.seq_len is not None and problem.seq_len > original:
-        # The length comes from position ids, as a tensor, so float32 rounds the new base.
-        length = torch.tensor(problem.seq_len, device=problem.device)
-    scale = rule.factor * length / original - (rule.factor - 1)
-    return Row(1.0 / problem.powers(problem.base * scale ** (dim / (dim - 2))))
+    original = problem.rule.original_max_position
+    if problem.seq_len is None or problem.seq_len <= original:
+        return _stretched(problem, original)
+    # The length comes from position ids, as a tensor, so float32 rounds the new base.
+    return _stretched(problem, torch.tensor(problem.seq_len, device=problem.device))
 
 
 def _dynamic_once(problem: Problem) -> Row:
-    rule: DynamicNTK = problem.rule
-    original, dim = rule.original_max_position, problem.dim
     if problem.seq_len is None:
         raise unsupported(
             "seq_len must be given for a DynamicNTK rule: this stack computes one set of frequencies, "
             "for the longest context that it is configured for"
         )
-    scale = rule.factor * problem.seq_len / original - (rule.factor - 1)
-    return Row(1.0 / problem.powers(problem.base * scale ** (dim / (dim - 2))))
+    return _stretched(problem, problem.seq_len)
+
+
+def _stretched(problem: Problem, length: Any) -> Row:
+    rule: DynamicNTK = problem.rule
+    scale = rule.factor * length / rule.original_max_position - (rule.factor - 1)
+    return Row(1.0 / problem.powers(problem.base * scale ** (problem.dim / (problem.dim - 2))))
 
 
 def _llama3(problem: Problem) -> Row:
@@ -196,7 +196,7 @@ def _any_mscale(rule: YaRN) -> float:
     if rule.mscale_all_dim:
         found = _magnitude(rule.factor, rule.mscale_all_dim)
     if rule.mscale:
-        found = _magnitude(rule.factor, rule.mscale) / (found if rule.mscale_all_dim else 1.0)
+        found = _magnitude(rule.factor, rule.mscale) / found
     return found
 
 
