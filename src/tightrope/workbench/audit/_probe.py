@@ -31,7 +31,7 @@ class NoCallFound(Exception):
 
     @property
     def reasons(self) -> str:
-        """Why the calls failed: each reason once, with the first call that gave it; at most four."""
+        """The reasons why calls failed, each once with the first call that gave it; at most four."""
         found: dict[str, str] = {}
         for call, why in self.tried:
             found.setdefault(why.rpartition(": ")[2], f"fn({call}), {why}")

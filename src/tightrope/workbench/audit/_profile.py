@@ -176,8 +176,8 @@ class Arithmetic:
 
     Attributes:
         table: the dtype of cosines and sines, or "unknown".
-        forward: the roundings that give the results; none if no rounding does.
-        back: those that give the gradients; None if there are no gradients.
+        forward: the roundings that give the results; empty if no rounding does.
+        back: the roundings that give the gradients; None if there are no gradients.
     """
 
     table: str = "unknown"
