@@ -166,7 +166,7 @@ def build_library() -> Path:
         "bind_gradients.cpp": torch_flags,
         "dispatch.cpp": ["-O3"],
         "stretched.cpp": ["-O3"],
-        "huge_pages.cpp": ["-O2"],
+        "large_results.cpp": ["-O2"],
     }
     for source, flags in ISA_FLAGS.get(machine, ISA_FLAGS_ELSEWHERE).items():
         if source in OPTIONAL:

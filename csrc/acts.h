@@ -13,8 +13,6 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Without inlining, the compiler does not vectorise.
-#define TIGHTROPE_INLINE inline __attribute__((always_inline))
 // For loops with many callers: not inlined, they vectorise better.
 #define TIGHTROPE_LOOP __attribute__((noinline))
 

@@ -5,13 +5,28 @@
 
 #include "bind_stages.h"
 #include "bind_problem.h"
-#include "huge_pages.h"
+#include "large_results.h"
 #include "overlap.h"
 
 namespace tightrope::binding {
 namespace {
 
 using Tensors = std::vector<Tensor>;
+
+// Decides which results to stream past the caches: those whose rotated halves are whole, aligned lines.
+void choose_streams(Problem& p) {
+  const int64_t element = bytes_of(p.dtype), head = p.head_dim * element;
+  const int64_t tokens = p.rows * p.tokens;
+  if (!exceed_caches(tokens * int64_t(heads_of(p)) * head)) return;
+  if (head > kStreamed || row_width(p, p.pairs) > kAngles) return;
+  for (int32_t i = 0; i < p.operands; ++i) {
+    Operand& o = p.operand[i];
+    const Strides& s = o.out_stride;
+    const int64_t steps = s.row | s.head | s.token | p.start | (p.interleaved ? 2 * p.pairs : p.pairs);
+    o.streams = s.channel == 1 && steps * element % kLine == 0 &&
+                reinterpret_cast<uintptr_t>(o.out) % kLine == 0 && has_pages(o.out, tokens * o.heads * head);
+  }
+}
 
 Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
   Problem p = problem_of(xs, outs, a);
@@ -23,6 +38,7 @@ Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Argument
                   "tightrope: an act or a gate needs rounding once, and tables that are not full");
   if (!plain) return run_stages(p, xs, a);
   const int64_t items = divide(p, tile_of(p));
+  if (whose != Outs::kInPlace) choose_streams(p);
   const Loop loop = loops().rotate;
   share(p, items, p.tile, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
   return {};

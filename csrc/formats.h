@@ -11,6 +11,9 @@
 
 #include "rotate.h"
 
+// For functions without which the compiler does not vectorise, or does not keep values in registers.
+#define TIGHTROPE_INLINE inline __attribute__((always_inline))
+
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "angles.h"
+#include "streams.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -177,6 +178,7 @@ struct Heads {
   int64_t in_channel, out_channel;  // from channel to channel
   int64_t count;
   int64_t ahead;  // prefetch distance in bytes
+  bool streams;   // whether results go past the caches (streams.h)
 };
 
 // Prefetches the input of a head `ahead` bytes away, and its output unless that is the input.
@@ -210,10 +212,12 @@ inline void turn_in_loops(const Problem& p, const Heads<typename A::Stored>& hea
   const int64_t at = p.start + first * pair;
   const int64_t i = heads.in_channel, j = heads.out_channel;
   const int64_t bytes = p.head_dim * int64_t(sizeof(Stored));
+  Streamed streamed;
   for (int64_t head = 0; head < heads.count; ++head) {
     const Stored* in = heads.in + head * heads.in_step;
-    Stored* out = heads.out + head * heads.out_step;
-    prefetch(in, out, heads.ahead, bytes);
+    Stored* const result = heads.out + head * heads.out_step;
+    Stored* const out = heads.streams ? reinterpret_cast<Stored*>(streamed.bytes) : result;
+    prefetch(in, heads.streams ? in : out, heads.ahead, bytes);
     if (i != 1 || j != 1) {
       turn_strided<A>(in + at * i, i, out + at * j, j, pair, other, r, n, in_twos(p));
     } else if (p.interleaved) {
@@ -221,6 +225,7 @@ inline void turn_in_loops(const Problem& p, const Heads<typename A::Stored>& hea
     } else {
       turn_halves<A>(in + at, in + at + other, out + at, out + at + other, r, n);
     }
+    if (heads.streams) stream_lines(result + at, out + at, 2 * n * int64_t(sizeof(Stored)) / kLine);
   }
 }
 

@@ -23,9 +23,16 @@ struct Register;
     using Words = i;                                                                             \
     typedef uint32_t Shifted __attribute__((vector_size(4 * lanes)));                            \
     static Floats read(const float* at) { return p##_loadu_ps(at); }                             \
-    static void write(float* at, Floats x) { p##_storeu_ps(at, x); }                             \
     static Words read(const Twin* at) { return p##_loadu_epi32(at); }                            \
-    static void write(Twin* at, Words x) { p##_storeu_epi32(at, x); }                            \
+    /* Streaming stores (streams.h) need an aligned address. */                                  \
+    template <bool streams>                                                                      \
+    static void write(float* at, Floats x) {                                                     \
+      streams ? p##_stream_ps(at, x) : p##_storeu_ps(at, x);                                     \
+    }                                                                                            \
+    template <bool streams>                                                                      \
+    static void write(Twin* at, Words x) {                                                       \
+      streams ? p##_stream_##si((Words*)at, x) : p##_storeu_epi32(at, x);                        \
+    }                                                                                            \
     /* Zero-masked intrinsics stand in for the plain ones, here and below: GCC 12 warns about    \
        uninitialised values in the plain ones, and in the intrinsics of shifts. */               \
     static Floats swapped(Floats x) { return p##_maskz_permute_ps((1u << lanes) - 1, x, 0xB1); } \
@@ -51,14 +58,17 @@ TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
   static Floats read(const uint16_t* at) {
     return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256((const __m256i*)at));
   }
+  template <bool streams>
   static void write(uint16_t* at, Floats x) {
-    _mm256_storeu_si256((__m256i*)at, _mm512_maskz_cvtps_ph(0xFFFF, x, 0));
+    const __m256i halves = _mm512_maskz_cvtps_ph(0xFFFF, x, 0);
+    streams ? _mm256_stream_si256((__m256i*)at, halves) : _mm256_storeu_si256((__m256i*)at, halves);
   }
 TIGHTROPE_REGISTER_END
 TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
   static Floats read(const uint16_t* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
   }
+  template <bool>
   static void write(uint16_t* at, Floats x) {
     _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(x, 0));
   }
@@ -67,6 +77,7 @@ TIGHTROPE_REGISTER(4, __m128, __m128i, _mm, si128)
   static Floats read(const uint16_t* at) {
     return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)at));
   }
+  template <bool>
   static void write(uint16_t* at, Floats x) { _mm_storel_epi64((__m128i*)at, _mm_cvtps_ph(x, 0)); }
 TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_REGISTER
@@ -90,9 +101,8 @@ struct Order {
 template <int lanes>
 inline constexpr Order<lanes> kOrder;
 
-// The processor's conversion to bfloat16. It takes subnormal numbers for zeros, so it serves only
-// numbers that cannot lead to one: if no x but 0 is below 2^-55 and no cosine or sine but 0 below 2^-40,
-// products are multiples of 2^-125, and so are their sums.
+// The processor's conversion to bfloat16. It takes subnormal numbers for zeros, so `exact` becomes false
+// if a result is zero; the caller then rotates without it.
 template <int lanes>
 struct Convert;
 
@@ -100,44 +110,22 @@ struct Convert;
   template <>                                                                                   \
   struct Convert<lanes> {                                                                       \
     using R = Register<lanes>;                                                                  \
-    static bool has_tiny(i a, i b) { /* twice the magnitude, minus 2: zeros become the largest */ \
-      const i two = p##_set1_epi16(2);                                                          \
-      const i x = p##_sub_epi16(p##_add_epi16(a, a), two);                                      \
-      const i y = p##_sub_epi16(p##_add_epi16(b, b), two);                                      \
-      return p##_cmplt_epu16_mask(p##_min_epu16(x, y), p##_set1_epi16(0x4800 - 2)) != 0;        \
+    bool exact = true;                                                                          \
+    TIGHTROPE_INLINE i halves(f first, f second) {                                              \
+      const i both = (i)p##_cvtne2ps_pbh(second, first);                                        \
+      exact &= p##_testn_epi16_mask(both, p##_set1_epi16(0x7FFF)) == 0;                         \
+      return both;                                                                              \
     }                                                                                           \
-    static bool has_tiny(f x) {                                                                 \
-      const i a = p##_cast##ps_##si(x);                                                         \
-      const i twice = p##_sub_epi32(p##_add_epi32(a, a), p##_set1_epi32(2));                    \
-      return p##_cmplt_epu32_mask(twice, p##_set1_epi32(0x57000000 - 2)) != 0;                  \
+    TIGHTROPE_INLINE i twin(f even, f odd) {                                                    \
+      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.direct), halves(even, odd)); \
     }                                                                                           \
-    static i twin(f even, f odd) {                                                              \
-      const i halves = (i)p##_cvtne2ps_pbh(odd, even);                                          \
-      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.direct), halves);         \
-    }                                                                                           \
-    /* Rounds both; leaves their lanes in another order, the same for all registers. */         \
-    static void round(f& x, f& y) {                                                             \
-      const i halves = (i)p##_cvtne2ps_pbh(y, x);                                               \
-      x = R::even(halves), y = R::odd(halves);                                                  \
-    }                                                                                           \
-    static i twin_of_rounded(f x, f y) {                                                        \
-      const i halves = (i)p##_cvtne2ps_pbh(y, x);                                               \
-      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.rounded), halves);        \
-    }                                                                                           \
-    /* a·c - b·s and a·c + b·s of two registers each. */                                        \
-    template <class A>                                                                          \
-    static i u(f a0, f b0, f c0, f s0, f a1, f b1, f c1, f s1) {                                \
-      if constexpr (!A::each) return twin(A::u(a0, b0, c0, s0), A::u(a1, b1, c1, s1));          \
-      f p0 = a0 * c0, p1 = a1 * c1, q0 = b0 * s0, q1 = b1 * s1;                                 \
-      round(p0, p1), round(q0, q1);                                                             \
-      return twin_of_rounded(p0 - q0, p1 - q1);                                                 \
-    }                                                                                           \
-    template <class A>                                                                          \
-    static i v(f a0, f b0, f c0, f s0, f a1, f b1, f c1, f s1) {                                \
-      if constexpr (!A::each) return twin(A::v(a0, b0, c0, s0), A::v(a1, b1, c1, s1));          \
-      f p0 = b0 * c0, p1 = b1 * c1, q0 = a0 * s0, q1 = a1 * s1;                                 \
-      round(p0, p1), round(q0, q1);                                                             \
-      return twin_of_rounded(p0 + q0, p1 + q1);                                                 \
+    /* The twins of x + y, or x - y, after each of the four is rounded. */                      \
+    template <bool minus>                                                                       \
+    TIGHTROPE_INLINE i sum(f x0, f x1, f y0, f y1) {                                            \
+      const i x = halves(x0, x1), y = halves(y0, y1);                                           \
+      const f first = minus ? R::even(x) - R::even(y) : R::even(x) + R::even(y);                \
+      const f second = minus ? R::odd(x) - R::odd(y) : R::odd(x) + R::odd(y);                   \
+      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.rounded), halves(first, second)); \
     }                                                                                           \
   };
 TIGHTROPE_CONVERT(16, __m512, __m512i, _mm512, si512)
@@ -153,22 +141,16 @@ struct Block {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
 
-  void take(const Row<float>& r, int64_t at, int64_t) {
+  TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t) {
     c = R::read(r.c + at), s = R::read(r.s + at);
     c2 = A::apart ? R::read(r.c2 + at) : c, s2 = A::apart ? R::read(r.s2 + at) : s;
   }
-  template <class T>
-  void turn(const T* u, const T* v, T* y, T* z) const {
+  template <bool streams, class T>
+  TIGHTROPE_INLINE void turn(const T* u, const T* v, T* y, T* z) const {
     const auto a = R::read(u), b = R::read(v);
-    R::write(y, A::u(a, b, c, s));
-    R::write(z, A::v(a, b, c2, s2));
+    R::template write<streams>(y, A::u(a, b, c, s));
+    R::template write<streams>(z, A::v(a, b, c2, s2));
   }
-#if defined(__AVX512BF16__)
-  bool has_tiny() const {
-    using C = Convert<lanes>;
-    return C::has_tiny(c) || C::has_tiny(s) || (A::apart && (C::has_tiny(c2) || C::has_tiny(s2)));
-  }
-#endif
 
   typename R::Floats c, s, c2, s2;
 };
@@ -180,7 +162,7 @@ struct Block<A, F, true, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
 
-  void take(const Row<float>& r, int64_t at, int64_t) {
+  TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t) {
     alignas(64) float cosines[2 * lanes], sines[2 * lanes];
     for (int k = 0; k < lanes; ++k) {
       cosines[2 * k] = r.c[at + k], cosines[2 * k + 1] = (A::apart ? r.c2 : r.c)[at + k];
@@ -189,11 +171,11 @@ struct Block<A, F, true, lanes> {
     c0 = R::read(cosines), c1 = R::read(cosines + lanes);
     s0 = R::read(sines), s1 = R::read(sines + lanes);
   }
-  template <class T>
-  void turn(const T* x, const T*, T* y, T*) const {
+  template <bool streams, class T>
+  TIGHTROPE_INLINE void turn(const T* x, const T*, T* y, T*) const {
     const auto a = R::read(x), b = R::read(x + lanes);
-    R::write(y, A::v(R::swapped(a), a, c0, s0));
-    R::write(y + lanes, A::v(R::swapped(b), b, c1, s1));
+    R::template write<streams>(y, A::v(R::swapped(a), a, c0, s0));
+    R::template write<streams>(y + lanes, A::v(R::swapped(b), b, c1, s1));
   }
 
   typename R::Floats c0, s0, c1, s1;
@@ -205,29 +187,33 @@ struct Block<A, BFloat16, false, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = 2 * lanes;
 
-  void take(const Row<float>& r, int64_t at, int64_t n) {
+  TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
     even.take(r, at / 2, n), odd.take(r, (n + 1) / 2 + at / 2, n);
-#if defined(__AVX512BF16__)
-    converts = !even.has_tiny() && !odd.has_tiny();
-#endif
   }
-  void turn(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z) const {
+  template <bool streams>
+  TIGHTROPE_INLINE void turn(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z) const {
     const auto a = R::read((const Twin*)u), b = R::read((const Twin*)v);
     const auto a0 = R::even(a), b0 = R::even(b), a1 = R::odd(a), b1 = R::odd(b);
 #if defined(__AVX512BF16__)
-    using C = Convert<lanes>;
-    if (__builtin_expect(converts && !C::has_tiny(a, b), 1)) {
-      R::write((Twin*)y, C::template u<A>(a0, b0, even.c, even.s, a1, b1, odd.c, odd.s));
-      R::write((Twin*)z, C::template v<A>(a0, b0, even.c2, even.s2, a1, b1, odd.c2, odd.s2));
+    Convert<lanes> convert;
+    typename R::Words to_u, to_v;
+    if constexpr (A::each) {
+      to_u = convert.template sum<true>(a0 * even.c, a1 * odd.c, b0 * even.s, b1 * odd.s);
+      to_v = convert.template sum<false>(b0 * even.c2, b1 * odd.c2, a0 * even.s2, a1 * odd.s2);
+    } else {
+      to_u = convert.twin(A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s));
+      to_v = convert.twin(A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2));
+    }
+    if (__builtin_expect(convert.exact, 1)) {
+      R::template write<streams>((Twin*)y, to_u), R::template write<streams>((Twin*)z, to_v);
       return;
     }
 #endif
-    R::write((Twin*)y, R::twin(A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s)));
-    R::write((Twin*)z, R::twin(A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2)));
+    R::template write<streams>((Twin*)y, R::twin(A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s)));
+    R::template write<streams>((Twin*)z, R::twin(A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2)));
   }
 
   Block<A, Float, false, lanes> even, odd;
-  bool converts = false;
 };
 
 template <class A, int lanes>
@@ -235,33 +221,30 @@ struct Block<A, BFloat16, true, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
 
-  void take(const Row<float>& r, int64_t at, int64_t n) {
+  TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
     all.take(r, at, n);
-#if defined(__AVX512BF16__)
-    converts = !all.has_tiny();
-#endif
   }
-  void turn(const uint16_t* x, const uint16_t*, uint16_t* y, uint16_t*) const {
+  template <bool streams>
+  TIGHTROPE_INLINE void turn(const uint16_t* x, const uint16_t*, uint16_t* y, uint16_t*) const {
     const auto pairs = R::read((const Twin*)x);
     const auto a = R::even(pairs), b = R::odd(pairs);
 #if defined(__AVX512BF16__)
-    using C = Convert<lanes>;
-    if (__builtin_expect(converts && !C::has_tiny(pairs, pairs), 1)) {
-      if constexpr (A::each) {
-        auto first = a * all.c, second = b * all.c2, third = -b * all.s, fourth = a * all.s2;
-        C::round(first, second), C::round(third, fourth);
-        R::write((Twin*)y, C::twin_of_rounded(first + third, second + fourth));
-      } else {
-        R::write((Twin*)y, C::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
-      }
+    Convert<lanes> convert;
+    typename R::Words to;
+    if constexpr (A::each) {
+      to = convert.template sum<false>(a * all.c, b * all.c2, -b * all.s, a * all.s2);
+    } else {
+      to = convert.twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2));
+    }
+    if (__builtin_expect(convert.exact, 1)) {
+      R::template write<streams>((Twin*)y, to);
       return;
     }
 #endif
-    R::write((Twin*)y, R::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
+    R::template write<streams>((Twin*)y, R::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
   }
 
   Block<A, Float, false, lanes> all;
-  bool converts = false;
 };
 
 // An integer as a type, to select a template.
@@ -271,7 +254,7 @@ struct Is {
 };
 
 // Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
-template <class A, bool interleaved, int lanes, int blocks, class Stored>
+template <class A, bool interleaved, bool streams, int lanes, int blocks, class Stored>
 inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
                         int64_t n, int64_t bytes, const Row<float>& r) {
   using B = Block<A, typename A::Format, interleaved, lanes>;
@@ -282,12 +265,12 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
   const Stored* in = heads.in + channel + at * kPair;
   Stored* out = heads.out + channel + at * kPair;
   for (int64_t head = 0; head < heads.count; ++head) {
-    prefetch(in, out, heads.ahead, bytes);
+    prefetch(in, streams ? in : out, heads.ahead, bytes);
 #pragma GCC unroll 8
     for (int b = 0; b < blocks; ++b) {
       constexpr int64_t kStep = kPair * B::kPairs;
-      block[b].turn(in + b * kStep, in + b * kStep + other, out + b * kStep,
-                    out + b * kStep + other);
+      block[b].template turn<streams>(in + b * kStep, in + b * kStep + other, out + b * kStep,
+                                      out + b * kStep + other);
     }
     in += heads.in_step;
     out += heads.out_step;
@@ -308,8 +291,12 @@ inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int6
   const auto turn = [&](auto lanes, auto blocks) {
     constexpr int64_t kTaken = blocks.value * kPairs * lanes.value / 16;
     if (n - at < kTaken) return false;
-    turn_blocks<A, interleaved, lanes.value, blocks.value>(heads, channel, other, at, n,
-                                                           at == 0 ? bytes : 0, r);
+    const int64_t fetched = at == 0 ? bytes : 0;
+    if (heads.streams) {
+      turn_blocks<A, interleaved, true, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
+    } else {
+      turn_blocks<A, interleaved, false, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
+    }
     at += kTaken;
     return true;
   };

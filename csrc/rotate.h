@@ -35,6 +35,7 @@ struct Operand {
   int64_t heads;
   Strides in_stride;
   Strides out_stride;
+  bool streams = false;  // whether a rotation streams this result past the caches (streams.h)
 };
 
 // The caller's cosines or sines, [rows|1, heads|1, length, width]; the stride is 0 for a size of 1.
@@ -156,6 +157,11 @@ struct GateSums {
 // Takes a problem like that of an AngleLoop, and scratch memory like a StagesLoop.
 using GateLoop = void (*)(const Problem& p, const GateSums& sums, void* scratch, int64_t begin,
                           int64_t end);
+
+// Bytes of a cache line.
+constexpr int64_t kLine = 64;
+// Bytes of the largest head whose results can be streamed.
+constexpr int64_t kStreamed = 8192;
 
 // The loop keeps this many cosines, and as many sines, of a tile on its stack.
 constexpr int64_t kAngles = 2048;

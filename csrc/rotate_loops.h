@@ -50,7 +50,7 @@ inline Heads<Stored> heads_of(const Operand& o, int64_t row, int64_t head, int64
   const Strides& j = o.out_stride;
   return {static_cast<const Stored*>(o.in) + row * i.row + head * i.head + token * i.token,
           static_cast<Stored*>(o.out) + row * j.row + head * j.head + token * j.token,
-          i.head, j.head, i.channel, j.channel, count, ahead};
+          i.head, j.head, i.channel, j.channel, count, ahead, o.streams};
 }
 
 template <class A>
@@ -110,6 +110,7 @@ void turn(const Problem& p, int64_t begin, int64_t end) {
       first += n;
     } while (first < p.pairs);
   }
+  end_streams();
 }
 
 // Only the last case, the usual one, relies on the two channels of a pair having the same angle.

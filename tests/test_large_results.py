@@ -1,4 +1,4 @@
-"""Huge pages for large new results: when they are asked for, and that nothing else changes."""
+"""Large results: huge pages, when they are asked for, and streaming stores; neither changes a bit."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ print(json.dumps([seen, sums]))
 """
 
 
-def run(**environment: str) -> Any:
+def run(program: str, **environment: str) -> Any:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -60,13 +60,57 @@ def run(**environment: str) -> Any:
 @on_request
 def test_only_large_results_ask_for_huge_pages() -> None:
     """Results and gradients of 51 MB lie in huge pages, results of 1 MB do not; the bits are the same."""
-    (small, large, gradient), sums = run()
+    (small, large, gradient), sums = run(PROGRAM)
     assert small == 0
     assert large >= 2048  # all 48 MB, unless the system has too few free ones
     assert gradient >= 2048
-    off, same = run(TIGHTROPE_HUGE_PAGES="0")
+    off, same = run(PROGRAM, TIGHTROPE_HUGE_PAGES="0")
     assert off == [0, 0, 0]
     assert same == sums
+
+
+# Prints a hash of results, of results in the caller's tensors and of gradients, for each instruction set.
+STREAMED = """
+import hashlib, itertools, json, torch
+from tightrope import RopeSpec
+from tightrope.backends import cpu
+from tightrope.functional import rotate, rotate_qk
+
+def layouts(q, k):
+    yield q, k
+    yield q.mT.contiguous().mT, k  # channels far apart
+    yield [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
+    yield [torch.cat([x, x], -1)[..., : x.shape[-1]] for x in (q, k)]
+
+sums = {}
+for name in cpu.instruction_sets():
+    cpu.use_instruction_set(name)
+    torch.manual_seed(0)
+    seen = hashlib.sha256()
+    for dtype, adjacent, (rotated, start) in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        (False, True),
+        ((128, 0), (64, 32), (96, 32), (80, 0)),
+    ):
+        spec = RopeSpec(128, rotary_dim=rotated, start=start, interleaved=adjacent)
+        q, k = torch.randn(2, 3, 37, 128, dtype=dtype), torch.randn(2, 1, 37, 128, dtype=dtype)
+        for rounding, (q, k) in itertools.product(("once", "each"), layouts(q, k)):
+            q = q.detach().requires_grad_()
+            a, b = rotate_qk(q, k, spec, rounding=rounding)
+            (grad,) = torch.autograd.grad(a.square().sum(), q)
+            out = torch.full(q.shape, torch.nan, dtype=dtype)
+            rotate(q.detach(), spec, out=out, rounding=rounding)
+            for x in (a, b, grad, out):
+                seen.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    sums[name] = seen.hexdigest()
+print(json.dumps(sums))
+"""
+
+
+@needs_kernel
+def test_streamed_results_have_the_same_bits() -> None:
+    """Streaming every result that can be streamed equals streaming none, with each instruction set."""
+    assert run(STREAMED, TIGHTROPE_STREAM_BYTES="1") == run(STREAMED, TIGHTROPE_STREAM_BYTES="0")
 
 
 @needs_kernel
