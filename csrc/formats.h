@@ -35,6 +35,17 @@ inline __m128 fma_(__m128 a, __m128 b, __m128 c) { return _mm_fmadd_ps(a, b, c);
 inline __m512 fma_(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
 #endif
 
+// a·b - c, rounded once. The compiler does not fold a negation into the intrinsics.
+template <class T>
+inline T fms_(T a, T b, T c) { return fma_(a, b, -c); }
+#if defined(__F16C__)
+inline __m256 fms_(__m256 a, __m256 b, __m256 c) { return _mm256_fmsub_ps(a, b, c); }
+#endif
+#if defined(__AVX512F__)
+inline __m128 fms_(__m128 a, __m128 b, __m128 c) { return _mm_fmsub_ps(a, b, c); }
+inline __m512 fms_(__m512 a, __m512 b, __m512 c) { return _mm512_fmsub_ps(a, b, c); }
+#endif
+
 template <class To, class From>
 inline To bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -100,7 +111,7 @@ struct Half {
 // ---- pairs ---------------------------------------------------------------------------------------
 
 template <class T>
-inline T turned_u(T u, T v, T c, T s) { return fma_(u, c, -(v * s)); }
+inline T turned_u(T u, T v, T c, T s) { return fms_(u, c, v * s); }
 template <class T>
 inline T turned_v(T u, T v, T c, T s) { return fma_(v, c, u * s); }
 
